@@ -1,0 +1,150 @@
+"""Real DeepSpeed on this machine's processor: train a case, or resume a directory.
+
+python -m tests.engines.deepspeed --list
+python -m tests.engines.deepspeed CASE DIR      trains one case into DIR
+python -m tests.engines.deepspeed --all DIR     trains each case into DIR/<case>
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import dataclasses
+import functools
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cases import CASES, Case
+
+TIMEOUT = 180.0  # seconds for one job
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "LOCAL_RANK": "0",
+    "TORCHDYNAMO_DISABLE": "1",  # Muon is decorated with torch.compile, which would need minutes
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+class EngineError(RuntimeError):
+    """The engine failed; the message is its own."""
+
+
+def train(case: Case, root: Path, *, losses: int = 5) -> Path:
+    """Trains `case` with DeepSpeed, saves it in `root`/run and what it held in `root`/oracle.pt."""
+    root.mkdir(parents=True, exist_ok=True)
+    submit("train", case, (case, root.resolve(), losses), root)
+    return root / "run"
+
+
+def resume(
+    case: Case,
+    directory: Path,
+    root: Path,
+    *,
+    dp: int | None = None,
+    stage: int | None = None,
+    config: Mapping[str, Any] | None = None,
+    optimizer: str | None = None,
+    losses: int = 5,
+    load: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a new engine holds after `load_checkpoint(directory)`, and its next losses.
+
+    The engine is that of `case` with the given changes and another seed. `load` are arguments of
+    `load_checkpoint`, by default those of the case; `root` takes the log and temporary files.
+    Raises EngineError with the engine's message.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    resumed = dataclasses.replace(
+        case,
+        dp=case.dp if dp is None else dp,
+        stage=case.stage if stage is None else stage,
+        config=case.config if config is None else config,
+        optimizer=case.optimizer if optimizer is None else optimizer,
+    )
+    output = root.resolve() / "resumed.pt"
+    arguments = (
+        resumed,
+        directory.resolve(),
+        output,
+        dict(case.load if load is None else load),
+        losses,
+    )
+    submit("resume", resumed, arguments, root)
+    return torch.load(output, weights_only=False)
+
+
+def submit(work: str, case: Case, arguments: tuple[Any, ...], root: Path) -> None:
+    log = root.resolve() / "engine.log"
+    process = start_zygote()
+    assert process.stdin is not None and process.stdout is not None
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments = (Path(meeting) / "store", *arguments)
+        job = (work, case.extension, case.dp, arguments, log, TIMEOUT)
+        try:
+            pickle.dump(job, process.stdin)
+            process.stdin.flush()
+            failure = pickle.load(process.stdout)
+        except (EOFError, BrokenPipeError):
+            start_zygote.cache_clear()
+            failure = "the process that forks the ranks died"
+    if failure is not None:
+        raise EngineError(failure)
+
+
+@functools.cache
+def start_zygote() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"{__package__}.zygote"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    atexit.register(process.communicate)
+    return process
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("case", nargs="?", choices=CASES, metavar="CASE")
+    parser.add_argument("directory", nargs="?", type=Path, metavar="DIR")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--all", type=Path, metavar="DIR")
+    arguments = parser.parse_args()
+    if arguments.list:
+        for case in CASES.values():
+            print(f"{case.name:32} {case.kind}")
+    elif arguments.all:
+        for case in CASES.values():
+            print_training(case, arguments.all / case.name)
+    elif arguments.directory:
+        print_training(CASES[arguments.case], arguments.directory)
+    else:
+        parser.print_help()
+
+
+def print_training(case: Case, root: Path) -> None:
+    started = time.monotonic()
+    try:
+        train(case, root)
+        outcome = "ok"
+    except EngineError as error:
+        outcome = str(error)
+    print(f"{case.name:32} {time.monotonic() - started:6.1f} s  {outcome}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""A tiny model that is awkward on purpose, with its data and its parameter groups.
+
+Shapes that force padding, a 3-D weight, a one-element parameter, a tied weight, frozen
+parameters, buffers that change while training. No 0-dim parameters: DeepSpeed 0.19.8 cannot
+broadcast them over gloo.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+ROWS = 24  # of a global batch: divisible by every number of ranks in use
+VOCABULARY, WIDTH, HIDDEN, SMALL = 31, 19, 29, 7
+LEARNING_RATE = 0.01
+
+
+class Variant(NamedTuple):
+    """What a model has beyond its plain layers."""
+
+    tied: bool = True
+    frozen: bool = True
+    unused: bool = False
+    strided: bool = False
+    filtered: bool = True  # has a 3-D weight
+
+
+VARIANTS = {
+    "full": Variant(),
+    "plain": Variant(tied=False, frozen=False),
+    "unused": Variant(unused=True),
+    "strided": Variant(strided=True),
+    "matrices": Variant(filtered=False),
+}
+
+
+class RunningMean(nn.Module):
+    """Subtracts a running mean of the global batch, so that it is the same on every rank."""
+
+    mean: Tensor
+    seen: Tensor
+    rate: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.randn(WIDTH))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("rate", torch.tensor(0.5), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch = hidden.detach().float().mean(0)
+        torch.distributed.all_reduce(batch)
+        batch /= torch.distributed.get_world_size()
+        self.mean.lerp_(batch.to(self.mean.dtype), self.rate.to(self.mean.dtype))
+        self.seen += 1
+        return hidden - self.mean.to(hidden.dtype)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(1 + torch.rand(1))
+        self.offset = nn.Parameter(torch.randn(SMALL))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.gain + functional.pad(self.offset, (0, WIDTH - SMALL))
+
+
+class Unused(nn.Module):
+    """Parameters that never get a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(5, 3))
+        self.vector = nn.Parameter(torch.randn(11))
+
+
+class Model(nn.Module):
+    def __init__(self, variant: Variant) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.center = RunningMean()
+        self.trunk = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
+        self.bottleneck = nn.Linear(WIDTH, SMALL)
+        if variant.filtered:
+            self.filter = nn.Conv1d(1, 2, 3, padding=1)
+        self.scale = Scale()
+        if variant.unused:
+            self.spare = Unused()
+        self.readout = nn.Linear(SMALL, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.3)
+        if variant.tied:
+            self.head.weight = self.embedding.weight
+        if variant.strided:
+            self.register_buffer("table", torch.randn(3, 5).t())
+        if variant.frozen:
+            self.bottleneck.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
+        hidden = self.embedding(tokens).mean(1)
+        hidden = self.center(hidden + features.to(hidden.dtype))
+        hidden = hidden + self.trunk(hidden)
+        if hasattr(self, "filter"):
+            hidden = hidden + self.filter(hidden.unsqueeze(1)).mean(1)
+        hidden = self.scale(hidden)
+        hidden = hidden + self.readout(torch.tanh(self.bottleneck(hidden)))
+        return self.head(hidden)
+
+
+def build(name: str, seed: int) -> Model:
+    torch.manual_seed(seed)
+    return Model(VARIANTS[name])
+
+
+def transpose_frozen(model: Model) -> None:
+    """Lays out a frozen weight by columns, as after loading a transposed one.
+
+    Only once the engine exists: it broadcasts parameters as bytes, which needs them contiguous.
+    """
+    weight = model.bottleneck.weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+def parameter_groups(model: Model, count: int) -> list[dict[str, Any]]:
+    """1 to 4 groups: with decay (in reversed order), without decay, the readout, one element.
+
+    Frozen parameters are handed over as well, as `model.parameters()` would.
+    """
+    named = dict(model.named_parameters())
+    if count == 1:
+        return [{"params": list(named.values()), "weight_decay": 0.1, "lr": LEARNING_RATE}]
+    readout = [name for name in named if count > 2 and name.startswith("readout.")]
+    gain = [name for name in named if count > 3 and name == "scale.gain"]
+    others = [name for name in named if name not in readout + gain]
+    groups: list[dict[str, Any]] = [
+        {"weight_decay": 0.1, "lr": LEARNING_RATE},
+        {"weight_decay": 0.0, "lr": LEARNING_RATE / 4},
+        {"weight_decay": 0.05, "lr": LEARNING_RATE * 2},
+        {"weight_decay": 0.0, "lr": LEARNING_RATE / 2},
+    ]
+    members = [
+        [name for name in reversed(others) if named[name].ndim > 1],
+        [name for name in others if named[name].ndim == 1],
+        readout,
+        gain,
+    ]
+    return [
+        {"params": [named[name] for name in names], **group}
+        for names, group in zip(members[:count], groups, strict=False)
+    ]
+
+
+def loss(model: nn.Module, step: int, rank: int, ranks: int) -> Tensor:
+    """The mean loss of this rank's rows of the global batch of one step."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(VOCABULARY, (ROWS, 5), generator=generator)
+    features = torch.randn(ROWS, WIDTH, generator=generator)
+    targets = torch.randint(VOCABULARY, (ROWS,), generator=generator)
+    rows = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks)
+    logits = model(tokens[rows], features[rows])
+    return functional.cross_entropy(logits.float(), targets[rows])

@@ -1,0 +1,126 @@
+"""Every optimizer the checkpoints are made with, by name.
+
+What differs between them is what they keep: which tensors, and where the number of steps lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Groups = list[dict[str, Any]]
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's own class: one tensor per parameter and no step at all."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"lr": 0.001, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, parameter, gradient in gradients(self.param_groups):
+            first, second = group["betas"]
+            average = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+            update = average.lerp(gradient, 1 - first).sign_()
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(update, alpha=-group["lr"])
+            average.lerp_(gradient, 1 - second)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Emulates what DeepSpeed's FusedAdam keeps, 0.6.5 and newer; the real one must be compiled.
+
+    An int `step` in each state is the truth, `step` of the group is written once as 0.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"lr": 0.001, "betas": (0.8, 0.95), "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, parameter, gradient in gradients(self.param_groups):
+            group.setdefault("step", 0)
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            adam_update(parameter, gradient, state, state["step"], group)
+
+
+class ApexFusedAdam(torch.optim.Optimizer):
+    """Emulates Apex's FusedAdam, and DeepSpeed's before 0.6.5: only groups have a `step`."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"lr": 0.001, "betas": (0.8, 0.95), "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        for group, parameter, gradient in gradients(self.param_groups):
+            adam_update(parameter, gradient, self.state[parameter], group["step"], group)
+
+
+def gradients(groups: Groups) -> Iterable[tuple[dict[str, Any], Tensor, Tensor]]:
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield group, parameter, parameter.grad
+
+
+def adam_update(
+    parameter: Tensor, gradient: Tensor, state: dict[str, Any], step: int, group: dict[str, Any]
+) -> None:
+    first, second = group["betas"]
+    mean = state.setdefault("exp_avg", torch.zeros_like(parameter)).lerp_(gradient, 1 - first)
+    square = state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+    square.lerp_(gradient.square(), 1 - second)
+    scale = (square / (1 - second**step)).sqrt_().add_(1e-8)
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    parameter.addcdiv_(mean / (1 - first**step), scale, value=-group["lr"])
+
+
+def deepspeed_fused_adam(groups: Groups) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import FusedAdam as Compiled
+
+    return Compiled(groups, betas=(0.8, 0.95))
+
+
+def deepspeed_cpu_adam(groups: Groups) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(groups, betas=(0.8, 0.95))
+
+
+def deepspeed_cpu_adam_narrow(groups: Groups) -> torch.optim.Optimizer:
+    """Its moments have the precision of the masters."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(groups, betas=(0.8, 0.95), fp32_optimizer_states=False)
+
+
+def deepspeed_cpu_lion(groups: Groups) -> torch.optim.Optimizer:
+    from deepspeed.ops.lion import DeepSpeedCPULion
+
+    return DeepSpeedCPULion(groups)
+
+
+FACTORIES: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.95)),
+    "adam": lambda groups: torch.optim.Adam(groups, betas=(0.8, 0.95)),
+    "amsgrad": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.5), amsgrad=True),
+    "nadam": torch.optim.NAdam,
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, centered=True, momentum=0.9),
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+    "momentum": lambda groups: torch.optim.SGD(groups, momentum=0.9),
+    "lion": Lion,
+    "fused adam": FusedAdam,
+    "apex fused adam": ApexFusedAdam,
+    "deepspeed fused adam": deepspeed_fused_adam,
+    "deepspeed cpu adam": deepspeed_cpu_adam,
+    "deepspeed cpu adam narrow": deepspeed_cpu_adam_narrow,
+    "deepspeed cpu lion": deepspeed_cpu_lion,
+}

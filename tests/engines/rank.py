@@ -1,0 +1,139 @@
+"""What one rank of a DeepSpeed training does: build the engine, train, save or load, record."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch.utils import cpp_extension
+
+from . import client, models, optimizers, oracle
+from .cases import Case
+
+ABANDONED = 300.0  # seconds after which the lock of a compilation is nobody's
+ENABLE = {"bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}, "fp32": {}}
+
+
+def prepare() -> None:
+    """The two patches that let DeepSpeed 0.19.8 train on a machine without an accelerator."""
+    # It would compile a shared memory op and leave 69 MB per rank in /dev/shm.
+    vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
+    get_accelerator().is_fp16_supported = lambda: True
+    torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # the first optimizer would: 4 s in every rank
+
+
+def compile_extension(builder: str) -> None:
+    """Compiles and loads an extension before the fork, so that ranks never wait on each other."""
+    extension = get_accelerator().create_op_builder(builder)
+    lock = Path(cpp_extension._get_build_directory(extension.name, False)) / "lock"
+    while lock.exists() and time.time() - lock.stat().st_mtime < ABANDONED:
+        time.sleep(1)
+    lock.unlink(missing_ok=True)  # of a killed process: loading would wait for it for ever
+    extension.load(verbose=False)
+
+
+def join(rank: int, ranks: int, store: Path) -> None:
+    deepspeed.init_distributed(
+        dist_backend="gloo",
+        init_method=store.as_uri(),
+        rank=rank,
+        world_size=ranks,
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+
+
+def train(rank: int, store: Path, case: Case, root: Path, losses: int) -> None:
+    """Trains, saves `root`/run, writes `root`/oracle.pt."""
+    join(rank, case.dp, store)
+    engine = build_engine(case, case.seed)
+    for _ in range(case.steps):
+        train_step(engine)
+    client_state = client.odd_state() if case.client_state else {}
+    engine.save_checkpoint(str(root / "run"), client_state=client_state, **case.save)
+    finish(engine, root / "oracle.pt", losses, dtype=case.dtype, client_state=client_state)
+
+
+def resume(
+    rank: int,
+    store: Path,
+    case: Case,
+    directory: Path,
+    output: Path,
+    load: dict[str, Any],
+    losses: int,
+) -> None:
+    """Loads `directory` into a freshly initialized engine, writes what it then holds."""
+    join(rank, case.dp, store)
+    engine = build_engine(case, case.seed + 1000)
+    loaded, client_state = engine.load_checkpoint(str(directory), **load)
+    if loaded is None:
+        raise FileNotFoundError(f"the engine found no checkpoint in {directory}")
+    finish(engine, output, losses, dtype=case.dtype, client_state=client_state)
+
+
+def finish(engine: Any, output: Path, losses: int, **known: Any) -> None:
+    """Writes what the engine holds now, with the losses of the steps that follow."""
+    state = oracle.record(engine)
+    following = [train_step(engine) for _ in range(losses)]
+    if state is not None:
+        torch.save({**state, **known, "losses": following}, output)
+
+
+def build_engine(case: Case, seed: int) -> Any:
+    model = models.build(case.model, seed)
+    groups = models.parameter_groups(model, case.groups)
+    own = case.optimizer != "config"
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=None if own else groups,
+        optimizer=optimizers.FACTORIES[case.optimizer](groups) if own else None,
+        lr_scheduler=decaying if case.scheduler else None,
+        config=configure(case),
+    )
+    if models.VARIANTS[case.model].strided and case.stage < 3:
+        models.transpose_frozen(model)
+    return engine
+
+
+def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+
+
+def configure(case: Case) -> dict[str, Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": models.ROWS // case.dp,
+        "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": case.stage},
+        **ENABLE[case.dtype],
+    }
+    return merge(config, case.config)
+
+
+def merge(base: Any, extra: Any) -> Any:
+    if not isinstance(base, dict) or not hasattr(extra, "items"):
+        return extra
+    merged = {
+        key: merge(base[key], value) if key in base else value for key, value in extra.items()
+    }
+    return {**base, **merged}
+
+
+def train_step(engine: Any) -> float:
+    """Trains on the batch of this step; the mean loss of the global batch."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    loss = models.loss(engine, engine.global_steps, rank, ranks)
+    engine.backward(loss)
+    engine.step()
+    mean = loss.detach().double()
+    torch.distributed.all_reduce(mean)
+    return mean.item() / ranks

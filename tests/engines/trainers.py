@@ -1,0 +1,112 @@
+"""Checkpoints that real trainers make around DeepSpeed's own, and their own way to resume.
+
+    hf_trainer   transformers.Trainer         <checkpoint-3>/global_step3, model.safetensors, ...
+    accelerate   Accelerator.save_state       <state>/pytorch_model/, random_states_0.pkl, ...
+    lightning    lightning DeepSpeedStrategy  <x.ckpt>/checkpoint/
+
+All run unmodified on a processor, except that Lightning is told that its CPU is a CUDA device (see
+`trainer_rank.py`). They need packages which the other tests do not: without them, skip.
+
+    python -m tests.engines.trainers TRAINER STAGE RANKS DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .deepspeed import ENVIRONMENT, EngineError
+
+TIMEOUT = 300.0  # seconds for one run, imports included
+PACKAGES = {
+    "hf_trainer": ("transformers", "accelerate"),
+    "accelerate": ("accelerate",),
+    "lightning": ("lightning",),
+}
+ACCELERATE = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
+
+
+def available(trainer: str) -> bool:
+    return all(importlib.util.find_spec(package) for package in PACKAGES[trainer])
+
+
+def hf_trainer(root: Path, stage: int, dp: int) -> Path:
+    """Trains a tiny Llama; returns `root`/run/checkpoint-3, `root`/oracle.pt beside."""
+    return train("hf_trainer", root, stage, dp)
+
+
+def accelerate(root: Path, stage: int, dp: int) -> Path:
+    """Trains `models.Model`; returns `root`/run/state, `root`/oracle.pt beside."""
+    return train("accelerate", root, stage, dp)
+
+
+def lightning(root: Path, stage: int, dp: int) -> Path:
+    """Trains `models.Model`; returns `root`/run/x.ckpt, `root`/oracle.pt beside."""
+    return train("lightning", root, stage, dp)
+
+
+def train(trainer: str, root: Path, stage: int, dp: int) -> Path:
+    """Trains 3 steps, saves, records what the engine holds and the losses of the next 5 steps.
+
+    The oracle has the keys of `oracle.record`, `losses` and `directory`, the saved path.
+    """
+    return Path(run(trainer, root, stage, dp, None)["directory"])
+
+
+def resume(trainer: str, directory: Path, root: Path, stage: int, dp: int) -> dict[str, Any]:
+    """What the trainer's engine holds after resuming from `directory`, and the next 5 losses.
+
+    `directory` is what `train` returned, or one laid out like it for `dp` ranks.
+    """
+    return run(trainer, root, stage, dp, directory)
+
+
+def run(trainer: str, root: Path, stage: int, dp: int, directory: Path | None) -> dict[str, Any]:
+    root.mkdir(parents=True, exist_ok=True)
+    output = root.resolve() / ("resumed.pt" if directory else "oracle.pt")
+    arguments = {
+        "trainer": trainer,
+        "root": str(root.resolve()),
+        "stage": stage,
+        "dp": dp,
+        "directory": str(directory.resolve()) if directory else None,
+        "output": str(output),
+    }
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("LOCAL_RANK", None)
+    if trainer != "lightning":
+        environment.update(ACCELERATE)
+    process = subprocess.run(
+        [sys.executable, "-m", f"{__package__}.trainer_rank", json.dumps(arguments)],
+        env=environment,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    if process.returncode:
+        raise EngineError(process.stderr.strip().splitlines()[-1])
+    result: dict[str, Any] = torch.load(output, weights_only=False)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("trainer", choices=PACKAGES)
+    parser.add_argument("stage", type=int)
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("directory", type=Path)
+    arguments = parser.parse_args()
+    print(train(arguments.trainer, arguments.directory, arguments.stage, arguments.ranks))
+
+
+if __name__ == "__main__":
+    main()

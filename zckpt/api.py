@@ -1,0 +1,217 @@
+"""What zckpt does, a few steps each: read, inspect, convert."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+from . import formats, steps
+from .dtypes import OPTIONS
+from .errors import NotEnoughSpace, WrongOption
+from .inert import plain_group, to_json
+from .manifest import Manifest
+
+Report = dict[str, Any]
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """How bytes move: threads, bytes of buffers, and auto, direct or buffered writes."""
+
+    jobs: int = 2
+    memory: int = 256 << 20
+    io: str = "auto"
+
+
+DEFAULT_COPYING = Copying()
+
+
+def read(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    tag: str | None = None,
+    step_policy: str | None = None,
+) -> Manifest:
+    """The manifest of the checkpoint at `path`, recognised by content. No tensor is read.
+
+    Raises a ZcktError of the kind that fits: NotACheckpoint, IncompleteCheckpoint, ...
+    """
+    where = os.fspath(path)
+    found = formats.recognise(where, format, tag)
+    manifest: Manifest = found.load().read(where, tag, step_policy)
+    return manifest
+
+
+def inspect(manifest: Manifest) -> Report:
+    """What a checkpoint holds, as `zckpt inspect --json` prints it."""
+    return {
+        "zckpt": 1,
+        "command": "inspect",
+        **manifest.source,
+        "format": manifest.format,
+        "path": manifest.root,
+        "step": manifest.step,
+        "complete": True,  # what is not is an error of reading
+        "optimizer": manifest.optimizer,
+        "parameters": len(manifest.parameters),
+        "elements": sum(prod(held.shape) for held in manifest.parameters.values()),
+        "slots": {
+            slot: {
+                "tensors": len(entries),
+                "dtype": ", ".join(sorted({entry.dtype for entry in entries})),
+                "elements": sum(entry.numel for entry in entries),
+                "bytes": sum(entry.length for entry in entries),
+            }
+            for slot, entries in manifest.slots.items()
+        },
+        "groups": None
+        if manifest.groups is None
+        else [plain_group(group) for group in manifest.groups],
+        "steps": [
+            {"where": line.where, "step": line.step, "truth": line.truth}
+            for line in manifest.steps
+        ],
+        "files": len(manifest.files),
+        "bytes": sum(os.path.getsize(file) for file in manifest.files),
+        "problems": list(manifest.warnings),
+        "left_out": list(manifest.left_out),
+    }
+
+
+def tensors(manifest: Manifest, pattern: str, fragments: bool = False) -> list[Report]:
+    """Every tensor whose entry name (`parameter/slot`) matches the glob, with its fragments if asked.
+
+    Raises WrongOption where none does.
+    """
+    found = []
+    for entry in manifest.entries.values():
+        if not fnmatchcase(entry.name, pattern):
+            continue
+        about: Report = {
+            "tensor": entry.name,
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "elements": entry.numel,
+            "count": len(entry.fragments),
+        }
+        if entry.digest is not None:
+            about["crc32"] = f"{entry.digest:08x}"
+        if fragments:
+            about["fragments"] = [
+                {
+                    "start": fragment.start,
+                    "stop": fragment.stop,
+                    "file": fragment.extent.file,
+                    "offset": fragment.extent.offset,
+                    "length": fragment.extent.length,
+                    "count": fragment.count,
+                    "stride": fragment.stride,
+                }
+                for fragment in entry.fragments
+            ]
+        found.append(about)
+    if not found:
+        raise WrongOption(
+            f"no tensor matches {pattern!r}", hint="names are parameter/slot, as '*/exp_avg'"
+        )
+    return found
+
+
+def state(manifest: Manifest) -> Any:
+    """Everything that is no tensor, as tagged JSON."""
+    return to_json(manifest.state)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str = "universal",
+    format: str | None = None,
+    tag: str | None = None,
+    step_policy: str | None = None,
+    weights_only: bool = False,
+    dtype: str | None = None,
+    max_file_size: int = 8 << 30,
+    copying: Copying = DEFAULT_COPYING,
+    dry_run: bool = False,
+    begin: Callable[[int], Progress] | None = None,
+) -> Report:
+    """Writes the checkpoint at `source` as a new directory `target`, in format `to`.
+
+    `dtype` (fp32, bf16, fp16) is what the module's weights become, made of the masters;
+    `weights_only` leaves the optimizer out. `begin` is told the bytes to come and gives a function
+    that is told of every piece of them. Raises a ZckptError; then there is no `target`.
+    """
+    from . import execute, plan, staging  # numpy: `inspect` has no need of it
+
+    started = time.monotonic()
+    if dtype is not None and dtype not in OPTIONS:
+        raise WrongOption(f"dtype {dtype!r} is none of {', '.join(OPTIONS)}")
+    writer = formats.named(to)
+    if not writer.writes:
+        raise WrongOption(f"{to} can be read, but not written yet")
+    where = os.fspath(target)
+    staging.refuse_existing(where)
+    manifest = read(source, format=format, tag=tag, step_policy=step_policy)
+    module = writer.load()
+    options = module.Options(weights_only, OPTIONS[dtype] if dtype else None, max_file_size)
+    files = [(shell.name, shell.size) for shell in module.lay_out(manifest, options)]
+    files += [(os.path.join("siblings", item.name), item.size) for item in manifest.siblings]
+    size = sum(length for _, length in files)
+    report: Report = {
+        "zckpt": 1,
+        "command": "convert",
+        "source": {**manifest.source, "path": manifest.root},
+        "format": to,
+        "target": where,
+        "step": manifest.step,
+        "files": [name for name, _ in files],
+        "bytes": size,
+        "left_out": list(manifest.left_out),
+        "warnings": list(manifest.warnings),
+    }
+    if dry_run:
+        memory = 2 * copying.jobs * execute.chunk_size(manifest.dp, copying.jobs, copying.memory)
+        return report | {"dry_run": True, "memory": memory, "free": staging.free_space(where)}
+    staging.need_space(where, size)
+    try:
+        with staging.Staging(where) as staged:
+            staged.lay(module.lay_out(manifest, options))
+            shells: Manifest = module.read(staged.path)
+            outcome = execute.copy(
+                plan.join(manifest, shells, from_masters=dtype is not None),
+                manifest,
+                jobs=copying.jobs,
+                memory=copying.memory,
+                io=copying.io,
+                progress=begin(size) if begin else None,
+            )
+            sealed = {os.path.relpath(path, staged.path): f for path, f in outcome.files.items()}
+            for item in manifest.siblings:
+                name = os.path.join("siblings", item.name)
+                sealed[name] = staged.copy(item.path, name)
+            if warning := steps.never_stepped(shells, outcome.digests):
+                shells = replace(shells, warnings=(*shells.warnings, warning))
+            module.seal(staged.path, shells, outcome.digests, sealed)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise NotEnoughSpace(
+                f"the filesystem of {where} is full ({error.strerror})",
+                hint=f"{size / 1e9:.3f} GB are needed; nothing was left behind",
+            ) from error
+        raise
+    return report | {
+        "warnings": list(shells.warnings),
+        "tensors": len(outcome.digests),
+        "records": {"checked": outcome.checked, "unchecked": outcome.unchecked},
+        "seconds": round(time.monotonic() - started, 3),
+    }

@@ -1,0 +1,34 @@
+"""Numbers from one float type to another, rounded as torch rounds (to nearest, ties to even).
+
+numpy is enough and needs no torch: bfloat16 is the upper half of a float32, rounded by its bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .errors import UnsupportedCheckpoint
+
+_NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype: str) -> None:
+    """Fills `target` with the elements of `source`; raises UnsupportedCheckpoint for non-floats."""
+    if source_dtype not in _NUMPY or target_dtype not in _NUMPY:
+        raise UnsupportedCheckpoint(f"cannot turn {source_dtype} into {target_dtype}")
+    values = np.frombuffer(source, dtype=_NUMPY[source_dtype])
+    result = np.frombuffer(target, dtype=_NUMPY[target_dtype])
+    if source_dtype == "BF16":
+        values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        result[:] = _bfloat16(values) if target_dtype == "BF16" else values.astype(result.dtype)
+
+
+def _bfloat16(values: Any) -> Any:
+    bits = values.astype(np.float32, copy=False).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    rounded = rounded.astype(np.uint16)
+    rounded[np.isnan(values)] = 0x7FC0  # rounding its bits could make a NaN infinite
+    return rounded

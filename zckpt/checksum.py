@@ -1,0 +1,79 @@
+"""CRC-32 of bytes that arrive in pieces, in any order.
+
+CRC-32 is what a torch file's zip records state, and CRCs of parts combine to the CRC of the whole
+in 0.14 us: one checksum serves the source's records, the target's and the tensors' digests. By
+zlib-ng: 30 GB/s a core, where the standard library's zlib reaches 7.
+"""
+
+from __future__ import annotations
+
+from zlib_ng.zlib_ng import crc32, crc32_combine
+
+__all__ = ["Cover", "combine", "crc32", "crc_of_zeros"]
+
+
+def combine(first: int, second: int, second_length: int) -> int:
+    """The CRC-32 of two pieces one behind the other."""
+    return int(crc32_combine(first, second, second_length))
+
+
+def crc_of_zeros(length: int) -> int:
+    """The CRC-32 of `length` zero bytes, without making them."""
+    whole, piece, size = 0, crc32(b"\0"), 1
+    while length:
+        if length & 1:
+            whole = combine(whole, piece, size)
+        piece, size, length = combine(piece, piece, size), size * 2, length >> 1
+    return whole
+
+
+class Cover:
+    """Which of `length` bytes have been seen, and their CRC-32 once all have been.
+
+    Neighbouring pieces are merged as they come, so that memory does not grow with the bytes.
+    """
+
+    __slots__ = ("_by_start", "_by_stop", "length", "seen")
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.seen = 0
+        self._by_start: dict[int, tuple[int, int]] = {}  # start -> stop, crc
+        self._by_stop: dict[int, int] = {}  # stop -> start
+
+    def add(self, start: int, stop: int, crc: int) -> None:
+        """Bytes [start, stop) have this CRC; what was seen before is not counted again."""
+        if start == stop or start in self._by_start or stop in self._by_stop:
+            return
+        self.seen += stop - start
+        if start in self._by_stop:
+            first = self._by_stop.pop(start)
+            _, before = self._by_start.pop(first)
+            start, crc = first, combine(before, crc, stop - start)
+        if stop in self._by_start:
+            last, after = self._by_start.pop(stop)
+            del self._by_stop[last]
+            crc, stop = combine(crc, after, last - stop), last
+        self._by_start[start] = stop, crc
+        self._by_stop[stop] = start
+
+    @property
+    def crc(self) -> int | None:
+        """The CRC of all bytes; None while some are missing."""
+        if not self.length:
+            return 0
+        stop, crc = self._by_start.get(0, (0, 0))
+        return crc if stop == self.length else None
+
+    def gaps(self) -> list[tuple[int, int]] | None:
+        """What is missing; None where pieces overlapped, so that only a new reading can tell."""
+        found, here = [], 0
+        for start in sorted(self._by_start):
+            if start < here:
+                return None
+            if start > here:
+                found.append((here, start))
+            here = self._by_start[start][0]
+        if here < self.length:
+            found.append((here, self.length))
+        return found

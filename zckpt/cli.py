@@ -1,0 +1,260 @@
+"""Commands, options and exit codes: what `zckpt` understands on a command line.
+
+Exit codes: 0 done, 1 could not do it (no target was made), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import click
+
+from . import __version__
+from .errors import WrongOption, ZckptError
+
+UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
+UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
+
+
+class Size(click.ParamType):
+    """Bytes: 256MiB, 8GiB, 500MB, 1000000."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", value.upper())
+        if not found or found[2] not in UNITS:
+            self.fail(f"{value!r} is no size such as 256MiB", param, ctx)
+        return int(float(found[1]) * UNITS[found[2]])
+
+
+Command = Callable[..., Any]
+
+
+def common(command: Command) -> Command:
+    """What every command that reads a checkpoint understands."""
+    for option in (
+        click.option("-q", "--quiet", is_flag=True, help="No progress and no warnings."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
+        click.option("--tag", help="The tag, where a run directory holds several."),
+        click.option("--from", "format", metavar="FORMAT", help="The source's format."),
+    ):
+        command = option(command)
+    return command
+
+
+def writing(command: Command) -> Command:
+    """What commands that write a checkpoint understand."""
+    for option in (
+        click.option("--dry-run", is_flag=True, help="Say what would be written, and stop."),
+        click.option(
+            "--max-file-size",
+            type=Size(),
+            default="8GiB",
+            show_default=True,
+            help="Split larger files.",
+        ),
+        click.option(
+            "--io",
+            type=click.Choice(["auto", "direct", "buffered"]),
+            default="auto",
+            show_default=True,
+            help="How files are written.",
+        ),
+        click.option(
+            "--memory",
+            type=Size(),
+            default="256MiB",
+            show_default=True,
+            help="Bound of all buffers.",
+        ),
+        click.option(
+            "-j",
+            "--jobs",
+            type=click.IntRange(1, 64),
+            default=2,
+            show_default=True,
+            help="Threads; 4 to 8 for a cold or remote source.",
+        ),
+        click.option(
+            "--step-policy",
+            metavar="max|min|N",
+            help="The step to take where ranks disagree, which is an error otherwise.",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["fp32", "bf16", "fp16"]),
+            help="What the module's weights become, made of the masters.",
+        ),
+        click.option("--weights-only", is_flag=True, help="Leave the optimizer out."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="zckpt")
+def cli() -> None:
+    """Read, convert, write and prove sharded ZeRO checkpoints."""
+
+
+@cli.command()
+@click.argument("path")
+@click.option("--tensors", metavar="GLOB", help="List the tensors whose name matches.")
+@click.option("--steps", is_flag=True, help="Every place that holds a step, and which is true.")
+@click.option("--layout", is_flag=True, help="Draw which file holds which elements.")
+@click.option("--state", is_flag=True, help="Everything that is no tensor, as JSON.")
+@common
+def inspect(
+    path: str,
+    tensors: str | None,
+    steps: bool,
+    layout: bool,
+    state: bool,
+    format: str | None,
+    tag: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """What a checkpoint holds. No tensor is read.
+
+    PATH: a DeepSpeed run or tag directory, a Hugging Face Trainer, Accelerate or Lightning
+    directory around one, or a universal checkpoint.
+    """
+    from . import api, display
+
+    manifest = api.read(path, format=format, tag=tag)
+    if as_json:
+        report = api.inspect(manifest)
+        if tensors or layout:
+            report["tensors"] = api.tensors(manifest, tensors or "*", fragments=layout)
+        if state:
+            report["state"] = api.state(manifest)
+        display.document(report)
+    elif state:
+        display.document(api.state(manifest))
+    elif steps:
+        display.steps(manifest)
+    elif layout:
+        display.layout(manifest, tensors or "*")
+    elif tensors:
+        display.tensors(api.tensors(manifest, tensors))
+    else:
+        display.summary(api.inspect(manifest), quiet)
+
+
+@cli.command()
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option("--to", default="universal", show_default=True, metavar="FORMAT")
+@writing
+@common
+def convert(
+    source: str,
+    target: str,
+    to: str,
+    weights_only: bool,
+    dtype: str | None,
+    step_policy: str | None,
+    jobs: int,
+    memory: int,
+    io: str,
+    max_file_size: int,
+    dry_run: bool,
+    format: str | None,
+    tag: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Write SRC as a new checkpoint DST, in another format.
+
+    Weights alone, for inference: zckpt convert SRC DST --weights-only --dtype bf16
+    """
+    from . import api, display
+
+    with display.progress(quiet or as_json or dry_run) as begin:
+        report = api.convert(
+            source,
+            target,
+            to=to,
+            format=format,
+            tag=tag,
+            step_policy=step_policy,
+            weights_only=weights_only,
+            dtype=dtype,
+            max_file_size=max_file_size,
+            copying=api.Copying(jobs, memory, io),
+            dry_run=dry_run,
+            begin=begin,
+        )
+    if as_json:
+        display.document(report)
+    else:
+        display.converted(report, quiet)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def formats(as_json: bool) -> None:
+    """What is read and written."""
+    from . import display
+    from .formats import TABLE
+
+    listed = [{"format": f.name, "writes": f.writes, "about": f.about} for f in TABLE]
+    if as_json:
+        display.document({"zckpt": 1, "command": "formats", "formats": listed})
+    else:
+        display.table(
+            ("format", "reads", "writes", ""),
+            [(f.name, "yes", "yes" if f.writes else "no", f.about) for f in TABLE],
+        )
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """The console script: runs a command, says errors in one sentence and a hint."""
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        cli.main(words, prog_name="zckpt", standalone_mode=False)
+    except click.UsageError as error:
+        message = error.format_message()
+        where = error.ctx.command_path if error.ctx else "zckpt"
+        fail(words, "UsageError", message, f"{where} --help says what is understood", 2)
+    except WrongOption as error:
+        fail(words, type(error).__name__, error.message, error.hint, 2)
+    except ZckptError as error:
+        fail(words, type(error).__name__, error.message, error.hint, 1)
+    except BrokenPipeError:  # `zckpt inspect ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        fail(words, "OSError", what, "", 1)
+    except (click.Abort, KeyboardInterrupt):
+        fail(words, "Interrupted", "interrupted", "no target was made", 130)
+    sys.exit(0)
+
+
+def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoReturn:
+    """Says the error, as JSON where that was asked for, and ends with `code`."""
+    if os.environ.get("ZCKPT_TRACEBACK") and sys.exc_info()[0]:
+        import traceback
+
+        traceback.print_exc()
+    if "--json" in words:
+        command = next((word for word in words if word in cli.commands), None)
+        made = {"zckpt": 1, "command": command, "error": kind, "message": message, "hint": hint}
+        print(json.dumps(made))
+    else:
+        from .display import safe
+
+        click.echo(f"Error: {safe(message)}", err=True)
+        if hint:
+            click.echo(f"Hint: {safe(hint)}", err=True)
+    sys.exit(code)

@@ -1,0 +1,201 @@
+"""Tables, progress and JSON: how results look on a terminal. The only module that knows rich.
+
+Data go to stdout, everything else to stderr; there are no bars without a terminal. rich and its
+90 ms are imported only where a table or a bar is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+from .manifest import Entry, Manifest
+
+BAR = 48  # characters
+RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def document(value: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(value, indent=2 if sys.stdout.isatty() else None))
+
+
+def safe(text: object) -> str:
+    """`text` without control characters: names in a checkpoint are not trusted."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Rows on stdout; as wide as they are where it is no terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for place, head in enumerate(heads):
+        numbers = any(isinstance(row[place], (int, float)) for row in rows)
+        made.add_column(head, justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(_cell(value)) for value in row))
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    if not sys.stdout.isatty():
+        console.width = max(80, console.measure(made, options=console.options.update(max_width=10**6)).maximum)
+    console.print(made)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else safe(value)
+
+
+def size(count: int) -> str:
+    """Bytes for people: 1.49 GB."""
+    number = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}" if unit != "B" else f"{count} B"
+        number /= 1000
+    return f"{number:.3f} TB"
+
+
+def warn(lines: Sequence[str], quiet: bool) -> None:
+    if not quiet:
+        for line in lines:
+            print(f"Warning: {safe(line)}", file=sys.stderr)
+
+
+def summary(report: dict[str, Any], quiet: bool) -> None:
+    """The first page of `inspect`."""
+    stage = report.get("zero_stage")
+    facts = [
+        ("checkpoint", report["path"]),
+        ("format", f"{report['format']}" + (f", ZeRO stage {stage}" if stage else "")),
+        ("written by", f"{report.get('format')} {report.get('version') or ''}"),
+        ("data-parallel size", report.get("dp")),
+        ("tag", report.get("tag")),
+        ("step", report["step"]),
+        ("optimizer", report["optimizer"]),
+        ("parameters", f"{report['parameters']:,} ({report['elements']:,} elements)"),
+        ("files", f"{report['files']:,} ({size(report['bytes'])})"),
+    ]
+    table(("", ""), facts)
+    print()
+    table(
+        ("slot", "dtype", "tensors", "elements", "bytes"),
+        [(slot, s["dtype"], s["tensors"], s["elements"], s["bytes"]) for slot, s in report["slots"].items()],
+    )
+    for place, group in enumerate(report["groups"] or ()):
+        told = ", ".join(f"{key} {_brief(value)}" for key, value in group.items() if value is not None)
+        print(f"\ngroup {place}: {safe(told)}")
+    if report["groups"] is None:
+        print("\nno hyper-parameters are stored")
+    warn(report["problems"], quiet)
+
+
+def _brief(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def steps(manifest: Manifest) -> None:
+    """The step ledger."""
+    rows = [(line.step, "true" if line.truth else "not used", line.where) for line in manifest.steps]
+    table(("step", "", "where"), rows)
+    if not manifest.steps:
+        print("no place in this checkpoint holds a step")
+
+
+def tensors(listed: Sequence[dict[str, Any]]) -> None:
+    """One line per tensor."""
+    table(
+        ("tensor", "dtype", "shape", "elements", "fragments"),
+        [
+            (t["tensor"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", t["elements"], t["count"])
+            for t in listed
+        ],
+    )
+
+
+def layout(manifest: Manifest, pattern: str) -> None:
+    """A bar per tensor: which file holds which of its elements."""
+    chosen = [e for e in manifest.entries.values() if fnmatchcase(e.name, pattern)]
+    used = {fragment.extent.file for entry in chosen for fragment in entry.fragments}
+    files = [file for file in manifest.files if file in used]
+    marks = {file: RANKS[place % len(RANKS)] for place, file in enumerate(files)}
+    for file, mark in marks.items():
+        print(f"{mark} = {safe(file)}")
+    print()
+    rows = [(entry.name, _bar(entry, marks), _ranges(entry, marks)) for entry in chosen]
+    table(("tensor", "elements, first to last", "where"), rows)
+
+
+def _bar(entry: Entry, marks: dict[str, str]) -> str:
+    width = min(BAR, entry.numel)
+    bar = ""
+    for place in range(width):
+        first = place * entry.numel // width
+        here = next(iter(entry.fragments.overlapping(first, first + 1)), None)
+        bar += marks[here.extent.file] if here else "?"
+    return bar
+
+
+def _ranges(entry: Entry, marks: dict[str, str]) -> str:
+    shown = []
+    for place, fragment in enumerate(entry.fragments):
+        if place == 4:
+            shown.append(f"and {len(entry.fragments) - 4} more")
+            break
+        shown.append(f"{marks[fragment.extent.file]}:{fragment.start}-{fragment.stop}")
+    return " ".join(shown)
+
+
+def converted(report: dict[str, Any], quiet: bool) -> None:
+    """What `convert` did, or would do."""
+    warn(report["warnings"], quiet)
+    for line in report["left_out"]:
+        warn([f"left out: {line}"], quiet)
+    if quiet:
+        return
+    where = safe(report["target"])
+    if report.get("dry_run"):
+        print(f"{where} would hold {size(report['bytes'])} in {len(report['files'])} files:")
+        for name in report["files"]:
+            print(f"  {safe(name)}")
+        print(f"memory {size(report['memory'])}, free space {size(report['free'])}")
+        return
+    step = "" if report["step"] is None else f", step {report['step']}"
+    print(
+        f"{where}: {report['tensors']:,} tensors, {size(report['bytes'])}{step}, "
+        f"{report['seconds']:.1f} s, {report['records']['checked']:,} source records checked"
+    )
+    if report["records"]["unchecked"]:
+        print(f"{report['records']['unchecked']:,} source records could not be checked (no CRC-32)")
+
+
+@contextmanager
+def progress(hidden: bool) -> Iterator[Callable[[int], Callable[[int], None]] | None]:
+    """A bar on stderr while bytes move, if that is a terminal."""
+    if hidden or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+    from rich.progress import TransferSpeedColumn
+
+    bar = Progress(
+        BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+        console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+    with bar:
+
+        def begin(total: int) -> Callable[[int], None]:
+            task = bar.add_task("", total=total)
+            return lambda count: bar.advance(task, count)
+
+        yield begin

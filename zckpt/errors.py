@@ -1,0 +1,52 @@
+"""What can go wrong, in the user's words: one sentence that names the thing, one hint."""
+
+from __future__ import annotations
+
+
+class ZckptError(Exception):
+    """Every error that zckpt raises on purpose; `hint` says the next thing to do."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class NotACheckpoint(ZckptError):
+    """The path holds nothing that any format recognises."""
+
+
+class AmbiguousCheckpoint(ZckptError):
+    """The path holds several checkpoints, and nothing says which one is meant."""
+
+
+class IncompleteCheckpoint(ZckptError):
+    """A rank, a file or a part of one is missing."""
+
+
+class CorruptCheckpoint(ZckptError):
+    """Bytes are not what the file itself says they are."""
+
+
+class InconsistentCheckpoint(ZckptError):
+    """Files of one checkpoint contradict each other: tags, steps, world sizes, shapes."""
+
+
+class UnsupportedCheckpoint(ZckptError):
+    """Recognised, but not read or written yet."""
+
+
+class MissingData(ZckptError):
+    """The target needs something that the source does not hold."""
+
+
+class TargetExists(ZckptError):
+    """The target, or what an interrupted run left of it, is already there."""
+
+
+class NotEnoughSpace(ZckptError):
+    """The target's filesystem cannot take the bytes."""
+
+
+class WrongOption(ZckptError):
+    """Options that contradict each other or this checkpoint (exit code 2)."""

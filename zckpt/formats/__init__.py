@@ -1,0 +1,131 @@
+"""The table of formats, and how a path is recognised.
+
+A format is a module with `detect(path)`, which lists the tags of the checkpoints there (one empty
+tag where the format has none), and `read(path, tag, step_policy)`, which gives a Manifest. One that
+can be written also has `lay_out` (the files without tensors) and `seal` (what is known afterwards).
+Modules are imported when they are needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from ..errors import AmbiguousCheckpoint, NotACheckpoint, WrongOption
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One line of the table; `module` is imported on use."""
+
+    name: str
+    module: str
+    about: str
+    writes: bool = False
+
+    def load(self) -> Any:
+        return import_module(f".{self.module}", __name__)
+
+
+TABLE = (
+    Format("deepspeed", "deepspeed", "DeepSpeed ZeRO-1, 2, 3 and BF16_Optimizer, 0.5.10 to 0.19.8"),
+    Format("universal", "universal", "zckpt's own: whole tensors as safetensors", writes=True),
+)
+
+
+def named(name: str) -> Format:
+    """The format of that name; raises WrongOption."""
+    for item in TABLE:
+        if item.name == name:
+            return item
+    raise WrongOption(
+        f"there is no format {name!r}", hint=f"choose of {', '.join(item.name for item in TABLE)}"
+    )
+
+
+def recognise(path: str, name: str | None = None, tag: str | None = None) -> Format:
+    """The format of the one checkpoint at `path`, by content; `name` restricts the search.
+
+    Raises NotACheckpoint, which says what is near, and AmbiguousCheckpoint, which lists what is
+    there.
+    """
+    if not os.path.lexists(path):
+        raise NotACheckpoint(f"{path} does not exist", hint=_neighbours(path))
+    found = {
+        item: tags
+        for item in ([named(name)] if name else TABLE)
+        if (tags := item.load().detect(path))
+    }
+    if len(found) > 1:
+        listed = ", ".join(item.name for item in found)
+        raise AmbiguousCheckpoint(
+            f"{path} holds checkpoints of several formats: {listed}",
+            hint=f"choose with --from {next(iter(found)).name}",
+        )
+    for item, tags in found.items():
+        if len(tags) > 1 and tag is None:
+            raise AmbiguousCheckpoint(
+                f"{path} holds {len(tags)} checkpoints and no file says which is meant: "
+                f"{_listed(tags)}",
+                hint=f"choose with --tag {tags[-1]}",
+            )
+        return item
+    inside = _inside(path)
+    if len(inside) > 1:
+        raise AmbiguousCheckpoint(
+            f"{path} holds {len(inside)} checkpoints: {_listed(inside)}",
+            hint=f"choose one: {os.path.join(path, inside[-1])}",
+        )
+    what = f" of format {name}" if name else ""
+    raise NotACheckpoint(f"{path} is no checkpoint{what}: {_looks(path)}", hint=_near(path, inside))
+
+
+def _inside(path: str) -> list[str]:
+    """Folders of `path` that are checkpoints, `checkpoint-9` before `checkpoint-10`."""
+    if not os.path.isdir(path):
+        return []
+    with os.scandir(path) as items:
+        folders = [item.name for item in items if item.is_dir()]
+    found = [
+        name
+        for name in folders
+        if any(item.load().detect(os.path.join(path, name)) for item in TABLE)
+    ]
+    return sorted(found, key=lambda name: (len(name), name))
+
+
+def _looks(path: str) -> str:
+    """What a path that is no checkpoint seems to be."""
+    if not os.path.isdir(path):
+        return f"it is a file of {os.path.getsize(path)} bytes"
+    names = sorted(os.listdir(path))
+    if not names:
+        return "it is empty"
+    if any(name.endswith(".safetensors") or name == "pytorch_model.bin" for name in names):
+        return "it holds weights alone, without an optimizer's state"
+    return f"it holds {_listed(names)}"
+
+
+def _near(path: str, inside: Sequence[str]) -> str:
+    if inside:
+        return f"{os.path.join(path, inside[0])} is one"
+    above = os.path.dirname(os.path.abspath(path))
+    if any(item.load().detect(above) for item in TABLE):
+        return f"the directory above it, {above}, is one"
+    return "see `zckpt formats` for what is recognised"
+
+
+def _neighbours(path: str) -> str:
+    """What is there instead of a path that does not exist."""
+    above = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(above):
+        return f"{above} does not exist either"
+    names = sorted(os.listdir(above))
+    return f"{above} holds {_listed(names)}" if names else f"{above} is empty"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,387 @@
+"""zckpt's own format: plain safetensors files of whole tensors, and a manifest as JSON.
+
+    OUT/manifest.json             everything that is no tensor (specified in the README)
+    OUT/model.safetensors         slot `param`: what the module held, frozen weights, buffers
+    OUT/master.safetensors        fp32 master weights
+    OUT/exp_avg.safetensors ...   one per optimizer state
+    OUT/state.safetensors         tensors inside the rest of the state
+    OUT/siblings/                 other files of a trainer's directory
+
+No pickle anywhere. Version 1; keys are only ever added.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import safefile
+from ..dtypes import FLOATS, SIZES
+from ..errors import CorruptCheckpoint, MissingData, NotACheckpoint, UnsupportedCheckpoint
+from ..inert import Scalar, from_json, plain_group, to_json
+from ..manifest import (
+    Entry,
+    Extent,
+    Fragment,
+    Fragments,
+    Manifest,
+    Parameter,
+    Runs,
+    Sibling,
+    Sighting,
+    solid,
+)
+from ..staging import Shell
+
+VERSION = 1
+MANIFEST = "manifest.json"
+SIBLINGS = "siblings"
+GIB = 1 << 30
+
+
+def detect(path: str) -> list[str]:
+    """One nameless checkpoint where `path` holds a manifest of ours."""
+    name = os.path.join(path, MANIFEST)
+    if not os.path.isfile(name):
+        return []
+    with open(name, "rb") as file:
+        return [""] if b'"zckpt"' in file.read(4096) else []
+
+
+# -- writing
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What of a source is written, and how.
+
+    `dtype` (safetensors' name) is what the module's weights become, made of the masters.
+    """
+
+    weights_only: bool = False
+    dtype: str | None = None
+    max_file_size: int = 8 * GIB
+
+
+def select(source: Manifest, options: Options) -> Manifest:
+    """The manifest that is to be written: the source's, with the entries that options ask for."""
+    entries: dict[str, Entry] = {}
+    for entry in source.entries.values():
+        if entry.slot == "param":
+            entries[entry.name] = _weight(source, entry, options)
+        elif not options.weights_only:
+            entries[entry.name] = entry
+        if entry.slot == "master" and (options.weights_only or options.dtype):
+            name = f"{entry.parameter}/param"
+            made = replace(entry, name=name, digest=None)
+            entries.setdefault(name, _weight(source, made, options))
+    if options.weights_only:
+        if not entries:
+            raise MissingData(f"{source.root} holds no weights")
+        kept = ("engine", "module", "module_metadata", "module_extra")
+        return replace(
+            source,
+            entries=entries,
+            parameters={
+                name: replace(held, step=None, scalars={}, group=None)
+                for name, held in source.parameters.items()
+            },
+            groups=None,
+            state={key: value for key, value in source.state.items() if key in kept},
+        )
+    return replace(source, entries=entries)
+
+
+def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
+    """A weight in the dtype that is asked for; buffers keep theirs."""
+    weight = entry.parameter in source.parameters and entry.dtype in FLOATS
+    if not options.dtype or not weight or entry.dtype == options.dtype:
+        return entry
+    return replace(entry, dtype=options.dtype, digest=None)
+
+
+def lay_out(source: Manifest, options: Options) -> Iterator[Shell]:
+    """The files, without tensors and digests; `seal` adds these."""
+    chosen = select(source, options)
+    for name, entries in _files(chosen, options):
+        tensors = [(_key(entry), entry.dtype, entry.shape) for entry in entries]
+        head, size = safefile.header(tensors)
+        yield Shell(name, size, ((0, head),))
+    weights = _split("model", _in_slot(chosen, "param"), options.max_file_size)
+    if len(weights) > 1:
+        text = _index(weights)
+        yield Shell("model.safetensors.index.json", len(text), ((0, text),))
+    text = _text(describe(chosen))
+    yield Shell(MANIFEST, len(text), ((0, text),))
+
+
+def seal(
+    root: str,
+    manifest: Manifest,
+    digests: Mapping[str, int],
+    files: Mapping[str, tuple[int, int]],
+) -> None:
+    """Rewrites the manifest with the CRC-32 of every tensor and file (size, CRC by name)."""
+    entries = {
+        name: replace(entry, digest=digests[name]) for name, entry in manifest.entries.items()
+    }
+    made = describe(replace(manifest, entries=entries))
+    made["files"] = {
+        name: {"size": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(files.items())
+    }
+    with open(os.path.join(root, MANIFEST), "wb") as file:
+        file.write(_text(made))
+
+
+def describe(manifest: Manifest) -> dict[str, Any]:
+    """manifest.json as a dictionary."""
+    groups = manifest.groups or ()
+    tuples = {key for group in groups for key, value in group.items() if type(value) is tuple}
+    return {
+        "zckpt": VERSION,
+        "source": manifest.source,
+        "step": manifest.step,
+        "optimizer": manifest.optimizer,
+        "groups": None if manifest.groups is None else [plain_group(group) for group in groups],
+        "tuples": sorted(tuples),  # hyper-parameters that were tuples, as betas
+        "parameters": {
+            name: {
+                "shape": list(held.shape),
+                "trainable": held.trainable,
+                "group": held.group,
+                "step": held.step,
+                "scalars": {
+                    key: {"value": to_json(scalar.value), "dtype": scalar.dtype}
+                    for key, scalar in held.scalars.items()
+                },
+                "aliases": list(held.aliases),
+            }
+            for name, held in manifest.parameters.items()
+        },
+        "buffers": list(manifest.buffers),
+        "entries": {
+            name: {"dtype": entry.dtype, "shape": list(entry.shape)}
+            | ({} if entry.digest is None else {"crc32": f"{entry.digest:08x}"})
+            for name, entry in manifest.entries.items()
+        },
+        "files": {},
+        "steps": [
+            {"where": line.where, "step": line.step, "truth": line.truth}
+            for line in manifest.steps
+        ],
+        "left_out": list(manifest.left_out),
+        "warnings": list(manifest.warnings),
+        "state": to_json(manifest.state),
+    }
+
+
+def _text(made: Mapping[str, Any]) -> bytes:
+    """JSON with a line per key, and within `parameters` and the like a line per item.
+
+    For people and `diff`; json's own indent would give every number of a shape its own line.
+    """
+
+    def line(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+    lines = []
+    for key, value in made.items():
+        if isinstance(value, dict) and value:
+            items = ",\n  ".join(f"{line(name)}: {line(item)}" for name, item in value.items())
+            lines.append(f"{line(key)}: {{\n  {items}\n }}")
+        else:
+            lines.append(f"{line(key)}: {line(value)}")
+    return ("{" + ",\n ".join(lines) + "}\n").encode("utf-8", "surrogatepass")
+
+
+def _in_slot(manifest: Manifest, slot: str) -> list[Entry]:
+    """A slot's entries as they lie in its files: large elements first, so that all are aligned."""
+    held = [entry for entry in manifest.entries.values() if entry.slot == slot]
+    return sorted(held, key=lambda entry: -SIZES[entry.dtype])
+
+
+def _files(manifest: Manifest, options: Options) -> Iterator[tuple[str, list[Entry]]]:
+    for slot in manifest.slots:
+        stem = "model" if slot == "param" else slot
+        yield from _split(stem, _in_slot(manifest, slot), options.max_file_size)
+
+
+def _split(stem: str, entries: Sequence[Entry], most: int) -> list[tuple[str, list[Entry]]]:
+    """Files of at most `most` bytes of tensors each (a larger tensor has one to itself)."""
+    parts: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if parts[-1] and size + entry.length > most:
+            parts.append([])
+            size = 0
+        parts[-1].append(entry)
+        size += entry.length
+    if len(parts) == 1:
+        return [(f"{stem}.safetensors", parts[0])]
+    count = len(parts)
+    return [
+        (f"{stem}-{place:05d}-of-{count:05d}.safetensors", part)
+        for place, part in enumerate(parts, 1)
+    ]
+
+
+def _key(entry: Entry) -> str:
+    """A tensor's key in its file: the parameter's name."""
+    return entry.parameter
+
+
+def _index(files: Sequence[tuple[str, Sequence[Entry]]]) -> bytes:
+    """Hugging Face's index of a model in several files."""
+    total = sum(entry.length for _, entries in files for entry in entries)
+    weights = {_key(entry): name for name, entries in files for entry in entries}
+    return _text({"metadata": {"total_size": total}, "weight_map": weights})
+
+
+# -- reading
+
+
+def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
+    """A universal checkpoint; `tag` and `step_policy` have no meaning here.
+
+    Raises UnsupportedCheckpoint (a version this zckpt does not know) and CorruptCheckpoint.
+    """
+    name = os.path.join(path, MANIFEST)
+    if not os.path.isfile(name):
+        raise NotACheckpoint(f"{path} holds no {MANIFEST}")
+    with open(name, "rb") as file:
+        text = file.read()
+    try:
+        made = json.loads(text.decode("utf-8", "surrogatepass"))
+        version = made["zckpt"]
+        if version != VERSION:
+            raise UnsupportedCheckpoint(
+                f"{name} is of version {version!r}, this zckpt knows {VERSION}",
+                hint="install a newer zckpt",
+            )
+        return _manifest(path, made)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{name} is malformed: {error!r}") from error
+
+
+def _manifest(path: str, made: Mapping[str, Any]) -> Manifest:
+    stored, files = _stored(path)
+    entries = {}
+    for name, item in made["entries"].items():
+        shape = tuple(item["shape"])
+        if "fragments" in item:
+            fragments: Fragments = _listed(path, item["fragments"])
+        elif name in stored:
+            found = stored[name]
+            if (found.dtype, found.shape) != (item["dtype"], shape):
+                raise CorruptCheckpoint(
+                    f"{found.extent.file} holds {name} as {found.dtype} {list(found.shape)}, the "
+                    f"manifest says {item['dtype']} {list(shape)}"
+                )
+            numel = found.extent.length // SIZES[found.dtype]
+            fragments = solid(numel, found.extent)
+        else:
+            raise CorruptCheckpoint(
+                f"{path} lacks {name}, which its manifest lists",
+                hint="a file of the checkpoint is missing",
+            )
+        digest = int(item["crc32"], 16) if "crc32" in item else None
+        entries[name] = Entry(name, item["dtype"], shape, fragments, digest)
+    for name, stated in made.get("files", {}).items():
+        full = _inside(path, name)
+        if not os.path.isfile(full) or os.path.getsize(full) != stated["size"]:
+            raise CorruptCheckpoint(
+                f"{full} does not have the {stated['size']} bytes that the manifest states",
+                hint="the file is missing or was cut short",
+            )
+    state = from_json(made["state"])
+    tuples = set(made.get("tuples", ()))
+    groups = made["groups"]
+    return Manifest(
+        root=path,
+        format="universal",
+        source=made["source"],
+        entries=entries,
+        parameters={
+            name: Parameter(
+                tuple(item["shape"]),
+                item["trainable"],
+                item["group"],
+                item["step"],
+                {
+                    key: Scalar(from_json(scalar["value"]), scalar["dtype"])
+                    for key, scalar in item.get("scalars", {}).items()
+                },
+                tuple(item.get("aliases", ())),
+            )
+            for name, item in made["parameters"].items()
+        },
+        buffers=tuple(made["buffers"]),
+        groups=None
+        if groups is None
+        else tuple(
+            {
+                key: tuple(value) if key in tuples and isinstance(value, list) else from_json(value)
+                for key, value in group.items()
+            }
+            for group in groups
+        ),
+        optimizer=made.get("optimizer"),
+        state=state,
+        steps=tuple(
+            Sighting(line["where"], line["step"], line["truth"]) for line in made.get("steps", ())
+        ),
+        files=(os.path.join(path, MANIFEST), *files),
+        siblings=_siblings(path),
+        left_out=tuple(made.get("left_out", ())),
+        warnings=tuple(made.get("warnings", ())),
+    )
+
+
+def _stored(path: str) -> tuple[dict[str, safefile.Stored], list[str]]:
+    """Every tensor of every safetensors file by entry name, and the files."""
+    found: dict[str, safefile.Stored] = {}
+    files = []
+    for name in sorted(os.listdir(path)):
+        if not name.endswith(".safetensors"):
+            continue
+        full = os.path.join(path, name)
+        files.append(full)
+        stem = name.removesuffix(".safetensors").split("-")[0]
+        slot = "param" if stem == "model" else stem
+        for stored in safefile.read(full):
+            found[f"{stored.name}/{slot}"] = stored
+    return found, files
+
+
+def _listed(path: str, fragments: Sequence[Mapping[str, Any]]) -> Runs:
+    return Runs(
+        [
+            Fragment(
+                item["start"],
+                item["stop"],
+                Extent(_inside(path, item["file"]), item["offset"], item["length"]),
+            )
+            for item in fragments
+        ]
+    )
+
+
+def _inside(path: str, name: str) -> str:
+    """The full name of a file of the checkpoint; raises CorruptCheckpoint if it is elsewhere."""
+    if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
+        raise CorruptCheckpoint(f"{path}: the manifest names a file outside: {name!r}")
+    return os.path.join(path, name)
+
+
+def _siblings(path: str) -> tuple[Sibling, ...]:
+    root = os.path.join(path, SIBLINGS)
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders.sort()
+        for name in sorted(names):
+            full = os.path.join(folder, name)
+            found.append(Sibling(os.path.relpath(full, root), full, os.path.getsize(full)))
+    return tuple(found)

@@ -1,0 +1,85 @@
+"""The arithmetic of ZeRO partitions: which elements each rank owns. No I/O.
+
+ZeRO-1/2 lay the parameters of a group one behind the other, pad the end, and cut:
+
+    group   [ a a a a | a b b b | b b c . ]      dots are padding
+    rank        0         1         2
+
+ZeRO-3 cuts every parameter by itself and pads its tail; a rank's slices stand one behind the other:
+
+    a [ a a a | a a . ]   b [ b b | b b ]   c [ c | . ]
+    rank 0    a a a b b c                   rank 1    a a . b b .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from ..manifest import Extent, Fragment, Runs
+
+
+def round_robin(count: int, dp: int) -> list[int]:
+    """The order in which `round_robin_gradients` lays out `count` parameters: 0, dp, ..., 1, dp+1..
+
+    DeepSpeed 0.4.x to 0.19.8, stage_1_and_2.py `_round_robin_reorder`. It depends on the dp.
+    """
+    return [place for first in range(min(dp, count)) for place in range(first, count, dp)]
+
+
+def undo_round_robin(count: int, dp: int) -> list[int]:
+    """Where each parameter of the user's order stands in the laid-out order."""
+    places = [0] * count
+    for laid_out, original in enumerate(round_robin(count, dp)):
+        places[original] = laid_out
+    return places
+
+
+def offsets(numels: Sequence[int], paddings: Sequence[int]) -> list[int]:
+    """First element of each parameter in its flat group, then the group's length.
+
+    `paddings[i]` zeros follow parameter i (DeepSpeed 0.19 `parameter_alignment`).
+    """
+    sizes = (numel + padding for numel, padding in zip(numels, paddings, strict=True))
+    return list(accumulate(sizes, initial=0))
+
+
+def fits(total: int, held: int, dp: int) -> bool:
+    """Whether ranks that hold `held` elements can hold a group of `total` with its padding.
+
+    The padding fills up to a multiple of 2*dp (of dp before 0.5.1; DeepSpeed's
+    `nccl_start_alignment_factor`), so it is less than that; stripped files have none.
+    """
+    return 0 <= held - total < 2 * dp
+
+
+class FlatGroup:
+    """Ranks' partitions of one flat buffer, one behind the other; `size` is bytes per element."""
+
+    def __init__(self, partitions: Sequence[Extent], size: int) -> None:
+        self.partitions = partitions
+        self.size = size
+        self.starts = list(accumulate((part.length // size for part in partitions), initial=0))
+        self._rank = 0
+
+    @property
+    def held(self) -> int:
+        """Elements on all ranks, padding included."""
+        return self.starts[-1]
+
+    def cut(self, start: int, stop: int) -> Runs:
+        """Elements [start, stop) of the buffer; a parameter may lie on several ranks."""
+        rank = self._rank if self.starts[self._rank] <= start else 0  # callers go upwards
+        while self.starts[rank + 1] <= start and rank + 1 < len(self.partitions):
+            rank += 1
+        self._rank = rank
+        found, here = [], start
+        while here < stop:
+            end = min(stop, self.starts[rank + 1])
+            first = self.starts[rank]
+            extent = self.partitions[rank].part(
+                (here - first) * self.size, (end - first) * self.size
+            )
+            found.append(Fragment(here - start, end - start, extent))
+            here, rank = end, rank + 1
+        return Runs(found)

@@ -1,0 +1,221 @@
+"""Values of a pickle whose classes are never imported, as plain data: in memory or as JSON.
+
+A checkpoint's pickle names classes of engines and of users. None is imported: an object becomes a
+`Foreign` record (which global, which arguments, which state), a bare class or dtype a `Global`.
+They survive as JSON in a universal manifest and can go back into a pickle as the same global.
+
+JSON has no tuples, sets, bytes, integer keys or NaN; these are objects with one `$` key.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import CorruptCheckpoint
+
+MAX_DEPTH = 200
+MAX_VALUES = 20_000_000  # a small pickle that refers to itself over and over stops here
+
+
+class Size(tuple):  # type: ignore[type-arg]
+    """A torch.Size."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class, function or constant that a pickle names: `torch.float32`."""
+
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class Foreign:
+    """An object of a class that is not imported: `function(*arguments)`, then `state`.
+
+    `how` is the pickle's way to make it: "call" (REDUCE) or "new" (NEWOBJ: `cls.__new__`).
+    `items` holds what APPENDS (values) or SETITEMS (pairs) put into it.
+    """
+
+    function: Global | Foreign
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+    how: str = "call"
+    keywords: dict[str, Any] = field(default_factory=dict)
+    appended: list[Any] = field(default_factory=list)
+    items: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The dotted name of the class or function."""
+        function = self.function
+        while isinstance(function, Foreign):  # what a call returned, called again
+            function = function.function
+        return function.name
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """An attribute from the pickled `__dict__`, as a default object's BUILD would set it."""
+        state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
+        return state.get(name, default) if isinstance(state, dict) else default
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A 0-d tensor, by value; `dtype` as safetensors names it."""
+
+    value: float | int | bool
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorName:
+    """A tensor inside the state, by the name of its manifest entry (slot `state`)."""
+
+    name: str
+
+
+def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """A copy of a container whose items are `change(item, key)`; other values as they are."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return kind((key, change(item, key)) for key, item in value.items())
+    if kind in (list, tuple, Size):
+        return kind(change(item, place) for place, item in enumerate(value))
+    if kind is Foreign:
+        return Foreign(
+            value.function,
+            tuple(change(item, place) for place, item in enumerate(value.arguments)),
+            change(value.state, "state"),
+            value.how,
+            {key: change(item, key) for key, item in value.keywords.items()},
+            [change(item, place) for place, item in enumerate(value.appended)],
+            [(key, change(item, key)) for key, item in value.items],
+        )
+    return value
+
+
+def to_json(value: Any) -> Any:
+    """Tagged JSON; raises CorruptCheckpoint for cycles and for what no pickle should hold."""
+    budget = MAX_VALUES
+
+    def encode(value: Any, depth: int) -> Any:
+        nonlocal budget
+        budget -= 1
+        if depth > MAX_DEPTH or budget < 0:
+            raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
+
+        def each(values: Iterable[Any]) -> list[Any]:
+            return [encode(item, depth + 1) for item in values]
+
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            return value if value.bit_length() <= 4096 else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if kind is list:
+            return each(value)
+        if kind is dict:
+            if all(type(key) is str for key in value) and not any(k[:1] == "$" for k in value):
+                return {key: encode(item, depth + 1) for key, item in value.items()}
+            return {"$dict": [each(pair) for pair in value.items()]}
+        if kind is Foreign:
+            parts = {
+                "function": encode(value.function, depth + 1),
+                "arguments": each(value.arguments),
+                "state": encode(value.state, depth + 1),
+                "how": value.how,
+            }
+            if value.keywords:
+                parts["keywords"] = encode(value.keywords, depth + 1)
+            if value.appended:
+                parts["appended"] = each(value.appended)
+            if value.items:
+                parts["items"] = [each(pair) for pair in value.items]
+            return {"$object": parts}
+        tag = _TAGS.get(kind)
+        if tag is None:
+            raise CorruptCheckpoint(f"state holds a value of type {kind.__name__}")
+        name, plain = tag
+        return {name: encode(plain(value), depth + 1)}
+
+    return encode(value, 0)
+
+
+def plain_group(group: dict[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters as JSON that reads as people expect: betas is a list."""
+    return {
+        key: list(value) if type(value) is tuple else to_json(value) for key, value in group.items()
+    }
+
+
+def from_json(value: Any) -> Any:
+    """The value that `to_json` was given; raises CorruptCheckpoint for an unknown tag."""
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((tag, inner),) = value.items()
+        if tag == "$object":
+            return _foreign(inner)
+        if tag in _MAKERS:
+            return _MAKERS[tag](from_json(inner))
+        if tag.startswith("$"):
+            raise CorruptCheckpoint(f"state holds an unknown tag {tag!r}")
+    return {key: from_json(item) for key, item in value.items()}
+
+
+def _foreign(parts: dict[str, Any]) -> Foreign:
+    return Foreign(
+        from_json(parts["function"]),
+        tuple(from_json(parts["arguments"])),
+        from_json(parts["state"]),
+        parts["how"],
+        from_json(parts.get("keywords", {})),
+        from_json(parts.get("appended", [])),
+        [(key, item) for key, item in from_json(parts.get("items", []))],
+    )
+
+
+def _base64(data: bytes | bytearray) -> str:
+    return base64.b64encode(bytes(data)).decode("ascii")
+
+
+# type -> (tag, what stands under it); and the way back
+_TAGS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    tuple: ("$tuple", list),
+    Size: ("$size", list),
+    set: ("$set", lambda value: sorted(value, key=repr)),  # the same text every time
+    frozenset: ("$frozenset", lambda value: sorted(value, key=repr)),
+    bytes: ("$bytes", _base64),
+    bytearray: ("$bytearray", _base64),
+    complex: ("$complex", lambda value: [value.real, value.imag]),
+    OrderedDict: ("$ordered", lambda value: [list(pair) for pair in value.items()]),
+    Global: ("$global", lambda value: value.name),
+    Scalar: ("$scalar", lambda value: [value.value, value.dtype]),
+    TensorName: ("$tensor", lambda value: value.name),
+}
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "$tuple": tuple,
+    "$size": Size,
+    "$set": set,
+    "$frozenset": frozenset,
+    "$bytes": base64.b64decode,
+    "$bytearray": lambda text: bytearray(base64.b64decode(text)),
+    "$complex": lambda parts: complex(*parts),
+    "$ordered": lambda pairs: OrderedDict((key, item) for key, item in pairs),
+    "$dict": lambda pairs: {key: item for key, item in pairs},
+    "$float": float,
+    "$int": lambda text: int(text, 16),
+    "$global": Global,
+    "$scalar": lambda parts: Scalar(*parts),
+    "$tensor": TensorName,
+}

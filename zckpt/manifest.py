@@ -1,0 +1,327 @@
+"""Where every element of every tensor of a checkpoint lives.
+
+    Manifest    one checkpoint: entries, parameters, groups, and everything that is no tensor
+    Entry       one whole tensor, `parameter/slot`, wherever its pieces are
+    Fragment    a run of row-major elements of one tensor, in an extent
+    Extent      bytes in one file
+
+Fragments come in three kinds, all sequences. `Runs` lists them. `Slices` is ZeRO-3's arithmetic:
+rank r owns elements [r * ceil(n / dp), ...), so nothing is stored per rank. `Lines` cuts a tensor
+that is not row-major in its file (a transposed buffer) along the axis that is contiguous there.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+from .dtypes import SIZES
+from .inert import Scalar
+
+RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """`length` bytes of `file` (a path) at `offset`."""
+
+    file: str
+    offset: int
+    length: int
+
+    def part(self, start: int, stop: int) -> Extent:
+        """Bytes [start, stop) of this extent."""
+        return Extent(self.file, self.offset + start, stop - start)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Bytes whose CRC-32 the file itself states; None where it was saved without."""
+
+    extent: Extent
+    crc: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements [start, stop) of a tensor, row-major, in `extent`.
+
+    With a `count` of more than one the extent holds that many runs of equal length one behind the
+    other: run i is elements [start + i * stride, stop + i * stride).
+    """
+
+    start: int
+    stop: int
+    extent: Extent
+    count: int = 1
+    stride: int = 0
+
+
+class Fragments(Sequence[Fragment]):
+    """All fragments of one tensor."""
+
+    __slots__ = ()
+
+    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
+        """Those that hold any of the elements [start, stop)."""
+        raise NotImplementedError
+
+    def __getitem__(self, place: Any) -> Any:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Runs(Fragments):
+    """Fragments that are listed, in order of `start`; each has a count of one."""
+
+    __slots__ = ("listed", "starts")
+
+    def __init__(self, listed: Sequence[Fragment]) -> None:
+        self.listed = tuple(fragment for fragment in listed if fragment.stop > fragment.start)
+        self.starts = [fragment.start for fragment in self.listed]
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.listed[place]
+
+    def __len__(self) -> int:
+        return len(self.listed)
+
+    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
+        place = max(0, bisect_right(self.starts, start) - 1)
+        for fragment in self.listed[place:]:
+            if fragment.start >= stop:
+                return
+            if fragment.stop > start:
+                yield fragment
+
+
+def solid(numel: int, extent: Extent) -> Runs:
+    """One fragment that is the whole tensor."""
+    return Runs([Fragment(0, numel, extent)])
+
+
+@dataclass(frozen=True, slots=True)
+class Slices(Fragments):
+    """A tensor of `numel` elements cut evenly over ranks, the tail of the last ones padded.
+
+    Rank r's `width` elements stand at element `offset` of `flats[r]`, a flat buffer that the slices
+    of many tensors share. `size` is bytes per element.
+    """
+
+    flats: tuple[Extent, ...]
+    offset: int
+    numel: int
+    size: int
+
+    @property
+    def width(self) -> int:
+        return -(-self.numel // len(self.flats))
+
+    def __len__(self) -> int:
+        return -(-self.numel // self.width) if self.numel else 0
+
+    def __getitem__(self, place: Any) -> Any:
+        if not 0 <= place < len(self):
+            raise IndexError(place)
+        start = place * self.width
+        stop = min(start + self.width, self.numel)
+        first = self.offset * self.size
+        extent = self.flats[place].part(first, first + (stop - start) * self.size)
+        return Fragment(start, stop, extent)
+
+    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
+        for rank in range(start // self.width, min(-(-stop // self.width), len(self))):
+            yield self[rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Lines(Fragments):
+    """A strided tensor as the lines along `axis`, each contiguous in `extent`.
+
+    `strides` and `first` count elements of `extent`; `size` is bytes per element.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    axis: int
+    size: int
+    extent: Extent
+
+    def __len__(self) -> int:
+        return prod(self.shape) // (self.shape[self.axis] or 1)
+
+    def __iter__(self) -> Iterator[Fragment]:
+        others = [
+            range(1) if axis == self.axis else range(count) for axis, count in enumerate(self.shape)
+        ]
+        for place in product(*others):
+            yield self._line(place)
+
+    def __getitem__(self, place: Any) -> Any:
+        position = []
+        for axis in reversed(range(len(self.shape))):
+            count = 1 if axis == self.axis else self.shape[axis]
+            place, here = divmod(place, count)
+            position.append(here)
+        return self._line(tuple(reversed(position)))
+
+    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
+        for line in self:
+            if line.start < stop and line.stop + (line.count - 1) * line.stride > start:
+                yield line
+
+    def _line(self, place: tuple[int, ...]) -> Fragment:
+        start, source = 0, self.first
+        for here, count, stride in zip(place, self.shape, self.strides, strict=True):
+            start = start * count + here
+            source += here * stride
+        count = self.shape[self.axis]
+        stride = prod(self.shape[self.axis + 1 :])
+        extent = self.extent.part(source * self.size, (source + count) * self.size)
+        if stride == 1:
+            return Fragment(start, start + count, extent)
+        return Fragment(start, start + 1, extent, count, stride)
+
+
+def lines(
+    shape: tuple[int, ...], strides: tuple[int, ...], first: int, size: int, extent: Extent
+) -> Fragments:
+    """Fragments of a tensor that is not row-major in its extent; `first` in elements."""
+    for axis in reversed(range(len(shape))):
+        if strides[axis] == 1:
+            return Lines(shape, strides, first, axis, size, extent)
+    # no axis is contiguous (every other element, say): one-element lines along a new last axis
+    return Lines((*shape, 1), (*strides, 1), first, len(shape), size, extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One whole tensor; `digest` is the CRC-32 of its row-major little-endian bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    fragments: Fragments
+    digest: int | None = None
+
+    @property
+    def parameter(self) -> str:
+        return self.name.rpartition("/")[0]
+
+    @property
+    def slot(self) -> str:
+        return self.name.rpartition("/")[2]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def length(self) -> int:
+        """Bytes."""
+        return self.numel * SIZES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What is known of a parameter beside its tensors.
+
+    `step` is completed updates, None where the optimizer keeps none; `scalars` its 0-d states other
+    than the step; `group` its place in the manifest's groups, None where frozen.
+    """
+
+    shape: tuple[int, ...]
+    trainable: bool = True
+    group: int | None = None
+    step: float | int | None = None
+    scalars: dict[str, Scalar] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """One place that holds a step; `truth` where this optimizer reads it from."""
+
+    where: str
+    step: float | int
+    truth: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sibling:
+    """A file of a trainer's directory that is no part of the checkpoint itself."""
+
+    name: str
+    path: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow.
+
+    `source` says which engine wrote it: format, version, zero_stage, dp, tag. `state` is everything
+    that is no tensor (inert values; tensors in it are `TensorName`s of entries with slot `state`).
+    `left_out` names what has no meaning outside the source, `warnings` what a user should know.
+    """
+
+    root: str
+    format: str
+    source: dict[str, Any]
+    entries: dict[str, Entry]
+    parameters: dict[str, Parameter]
+    buffers: tuple[str, ...] = ()
+    groups: tuple[dict[str, Any], ...] | None = None
+    optimizer: str | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    steps: tuple[Sighting, ...] = ()
+    records: tuple[Record, ...] = ()
+    files: tuple[str, ...] = ()
+    siblings: tuple[Sibling, ...] = ()
+    left_out: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of the source; 1 where ranks have no meaning."""
+        return int(self.source.get("dp") or 1)
+
+    @property
+    def step(self) -> float | int | None:
+        """Completed updates, where all parameters that have a step share one."""
+        steps = {item.step for item in self.parameters.values() if item.step is not None}
+        return steps.pop() if len(steps) == 1 else None
+
+    @property
+    def slots(self) -> dict[str, list[Entry]]:
+        """The entries of every slot, in manifest order."""
+        found: dict[str, list[Entry]] = {}
+        for entry in self.entries.values():
+            found.setdefault(entry.slot, []).append(entry)
+        return found
+
+
+def slot_name(key: str) -> str:
+    """An optimizer's state key as a slot: itself, or escaped (`Exp-Avg` -> `esc__45xp_2d_41vg`)."""
+    plain = re.fullmatch(r"[a-z0-9_]+", key) and not key.startswith("esc_")
+    if plain and key not in RESERVED_SLOTS:
+        return key
+    return "esc_" + re.sub(
+        rb"[^a-z0-9]", lambda found: b"_%02x" % found[0][0], key.encode()
+    ).decode("ascii")
+
+
+def slot_key(slot: str) -> str:
+    """The state key that `slot_name` was given."""
+    if not slot.startswith("esc_"):
+        return slot
+    escaped = slot.removeprefix("esc_").encode("ascii")
+    return re.sub(rb"_([0-9a-f]{2})", lambda found: bytes([int(found[1], 16)]), escaped).decode()

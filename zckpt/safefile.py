@@ -1,0 +1,104 @@
+"""safetensors files: a JSON header that says where every tensor lies, then the bytes.
+
+    8 bytes     length of the header, little-endian
+    header      {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
+    data        without holes
+
+Headers are read and written here, not by the safetensors package, because it gives tensors and we
+need byte offsets (and neither numpy nor torch imported). Its rules are kept: see `read`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from .dtypes import SIZES
+from .errors import CorruptCheckpoint
+from .fileio import align
+from .manifest import Extent
+
+MAX_HEADER = 100_000_000  # bytes, as the safetensors package has it
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    extent: Extent
+
+
+def read(path: str) -> list[Stored]:
+    """The tensors of a file in the order of their bytes.
+
+    Raises CorruptCheckpoint for a header that is too long, malformed, names a tensor twice, or
+    whose offsets leave holes, overlap, or pass the end of the file.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(MAX_HEADER, size - 8):
+            raise CorruptCheckpoint(f"{path} ends early, or is no safetensors file")
+        try:
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
+            header.pop("__metadata__", None)
+            listed = [
+                Stored(
+                    name,
+                    item["dtype"],
+                    tuple(item["shape"]),
+                    Extent(path, 8 + length + item["data_offsets"][0], _span(item)),
+                )
+                for name, item in header.items()
+            ]
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise CorruptCheckpoint(f"{path}: the safetensors header is malformed") from error
+    listed.sort(key=lambda stored: (stored.extent.offset, stored.extent.length))
+    here = 8 + length
+    for stored in listed:
+        wrong = stored.extent.offset != here
+        if wrong or stored.extent.length != prod(stored.shape) * SIZES.get(stored.dtype, 0):
+            raise CorruptCheckpoint(f"{path}: the header contradicts itself at {stored.name!r}")
+        here += stored.extent.length
+    if here != size:
+        raise CorruptCheckpoint(
+            f"{path} has {size} bytes, its header says {here}", hint="it was cut short, or grew"
+        )
+    return listed
+
+
+def _span(item: dict[str, Any]) -> int:
+    start, stop = item["data_offsets"]
+    if start < 0 or stop < start or any(size < 0 for size in item["shape"]):
+        raise ValueError("negative size")
+    return int(stop - start)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name stands twice")
+    return made
+
+
+def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, int]:
+    """The beginning of a file that holds `(name, dtype, shape)` one behind the other, and its size.
+
+    The data begin at a multiple of 4096 bytes, so that direct reads need no copy.
+    """
+    made: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    here = 0
+    for name, dtype, shape in tensors:
+        stop = here + prod(shape) * SIZES[dtype]
+        made[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [here, stop]}
+        here = stop
+    text = json.dumps(made, separators=(",", ":"), ensure_ascii=False).encode()
+    length = align(8 + len(text)) - 8
+    return length.to_bytes(8, "little") + text.ljust(length), 8 + length + here

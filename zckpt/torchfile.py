@@ -1,0 +1,399 @@
+"""Files of torch.save, read without their data and without their classes.
+
+A file is a zip of STORED members (torch >= 1.6): `<folder>/data.pkl`, whose tensors name storages,
+and one member `<folder>/data/<key>` per storage; or, before 1.6, several pickles followed by the
+storages. Either way a tensor here is dtype, shape, strides and the storage it looks into, and a
+`TorchFile` says at which bytes of the file that storage lies. torch is not imported.
+
+Equal pickles are parsed once: the ranks of a ZeRO run often write the same bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .dtypes import SIZES, STORAGES, TORCH_NAMES, decode
+from .errors import CorruptCheckpoint, UnsupportedCheckpoint
+from .inert import Foreign, Global, Scalar
+from .manifest import Extent, Fragments, Record, lines, solid
+from .unpickle import BUILTINS, Unpickler
+
+TORCH_DTYPES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
+MAX_PICKLE = 1 << 30  # bytes
+Parsed = dict[tuple[int, int, int], Any]
+"""What equal pickles gave, by length, CRC-32 and hash; one dictionary for all ranks' files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """`length` bytes of the file, known by `key`; `start` bytes into it where it is a view."""
+
+    key: str
+    dtype: str
+    length: int
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor inside a pickle: `offset` and `strides` count elements of `storage`."""
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without gaps."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Which bytes it looks at: equal for tensors that share memory (tied weights)."""
+        return self.storage.key, self.storage.start + self.offset * SIZES[self.dtype]
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a contiguous tensor, flat."""
+        return Tensor(self.storage, self.dtype, self.offset + start, (stop - start,), (1,))
+
+
+class TorchFile:
+    """One file of torch.save: `value` is what was saved; `extent` and `read` find the bytes.
+
+    Raises CorruptCheckpoint (truncated, flipped bits in the pickle, overlapping members),
+    UnsupportedCheckpoint (big-endian, compressed, torch < 0.1.10).
+    """
+
+    def __init__(self, path: str, parsed: Parsed | None = None) -> None:
+        self.path = path
+        self.records: dict[str, Record] = {}
+        with open(path, "rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            head = os.pread(file.fileno(), 4, 0)
+            if head == b"PK\3\4":
+                self.value = self._read_zip(file.fileno(), {} if parsed is None else parsed)
+            elif head[:2] == b"\x80\x02":
+                self.value = self._read_legacy(file.fileno())
+            elif not self.size:
+                raise CorruptCheckpoint(f"{path} is empty", hint="the save did not finish")
+            else:
+                raise CorruptCheckpoint(f"{path} is not a file of torch.save")
+
+    # -- where a tensor's bytes are
+
+    def extent(self, tensor: Tensor) -> Extent:
+        """The bytes of a contiguous tensor."""
+        size = SIZES[tensor.dtype]
+        record = self._record(tensor)
+        start = tensor.storage.start + tensor.offset * size
+        return record.extent.part(start, start + tensor.numel * size)
+
+    def fragments(self, tensor: Tensor) -> Fragments:
+        """The bytes of any tensor, in runs of row-major elements."""
+        if tensor.contiguous:
+            return solid(tensor.numel, self.extent(tensor))
+        size = SIZES[tensor.dtype]
+        record = self._record(tensor)
+        whole = record.extent.part(tensor.storage.start, record.extent.length)
+        return lines(tensor.shape, tensor.strides, tensor.offset, size, whole)
+
+    def read(self, tensor: Tensor) -> bytes:
+        """The bytes of a small contiguous tensor."""
+        extent = self.extent(tensor)
+        with open(self.path, "rb") as file:
+            return os.pread(file.fileno(), extent.length, extent.offset)
+
+    def scalar(self, tensor: Tensor) -> Scalar:
+        """A 0-d or one-element tensor by value."""
+        return Scalar(decode(tensor.dtype, self.read(tensor)), tensor.dtype)
+
+    def crc(self, tensor: Tensor) -> tuple[int, int | None]:
+        """Length and stated CRC-32 of the record that the tensor looks into."""
+        record = self._record(tensor)
+        return record.extent.length, record.crc
+
+    def _record(self, tensor: Tensor) -> Record:
+        record = self.records.get(tensor.storage.key)
+        if record is None:
+            raise CorruptCheckpoint(f"{self.path} lacks the storage {tensor.storage.key!r}")
+        size = SIZES[tensor.dtype]
+        if tensor.numel:
+            last = tensor.offset + sum(
+                (count - 1) * stride
+                for count, stride in zip(tensor.shape, tensor.strides, strict=True)
+            )
+            stop = tensor.storage.start + (last + 1) * size
+            if tensor.offset < 0 or min(tensor.strides, default=0) < 0:
+                raise CorruptCheckpoint(f"{self.path} holds a tensor with a negative stride")
+            if stop > record.extent.length:
+                raise CorruptCheckpoint(
+                    f"{self.path}: a tensor reaches past its storage {tensor.storage.key!r}",
+                    hint="the file was cut short or edited; take another copy",
+                )
+        return record
+
+    # -- torch >= 1.6
+
+    def _read_zip(self, file: int, parsed: Parsed) -> Any:
+        members = {
+            member.name: member for member in read_directory(file, self.size, self.path)
+        }
+        pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(pickles) != 1:
+            raise CorruptCheckpoint(f"{self.path} is a zip, but not one of torch.save")
+        folder = pickles[0].removesuffix("data.pkl")
+        order = members.get(folder + "byteorder")
+        if order and _member(file, order, self.path) != b"little":
+            raise UnsupportedCheckpoint(f"{self.path} was written on a big-endian machine")
+
+        stated = members[pickles[0]]
+        if stated.length > MAX_PICKLE:
+            raise UnsupportedCheckpoint(f"{self.path} holds a pickle of {stated.length} bytes")
+        text = _member(file, stated, self.path)
+        for name, member in members.items():
+            if name.startswith(folder + "data/"):
+                self.records[name.removeprefix(folder + "data/")] = Record(
+                    Extent(self.path, member.data_offset(file, self.path), member.length),
+                    member.crc,
+                )
+        # at 1,000 ranks CRC-32 alone would meet its twin once in 10,000 checkpoints
+        seen = (stated.length, zlib.crc32(text), hash(text))
+        if seen not in parsed:
+            parsed[seen] = _Parser(text, self.path).load()
+        return parsed[seen]
+
+    # -- torch < 1.6
+
+    def _read_legacy(self, file: int) -> Any:
+        with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
+            magic = Unpickler(data)
+            if magic.load() != 0x1950A86A20F9469CFC6C:
+                raise CorruptCheckpoint(f"{self.path} is a pickle, but not one of torch.save")
+            protocol = Unpickler(data, magic.position)
+            if protocol.load() != 1001:
+                raise UnsupportedCheckpoint(f"{self.path} was written by torch before 0.1.10")
+            system = Unpickler(data, protocol.position)
+            about = system.load()
+            if not (isinstance(about, dict) and about.get("little_endian", True)):
+                raise UnsupportedCheckpoint(f"{self.path} was written on a big-endian machine")
+            parser = _Parser(data, self.path, system.position)
+            value = parser.load()
+            keys = Unpickler(data, parser.position)
+            offset = (keys_list := keys.load()) is not None and keys.position
+            for key in keys_list:
+                storage = parser.storages.get(key)
+                if storage is None:
+                    raise CorruptCheckpoint(f"{self.path} lists a storage that nothing uses")
+                if offset + 8 > self.size:
+                    raise CorruptCheckpoint(f"{self.path} ends early", hint="it was cut short")
+                (numel,) = struct.unpack_from("<q", data, offset)
+                length = numel * SIZES[storage.dtype]
+                if length < 0 or offset + 8 + length > self.size:
+                    raise CorruptCheckpoint(f"{self.path} ends early", hint="it was cut short")
+                # this container has no checksums
+                self.records[key] = Record(Extent(self.path, offset + 8, length), None)
+                offset += 8 + length
+        return value
+
+
+class _Parser(Unpickler):
+    """The unpickler with torch's storages and tensors in its table."""
+
+    def __init__(self, data: Any, path: str, start: int = 0) -> None:
+        table = {**BUILTINS, **_TENSORS}
+        super().__init__(data, start, table=table, persistent=self.storage)
+        self.path = path
+        self.storages: dict[str, Storage] = {}
+
+    def load(self) -> Any:
+        try:
+            return super().load()
+        except CorruptCheckpoint as error:
+            raise CorruptCheckpoint(f"{self.path}: {error.message}", error.hint) from error
+
+    def storage(self, identity: Any) -> Storage:
+        """From torch's persistent id: ("storage", type, key, location, numel[, view])."""
+        kind, cls, key, _location, numel, *view = identity
+        dtype = STORAGES.get(cls.name.rsplit(".", 1)[-1]) if isinstance(cls, Global) else None
+        if kind != "storage" or dtype is None or not isinstance(key, str):
+            raise UnsupportedCheckpoint(
+                f"{self.path} holds a storage of an unknown type: {getattr(cls, 'name', cls)}"
+            )
+        length = int(numel) * SIZES[dtype]
+        start = 0
+        if view and view[0]:  # torch < 1.6: (key of the view, offset, numel) of a larger storage
+            start = int(view[0][1]) * SIZES[dtype]
+        made = Storage(key, dtype, length, start)
+        self.storages.setdefault(key, made)
+        return made
+
+
+def _tensor(storage: Any, offset: int, shape: Any, strides: Any, *_: Any) -> Tensor:
+    if not isinstance(storage, Storage) or len(shape) != len(strides):
+        raise CorruptCheckpoint("a pickle makes a tensor of something that is no storage")
+    return Tensor(storage, storage.dtype, int(offset), tuple(shape), tuple(strides))
+
+
+def _typed_tensor(
+    storage: Any, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *_: Any
+) -> Tensor:
+    # dtypes without a storage class of their own: float8, uint16... (torch >= 2.0)
+    name = TORCH_DTYPES.get(dtype.name) if isinstance(dtype, Global) else None
+    if name is None:
+        raise UnsupportedCheckpoint(f"a tensor of type {getattr(dtype, 'name', dtype)}")
+    plain = _tensor(storage, offset, shape, strides)
+    return Tensor(plain.storage, name, plain.offset, plain.shape, plain.strides)
+
+
+def _from_type(function: Any, cls: Any, arguments: Any, state: Any) -> Any:
+    # a tensor with attributes, as ZeRO-3's fp32 groups (`ds_id`); anything else stays a record
+    plain = isinstance(function, Global) and function.name in _TENSORS
+    if plain and isinstance(cls, Global) and cls.name in _PLAIN_TENSORS:
+        return _TENSORS[function.name](*arguments)
+    made = Foreign(Global("torch._tensor._rebuild_from_type_v2"), (function, cls, arguments, state))
+    return made
+
+
+_PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter")
+_TENSORS = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _typed_tensor,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+}
+
+
+# -- the zip directory
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member of a zip, as its directory states it; `header` is the local header's offset."""
+
+    name: str
+    header: int
+    length: int
+    crc: int | None
+
+    def data_offset(self, file: int, path: str) -> int:
+        """Where the data begin: only the local header knows."""
+        head = os.pread(file, 30, self.header)
+        if len(head) != 30 or head[:4] != b"PK\3\4":
+            raise CorruptCheckpoint(f"{path}: the zip directory points to no member")
+        name, extra = struct.unpack_from("<HH", head, 26)
+        return int(self.header + 30 + name + extra)
+
+
+def _member(file: int, member: Member, path: str) -> bytes:
+    """The whole of a small member; raises CorruptCheckpoint unless its CRC is right."""
+    data = os.pread(file, member.length, member.data_offset(file, path))
+    if len(data) != member.length or (member.crc is not None and zlib.crc32(data) != member.crc):
+        raise CorruptCheckpoint(
+            f"{path}: {member.name} is damaged (its CRC-32 differs)",
+            hint="take another copy of this file",
+        )
+    return data
+
+
+def read_directory(file: int, size: int, path: str) -> Iterator[Member]:
+    """The members of a zip, from its end; STORED ones only, which lie inside the file."""
+    tail = os.pread(file, min(size, 65557), max(0, size - 65557))
+    end = tail.rfind(b"PK\5\6")
+    if end < 0 or len(tail) < end + 22:
+        raise CorruptCheckpoint(
+            f"{path} ends early: its zip directory is missing",
+            hint="the file was cut short, or the save did not finish",
+        )
+    count, length, start = struct.unpack_from("<HII", tail, end + 10)
+    if end >= 20 and tail[end - 20 : end - 16] == b"PK\6\7":  # zip64, which torch always writes
+        (place,) = struct.unpack_from("<Q", tail, end - 12)
+        record = os.pread(file, 56, place)
+        if len(record) != 56 or record[:4] != b"PK\6\6":
+            raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
+        count, length, start = struct.unpack_from("<QQQ", record, 32)
+    directory = os.pread(file, length, start)
+    if len(directory) != length or start + length > size:
+        raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
+
+    names: set[str] = set()
+    taken: list[tuple[int, int]] = []
+    place = 0
+    checked = _has_checksums(directory, count)
+    for _ in range(count):
+        if directory[place : place + 4] != b"PK\1\2" or len(directory) < place + 46:
+            raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
+        flags, method = struct.unpack_from("<HH", directory, place + 8)
+        crc, packed, length = struct.unpack_from("<III", directory, place + 16)
+        name_length, extra_length, comment_length = struct.unpack_from(
+            "<HHH", directory, place + 28
+        )
+        (header,) = struct.unpack_from("<I", directory, place + 42)
+        extra_start = place + 46 + name_length
+        name = directory[place + 46 : extra_start].decode("utf-8", "replace")
+        extra = directory[extra_start : extra_start + extra_length]
+        length, packed, header = _zip64(extra, length, packed, header)
+        place = extra_start + extra_length + comment_length
+        if method or packed != length or flags & 1:
+            raise UnsupportedCheckpoint(f"{path}: {name} is compressed or encrypted")
+        if name in names or header + 30 + length > start:
+            raise CorruptCheckpoint(f"{path}: the zip directory contradicts itself at {name!r}")
+        names.add(name)
+        taken.append((header, header + 30 + length))
+        yield Member(name, header, length, crc if checked else None)
+    taken.sort()
+    if any(stop > start for (_, stop), (start, _) in zip(taken, taken[1:], strict=False)):
+        raise CorruptCheckpoint(f"{path}: members of the zip overlap")
+
+
+def _has_checksums(directory: bytes, count: int) -> bool:
+    """torch.serialization.set_crc32_options(False) leaves zeros everywhere (torch >= 2.6)."""
+    place = 0
+    for _ in range(count):
+        if len(directory) < place + 46:
+            return True
+        crc, _packed, length = struct.unpack_from("<III", directory, place + 16)
+        if crc and length:
+            return True
+        place += 46 + sum(struct.unpack_from("<HHH", directory, place + 28))
+    return False
+
+
+def _zip64(extra: bytes, *fields: int) -> list[int]:
+    """length, packed length and offset, each from the zip64 field where it is 0xFFFFFFFF."""
+    wide: bytes = b""
+    place = 0
+    while place + 4 <= len(extra):
+        tag, size = struct.unpack_from("<HH", extra, place)
+        if tag == 1:
+            wide = extra[place + 4 : place + 4 + size]
+        place += 4 + size
+    values = []
+    for value in fields:
+        if value == 0xFFFFFFFF:
+            if len(wide) < 8:
+                raise CorruptCheckpoint("a zip64 field is missing")
+            value, wide = struct.unpack_from("<Q", wide)[0], wide[8:]
+        values.append(value)
+    return values
