@@ -76,8 +76,7 @@ def inspect(manifest: Manifest) -> Report:
         if manifest.groups is None
         else [plain_group(group) for group in manifest.groups],
         "steps": [
-            {"where": line.where, "step": line.step, "truth": line.truth}
-            for line in manifest.steps
+            {"where": line.where, "step": line.step, "truth": line.truth} for line in manifest.steps
         ],
         "files": len(manifest.files),
         "bytes": sum(os.path.getsize(file) for file in manifest.files),
@@ -87,9 +86,9 @@ def inspect(manifest: Manifest) -> Report:
 
 
 def tensors(manifest: Manifest, pattern: str, fragments: bool = False) -> list[Report]:
-    """Every tensor whose entry name (`parameter/slot`) matches the glob, with its fragments if asked.
+    """Every tensor whose entry name (`parameter/slot`) matches the glob.
 
-    Raises WrongOption where none does.
+    `fragments` adds where its bytes are. Raises WrongOption where no name matches.
     """
     found = []
     for entry in manifest.entries.values():

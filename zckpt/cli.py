@@ -21,7 +21,7 @@ UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
 
 
-class Size(click.ParamType):
+class Size(click.ParamType[int]):
     """Bytes: 256MiB, 8GiB, 500MB, 1000000."""
 
     name = "size"

@@ -43,7 +43,9 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         made.add_row(*(Text(_cell(value)) for value in row))
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if not sys.stdout.isatty():
-        console.width = max(80, console.measure(made, options=console.options.update(max_width=10**6)).maximum)
+        console.width = max(
+            80, console.measure(made, options=console.options.update(max_width=10**6)).maximum
+        )
     console.print(made)
 
 
@@ -89,10 +91,15 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
     print()
     table(
         ("slot", "dtype", "tensors", "elements", "bytes"),
-        [(slot, s["dtype"], s["tensors"], s["elements"], s["bytes"]) for slot, s in report["slots"].items()],
+        [
+            (slot, s["dtype"], s["tensors"], s["elements"], s["bytes"])
+            for slot, s in report["slots"].items()
+        ],
     )
     for place, group in enumerate(report["groups"] or ()):
-        told = ", ".join(f"{key} {_brief(value)}" for key, value in group.items() if value is not None)
+        told = ", ".join(
+            f"{key} {_brief(value)}" for key, value in group.items() if value is not None
+        )
         print(f"\ngroup {place}: {safe(told)}")
     if report["groups"] is None:
         print("\nno hyper-parameters are stored")
@@ -105,7 +112,9 @@ def _brief(value: Any) -> str:
 
 def steps(manifest: Manifest) -> None:
     """The step ledger."""
-    rows = [(line.step, "true" if line.truth else "not used", line.where) for line in manifest.steps]
+    rows = [
+        (line.step, "true" if line.truth else "not used", line.where) for line in manifest.steps
+    ]
     table(("step", "", "where"), rows)
     if not manifest.steps:
         print("no place in this checkpoint holds a step")
@@ -116,7 +125,13 @@ def tensors(listed: Sequence[dict[str, Any]]) -> None:
     table(
         ("tensor", "dtype", "shape", "elements", "fragments"),
         [
-            (t["tensor"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", t["elements"], t["count"])
+            (
+                t["tensor"],
+                t["dtype"],
+                "x".join(map(str, t["shape"])) or "scalar",
+                t["elements"],
+                t["count"],
+            )
             for t in listed
         ],
     )
@@ -184,14 +199,17 @@ def progress(hidden: bool) -> Iterator[Callable[[int], Callable[[int], None]] | 
     if hidden or not sys.stderr.isatty():
         yield None
         return
+    from rich import progress as rich_progress
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-    from rich.progress import TransferSpeedColumn
 
-    bar = Progress(
-        BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-        console=Console(stderr=True), transient=True,
-    )  # fmt: skip
+    bar = rich_progress.Progress(
+        rich_progress.BarColumn(),
+        rich_progress.DownloadColumn(),
+        rich_progress.TransferSpeedColumn(),
+        rich_progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
     with bar:
 
         def begin(total: int) -> Callable[[int], None]:

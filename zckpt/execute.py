@@ -91,7 +91,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def passed(self, file: str, offset: int, data: memoryview) -> None:
-        """`data` were read at `offset`; raises CorruptCheckpoint if they complete a wrong record."""
+        """`data` were read at `offset`; raises CorruptCheckpoint if a record turns out wrong."""
         starts = self._starts.get(file)
         if not starts or not len(data):
             return
@@ -202,8 +202,7 @@ class Gatherer:
             if slices.width * slices.size >= SMALL:
                 break
             if found:
-                last = found[-1].entry.fragments
-                assert isinstance(last, Slices)
+                last = _slices(found[-1])
                 if slices.flats is not last.flats or slices.offset != last.offset + last.width:
                     break
             width += slices.width
@@ -214,8 +213,7 @@ class Gatherer:
 
     def _gather_slices(self, batch: Sequence[Wanted], view: memoryview) -> None:
         """One read per rank for all tensors of the batch, then a 2-D copy for each."""
-        first, last = (batch[place].entry.fragments for place in (0, -1))
-        assert isinstance(first, Slices) and isinstance(last, Slices)
+        first, last = _slices(batch[0]), _slices(batch[-1])
         size, begin = first.size, first.offset
         width = last.offset + last.width - begin
         ranks = max(len(item.entry.fragments) for item in batch)
@@ -225,8 +223,7 @@ class Gatherer:
             self.read(first.flats[rank].part(begin * size, (begin + width) * size), row)
         table = np.frombuffer(scratch, dtype=f"u{size}").reshape(ranks, width)
         for item in batch:
-            slices = item.entry.fragments
-            assert isinstance(slices, Slices)
+            slices = _slices(item)
             mine = table[:, slices.offset - begin : slices.offset - begin + slices.width]
             whole, rest = divmod(slices.numel, slices.width)
             target = np.frombuffer(view[item.at : item.end], dtype=f"u{size}")
@@ -251,6 +248,12 @@ class Gatherer:
             at = at + np.arange(length)[None, :] - item.start
             inside = (at >= 0) & (at < item.stop - item.start)
             target[at[inside]] = runs[inside]
+
+
+def _slices(item: Wanted) -> Slices:
+    slices = item.entry.fragments
+    assert isinstance(slices, Slices)
+    return slices
 
 
 def _follows(before: Extent, extent: Extent) -> bool:
@@ -325,9 +328,7 @@ class _Copy:
         finally:
             reader.close()
 
-    def _fill(
-        self, target: _Target, chunk: Chunk, gatherer: Gatherer, buffer: memoryview
-    ) -> None:
+    def _fill(self, target: _Target, chunk: Chunk, gatherer: Gatherer, buffer: memoryview) -> None:
         view = buffer[: chunk.length]
         self._keep_shell(target, chunk, gatherer.reader, view)
         same = [
@@ -350,9 +351,7 @@ class _Copy:
         if done:
             target.stack.close()
 
-    def _keep_shell(
-        self, target: _Target, chunk: Chunk, reader: Reader, view: memoryview
-    ) -> None:
+    def _keep_shell(self, target: _Target, chunk: Chunk, reader: Reader, view: memoryview) -> None:
         """What lies between tensors (headers) is in the file already."""
         here = chunk.offset
         for start, stop in (

@@ -212,7 +212,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "$bytearray": lambda text: bytearray(base64.b64decode(text)),
     "$complex": lambda parts: complex(*parts),
     "$ordered": lambda pairs: OrderedDict((key, item) for key, item in pairs),
-    "$dict": lambda pairs: {key: item for key, item in pairs},
+    "$dict": lambda pairs: dict(map(tuple, pairs)),
     "$float": float,
     "$int": lambda text: int(text, 16),
     "$global": Global,

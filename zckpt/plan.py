@@ -52,7 +52,9 @@ def join(source: Manifest, target: Manifest, from_masters: bool = False) -> list
     A module's weight (`param`) that the source lacks is made of its master, and the reverse where
     the weight is float32; `from_masters` prefers masters. Raises MissingData.
     """
-    return [Pair(_source_of(entry, source, from_masters), entry) for entry in target.entries.values()]
+    return [
+        Pair(_source_of(entry, source, from_masters), entry) for entry in target.entries.values()
+    ]
 
 
 def _source_of(entry: Entry, source: Manifest, from_masters: bool) -> Entry:

@@ -53,7 +53,7 @@ def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step
         told = [f"{step} ({_some(where for where, s in places if s == step)})" for step in values]
         raise InconsistentCheckpoint(
             f"the optimizer's step differs: {', '.join(sorted(told))}",
-            hint="files of different saves may be mixed; if not, choose with --step-policy max|min|N",
+            hint="files of different saves may be mixed; if not, choose: --step-policy max|min|N",
         )
     if policy in ("max", "min"):
         return max(values) if policy == "max" else min(values)

@@ -16,13 +16,14 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from .dtypes import SIZES, STORAGES, TORCH_NAMES, decode
 from .errors import CorruptCheckpoint, UnsupportedCheckpoint
 from .inert import Foreign, Global, Scalar
 from .manifest import Extent, Fragments, Record, lines, solid
-from .unpickle import BUILTINS, Unpickler
+from .unpickle import BUILTINS, Build, Unpickler
 
 TORCH_DTYPES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
 MAX_PICKLE = 1 << 30  # bytes
@@ -155,9 +156,7 @@ class TorchFile:
     # -- torch >= 1.6
 
     def _read_zip(self, file: int, parsed: Parsed) -> Any:
-        members = {
-            member.name: member for member in read_directory(file, self.size, self.path)
-        }
+        members = {member.name: member for member in read_directory(file, self.size, self.path)}
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise CorruptCheckpoint(f"{self.path} is a zip, but not one of torch.save")
@@ -270,12 +269,11 @@ def _from_type(function: Any, cls: Any, arguments: Any, state: Any) -> Any:
     plain = isinstance(function, Global) and function.name in _TENSORS
     if plain and isinstance(cls, Global) and cls.name in _PLAIN_TENSORS:
         return _TENSORS[function.name](*arguments)
-    made = Foreign(Global("torch._tensor._rebuild_from_type_v2"), (function, cls, arguments, state))
-    return made
+    return Foreign(Global("torch._tensor._rebuild_from_type_v2"), (function, cls, arguments, state))
 
 
 _PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter")
-_TENSORS = {
+_TENSORS: dict[str, Build] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _typed_tensor,
@@ -363,7 +361,7 @@ def read_directory(file: int, size: int, path: str) -> Iterator[Member]:
         taken.append((header, header + 30 + length))
         yield Member(name, header, length, crc if checked else None)
     taken.sort()
-    if any(stop > start for (_, stop), (start, _) in zip(taken, taken[1:], strict=False)):
+    if any(stop > start for (_, stop), (start, _) in pairwise(taken)):
         raise CorruptCheckpoint(f"{path}: members of the zip overlap")
 
 

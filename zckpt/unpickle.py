@@ -65,7 +65,7 @@ def _key(value: Any, depth: int = 0) -> Hashable:
             raise CorruptCheckpoint("a pickle nests a dictionary key too deeply")
         for item in value:
             _key(item, depth + 1)
-    elif not isinstance(value, Hashable):
+    if not isinstance(value, Hashable):
         raise CorruptCheckpoint("a pickle uses a list or dictionary as a key")
     return value
 

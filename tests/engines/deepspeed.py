@@ -82,7 +82,8 @@ def resume(
         losses,
     )
     submit("resume", resumed, arguments, root)
-    return torch.load(output, weights_only=False)
+    recorded: dict[str, Any] = torch.load(output, weights_only=False)
+    return recorded
 
 
 def submit(work: str, case: Case, arguments: tuple[Any, ...], root: Path) -> None:

@@ -108,7 +108,8 @@ class Model(nn.Module):
             hidden = hidden + self.filter(hidden.unsqueeze(1)).mean(1)
         hidden = self.scale(hidden)
         hidden = hidden + self.readout(torch.tanh(self.bottleneck(hidden)))
-        return self.head(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
 
 
 def build(name: str, seed: int) -> Model:

@@ -82,26 +82,26 @@ def adam_update(
     parameter.addcdiv_(mean / (1 - first**step), scale, value=-group["lr"])
 
 
-def deepspeed_fused_adam(groups: Groups) -> torch.optim.Optimizer:
+def deepspeed_fused_adam(groups: Groups) -> Any:
     from deepspeed.ops.adam import FusedAdam as Compiled
 
     return Compiled(groups, betas=(0.8, 0.95))
 
 
-def deepspeed_cpu_adam(groups: Groups) -> torch.optim.Optimizer:
+def deepspeed_cpu_adam(groups: Groups) -> Any:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return DeepSpeedCPUAdam(groups, betas=(0.8, 0.95))
 
 
-def deepspeed_cpu_adam_narrow(groups: Groups) -> torch.optim.Optimizer:
+def deepspeed_cpu_adam_narrow(groups: Groups) -> Any:
     """Its moments have the precision of the masters."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return DeepSpeedCPUAdam(groups, betas=(0.8, 0.95), fp32_optimizer_states=False)
 
 
-def deepspeed_cpu_lion(groups: Groups) -> torch.optim.Optimizer:
+def deepspeed_cpu_lion(groups: Groups) -> Any:
     from deepspeed.ops.lion import DeepSpeedCPULion
 
     return DeepSpeedCPULion(groups)

@@ -7,6 +7,7 @@ wrong with round_robin_gradients (0.19.8). The place of a parameter is where its
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ class Layout(NamedTuple):
 
 def record(engine: Any) -> dict[str, Any] | None:
     """The engine's whole state on rank 0, None on the others."""
-    module, optimizer = engine.module, engine.optimizer
+    module, optimizer, scheduler = engine.module, engine.optimizer, engine.lr_scheduler
     layout = read_layout(module, optimizer)
     ranks: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(ranks, local_states(optimizer, layout))
@@ -78,7 +79,7 @@ def record(engine: Any) -> dict[str, Any] | None:
             "skipped_steps": engine.skipped_steps,
             "global_samples": engine.global_samples,
         },
-        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler else None,
+        "lr_scheduler": copy.deepcopy(scheduler.state_dict()) if scheduler else None,
     }
 
 
@@ -139,7 +140,7 @@ def read_partitioned_parameters(names: dict[int, str], optimizer: Any) -> Layout
 
 def local_states(optimizer: Any, layout: Layout) -> list[dict[str, dict[str, Any]]]:
     """Master and optimizer state of each flat tensor on this rank."""
-    states = []
+    states: list[dict[str, dict[str, Any]]] = []
     for number, flat in enumerate(layout.flats):
         kept = dict(optimizer.optimizer.state.get(flat, {}))
         whole = {}
@@ -162,7 +163,7 @@ def local_states(optimizer: Any, layout: Layout) -> list[dict[str, dict[str, Any
 
 
 def cut(flat: Tensor, sizes: list[tuple[str, int]]) -> dict[str, Tensor]:
-    pieces = flat.detach().clone().split([size for _, size in sizes])
+    pieces = torch.split(flat.detach().clone(), [size for _, size in sizes])
     return {name: piece for (name, _), piece in zip(sizes, pieces, strict=True)}
 
 

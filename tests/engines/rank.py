@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +120,12 @@ def configure(case: Case) -> dict[str, Any]:
     return merge(config, case.config)
 
 
-def merge(base: Any, extra: Any) -> Any:
-    if not isinstance(base, dict) or not hasattr(extra, "items"):
-        return extra
-    merged = {
-        key: merge(base[key], value) if key in base else value for key, value in extra.items()
-    }
-    return {**base, **merged}
+def merge(base: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in extra.items():
+        nested = isinstance(value, Mapping) and key in base
+        merged[key] = merge(base[key], value) if nested else value
+    return merged
 
 
 def train_step(engine: Any) -> float:
@@ -136,4 +136,4 @@ def train_step(engine: Any) -> float:
     engine.step()
     mean = loss.detach().double()
     torch.distributed.all_reduce(mean)
-    return mean.item() / ranks
+    return float(mean) / ranks

@@ -139,6 +139,7 @@ def accelerate(job: Job) -> None:
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=job.config()),
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+        step_scheduler_with_optimizer=False,  # it would step once for each rank
     )
     model = models.build("full", job.seed)
     optimizer = torch.optim.AdamW(models.parameter_groups(model, 2))

@@ -169,8 +169,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         },
         "files": {},
         "steps": [
-            {"where": line.where, "step": line.step, "truth": line.truth}
-            for line in manifest.steps
+            {"where": line.where, "step": line.step, "truth": line.truth} for line in manifest.steps
         ],
         "left_out": list(manifest.left_out),
         "warnings": list(manifest.warnings),

@@ -53,6 +53,11 @@ def fits(total: int, held: int, dp: int) -> bool:
     return 0 <= held - total < 2 * dp
 
 
+def partition_sizes(total: int, dp: int) -> set[int]:
+    """Lengths that a padded partition of a group may have: of either alignment."""
+    return {2 * -(-total // (2 * dp)), -(-total // dp)}
+
+
 class FlatGroup:
     """Ranks' partitions of one flat buffer, one behind the other; `size` is bytes per element."""
 
@@ -66,6 +71,10 @@ class FlatGroup:
     def held(self) -> int:
         """Elements on all ranks, padding included."""
         return self.starts[-1]
+
+    def owns(self, rank: int, start: int, stop: int) -> bool:
+        """Whether any of the elements [start, stop) lies in this rank's partition."""
+        return start < self.starts[rank + 1] and stop > self.starts[rank] and stop > start
 
     def cut(self, start: int, stop: int) -> Runs:
         """Elements [start, stop) of the buffer; a parameter may lie on several ranks."""

@@ -1,0 +1,203 @@
+"""Checkpoints that are large enough to measure, written by real DeepSpeed over gloo.
+
+    python -m benchmarks.checkpoints DIR --stage 3 --dp 4 --size 124M
+    python -m benchmarks.checkpoints WIDE --widen DIR --dp 1024
+
+`--widen` makes a stage-3 checkpoint of many ranks out of one that exists: rank 0's files under
+every name, with the number of ranks and the shapes changed to fit. The copies are hard links.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.engines.deepspeed import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)  # the engine looks at it when it is imported
+
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from tests.engines import rank, zygote  # noqa: E402
+
+VOCABULARY = 50257
+TOKENS = 8  # per rank and step: enough for a gradient in every parameter
+STEPS = 2
+TIMEOUT = 900.0  # seconds
+
+
+class Block(nn.Module):
+    """A transformer's layer as GPT-2 has it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // 64
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows, tokens, width = hidden.shape
+        parts = self.attention(self.norm_1(hidden)).view(rows, tokens, 3, self.heads, 64)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.projection(mixed.transpose(1, 2).reshape(rows, tokens, width))
+        return hidden + self.contract(functional.gelu(self.expand(self.norm_2(hidden))))
+
+
+class Transformer(nn.Module):
+    """GPT-2 with a tied head; `loss` of a batch of tokens is what it returns."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Embedding(1024, width)
+        self.layers = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1])
+        hidden = self.layers(self.embedding(tokens) + self.position(places))
+        logits = self.head(self.norm(hidden))
+        return functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+class Many(nn.Module):
+    """2,000 small tensors: what counts is the work per tensor, not per byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 48)
+        self.embedding.requires_grad_(False)
+        self.layers = nn.Sequential(*(nn.Linear(48, 48) for _ in range(1000)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers(self.embedding(tokens)).float().square().mean()
+
+
+SIZES = {
+    "124M": lambda: Transformer(768, 12),
+    "355M": lambda: Transformer(1024, 24),
+    "many": Many,
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and where it is saved."""
+
+    directory: Path
+    size: str
+    stage: int
+    dp: int
+
+
+def make(training: Training) -> None:
+    """Trains and saves; raises RuntimeError with the engine's words."""
+    rank.prepare()
+    model = SIZES[training.size]()  # once, before the fork: the ranks share its memory
+    training.directory.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments = (Path(meeting) / "store", training, model)
+        log = training.directory.with_name(f"{training.directory.name}.log")
+        failure = zygote.run(train, training.dp, arguments, log, TIMEOUT)
+    if failure is not None:
+        raise RuntimeError(f"{failure}; see {log}")
+
+
+def train(number: int, store: Path, training: Training, model: nn.Module) -> None:
+    """What one rank does."""
+    rank.join(number, training.dp, store)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(groups(model), lr=1e-4, betas=(0.9, 0.95)),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": training.stage},
+            "bf16": {"enabled": True},
+        },
+    )
+    generator = torch.Generator().manual_seed(number)
+    for _ in range(STEPS):
+        engine.backward(engine(torch.randint(VOCABULARY, (1, TOKENS), generator=generator)))
+        engine.step()
+    engine.save_checkpoint(str(training.directory))
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not; frozen weights are in neither."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [held for held in trained if held.ndim > 1], "weight_decay": 0.1},
+        {"params": [held for held in trained if held.ndim == 1], "weight_decay": 0.0},
+    ]
+
+
+def widen(source: Path, target: Path, dp: int) -> None:
+    """A stage-3 checkpoint of `dp` ranks that all hold what rank 0 of `source` holds.
+
+    A rank's slices keep their lengths, so every parameter becomes as much larger as there are more
+    ranks, and flat.
+    """
+    tag = (source / "latest").read_text().strip()
+    (target / tag).mkdir(parents=True)
+    (target / "latest").write_text(tag)
+    model_name = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+    optimizer_name = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+
+    model = load(source / tag / model_name.format(0))
+    before = model["dp_world_size"]
+    model["param_shapes"] = [
+        {name: torch.Size([-(-shape.numel() // before) * dp]) for name, shape in group.items()}
+        for group in model["param_shapes"]
+    ]
+    model["dp_world_size"] = dp
+    model["frozen_param_shapes"] = {
+        name: torch.Size([-(-shape.numel() // before) * dp])
+        for name, shape in (model["frozen_param_shapes"] or {}).items()
+    }
+    optimizer = load(source / tag / optimizer_name.format(0))
+    optimizer["optimizer_state_dict"]["partition_count"] = dp
+
+    for name, value in ((model_name, model), (optimizer_name, optimizer)):
+        first = target / tag / name.format(0)
+        torch.save(value, first)
+        for number in range(1, dp):
+            os.link(first, target / tag / name.format(number))
+
+
+def load(path: Path) -> dict[str, Any]:
+    value: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
+    return value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a new directory")
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3)
+    parser.add_argument("--dp", type=int, default=4)
+    parser.add_argument("--size", choices=SIZES, default="124M")
+    parser.add_argument("--widen", type=Path, metavar="SOURCE")
+    arguments = parser.parse_args()
+    if arguments.widen:
+        widen(arguments.widen, arguments.directory, arguments.dp)
+    else:
+        make(Training(arguments.directory, arguments.size, arguments.stage, arguments.dp))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""`zckpt convert` against `cp`, `ds_to_universal` and `zero_to_fp32` of the same checkpoint.
+
+    python -m benchmarks.convert SRC --against cp --rounds 7
+
+SRC is a DeepSpeed run directory (see checkpoints.py). Outputs go into SRC's own filesystem and end
+on the disk: `cp` is followed by `sync` of its files, as zckpt syncs its own. Sources are warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from .measure import ZCKPT, Cost, Job, interleave, ratio, table
+
+MEMORY = 200  # MiB, the most that `convert` may take
+
+
+def jobs(source: Path, work: Path, against: str) -> tuple[Job, Job]:
+    """zckpt's command and its rival's."""
+    tag = source / (source / "latest").read_text().strip()
+    ours, theirs = work / "zckpt", work / against
+    convert = Job("zckpt convert", (*ZCKPT, "convert", str(source), str(ours)), (ours,))
+    weights = Job(
+        "zckpt convert --weights-only",
+        (*convert.command, "--weights-only", "--dtype", "fp32"),
+        (ours,),
+    )
+    if against == "cp":
+        files = shlex.join(map(str, sorted(tag.glob("*optim_states.pt"))))
+        where = shlex.quote(str(theirs))
+        script = f"mkdir {where} && cp {files} {where} && sync {where}/* {where}"
+        return convert, Job("cp + sync of the optimizer files", ("sh", "-c", script), (theirs,))
+    if against == "universal":
+        module = (sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal")
+        where = ("--input_folder", str(tag), "--output_folder", str(theirs))
+        return convert, Job(
+            "ds_to_universal", (*module, *where, "--inject_missing_state"), (theirs,)
+        )
+    script = (sys.executable, str(source / "zero_to_fp32.py"), str(source), str(theirs))
+    return weights, Job("zero_to_fp32", script, (theirs,))
+
+
+def report(ours: list[Cost], theirs: list[Cost], against: str) -> None:
+    """The ratios, and which target each belongs to."""
+    if against == "cp":
+        wall, text = ratio(ours, theirs, lambda cost: cost.wall)
+        print(f"wall, zckpt / (cp + sync)      {text}   target <= 1.0: {verdict(wall <= 1)}")
+        print(f"CPU, zckpt / (cp + sync)       {ratio(ours, theirs, lambda cost: cost.cpu)[1]}")
+    else:
+        wall, text = ratio(theirs, ours, lambda cost: cost.wall)
+        aim = f"   target >= 8: {verdict(wall >= 8)}" if against == "universal" else ""
+        print(f"times faster in wall           {text}{aim}")
+        print(f"times less CPU                 {ratio(theirs, ours, lambda cost: cost.cpu)[1]}")
+    peak = max(cost.memory for cost in ours)
+    print(f"peak memory of zckpt           {peak:.0f} MiB   target < {MEMORY}: "
+          f"{verdict(peak < MEMORY)}")
+
+
+def verdict(good: bool) -> str:
+    return "met" if good else "MISSED"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="SRC")
+    parser.add_argument("--against", choices=("cp", "universal", "fp32"), default="cp")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--work", type=Path, metavar="DIR", help="for outputs; default beside SRC")
+    arguments = parser.parse_args()
+    source = arguments.source.resolve()
+    work = (arguments.work or source.with_name(f"{source.name}.work")).resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    pair = jobs(source, work, arguments.against)
+    costs = interleave(pair, arguments.rounds)
+    table(costs)
+    ours, theirs = (costs[job.name] for job in pair)
+    report(ours, theirs, arguments.against)
+    work.rmdir()
+
+
+if __name__ == "__main__":
+    main()

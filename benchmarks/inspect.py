@@ -1,0 +1,50 @@
+"""`zckpt inspect` against `python -c pass`: what it costs to ask a checkpoint what it is.
+
+    python -m benchmarks.inspect SRC --rounds 15
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+from .measure import ZCKPT, Cost, Job, interleave, table
+
+TARGET = 12  # times the CPU of an interpreter that does nothing
+
+
+def size(source: Path) -> int:
+    """Bytes of all files, those that are linked several times as often as they are listed."""
+    return sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+
+
+def cpu(costs: list[Cost]) -> float:
+    return statistics.median(cost.cpu for cost in costs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="SRC")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    source = str(arguments.source.resolve())
+    nothing = Job("python -c pass", (sys.executable, "-c", "pass"))
+    jobs = [
+        Job("zckpt inspect", (*ZCKPT, "inspect", source)),
+        Job("zckpt inspect --json", (*ZCKPT, "inspect", source, "--json")),
+    ]
+    print(f"{source}: {size(arguments.source) / 1e9:.2f} GB")
+    costs = interleave([nothing, *jobs], arguments.rounds)
+    table(costs)
+    for job in jobs:
+        times = cpu(costs[job.name]) / cpu(costs[nothing.name])
+        verdict = "met" if times <= TARGET else "MISSED"
+        print(f"CPU, {job.name} / {nothing.name}: {times:.1f}   target <= {TARGET}: {verdict}")
+
+
+if __name__ == "__main__":
+    main()

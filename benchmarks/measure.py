@@ -1,0 +1,96 @@
+"""What a whole process costs: wall time, CPU of it and its children, memory of the largest.
+
+Only pairs that ran one behind the other are compared: A B A B ..., and the ratio is the median over
+the pairs. On a shared machine wall times alone say little; CPU seconds and ratios do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+ZCKPT = (sys.executable, "-m", "zckpt")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one run: seconds, and MiB of its largest process."""
+
+    wall: float
+    cpu: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command, and the directories it makes, which are removed before each run."""
+
+    name: str
+    command: Sequence[str]
+    outputs: tuple[Path, ...] = ()
+
+
+def run(job: Job) -> Cost:
+    """One run of a job; raises RuntimeError with its last words if it fails."""
+    for output in job.outputs:
+        shutil.rmtree(output, ignore_errors=True)
+    os.sync()  # what others left to write is not this job's work
+    with open(os.devnull, "wb") as nowhere:
+        started = time.perf_counter()
+        process = subprocess.Popen(
+            job.command, stdout=nowhere, stderr=subprocess.PIPE, env=ENVIRONMENT, cwd=ROOT
+        )
+        assert process.stderr is not None
+        said = process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - started
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(job.command)} failed: {said.decode()[-2000:]}")
+    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+
+
+def interleave(jobs: Sequence[Job], rounds: int) -> dict[str, list[Cost]]:
+    """`rounds` runs of every job, A B A B ..., after one round that is not counted."""
+    found: dict[str, list[Cost]] = {job.name: [] for job in jobs}
+    for number in range(rounds + 1):
+        for job in jobs:
+            cost = run(job)
+            if number:
+                found[job.name].append(cost)
+    for job in jobs:
+        for output in job.outputs:
+            shutil.rmtree(output, ignore_errors=True)
+    return found
+
+
+def table(costs: Mapping[str, Sequence[Cost]]) -> None:
+    """min / median / max of every job."""
+    load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
+    print(f"\nn = {len(next(iter(costs.values())))}, load average {load}; min / median / max")
+    print(f"{'':34}{'wall s':>22}{'CPU s':>22}{'peak MiB':>10}")
+    for name, held in costs.items():
+        wall, cpu = spread([cost.wall for cost in held]), spread([cost.cpu for cost in held])
+        print(f"{name:34}{wall:>22}{cpu:>22}{max(cost.memory for cost in held):>10.0f}")
+
+
+def spread(values: Sequence[float]) -> str:
+    middle = statistics.median(values)
+    return " / ".join(f"{value:.3f}" for value in (min(values), middle, max(values)))
+
+
+def ratio(
+    first: Sequence[Cost], second: Sequence[Cost], what: Callable[[Cost], float]
+) -> tuple[float, str]:
+    """Median of first / second over the pairs, and the same as text with its spread."""
+    pairs = [what(one) / what(other) for one, other in zip(first, second, strict=True)]
+    return statistics.median(pairs), spread(pairs)

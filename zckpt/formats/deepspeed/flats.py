@@ -1,0 +1,250 @@
+"""The flat buffers: fp32 masters and optimizer states, and where the ranks keep them.
+
+One buffer per parameter group in stage 1 and 2, one per sub-group in stage 3. Padding is nowhere
+the same: stage 1 and 2 save masters without it and states with it, BF16_Optimizer saves both
+with it, stage 3 pads every parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ... import steps
+from ...dtypes import SIZES
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint
+from ...inert import Scalar
+from ...manifest import Extent, Fragments, Runs, Sighting, Slices, slot_name, solid
+from ...torchfile import Tensor
+from .. import zero
+from .directory import refuse
+from .ranks import Ranks
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One kind of tensor for all parameters of a flat buffer."""
+
+    name: str
+    dtype: str
+    fragments: Mapping[str, Fragments]
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """One flat buffer: its parameters in the order in which they lie, and what all of them share.
+
+    `step_kept` says where the step stood and in what type; `sightings` are all places that told it.
+    """
+
+    group: int
+    shapes: Shapes
+    slots: Sequence[Slot]
+    step: steps.Step | None
+    step_kept: dict[str, str] | None
+    scalars: Mapping[str, Scalar]
+    sightings: Sequence[Sighting]
+    left_out: Sequence[str]
+    warnings: Sequence[str]
+
+
+def flats(ranks: Ranks, step_policy: str | None) -> Iterator[Flat]:
+    """Every flat buffer of the checkpoint."""
+    shapes = ranks.param_shapes()
+    key = "fp32_flat_groups" if ranks.partitioned else "single_partition_of_fp32_groups"
+    masters = [_tensors(ranks, state, key) for state in ranks.states]
+    if any(len(held) != len(shapes) for held in masters):
+        raise InconsistentCheckpoint(
+            f"{ranks.place.directory}: {len(masters[0])} flat groups, but shapes of {len(shapes)}",
+            hint="model and optimizer files of different saves seem to be mixed",
+        )
+    alignment = ranks.first.get("param_alignment_paddings") or [None] * len(shapes)
+    groups = ranks.base_state(ranks.first).get("param_groups") or []
+    group_of = {sub: place for place, group in enumerate(groups) for sub in group["params"]}
+    for place, names in enumerate(shapes):
+        paddings = alignment[place] or [0] * len(names)
+        partitions = [held[place] for held in masters]
+        buffer = _Buffer(ranks, place, names, paddings, partitions)
+        yield buffer.flat(group_of.get(place, place) if ranks.partitioned else place, step_policy)
+
+
+def _tensors(ranks: Ranks, state: Mapping[str, Any], key: str) -> list[Tensor]:
+    held = state.get(key)
+    if not isinstance(held, list) or not all(isinstance(value, Tensor) for value in held):
+        raise CorruptCheckpoint(f"{ranks.place.directory}: {key} is no list of tensors")
+    return held
+
+
+class _Buffer:
+    """Flat buffer `place`, of which every rank holds one of `masters`."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        place: int,
+        shapes: Shapes,
+        paddings: Sequence[int],
+        masters: Sequence[Tensor],
+    ) -> None:
+        self.ranks = ranks
+        self.place = place
+        self.shapes = shapes
+        self.masters = masters
+        numels = [prod(shape) for shape in shapes.values()]
+        parts = ranks.dp if ranks.partitioned else 1
+        *starts, self.total = zero.offsets([-(-numel // parts) for numel in numels], paddings)
+        self.spans = dict(zip(shapes, zip(starts, numels, strict=True), strict=True))
+        self.lengths = self._lengths()
+
+    def _lengths(self) -> set[int]:
+        """Elements that a rank's tensor may have; raises where the masters do not fit."""
+        held = [master.numel for master in self.masters]
+        if self.ranks.partitioned:
+            if self.total and not any(held):
+                refuse(self.ranks.place, "optimizer states offloaded to NVMe")
+            fits, lengths = set(held) == {self.total}, {self.total}
+        else:
+            fits = zero.fits(self.total, sum(held), self.ranks.dp)
+            lengths = zero.partition_sizes(self.total, self.ranks.dp)
+        if not fits:
+            raise InconsistentCheckpoint(
+                f"{self.ranks.place.directory}: the ranks hold {sum(held)} elements of flat group "
+                f"{self.place}, which does not fit its {len(self.shapes)} parameters",
+                hint="rank files of different runs or world sizes seem to be mixed",
+            )
+        return lengths
+
+    def flat(self, group: int, step_policy: str | None) -> Flat:
+        """All that the ranks keep of this buffer."""
+        slots = [self._cut("master", self.masters)]
+        scalars: dict[str, Scalar] = {}
+        left_out = []
+        held = self.ranks.flat_states(self.place)
+        for key in dict.fromkeys(key for state in held for key in state if key != "step"):
+            values = [state.get(key) for state in held]
+            slot = self._slot(str(key), values)
+            if slot is not None:
+                slots.append(slot)
+            elif (scalar := self.ranks.scalar(values)) is not None:
+                scalars[str(key)] = scalar
+            elif any(value is not None for value in values):
+                left_out.append(f"optimizer state {key!r} of flat group {self.place}")
+        sightings, kept, warnings = self._steps(group, held, step_policy)
+        step = next((line.step for line in sightings if line.truth), None)
+        return Flat(group, self.shapes, slots, step, kept, scalars, sightings, left_out, warnings)
+
+    # -- tensors
+
+    def _slot(self, key: str, values: Sequence[Any]) -> Slot | None:
+        """A state that is a slot: every rank's tensor is as long as its partition.
+
+        With or without padding: masters are saved without it, states with it.
+        """
+        tensors = [value for value in values if isinstance(value, Tensor) and value.shape]
+        if len(tensors) == self.ranks.dp and all(
+            tensor.numel in {master.numel, *self.lengths}
+            for tensor, master in zip(tensors, self.masters, strict=True)
+        ):
+            return self._cut(slot_name(key), tensors)
+        if tensors and not self.ranks.partitioned and (slot := self._whole(key, values)):
+            return slot
+        if tensors and any(value is None for value in values):
+            raise InconsistentCheckpoint(
+                f"{self.ranks.place.directory}: only some ranks hold {key!r} of flat group "
+                f"{self.place}",
+                hint="rank files of different saves seem to be mixed",
+            )
+        return None
+
+    def _extents(self, tensors: Sequence[Tensor]) -> tuple[Extent, ...]:
+        pairs = zip(self.ranks.optimizers, tensors, strict=True)
+        return tuple(file.extent(tensor) for file, tensor in pairs)
+
+    def _cut(self, name: str, tensors: Sequence[Tensor]) -> Slot:
+        """Every parameter's part of the ranks' partitions."""
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:
+            raise InconsistentCheckpoint(
+                f"{self.ranks.place.directory}: ranks keep {name} in different types: "
+                f"{', '.join(sorted(dtypes))}"
+            )
+        dtype = dtypes.pop()
+        size, extents = SIZES[dtype], self._extents(tensors)
+        group = zero.FlatGroup(extents, size)
+        fragments: dict[str, Fragments] = {}
+        for parameter, (start, numel) in self.spans.items():
+            if not numel:
+                fragments[parameter] = Runs([])
+            elif self.ranks.partitioned:
+                fragments[parameter] = Slices(extents, start, numel, size)
+            else:
+                fragments[parameter] = group.cut(start, start + numel)
+        return Slot(name, dtype, fragments)
+
+    def _whole(self, key: str, values: Sequence[Any]) -> Slot | None:
+        """A state that is kept whole on every rank whose partition the parameter reaches into.
+
+        Muon's `momentum_buffer` in stage 1 and 2 without offload, since it orthogonalizes whole
+        matrices: a rank's parameters one behind the other. The first rank's copy is taken.
+        """
+        group = zero.FlatGroup(self._extents(self.masters), SIZES[self.masters[0].dtype])
+        fragments: dict[str, Fragments] = {}
+        dtypes = set()
+        for rank, (file, value) in enumerate(zip(self.ranks.optimizers, values, strict=True)):
+            mine = {
+                parameter: numel
+                for parameter, (start, numel) in self.spans.items()
+                if group.owns(rank, start, start + numel)
+            }
+            tensor = value if isinstance(value, Tensor) else None
+            if (tensor.numel if tensor else 0) != sum(mine.values()):
+                return None
+            here = 0
+            for parameter, numel in mine.items():
+                assert tensor is not None
+                extent = file.extent(tensor.part(here, here + numel))
+                fragments.setdefault(parameter, solid(numel, extent))
+                dtypes.add(tensor.dtype)
+                here += numel
+        complete = len(fragments) == len(self.spans) and len(dtypes) == 1
+        return Slot(slot_name(key), dtypes.pop(), fragments) if complete else None
+
+    # -- steps
+
+    def _steps(
+        self, group: int, held: Sequence[Mapping[str, Any]], policy: str | None
+    ) -> tuple[list[Sighting], dict[str, str] | None, list[str]]:
+        """Every place that tells this buffer's step; the first of them is the truth (steps.py)."""
+        elastic = [state.get("base_optimizer_state_step") for state in self.ranks.states]
+        sightings: list[Sighting] = []
+        kept: dict[str, str] | None = None
+        warnings: list[str] = []
+        for where, what, values in (
+            ("state", f"state of flat group {self.place}", [state.get("step") for state in held]),
+            (
+                "group",
+                f"param_groups[{group}]",
+                [held.get("step") for held in self.ranks.groups(group)],
+            ),
+            ("group", "base_optimizer_state_step", elastic),
+        ):
+            places, kinds = [], []
+            for rank, value in enumerate(values):
+                told = self.ranks.number(rank, value)
+                if (number := steps.step_of(told)) is not None:
+                    places.append((f"rank {rank}, {what}", number))
+                    kinds.append(steps.kind_of(told))
+            truth = kept is None
+            step = steps.agree(places, policy if truth else "max")
+            if step is None:
+                continue
+            sightings.append(Sighting(what, step, truth))
+            if truth:
+                kept = {"in": where, "type": kinds[0]}
+                if warning := steps.stalled(step, kinds[0], what):
+                    warnings.append(warning)
+        return sightings, kept, warnings

@@ -1,0 +1,360 @@
+"""The manifest of a DeepSpeed checkpoint: parameters and their tensors, and all the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ... import steps
+from ...dtypes import SIZES
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint
+from ...inert import TensorName, map_values
+from ...manifest import Entry, Fragments, Manifest, Parameter, Runs, Sighting, Slices
+from ...torchfile import Tensor, TorchFile
+from .. import zero
+from .directory import listed, locate, rank_files, siblings
+from .flats import Flat, flats
+from .ranks import COUNTERS, Ranks, comparable, nested
+
+# keys of the model states that the engine itself writes; all others are the user's client_state
+ENGINE_KEYS = frozenset(
+    (
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "num_experts",
+        "sparse_tensor_module_names",
+        "csr_tensor_module_names",
+        "ds_autoep_layers",
+    )
+)
+
+
+def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
+    """The manifest of a run directory, a tag directory, or a trainer's directory around one.
+
+    Raises NotACheckpoint, IncompleteCheckpoint (a rank is missing), InconsistentCheckpoint (ranks
+    contradict each other), CorruptCheckpoint, UnsupportedCheckpoint (stage 0, TP, PP, MoE, NVMe
+    offload, before 0.5.10).
+    """
+    place = locate(path, tag)
+    ranks = Ranks(place, rank_files(place))
+    buffers = list(flats(ranks, step_policy))
+    tensors = _Tensors(ranks)
+    for flat in buffers:
+        tensors.add_trainable(flat)
+    lost = tensors.add_frozen()
+    differing = tensors.add_buffers()
+    tensors.add_aliases()
+    groups = _groups(ranks, tensors)
+    slots = {slot.name for flat in buffers for slot in flat.slots} - {"master"}
+    scalars = {name for flat in buffers for name in flat.scalars}
+    stated = nested(ranks.config, "optimizer", "type")
+    if not isinstance(stated, str):
+        stated = steps.infer_optimizer(slots | scalars, groups[0] if groups else None)
+    told = [line for flat in buffers for line in flat.sightings]
+    return Manifest(
+        root=place.directory,
+        format="deepspeed",
+        source={
+            "format": "deepspeed",
+            "version": ranks.version,
+            "zero_stage": ranks.stage,
+            "dp": ranks.dp,
+            "tag": place.tag,
+        },
+        groups=groups,
+        optimizer=stated,
+        state=_state(ranks, buffers, tensors),
+        entries=tensors.entries,
+        parameters=tensors.parameters,
+        buffers=tensors.buffer_names,
+        steps=(*dict.fromkeys(told), *_counters(ranks)),
+        records=tuple(
+            record
+            for file in (*ranks.models, *ranks.optimizers)
+            for record in file.records.values()
+        ),
+        files=tuple(file.path for file in (*ranks.models, *ranks.optimizers)),
+        siblings=siblings(place),
+        left_out=tuple(
+            [what for flat in buffers for what in flat.left_out] + _own_client_state(ranks)
+        ),
+        warnings=tuple(
+            [warning for flat in buffers for warning in flat.warnings]
+            + _frozen_warnings(ranks, lost)
+            + _buffer_warnings(differing)
+            + _elastic_warnings(ranks, groups)
+        ),
+    )
+
+
+class _Tensors:
+    """Parameters and entries as they are found."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.module: Mapping[str, Any] = ranks.model["module"]
+        self.entries: dict[str, Entry] = {}
+        self.parameters: dict[str, Parameter] = {}
+        self.buffer_names = tuple(
+            name
+            for name in ranks.model.get("buffer_names") or ()
+            if isinstance(self.module.get(name), Tensor)
+        )
+
+    def enter(self, name: str, dtype: str, shape: tuple[int, ...], fragments: Fragments) -> None:
+        self.entries[name] = Entry(name, dtype, shape, fragments)
+
+    def add_trainable(self, flat: Flat) -> None:
+        """The parameters of one flat buffer, in the user's order."""
+        names = list(flat.shapes)
+        if self.ranks.round_robin:
+            order = zero.undo_round_robin(len(names), self.ranks.dp)
+            names = [names[place] for place in order]
+        for name in names:
+            if name in self.parameters:
+                raise CorruptCheckpoint(f"{self.ranks.models[0].path} lists {name!r} twice")
+            shape = flat.shapes[name]
+            self.parameters[name] = Parameter(
+                shape, True, flat.group, flat.step, dict(flat.scalars)
+            )
+            self._add_weight(name, shape)
+            for slot in flat.slots:
+                self.enter(f"{name}/{slot.name}", slot.dtype, shape, slot.fragments[name])
+
+    def _add_weight(self, name: str, shape: tuple[int, ...]) -> None:
+        """Slot `param`, what the module holds; stage 3 leaves empty placeholders, no entry."""
+        held = self.module.get(name)
+        if not isinstance(held, Tensor) or (self.ranks.partitioned and held.shape == (0,) != shape):
+            return
+        if held.shape != shape:
+            raise InconsistentCheckpoint(
+                f"{self.ranks.models[0].path}: {name} has shape {held.shape} in the module and "
+                f"{shape} where shapes are listed"
+            )
+        self.enter(f"{name}/param", held.dtype, shape, self.ranks.models[0].fragments(held))
+
+    def add_frozen(self) -> list[str]:
+        """Parameters that the optimizer does not own; gives the names of those whose data are lost.
+
+        Stage 1 (and stage 2 before 0.9.1) keeps them in the module alone; stage 3 in fragments,
+        one per rank, and before 0.9.1 nowhere.
+        """
+        shapes = self.ranks.model.get("frozen_param_shapes") or {}
+        fragments = [file.value.get("frozen_param_fragments") or {} for file in self.ranks.models]
+        apart = {*self.parameters, *self.buffer_names, *self._owners()}
+        lost = []
+        for name, held in self.module.items():
+            if name in apart or not isinstance(held, Tensor) or is_extra(name, held):
+                continue
+            shape = tuple(shapes.get(name, held.shape))
+            if not self.ranks.partitioned or held.shape == shape != (0,):
+                self.parameters[name] = Parameter(shape, trainable=False)
+                self._add_weight(name, shape)
+            elif all(isinstance(rank.get(name), Tensor) for rank in fragments):
+                self.parameters[name] = Parameter(shape, trainable=False)
+                self._add_frozen_slices(name, shape, [rank[name] for rank in fragments])
+            else:
+                lost.append(name)
+        return lost
+
+    def _add_frozen_slices(
+        self, name: str, shape: tuple[int, ...], tensors: Sequence[Tensor]
+    ) -> None:
+        numel, size = prod(shape), SIZES[tensors[0].dtype]
+        if any(tensor.numel * self.ranks.dp < numel for tensor in tensors):
+            raise CorruptCheckpoint(
+                f"{self.ranks.place.directory}: the fragments of {name} are too short"
+            )
+        pairs = zip(self.ranks.models, tensors, strict=True)
+        flats = tuple(file.extent(tensor) for file, tensor in pairs)
+        fragments = Slices(flats, 0, numel, size) if numel else Runs([])
+        self.enter(f"{name}/param", tensors[0].dtype, shape, fragments)
+
+    def add_buffers(self) -> list[str]:
+        """Persistent buffers, from rank 0; gives the names of those that ranks hold differently."""
+        differing = []
+        for name in self.buffer_names:
+            self._add_weight(name, self.module[name].shape)
+            held = [(file, file.value["module"].get(name)) for file in self.ranks.models]
+            told = {file.crc(tensor) for file, tensor in held if isinstance(tensor, Tensor)}
+            if len(told) > 1:
+                differing.append(name)
+        return differing
+
+    def _owners(self) -> dict[str, str]:
+        """Second names of tied weights: as stated (since 0.9.0), or by their common memory."""
+        stated = self.ranks.model.get("shared_params") or {}
+        owners = {name: owner for name, owner in stated.items() if name not in self.parameters}
+        seen: dict[Any, str] = {}
+        for name, held in self.module.items():
+            if isinstance(held, Tensor) and held.numel and name not in owners:
+                first = seen.setdefault((held.place, held.shape, held.strides), name)
+                if first != name and name not in self.parameters:
+                    owners[name] = first
+        return owners
+
+    def add_aliases(self) -> None:
+        for alias, owner in self._owners().items():
+            if owner in self.parameters:
+                held = self.parameters[owner]
+                self.parameters[owner] = replace(held, aliases=(*held.aliases, alias))
+
+    def kept(self, value: Any, path: str, file: TorchFile) -> Any:
+        """`value` with its tensors as entries of slot `state`; 0-d ones by value."""
+        if isinstance(value, Tensor):
+            if not value.shape and value.dtype != "C64":
+                return file.scalar(value)
+            self.enter(f"{path}/state", value.dtype, value.shape, file.fragments(value))
+            return TensorName(path)
+        return map_values(value, lambda held, key: self.kept(held, f"{path}.{key}", file))
+
+
+def is_extra(name: str, held: Any) -> bool:
+    """What a module's get_extra_state gave, which is neither parameter nor buffer."""
+    return not isinstance(held, Tensor) or name.endswith("_extra_state")
+
+
+# -- what is not a tensor
+
+
+def _groups(ranks: Ranks, tensors: _Tensors) -> tuple[dict[str, Any], ...] | None:
+    """Hyper-parameters per group, without `params` and `step`."""
+    groups = ranks.base_state(ranks.first).get("param_groups")
+    if groups is None:
+        return _elastic_groups(ranks, tensors)
+    return tuple(
+        {
+            key: tensors.kept(value, f"param_groups.{place}.{key}", ranks.optimizers[0])
+            for key, value in group.items()
+            if key not in ("params", "step")
+        }
+        for place, group in enumerate(groups)
+    )
+
+
+def _elastic_groups(ranks: Ranks, tensors: _Tensors) -> tuple[dict[str, Any], ...] | None:
+    """What config and scheduler still say, where the files hold no hyper-parameters."""
+    count = len(ranks.param_shapes())
+    params = nested(ranks.config, "optimizer", "params")
+    groups = [dict(params) if isinstance(params, dict) else {} for _ in range(count)]
+    scheduler = ranks.model.get("lr_scheduler")
+    if isinstance(scheduler, dict):
+        for key, name in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
+            values = scheduler.get(key)
+            if isinstance(values, list) and len(values) == count:
+                for group, value in zip(groups, values, strict=True):
+                    group[name] = tensors.kept(value, f"lr_scheduler.{key}", ranks.models[0])
+    return tuple(groups) if any(groups) else None
+
+
+def _counters(ranks: Ranks) -> list[Sighting]:
+    """Engine counters and schedulers: never true (skipped fp16 steps, warm starts)."""
+    told = {f"engine, {key}": ranks.model.get(key) for key in ("global_steps", "skipped_steps")}
+    scheduler = ranks.model.get("lr_scheduler")
+    if isinstance(scheduler, dict):
+        for key in ("last_epoch", "_step_count", "last_batch_iteration"):
+            told[f"lr_scheduler, {key}"] = scheduler.get(key)
+    found = [(where, steps.step_of(value)) for where, value in told.items()]
+    return [Sighting(where, step, False) for where, step in found if step is not None]
+
+
+def _state(ranks: Ranks, buffers: Sequence[Flat], tensors: _Tensors) -> dict[str, Any]:
+    """Everything else, so that an engine's files can be made again."""
+    model, module = ranks.model, tensors.module
+    scaling = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "overflow")
+    optimizer: dict[str, Any] = {
+        key: tensors.kept(ranks.first[key], f"optimizer.{key}", ranks.optimizers[0])
+        for key in scaling
+        if key in ranks.first
+    }
+    optimizer["step"] = next((flat.step_kept for flat in buffers if flat.step_kept), None)
+    state = {
+        "engine": {
+            "name": "deepspeed",
+            "version": ranks.version,
+            "class": ranks.engine_class,
+            "dtype": ranks.dtype,
+            "elastic": ranks.elastic,
+            "config": ranks.config,
+        },
+        "counters": {key: model.get(key) for key in COUNTERS},
+        "lr_scheduler": model.get("lr_scheduler"),
+        "module": list(module),
+        "module_metadata": getattr(module, "_metadata", None),
+        "module_extra": {name: held for name, held in module.items() if is_extra(name, held)},
+        "data_sampler": model.get("data_sampler"),
+        "random_ltd": model.get("random_ltd"),
+        "client_state": _client_state(model),
+    }
+    kept = {key: tensors.kept(value, key, ranks.models[0]) for key, value in state.items()}
+    return {**kept, "optimizer": optimizer}
+
+
+def _client_state(model: Mapping[str, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in model.items() if key not in ENGINE_KEYS}
+
+
+def _own_client_state(ranks: Ranks) -> list[str]:
+    """What stage-3 ranks hold of their own; rank 0's is what is kept."""
+    first = _client_state(ranks.model)
+    own: set[str] = set()
+    for file in ranks.models[1:]:
+        if file.value is not ranks.model:
+            other = _client_state(file.value)
+            own |= {
+                str(key)
+                for key in first.keys() | other.keys()
+                if comparable(first.get(key)) != comparable(other.get(key))
+            }
+    return [f"client_state {key!r} of ranks other than 0" for key in sorted(own)]
+
+
+# -- warnings
+
+
+def _frozen_warnings(ranks: Ranks, lost: Sequence[str]) -> list[str]:
+    found = []
+    if lost:
+        found.append(
+            f"the frozen weights {listed(lost)} are not in this checkpoint: DeepSpeed before 0.9.1 "
+            "did not save them in stage 3"
+        )
+    if ranks.stage > 1 and ranks.model.get("frozen_param_shapes", {}) is None:
+        found.append("saved with exclude_frozen_parameters: frozen weights, if any, are not here")
+    return found
+
+
+def _buffer_warnings(differing: Sequence[str]) -> list[str]:
+    if not differing:
+        return []
+    return [f"the buffers {listed(differing)} differ between ranks; rank 0's are taken"]
+
+
+def _elastic_warnings(ranks: Ranks, groups: Sequence[dict[str, Any]] | None) -> list[str]:
+    if not ranks.elastic:
+        return []
+    if groups is None:
+        return ["an elastic checkpoint: it holds no hyper-parameters"]
+    return [
+        "an elastic checkpoint: its hyper-parameters are what ds_config and the scheduler say; "
+        "settings of single groups were never saved"
+    ]
