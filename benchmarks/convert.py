@@ -55,8 +55,10 @@ def report(ours: list[Cost], theirs: list[Cost], against: str) -> None:
         print(f"times faster in wall           {text}{aim}")
         print(f"times less CPU                 {ratio(theirs, ours, lambda cost: cost.cpu)[1]}")
     peak = max(cost.memory for cost in ours)
-    print(f"peak memory of zckpt           {peak:.0f} MiB   target < {MEMORY}: "
-          f"{verdict(peak < MEMORY)}")
+    print(
+        f"peak memory of zckpt           {peak:.0f} MiB   target < {MEMORY}: "
+        f"{verdict(peak < MEMORY)}"
+    )
 
 
 def verdict(good: bool) -> str:

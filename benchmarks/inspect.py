@@ -1,6 +1,6 @@
 """`zckpt inspect` against `python -c pass`: what it costs to ask a checkpoint what it is.
 
-    python -m benchmarks.inspect SRC --rounds 15
+python -m benchmarks.inspect SRC --rounds 15
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+ENVIRONMENT.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled once
 ZCKPT = (sys.executable, "-m", "zckpt")
 
 

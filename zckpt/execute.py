@@ -30,6 +30,7 @@ from .plan import Chunk, Pair, Piece
 
 CHUNK = 16 << 20  # bytes
 SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbours
+LITTLE = 1 << 20  # bytes that are read for the sake of a record's CRC alone
 CAST_BLOCK = 1 << 20  # elements that are cast at a time
 
 Progress = Callable[[int], None]
@@ -115,11 +116,12 @@ class Ledger:
 
     def finish(self, reader: Reader) -> tuple[int, int]:
         """Completes records of which little is missing (padding); counts checked and unchecked."""
-        buffer = Buffer(1 << 20)
+        buffer = Buffer(LITTLE)
         checked = unchecked = 0
         for record, cover in list(self._covers.values()):
             gaps = cover.gaps() if record.crc is not None else None
-            if gaps is not None and sum(stop - start for start, stop in gaps) <= cover.seen:
+            missing = sum(stop - start for start, stop in gaps or ())
+            if gaps is not None and missing <= max(cover.seen, LITTLE):
                 for start, stop in gaps:
                     self._pass_range(reader, buffer.view, record.extent.part(start, stop))
                 checked += 1

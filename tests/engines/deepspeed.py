@@ -89,7 +89,8 @@ def resume(
 def submit(work: str, case: Case, arguments: tuple[Any, ...], root: Path) -> None:
     log = root.resolve() / "engine.log"
     process = start_zygote()
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (Path(meeting) / "store", *arguments)
         job = (work, case.extension, case.dp, arguments, log, TIMEOUT)

@@ -121,7 +121,8 @@ def touching(names: dict[int, str], optimizer: Any) -> dict[int, list[tuple[str,
 def place_in(parameter: Tensor, whole: Tensor, number: int) -> Place:
     """The parameter's data are a view of the group's flat 16-bit buffer."""
     offset, rest = divmod(parameter.data_ptr() - whole.data_ptr(), whole.element_size())
-    assert rest == 0 and 0 <= offset <= whole.numel() - parameter.numel(), "not a view"
+    assert rest == 0, "not a view"
+    assert 0 <= offset <= whole.numel() - parameter.numel(), "not a view"
     return Place(number, offset, parameter.numel())
 
 

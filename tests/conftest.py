@@ -1,0 +1,86 @@
+"""What all tests share: the small real checkpoint, runs of the engine, and the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zckpt import cli
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "run"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """A copy of examples/run: ZeRO-2, dp 4, bf16, two groups, tied, a frozen layer, a buffer."""
+    return Path(shutil.copytree(EXAMPLE, tmp_path / "run"))
+
+
+@pytest.fixture
+def zckpt(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Runs a command in this process."""
+
+    def run(*words: object) -> Result:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(word) for word in words])
+        printed = capsys.readouterr()
+        return Result(int(ended.value.code or 0), printed.out, printed.err)
+
+    return run
+
+
+@pytest.fixture
+def zckpt_without(tmp_path: Path) -> Callable[..., Result]:
+    """Runs a command in a new process in which some modules cannot be imported."""
+
+    def run(modules: tuple[str, ...], *words: object) -> Result:
+        hidden = tmp_path / "hidden"
+        hidden.mkdir(exist_ok=True)
+        for module in modules:
+            (hidden / f"{module}.py").write_text(f"raise SystemExit('{module} was imported')")
+        environment = {**os.environ, "PYTHONPATH": f"{hidden}{os.pathsep}{ROOT}"}
+        command = [sys.executable, "-m", "zckpt", *map(str, words)]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+        return Result(ended.returncode, ended.stdout, ended.stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
+    """Trains a case with real DeepSpeed, once per session: a folder with run/ and oracle.pt."""
+    made: dict[str, Path] = {}
+
+    def train(case: Any) -> Path:
+        from .engines import deepspeed
+
+        if case.name not in made:
+            root = tmp_path_factory.mktemp("engine") / case.name
+            deepspeed.train(case, root)
+            made[case.name] = root
+        return made[case.name]
+
+    return train

@@ -1,0 +1,85 @@
+"""What every format's reader promises; a format's test class inherits these tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from zckpt.dtypes import SIZES
+from zckpt.inert import from_json, to_json
+from zckpt.manifest import Manifest
+
+
+class FormatContract:
+    """Subclasses give the fixture `checkpoint`, a path, and the name of its `format`."""
+
+    format: str
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Path:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def manifest(self, checkpoint: Path) -> Manifest:
+        return zckpt.read(checkpoint)
+
+    def test_is_recognised_by_content(self, manifest: Manifest) -> None:
+        assert manifest.format == self.format
+
+    def test_every_element_is_covered_once(self, manifest: Manifest) -> None:
+        assert manifest.entries
+        for entry in manifest.entries.values():
+            seen = bytearray(entry.numel)
+            for fragment in entry.fragments:
+                length = fragment.stop - fragment.start
+                assert fragment.extent.length == length * fragment.count * SIZES[entry.dtype]
+                for run in range(fragment.count):
+                    start = fragment.start + run * fragment.stride
+                    for place in range(start, start + length):
+                        seen[place] += 1
+            assert set(seen) <= {1}, entry.name
+
+    def test_extents_lie_inside_files_of_the_checkpoint(self, manifest: Manifest) -> None:
+        sizes = {file: os.path.getsize(file) for file in manifest.files}
+        for entry in manifest.entries.values():
+            for fragment in entry.fragments:
+                extent = fragment.extent
+                assert 0 <= extent.offset <= extent.offset + extent.length <= sizes[extent.file]
+
+    def test_parameters_and_entries_agree(self, manifest: Manifest) -> None:
+        for name, parameter in manifest.parameters.items():
+            slots = [e.slot for e in manifest.entries.values() if e.parameter == name]
+            assert slots, name
+            for slot in slots:
+                assert manifest.entries[f"{name}/{slot}"].shape == parameter.shape
+            in_group = parameter.group is not None
+            assert in_group == (parameter.trainable and manifest.groups is not None)
+
+    def test_state_survives_json(self, manifest: Manifest) -> None:
+        assert to_json(from_json(to_json(manifest.state))) == to_json(manifest.state)
+
+    def test_reading_twice_gives_the_same(self, checkpoint: Path, manifest: Manifest) -> None:
+        again = zckpt.read(checkpoint)
+        assert list(again.entries) == list(manifest.entries)
+        for name, entry in manifest.entries.items():
+            assert list(again.entries[name].fragments) == list(entry.fragments)
+
+    def test_inspect_needs_neither_torch_nor_numpy(
+        self, checkpoint: Path, zckpt_without: Callable[..., Any]
+    ) -> None:
+        hidden = ("torch", "deepspeed", "numpy", "safetensors")
+        ended = zckpt_without(hidden, "inspect", checkpoint)
+        assert (ended.code, ended.err) == (0, "")
+        assert self.format in ended.out
+
+    def test_convert_needs_no_torch(
+        self, checkpoint: Path, tmp_path: Path, zckpt_without: Callable[..., Any]
+    ) -> None:
+        hidden = ("torch", "deepspeed", "safetensors")
+        ended = zckpt_without(hidden, "convert", checkpoint, tmp_path / "converted")
+        assert (ended.code, ended.err) == (0, "")
