@@ -21,7 +21,10 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": ROWS // DP,
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "torch_adam": True}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-3, "betas": [0.9, 0.95], "torch_adam": True},
+    },
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 5}},
 }
 
@@ -43,7 +46,9 @@ class Model(nn.Module):
         x = self.embedding(tokens[:, :-1])
         self.running_mean.lerp_(x.detach().mean((0, 1)).to(self.running_mean.dtype), 0.1)
         x = x + self.fc2(torch.tanh(self.fc1(self.frozen(x))))
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten()
+        )
 
 
 def train(rank: int, directory: str, meeting: str) -> None:

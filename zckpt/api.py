@@ -42,8 +42,9 @@ def read(
 ) -> Manifest:
     """The manifest of the checkpoint at `path`, recognised by content. No tensor is read.
 
-    Raises a ZcktError of the kind that fits: NotACheckpoint, IncompleteCheckpoint, ...
+    Raises a ZckptError of the kind that fits: NotACheckpoint, IncompleteCheckpoint, ...
     """
+    steps.check_policy(step_policy)
     where = os.fspath(path)
     found = formats.recognise(where, format, tag)
     manifest: Manifest = found.load().read(where, tag, step_policy)
@@ -57,6 +58,7 @@ def inspect(manifest: Manifest) -> Report:
         "command": "inspect",
         **manifest.source,
         "format": manifest.format,
+        "written_by": manifest.source.get("format"),
         "path": manifest.root,
         "step": manifest.step,
         "complete": True,  # what is not is an error of reading

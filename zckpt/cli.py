@@ -153,7 +153,9 @@ def inspect(
 @cli.command()
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
-@click.option("--to", default="universal", show_default=True, metavar="FORMAT")
+@click.option(
+    "--to", default="universal", show_default=True, metavar="FORMAT", help="The target's format."
+)
 @writing
 @common
 def convert(
@@ -235,7 +237,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(0)
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        fail(words, "OSError", what, "", 1)
+        fail(words, "OSError", what, "check the path, and the rights to it", 1)
     except (click.Abort, KeyboardInterrupt):
         fail(words, "Interrupted", "interrupted", "no target was made", 130)
     sys.exit(0)

@@ -79,7 +79,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
     facts = [
         ("checkpoint", report["path"]),
         ("format", f"{report['format']}" + (f", ZeRO stage {stage}" if stage else "")),
-        ("written by", f"{report.get('format')} {report.get('version') or ''}"),
+        ("written by", f"{report['written_by']} {report.get('version') or ''}"),
         ("data-parallel size", report.get("dp")),
         ("tag", report.get("tag")),
         ("step", report["step"]),

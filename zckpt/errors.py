@@ -6,14 +6,18 @@ from __future__ import annotations
 class ZckptError(Exception):
     """Every error that zckpt raises on purpose; `hint` says the next thing to do."""
 
+    usual_hint = ""
+
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = hint or self.usual_hint
 
 
 class NotACheckpoint(ZckptError):
     """The path holds nothing that any format recognises."""
+
+    usual_hint = "see `zckpt formats` for what is recognised"
 
 
 class AmbiguousCheckpoint(ZckptError):
@@ -27,17 +31,25 @@ class IncompleteCheckpoint(ZckptError):
 class CorruptCheckpoint(ZckptError):
     """Bytes are not what the file itself says they are."""
 
+    usual_hint = "take another copy of this file, or an earlier checkpoint"
+
 
 class InconsistentCheckpoint(ZckptError):
     """Files of one checkpoint contradict each other: tags, steps, world sizes, shapes."""
+
+    usual_hint = "files of different saves seem to be mixed; take those of one save"
 
 
 class UnsupportedCheckpoint(ZckptError):
     """Recognised, but not read or written yet."""
 
+    usual_hint = "see `zckpt formats` for what is read and written"
+
 
 class MissingData(ZckptError):
     """The target needs something that the source does not hold."""
+
+    usual_hint = "see `zckpt inspect` for what the source holds"
 
 
 class TargetExists(ZckptError):
@@ -50,3 +62,5 @@ class NotEnoughSpace(ZckptError):
 
 class WrongOption(ZckptError):
     """Options that contradict each other or this checkpoint (exit code 2)."""
+
+    usual_hint = "see --help for what is understood"

@@ -57,14 +57,13 @@ def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step
         )
     if policy in ("max", "min"):
         return max(values) if policy == "max" else min(values)
-    return parse_policy(policy)
-
-
-def parse_policy(policy: str) -> int:
-    """The number that a `--step-policy` other than max and min states; raises WrongOption."""
-    if not policy.isdigit():
-        raise WrongOption(f"--step-policy {policy!r} is none of max, min or a number")
     return int(policy)
+
+
+def check_policy(policy: str | None) -> None:
+    """Raises WrongOption for a policy that is none of max, min or a number."""
+    if policy not in (None, "max", "min") and not (policy and policy.isdigit()):
+        raise WrongOption(f"--step-policy {policy!r} is none of max, min or a number")
 
 
 def _some(places: Iterable[str]) -> str:

@@ -97,6 +97,8 @@ class TorchFile:
                 self.value = self._read_legacy(file.fileno())
             elif not self.size:
                 raise CorruptCheckpoint(f"{path} is empty", hint="the save did not finish")
+            elif head == b"vers":  # "version https://git-lfs.github.com/..."
+                raise CorruptCheckpoint(f"{path} is a Git LFS pointer", hint="run `git lfs pull`")
             else:
                 raise CorruptCheckpoint(f"{path} is not a file of torch.save")
 

@@ -57,9 +57,7 @@ class Job:
 
     def finish(self) -> None:
         if self.state is not None:
-            torch.save(
-                {**self.state, "losses": self.losses, "directory": self.saved}, self.output
-            )
+            torch.save({**self.state, "losses": self.losses, "directory": self.saved}, self.output)
 
     def config(self) -> dict[str, Any]:
         return {

@@ -31,9 +31,7 @@ def every_case() -> list[Any]:
 
 
 @pytest.mark.parametrize("case", every_case())
-def test_universal_is_what_the_engine_held(
-    case: Case, trained: Trained, tmp_path: Path
-) -> None:
+def test_universal_is_what_the_engine_held(case: Case, trained: Trained, tmp_path: Path) -> None:
     root = trained(case)
     oracle = torch.load(root / "oracle.pt", weights_only=False)
     report = zckpt.convert(root / "run", tmp_path / "universal")

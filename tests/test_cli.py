@@ -1,0 +1,197 @@
+"""The command line as users and scripts see it: help, JSON, exit codes, light imports."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zckpt import __version__
+from zckpt.cli import cli
+
+from .conftest import EXAMPLE, ROOT, Result
+
+Zckpt = Callable[..., Result]
+
+
+def test_version(zckpt: Zckpt) -> None:
+    assert zckpt("--version").out == f"zckpt, version {__version__}\n"
+
+
+def test_every_command_and_option_has_help() -> None:
+    for name, command in cli.commands.items():
+        assert command.help, name
+        for parameter in command.params:
+            if parameter.param_type_name == "option":
+                assert getattr(parameter, "help", None), f"{name} {parameter.name}"
+
+
+def test_help_imports_neither_rich_nor_the_rest(zckpt_without: Callable[..., Result]) -> None:
+    ended = zckpt_without(("rich", "numpy", "torch", "zlib_ng"), "--help")
+    assert (ended.code, ended.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nothing"],
+        ["inspect"],
+        ["inspect", EXAMPLE, "--nothing"],
+        ["inspect", EXAMPLE, "--from", "nothing"],
+        ["inspect", EXAMPLE, "--tensors", "nothing*"],
+        ["convert", EXAMPLE, "target", "--to", "nothing"],
+        ["convert", EXAMPLE, "target", "--to", "deepspeed-nothing"],
+        ["convert", EXAMPLE, "target", "--dtype", "int8"],
+        ["convert", EXAMPLE, "target", "--memory", "much"],
+        ["convert", EXAMPLE, "target", "--jobs", "0"],
+        ["convert", EXAMPLE, "target", "--step-policy", "sometimes"],
+    ],
+)
+def test_wrong_usage_is_2(words: list[Any], zckpt: Zckpt) -> None:
+    ended = zckpt(*words)
+    assert ended.code == 2
+    assert ended.err.startswith("Error: ")
+    again = zckpt(*words, "--json")
+    assert again.code == 2
+    assert again.document["error"]
+    assert not Path("target").exists()
+
+
+class TestInspect:
+    def test_summary(self, zckpt: Zckpt) -> None:
+        ended = zckpt("inspect", EXAMPLE)
+        assert (ended.code, ended.err) == (0, "")
+        for word in ("deepspeed 0.19.8", "ZeRO stage 2", "AdamW", "exp_avg_sq", "weight_decay 0.1"):
+            assert word in ended.out
+
+    def test_json(self, zckpt: Zckpt) -> None:
+        made = zckpt("inspect", EXAMPLE, "--json").document
+        assert made["zckpt"] == 1
+        facts = ("command", "format", "version", "zero_stage", "dp", "tag", "step", "complete")
+        assert [made[key] for key in facts] == [
+            "inspect", "deepspeed", "0.19.8", 2, 4, "global_step7", 7, True,
+        ]  # fmt: skip
+        assert made["parameters"] == 7
+        assert made["slots"]["master"] == {
+            "tensors": 5, "dtype": "F32", "elements": 1929, "bytes": 4 * 1929,
+        }  # fmt: skip
+        assert made["groups"][0]["betas"] == [0.9, 0.95]
+        assert {"where": "state of flat group 0", "step": 7, "truth": True} in made["steps"]
+        assert {"where": "engine, global_steps", "step": 7, "truth": False} in made["steps"]
+        files = list((EXAMPLE / "global_step7").iterdir())
+        assert made["files"] == len(files)
+        assert made["bytes"] == sum(path.stat().st_size for path in files)
+        assert made["problems"] == []
+
+    def test_steps(self, zckpt: Zckpt) -> None:
+        out = zckpt("inspect", EXAMPLE, "--steps").out
+        assert re.search(r"7 +true +state of flat group 1", out)
+        assert re.search(r"7 +not used +engine, global_steps", out)
+
+    def test_tensors(self, zckpt: Zckpt) -> None:
+        out = zckpt("inspect", EXAMPLE, "--tensors", "fc1.*/exp_avg*").out
+        names = [line.split()[0] for line in out.splitlines()[1:]]
+        assert sorted(names) == [
+            f"fc1.{kind}/{slot}"
+            for kind in ("bias", "weight")
+            for slot in ("exp_avg", "exp_avg_sq")
+        ]
+        made = zckpt("inspect", EXAMPLE, "--tensors", "fc1.bias/master", "--json").document
+        assert made["tensors"][0]["shape"] == [29]
+
+    def test_layout(self, zckpt: Zckpt) -> None:
+        out = zckpt("inspect", EXAMPLE, "--layout", "--tensors", "*/master").out
+        assert out.count("optim_states.pt") == 4
+        row = next(line for line in out.splitlines() if line.startswith("embedding.weight/master"))
+        bar = row.split()[1]
+        assert re.fullmatch("0+1+", bar)
+        assert row.split()[2:] == ["0:0-472", "1:472-779"]
+        fragments = zckpt(
+            "inspect", EXAMPLE, "--layout", "--tensors", "embedding.weight/master", "--json"
+        ).document["tensors"][0]["fragments"]
+        assert [(f["start"], f["stop"]) for f in fragments] == [(0, 472), (472, 779)]
+
+    def test_state(self, zckpt: Zckpt) -> None:
+        state = zckpt("inspect", EXAMPLE, "--state").document
+        assert state["engine"]["config"]["zero_optimization"] == {"stage": 2}
+        assert state["lr_scheduler"] == {"last_batch_iteration": 6}
+        assert state["optimizer"]["step"] == {"in": "state", "type": "F32"}
+
+    def test_hostile_names_do_not_reach_the_terminal(self, example: Path, zckpt: Zckpt) -> None:
+        hostile = example.parent / "a\x1b[31mb"
+        example.rename(hostile)
+        assert "\x1b" not in zckpt("inspect", hostile).out
+        assert "\x1b" not in zckpt("inspect", hostile, "--from", "universal").err
+
+    def test_output_into_a_closed_pipe(self) -> None:
+        command = f"{sys.executable} -m zckpt inspect {EXAMPLE} --tensors '*' | head -1"
+        ended = subprocess.run(
+            command, shell=True, capture_output=True, text=True, cwd=ROOT, check=True
+        )
+        assert ended.stderr == ""
+
+
+class TestConvert:
+    def test_says_what_it_did(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        ended = zckpt("convert", EXAMPLE, tmp_path / "u")
+        assert (ended.code, ended.err) == (0, "")
+        assert "step 7" in ended.out
+        assert zckpt("convert", EXAMPLE, tmp_path / "quiet", "-q").out == ""
+
+    def test_json(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        made = zckpt("convert", EXAMPLE, tmp_path / "u", "--json").document
+        assert (made["zckpt"], made["command"], made["step"]) == (1, "convert", 7)
+        size = sum(path.stat().st_size for path in (tmp_path / "u").glob("*.safetensors"))
+        manifest = (tmp_path / "u" / "manifest.json").stat().st_size
+        assert size <= made["bytes"] <= size + manifest
+        assert made["records"]["unchecked"] == 0
+
+    def test_dry_run_writes_nothing(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        made = zckpt("convert", EXAMPLE, tmp_path / "u", "--dry-run", "--json").document
+        assert made["dry_run"] is True
+        assert "master.safetensors" in made["files"]
+        assert made["memory"] <= 256 << 20
+        assert made["free"] > made["bytes"] > 0
+        assert list(tmp_path.iterdir()) == []
+        assert "master.safetensors" in zckpt("convert", EXAMPLE, tmp_path / "u", "--dry-run").out
+
+    @pytest.mark.parametrize(
+        "options",
+        [["--jobs", "1"], ["-j", "5"], ["--io", "buffered"], ["--memory", "8MiB"]],
+    )
+    def test_how_bytes_move_does_not_matter(
+        self, options: list[str], tmp_path: Path, zckpt: Zckpt
+    ) -> None:
+        assert zckpt("convert", EXAMPLE, tmp_path / "a").code == 0
+        assert zckpt("convert", EXAMPLE, tmp_path / "b", *options).code == 0
+        for path in (tmp_path / "a").iterdir():
+            assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+    def test_error_as_json(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        ended = zckpt("convert", tmp_path / "nothing", tmp_path / "u", "--json")
+        made = ended.document
+        assert ended.code == 1
+        assert ended.err == ""
+        assert made["command"] == "convert"
+        assert made["error"] == "NotACheckpoint"
+        assert made["hint"]
+
+
+def test_formats(zckpt: Zckpt) -> None:
+    listed = zckpt("formats", "--json").document["formats"]
+    assert [item["format"] for item in listed] == ["deepspeed", "universal"]
+    assert "deepspeed" in zckpt("formats").out
+
+
+def test_python_api_is_what_the_readme_says() -> None:
+    import zckpt
+
+    assert json.dumps(zckpt.inspect(zckpt.read(EXAMPLE)))
+    with pytest.raises(AttributeError):
+        zckpt.nothing  # noqa: B018
