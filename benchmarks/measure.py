@@ -78,10 +78,10 @@ def table(costs: Mapping[str, Sequence[Cost]]) -> None:
     """min / median / max of every job."""
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
     print(f"\nn = {len(next(iter(costs.values())))}, load average {load}; min / median / max")
-    print(f"{'':34}{'wall s':>22}{'CPU s':>22}{'peak MiB':>10}")
+    print(f"{'':34}{'wall s':>25}{'CPU s':>25}{'peak MiB':>10}")
     for name, held in costs.items():
         wall, cpu = spread([cost.wall for cost in held]), spread([cost.cpu for cost in held])
-        print(f"{name:34}{wall:>22}{cpu:>22}{max(cost.memory for cost in held):>10.0f}")
+        print(f"{name:34}{wall:>25}{cpu:>25}{max(cost.memory for cost in held):>10.0f}")
 
 
 def spread(values: Sequence[float]) -> str:

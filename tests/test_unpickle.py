@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,8 @@ def same(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if isinstance(left, float):
-        return struct.pack("<d", left) == struct.pack("<d", right)
+        both_nan = left != left and right != right
+        return both_nan or struct.pack("<d", left) == struct.pack("<d", right)
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, dict):
@@ -496,7 +498,7 @@ values = st.recursive(
         st.integers(),
         st.floats(),
         st.complex_numbers(allow_nan=False),
-        st.text(st.characters()),
+        st.text(st.characters(exclude_categories=())),
         st.binary(),
         st.binary().map(bytearray),
         st.frozensets(keys, max_size=3),
@@ -518,25 +520,24 @@ def test_random_structures_survive(value: Any, protocol: int) -> None:
 
 
 def refused_or_plain(data: bytes) -> None:
-    try:
+    text = "null"
+    with suppress(CorruptCheckpoint):
         value = load(data)
-    except CorruptCheckpoint:
-        return
-    try:
-        text = json.dumps(to_json(value), allow_nan=False)
-    except CorruptCheckpoint as error:
-        assert "type" not in error.message, "a value that is neither plain nor a record"
-        return
+        try:
+            text = json.dumps(to_json(value), allow_nan=False)
+        except CorruptCheckpoint as error:
+            if "type" in error.message:  # neither plain nor a record, not just too deep
+                pytest.fail(error.message)
     assert to_json(from_json(json.loads(text))) == json.loads(text)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused_or_plain(data: bytes) -> None:
     refused_or_plain(data)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.sampled_from(b"()]}NtlduasbRQc\x81\x92oiqhK.02\x85\x86\x8f\x90\x91\x93X"), max_size=60
@@ -546,7 +547,7 @@ def test_random_opcodes_are_refused_or_plain(codes: list[int]) -> None:
     refused_or_plain(bytes(codes) + b".")
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.data())
 def test_mutations_are_refused_or_plain(data: st.DataObject) -> None:
     protocol = data.draw(st.sampled_from(PROTOCOLS))

@@ -6,9 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import Copying, convert, inspect, read
+    from .api import Copying, convert, inspect, read, reshard
     from .errors import ZckptError
     from .manifest import Manifest
+    from .options import Options
 
 __version__ = "0.1.0"
 
@@ -16,11 +17,13 @@ _PUBLIC = {
     "read": "api",
     "inspect": "api",
     "convert": "api",
+    "reshard": "api",
     "Copying": "api",
     "Manifest": "manifest",
+    "Options": "options",
     "ZckptError": "errors",
 }
-__all__ = ["Copying", "Manifest", "ZckptError", "convert", "inspect", "read"]
+__all__ = ["Copying", "Manifest", "Options", "ZckptError", "convert", "inspect", "read", "reshard"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What zckpt does, a few steps each: read, inspect, convert."""
+"""What zckpt does, a few steps each: read, inspect, convert, reshard."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from math import prod
 from typing import Any
 
 from . import formats, steps
-from .dtypes import OPTIONS
 from .errors import NotEnoughSpace, WrongOption
 from .inert import plain_group, to_json
 from .manifest import Manifest
+from .options import Options
 
 Report = dict[str, Any]
 Progress = Callable[[int], None]
@@ -31,6 +31,7 @@ class Copying:
 
 
 DEFAULT_COPYING = Copying()
+DEFAULT_OPTIONS = Options()
 
 
 def read(
@@ -139,79 +140,121 @@ def convert(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
-    weights_only: bool = False,
-    dtype: str | None = None,
-    max_file_size: int = 8 << 30,
+    options: Options = DEFAULT_OPTIONS,
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
     begin: Callable[[int], Progress] | None = None,
 ) -> Report:
     """Writes the checkpoint at `source` as a new directory `target`, in format `to`.
 
-    `dtype` (fp32, bf16, fp16) is what the module's weights become, made of the masters;
-    `weights_only` leaves the optimizer out. `begin` is told the bytes to come and gives a function
-    that is told of every piece of them. Raises a ZckptError; then there is no `target`.
+    `begin` is told the bytes to come and gives a function that is told of every piece of them.
+    Raises a ZckptError; then there is no `target`.
     """
+    manifest = _source_for(target, source, format, tag, step_policy)
+    return _write("convert", manifest, os.fspath(target), to, options, copying, dry_run, begin)
+
+
+def reshard(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    tag: str | None = None,
+    step_policy: str | None = None,
+    options: Options = DEFAULT_OPTIONS,
+    copying: Copying = DEFAULT_COPYING,
+    dry_run: bool = False,
+    begin: Callable[[int], Progress] | None = None,
+) -> Report:
+    """Writes the checkpoint at `source` for the engine that it came from, at another `options.dp`.
+
+    A universal source goes back to the engine that its manifest names. Otherwise as `convert`.
+    """
+    manifest = _source_for(target, source, format, tag, step_policy)
+    engine = str(manifest.source.get("format"))
+    return _write("reshard", manifest, os.fspath(target), engine, options, copying, dry_run, begin)
+
+
+def _source_for(
+    target: str | os.PathLike[str],
+    source: str | os.PathLike[str],
+    format: str | None,
+    tag: str | None,
+    step_policy: str | None,
+) -> Manifest:
+    from .staging import refuse_existing
+
+    refuse_existing(os.fspath(target))  # before a large source is read
+    return read(source, format=format, tag=tag, step_policy=step_policy)
+
+
+def _write(
+    command: str,
+    manifest: Manifest,
+    target: str,
+    to: str,
+    options: Options,
+    copying: Copying,
+    dry_run: bool,
+    begin: Callable[[int], Progress] | None,
+) -> Report:
+    """Shells first, then their tensors, then what is known only afterwards; at last the rename."""
     from . import execute, plan, staging  # numpy: `inspect` has no need of it
 
     started = time.monotonic()
-    if dtype is not None and dtype not in OPTIONS:
-        raise WrongOption(f"dtype {dtype!r} is none of {', '.join(OPTIONS)}")
     writer = formats.named(to)
     if not writer.writes:
         raise WrongOption(f"{to} can be read, but not written yet")
-    where = os.fspath(target)
-    staging.refuse_existing(where)
-    manifest = read(source, format=format, tag=tag, step_policy=step_policy)
+    if options.dp is not None and options.dp < 1:
+        raise WrongOption(f"a data-parallel size of {options.dp}", hint="--dp is at least 1")
     module = writer.load()
-    options = module.Options(weights_only, OPTIONS[dtype] if dtype else None, max_file_size)
-    files = [(shell.name, shell.size) for shell in module.lay_out(manifest, options)]
-    files += [(os.path.join("siblings", item.name), item.size) for item in manifest.siblings]
+    layout: staging.Layout = module.lay_out(manifest, options)
+    files = [(shell.name, shell.size) for shell in layout.shells()]
+    files += [(name, item.size) for name, item in layout.siblings]
     size = sum(length for _, length in files)
     report: Report = {
         "zckpt": 1,
-        "command": "convert",
+        "command": command,
         "source": {**manifest.source, "path": manifest.root},
         "format": to,
-        "target": where,
+        "target": target,
         "step": manifest.step,
         "files": [name for name, _ in files],
         "bytes": size,
-        "left_out": list(manifest.left_out),
-        "warnings": list(manifest.warnings),
+        "left_out": list(layout.left_out),
+        "warnings": list(layout.warnings),
     }
     if dry_run:
         memory = 2 * copying.jobs * execute.chunk_size(manifest.dp, copying.jobs, copying.memory)
-        return report | {"dry_run": True, "memory": memory, "free": staging.free_space(where)}
-    staging.need_space(where, size)
+        return report | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}
+    staging.need_space(target, size)
     try:
-        with staging.Staging(where) as staged:
-            staged.lay(module.lay_out(manifest, options))
+        with staging.Staging(target) as staged:
+            staged.lay(layout.shells())
             shells: Manifest = module.read(staged.path)
             outcome = execute.copy(
-                plan.join(manifest, shells, from_masters=dtype is not None),
+                plan.join(manifest, shells, from_masters=options.dtype is not None),
                 manifest,
+                shells,
                 jobs=copying.jobs,
                 memory=copying.memory,
                 io=copying.io,
                 progress=begin(size) if begin else None,
             )
-            sealed = {os.path.relpath(path, staged.path): f for path, f in outcome.files.items()}
-            for item in manifest.siblings:
-                name = os.path.join("siblings", item.name)
-                sealed[name] = staged.copy(item.path, name)
+            for name, item in layout.siblings:
+                outcome.files[os.path.join(staged.path, name)] = staged.copy(item.path, name)
             if warning := steps.never_stepped(shells, outcome.digests):
+                report["warnings"].append(warning)
                 shells = replace(shells, warnings=(*shells.warnings, warning))
-            module.seal(staged.path, shells, outcome.digests, sealed)
+            module.seal(staged.path, shells, outcome)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise NotEnoughSpace(
-                f"the filesystem of {where} is full ({error.strerror})",
+                f"the filesystem of {target} is full ({error.strerror})",
                 hint=f"{size / 1e9:.3f} GB are needed; nothing was left behind",
             ) from error
         raise
     return report | {
-        "warnings": list(shells.warnings),
         "tensors": len(outcome.digests),
         "records": {"checked": outcome.checked, "unchecked": outcome.unchecked},
         "seconds": round(time.monotonic() - started, 3),

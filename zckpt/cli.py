@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 import click
 
 from . import __version__
+from .dtypes import OPTIONS as DTYPES
 from .errors import WrongOption, ZckptError
+from .options import OPTIMIZERS, Options
 
 UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
@@ -35,6 +37,41 @@ class Size(click.ParamType[int]):
         return int(float(found[1]) * UNITS[found[2]])
 
 
+class Pairs(click.ParamType[dict[str, Any]]):
+    """lr=3e-4,betas=[0.9,0.95],fused=null: names and JSON values."""
+
+    name = "pairs"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        try:
+            # a comma within brackets belongs to a value
+            pairs = [pair.partition("=") for pair in re.split(r",(?![^\[]*\])", value)]
+            made = {key.strip(): json.loads(text) for key, _, text in pairs}
+        except json.JSONDecodeError:
+            self.fail(f"{value!r} is no list such as lr=3e-4,weight_decay=0.1", param, ctx)
+        return {key: tuple(held) if isinstance(held, list) else held for key, held in made.items()}
+
+
+class Config(click.ParamType[dict[str, Any]]):
+    """A JSON file with one object."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        try:
+            with open(value, encoding="utf-8") as file:
+                made = json.load(file)
+        except (OSError, ValueError) as error:
+            self.fail(f"{value} cannot be read: {error}", param, ctx)
+        if not isinstance(made, dict):
+            self.fail(f"{value} holds no JSON object", param, ctx)
+        return made
+
+
 Command = Callable[..., Any]
 
 
@@ -50,17 +87,10 @@ def common(command: Command) -> Command:
     return command
 
 
-def writing(command: Command) -> Command:
-    """What commands that write a checkpoint understand."""
+def copying(command: Command) -> Command:
+    """How bytes move."""
     for option in (
         click.option("--dry-run", is_flag=True, help="Say what would be written, and stop."),
-        click.option(
-            "--max-file-size",
-            type=Size(),
-            default="8GiB",
-            show_default=True,
-            help="Split larger files.",
-        ),
         click.option(
             "--io",
             type=click.Choice(["auto", "direct", "buffered"]),
@@ -83,20 +113,80 @@ def writing(command: Command) -> Command:
             show_default=True,
             help="Threads; 4 to 8 for a cold or remote source.",
         ),
+    ):
+        command = option(command)
+    return command
+
+
+def writing(command: Command) -> Command:
+    """What commands that write a checkpoint understand."""
+    for option in (
+        click.option(
+            "--max-file-size",
+            type=Size(),
+            default="8GiB",
+            show_default=True,
+            help="Split larger safetensors files.",
+        ),
         click.option(
             "--step-policy",
             metavar="max|min|N",
             help="The step to take where ranks disagree, which is an error otherwise.",
         ),
         click.option(
+            "--group-defaults",
+            type=Pairs(),
+            metavar="K=V,...",
+            help="Hyper-parameters that the source does not hold.",
+        ),
+        click.option(
+            "--ds-config",
+            "config",
+            type=Config(),
+            metavar="FILE",
+            help="The ds_config that the target will run with, instead of the source's.",
+        ),
+        click.option(
+            "--optimizer",
+            type=click.Choice(OPTIMIZERS),
+            help="Keep the step as this class of Adam does.",
+        ),
+        click.option(
             "--dtype",
-            type=click.Choice(["fp32", "bf16", "fp16"]),
+            type=click.Choice(list(DTYPES)),
             help="What the module's weights become, made of the masters.",
         ),
-        click.option("--weights-only", is_flag=True, help="Leave the optimizer out."),
+        click.option("--weights-only", is_flag=True, help="Leave the optimizer's states out."),
+        click.option(
+            "--stage", type=click.Choice(["1", "2", "3"]), help="ZeRO stage [default: the source's]"
+        ),
+        click.option("--dp", type=int, help="Data-parallel size [default: the source's]"),
     ):
         command = option(command)
     return command
+
+
+def options_of(
+    dp: int | None,
+    stage: str | None,
+    weights_only: bool,
+    dtype: str | None,
+    optimizer: str | None,
+    config: dict[str, Any] | None,
+    group_defaults: dict[str, Any] | None,
+    max_file_size: int,
+) -> Options:
+    """The words of `writing` as a value."""
+    return Options(
+        weights_only=weights_only,
+        dtype=DTYPES[dtype] if dtype else None,
+        max_file_size=max_file_size,
+        dp=dp,
+        stage=int(stage) if stage else None,
+        config=config,
+        optimizer=optimizer,
+        group_defaults=group_defaults or {},
+    )
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -157,42 +247,45 @@ def inspect(
     "--to", default="universal", show_default=True, metavar="FORMAT", help="The target's format."
 )
 @writing
+@copying
 @common
-def convert(
-    source: str,
-    target: str,
-    to: str,
-    weights_only: bool,
-    dtype: str | None,
-    step_policy: str | None,
-    jobs: int,
-    memory: int,
-    io: str,
-    max_file_size: int,
-    dry_run: bool,
-    format: str | None,
-    tag: str | None,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+def convert(source: str, target: str, to: str, **words: Any) -> None:
     """Write SRC as a new checkpoint DST, in another format.
 
     Weights alone, for inference: zckpt convert SRC DST --weights-only --dtype bf16
     """
+    write("convert", source, target, words, to=to)
+
+
+@cli.command()
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@writing
+@copying
+@common
+def reshard(source: str, target: str, **words: Any) -> None:
+    """Write SRC as DST, from which its unmodified trainer resumes on --dp ranks.
+
+    A universal SRC goes back to the engine that it came from.
+    """
+    write("reshard", source, target, words)
+
+
+def write(command: str, source: str, target: str, words: dict[str, Any], **more: Any) -> None:
+    """What convert and reshard share: options, progress, the report."""
     from . import api, display
 
+    as_json, quiet, dry_run = (words.pop(key) for key in ("as_json", "quiet", "dry_run"))
+    copying = api.Copying(*(words.pop(key) for key in ("jobs", "memory", "io")))
+    reading = {key: words.pop(key) for key in ("format", "tag", "step_policy")}
     with display.progress(quiet or as_json or dry_run) as begin:
-        report = api.convert(
+        report = getattr(api, command)(
             source,
             target,
-            to=to,
-            format=format,
-            tag=tag,
-            step_policy=step_policy,
-            weights_only=weights_only,
-            dtype=dtype,
-            max_file_size=max_file_size,
-            copying=api.Copying(jobs, memory, io),
+            **reading,
+            **more,
+            options=options_of(**words),
+            copying=copying,
             dry_run=dry_run,
             begin=begin,
         )

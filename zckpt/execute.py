@@ -40,12 +40,14 @@ Progress = Callable[[int], None]
 class Outcome:
     """What a copy found out on the way.
 
-    `digests` of the target's entries by name; `files` size and CRC-32 by path; `unchecked` counts
+    `digests` of the target's entries by name; `files` size and CRC-32 by path; `records` CRC-32 of
+    the target's records, by extent, in the files that were filled; `unchecked` counts
     source records that were read but not compared: saved without a CRC, or only touched.
     """
 
     digests: dict[str, int] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    records: dict[Extent, int] = field(default_factory=dict)
     bytes: int = 0
     checked: int = 0
     unchecked: int = 0
@@ -263,16 +265,45 @@ def _follows(before: Extent, extent: Extent) -> bool:
 
 
 class _Target:
-    """One file that is being filled: its writer, and how many chunks are still to come."""
+    """One file that is being filled: its writer, its records, how many chunks are to come."""
 
-    def __init__(self, path: str, pieces: Sequence[Piece], io: str, chunk: int) -> None:
+    def __init__(
+        self, path: str, pieces: Sequence[Piece], records: Sequence[Extent], io: str, chunk: int
+    ) -> None:
         self.path = path
         self.size = os.path.getsize(path)
         self.pieces = pieces
         self.left = -(-self.size // chunk)
         self.cover = Cover(self.size)
+        self.records = {extent: Cover(extent.length) for extent in records}
+        self._listed = sorted(records, key=lambda extent: extent.offset)
+        self._starts = [extent.offset for extent in self._listed]
         self.stack = ExitStack()
         self.writer = self.stack.enter_context(Writer(path, self.size, io))
+
+    def edges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """[start, stop) of the file, cut where records begin and end."""
+        here = start
+        place = max(0, bisect_right(self._starts, start) - 1)
+        for extent in self._listed[place:]:
+            for edge in (extent.offset, extent.offset + extent.length):
+                if here < edge < stop:
+                    yield here, edge
+                    here = edge
+            if extent.offset >= stop:
+                break
+        if here < stop:
+            yield here, stop
+
+    def passed(self, start: int, stop: int, crc: int) -> None:
+        """Bytes [start, stop), which lie in one record or between two, have this CRC."""
+        self.cover.add(start, stop, crc)
+        place = bisect_right(self._starts, start) - 1
+        if place >= 0:
+            extent = self._listed[place]
+            first = start - extent.offset
+            if first < extent.length:
+                self.records[extent].add(first, stop - extent.offset, crc)
 
 
 class _Copy:
@@ -281,7 +312,8 @@ class _Copy:
     def __init__(
         self,
         pairs: Sequence[Pair],
-        records: Sequence[Record],
+        source: Manifest,
+        target: Manifest,
         chunk: int,
         io: str,
         progress: Progress | None,
@@ -289,9 +321,12 @@ class _Copy:
         self.chunk = chunk
         self.io = io
         self.progress = progress
-        self.ledger = Ledger(records)
+        self.ledger = Ledger(source.records)
+        self.records: dict[str, list[Extent]] = {}
+        for record in target.records:
+            self.records.setdefault(record.extent.file, []).append(record.extent)
         self.outcome = Outcome()
-        self.covers = {pair.target.name: Cover(pair.target.length) for pair in pairs}
+        self.covers = {id(pair): Cover(pair.target.length) for pair in pairs}
         self.cast_covers = {
             pair.source.name: Cover(pair.source.length)
             for pair in pairs
@@ -307,7 +342,8 @@ class _Copy:
         for file, pieces in plan.files(self.pairs):
             if not os.path.getsize(file):
                 continue
-            target = _Target(file, pieces, self.io, self.chunk)
+            records = self.records.get(file, ())
+            target = _Target(file, pieces, records, self.io, self.chunk)
             self.targets.append(target)
             for chunk in plan.chunks(file, target.size, pieces, self.chunk):
                 yield target, chunk
@@ -381,24 +417,21 @@ class _Copy:
             cast(held, source.dtype, view[into : into + (stop - start) * cast_size], to.dtype)
 
     def _hash(self, target: _Target, chunk: Chunk, view: memoryview) -> None:
-        """CRCs of the chunk's pieces, for the tensors' digests and the file's."""
-        here = 0
-        found: list[tuple[int, int, Piece | None, int]] = []
+        """CRCs of the chunk's pieces and gaps: for tensors, for records, for the file."""
+        here = chunk.offset
+        found: list[tuple[int, int, Piece | None]] = []
         for piece in chunk.pieces:
-            start, stop = piece.offset - chunk.offset, piece.end - chunk.offset
-            if start > here:
-                found.append((here, start, None, crc32(view[here:start])))
-            found.append((start, stop, piece, crc32(view[start:stop])))
-            here = stop
-        if here < chunk.length:
-            found.append((here, chunk.length, None, crc32(view[here:])))
+            found += [(*gap, None) for gap in target.edges(here, piece.offset)]
+            found.append((piece.offset, piece.end, piece))
+            here = piece.end
+        found += [(*gap, None) for gap in target.edges(here, chunk.offset + chunk.length)]
+        crcs = [crc32(view[a - chunk.offset : b - chunk.offset]) for a, b, _ in found]
         with self.lock:
-            for start, stop, own, crc in found:
-                target.cover.add(chunk.offset + start, chunk.offset + stop, crc)
+            for (start, stop, own), crc in zip(found, crcs, strict=True):
+                target.passed(start, stop, crc)
                 if own is not None:
                     size = SIZES[own.pair.target.dtype]
-                    cover = self.covers[own.pair.target.name]
-                    cover.add(own.start * size, own.stop * size, crc)
+                    self.covers[id(own.pair)].add(own.start * size, own.stop * size, crc)
 
     def close(self) -> None:
         """Closes what a failure left open."""
@@ -416,8 +449,11 @@ class _Copy:
             crc = target.cover.crc
             assert crc is not None, target.path
             self.outcome.files[target.path] = target.size, crc
+            for extent, cover in target.records.items():
+                assert cover.crc is not None, extent
+                self.outcome.records[extent] = cover.crc
         for pair in self.pairs:
-            crc = self.covers[pair.target.name].crc
+            crc = self.covers[id(pair)].crc
             assert crc is not None, pair.target.name
             self.outcome.digests[pair.target.name] = crc
             cast_cover = self.cast_covers.get(pair.source.name)
@@ -433,6 +469,7 @@ class _Copy:
 def copy(
     pairs: Sequence[Pair],
     source: Manifest,
+    target: Manifest,
     *,
     jobs: int = 2,
     memory: int = 256 << 20,
@@ -445,7 +482,7 @@ def copy(
     bytes are not what its files state, and OSError (a full disk).
     """
     chunk = chunk_size(source.dp, jobs, memory)
-    running = _Copy(pairs, source.records, chunk, io, progress)
+    running = _Copy(pairs, source, target, chunk, io, progress)
     keep_open = files_per_thread(jobs)
     threads = [
         threading.Thread(target=running.work, args=(keep_open,), name=f"zckpt-{place}")

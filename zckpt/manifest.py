@@ -270,6 +270,7 @@ class Manifest:
 
     `source` says which engine wrote it: format, version, zero_stage, dp, tag. `state` is everything
     that is no tensor (inert values; tensors in it are `TensorName`s of entries with slot `state`).
+    `replicas` are further copies of entries in the same files, which writers fill too.
     `left_out` names what has no meaning outside the source, `warnings` what a user should know.
     """
 
@@ -284,6 +285,7 @@ class Manifest:
     state: dict[str, Any] = field(default_factory=dict)
     steps: tuple[Sighting, ...] = ()
     records: tuple[Record, ...] = ()
+    replicas: tuple[Entry, ...] = ()
     files: tuple[str, ...] = ()
     siblings: tuple[Sibling, ...] = ()
     left_out: tuple[str, ...] = ()

@@ -47,24 +47,24 @@ class Chunk:
 
 
 def join(source: Manifest, target: Manifest, from_masters: bool = False) -> list[Pair]:
-    """Every entry of the target with its source.
+    """Every entry and replica of the target with its source.
 
-    A module's weight (`param`) that the source lacks is made of its master, and the reverse where
-    the weight is float32; `from_masters` prefers masters. Raises MissingData.
+    A module's weight (`param`) that the source lacks, or holds in another type, is made of its
+    master; `from_masters` prefers masters always. A master that the source lacks is made of the
+    weight. Raises MissingData.
     """
-    return [
-        Pair(_source_of(entry, source, from_masters), entry) for entry in target.entries.values()
-    ]
+    wanted = (*target.entries.values(), *target.replicas)
+    return [Pair(_source_of(entry, source, from_masters), entry) for entry in wanted]
 
 
 def _source_of(entry: Entry, source: Manifest, from_masters: bool) -> Entry:
     here = source.entries.get(entry.name)
     if entry.slot == "param":
         master = source.entries.get(f"{entry.parameter}/master")
-        here = (master or here) if from_masters else (here or master)
+        if from_masters or here is None or here.dtype != entry.dtype:
+            here = master or here
     elif entry.slot == "master" and here is None:
         here = source.entries.get(f"{entry.parameter}/param")
-        here = here if here and here.dtype == "F32" else None
     if here is None:
         raise MissingData(f"the source holds no {entry.slot} of {entry.parameter}")
     if here.shape != entry.shape:

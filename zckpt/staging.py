@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 from .checksum import crc32
 from .errors import NotEnoughSpace, TargetExists
+from .manifest import Sibling
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,20 @@ class Shell:
     name: str
     size: int
     parts: tuple[tuple[int, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a format is going to write: `shells()` gives every file, again at every call.
+
+    `siblings` pairs names in the target with files that are copied as they are; `left_out` and
+    `warnings` are the whole report, the source's included.
+    """
+
+    shells: Callable[[], Iterator[Shell]]
+    siblings: Sequence[tuple[str, Sibling]]
+    left_out: Sequence[str]
+    warnings: Sequence[str]
 
 
 class Staging:

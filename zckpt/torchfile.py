@@ -290,10 +290,14 @@ _TENSORS: dict[str, Build] = {
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member of a zip, as its directory states it; `header` is the local header's offset."""
+    """One member of a zip, as its directory states it.
+
+    `header` and `entry` are the offsets of its local header and of its entry in the directory.
+    """
 
     name: str
     header: int
+    entry: int
     length: int
     crc: int | None
 
@@ -354,14 +358,14 @@ def read_directory(file: int, size: int, path: str) -> Iterator[Member]:
         name = directory[place + 46 : extra_start].decode("utf-8", "replace")
         extra = directory[extra_start : extra_start + extra_length]
         length, packed, header = _zip64(extra, length, packed, header)
-        place = extra_start + extra_length + comment_length
+        entry, place = start + place, extra_start + extra_length + comment_length
         if method or packed != length or flags & 1:
             raise UnsupportedCheckpoint(f"{path}: {name} is compressed or encrypted")
         if name in names or header + 30 + length > start:
             raise CorruptCheckpoint(f"{path}: the zip directory contradicts itself at {name!r}")
         names.add(name)
         taken.append((header, header + 30 + length))
-        yield Member(name, header, length, crc if checked else None)
+        yield Member(name, header, entry, length, crc if checked else None)
     taken.sort()
     if any(stop > start for (_, stop), (start, _) in pairwise(taken)):
         raise CorruptCheckpoint(f"{path}: members of the zip overlap")

@@ -12,7 +12,8 @@ zero/stage2.py (stage_1_and_2.py since 0.5.9), zero/stage3.py and bf16_optimizer
 
 Not laid out: a stage 1 before 0.5.9 (another class); frozen parameters that the user had handed to
 the optimizer, which were part of the flat groups before 0.6.1 (stage 3: 0.8.0, bf16: 0.9.1); the
-additional step with zero gradients before 0.13.2; the recovery script of that version.
+additional step with zero gradients before 0.13.2, which made `step` one more than the number of
+updates; buffers cast to the module's type (0.16.4 still did); the recovery script of that version.
 """
 
 from __future__ import annotations
@@ -243,13 +244,16 @@ def is_partitioned(state: State) -> bool:
 def old_module(state: State, era: Era) -> Any:
     """Before 0.6.0 stage 3 left one element, 1.0, in the place of a parameter; since then none."""
     module = state["module"]
-    if era.version >= (0, 6, 0) or not is_partitioned(state):
+    if not is_partitioned(state):
         return module
-    parameters = {name for name in module if name not in state["buffer_names"]}
-    return OrderedDict(
-        (name, torch.ones(1, dtype=value.dtype) if name in parameters else value)
-        for name, value in module.items()
-    )
+    if era.version < (0, 6, 0):
+        parameters = {name for name in module if name not in state["buffer_names"]}
+        module = OrderedDict(
+            (name, torch.ones(1, dtype=value.dtype) if name in parameters else value)
+            for name, value in module.items()
+        )
+    # a tied weight is one placeholder under two names; torch.load parts them when they are empty
+    return module | {alias: module[owner] for alias, owner in state["shared_params"].items()}
 
 
 def old_config(config: Any, bf16_optimizer: bool, era: Era) -> Any:
@@ -376,7 +380,7 @@ class Cut(NamedTuple):
 
     @property
     def lean(self) -> int:
-        """Where the slice without padding ends; negative if padding was larger than the partition."""
+        """Where the slice without padding ends; negative if padding exceeds the partition."""
         return self.master.numel() - self.padding
 
 
@@ -437,7 +441,7 @@ def padding_on(
 
 
 def old_base(base: Any, cuts: list[Cut], era: Era) -> Any:
-    """`base_optimizer_state`: elastic by default before 0.5.10, when groups were not saved at all."""
+    """`base_optimizer_state`: before 0.5.10 elastic by default, which saved no groups."""
     if isinstance(base, list) or era.version < (0, 5, 10):
         groups = [{}] * len(cuts) if isinstance(base, list) else base["param_groups"]
         return [

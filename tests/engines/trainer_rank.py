@@ -236,7 +236,7 @@ def lightning(job: Job) -> None:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    steps = torch.utils.data.DataLoader(torch.arange(SAVED_AT + LOSSES), batch_size=1)
+    steps: Any = torch.utils.data.DataLoader(range(SAVED_AT + LOSSES))
     trainer.fit(Module(), steps, ckpt_path=job.directory, weights_only=False)
 
 
@@ -261,7 +261,7 @@ def main() -> None:
     import deepspeed  # noqa: F401  imported once, before the ranks are forked
 
     # It would compile a shared memory op and leave 69 MB per rank in /dev/shm.
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
     job = Job(**json.loads(sys.argv[1]))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -190,7 +190,8 @@ class TestRefusals:
             zckpt.read(universal)
 
     @pytest.mark.parametrize(
-        "text", ['{"zckpt": ', "{", '{"zckpt": 1}', "[" * 100_000, '{"zckpt": 1, "entries": 3}', "\xff"]
+        "text",
+        ['{"zckpt": ', "{", '{"zckpt": 1}', "[" * 100_000, '{"zckpt": 1, "entries": 3}', "\xff"],
     )
     def test_a_malformed_manifest(
         self, text: str, universal: Path, zckpt: Callable[..., Any]

@@ -31,7 +31,7 @@ class Format:
 
 
 TABLE = (
-    Format("deepspeed", "deepspeed", "DeepSpeed ZeRO-1, 2, 3 and BF16_Optimizer, 0.5.10 to 0.19.8"),
+    Format("deepspeed", "deepspeed", "DeepSpeed ZeRO-1, 2, 3, 0.5.10 to 0.19.8", writes=True),
     Format("universal", "universal", "zckpt's own: whole tensors as safetensors", writes=True),
 )
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .. import safefile
@@ -34,12 +35,12 @@ from ..manifest import (
     Sighting,
     solid,
 )
-from ..staging import Shell
+from ..options import Options
+from ..staging import Layout, Shell
 
 VERSION = 1
 MANIFEST = "manifest.json"
 SIBLINGS = "siblings"
-GIB = 1 << 30
 
 
 def detect(path: str) -> list[str]:
@@ -52,18 +53,6 @@ def detect(path: str) -> list[str]:
 
 
 # -- writing
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What of a source is written, and how.
-
-    `dtype` (safetensors' name) is what the module's weights become, made of the masters.
-    """
-
-    weights_only: bool = False
-    dtype: str | None = None
-    max_file_size: int = 8 * GIB
 
 
 def select(source: Manifest, options: Options) -> Manifest:
@@ -103,11 +92,17 @@ def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
     return replace(entry, dtype=options.dtype, digest=None)
 
 
-def lay_out(source: Manifest, options: Options) -> Iterator[Shell]:
+def lay_out(source: Manifest, options: Options) -> Layout:
     """The files, without tensors and digests; `seal` adds these."""
     chosen = select(source, options)
+    siblings = [(f"{SIBLINGS}/{item.name}", item) for item in source.siblings]
+    shells = partial(_shells, chosen, options)
+    return Layout(shells, siblings, source.left_out, source.warnings)
+
+
+def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
     for name, entries in _files(chosen, options):
-        tensors = [(_key(entry), entry.dtype, entry.shape) for entry in entries]
+        tensors = [(entry.parameter, entry.dtype, entry.shape) for entry in entries]
         head, size = safefile.header(tensors)
         yield Shell(name, size, ((0, head),))
     weights = _split("model", _in_slot(chosen, "param"), options.max_file_size)
@@ -118,19 +113,16 @@ def lay_out(source: Manifest, options: Options) -> Iterator[Shell]:
     yield Shell(MANIFEST, len(text), ((0, text),))
 
 
-def seal(
-    root: str,
-    manifest: Manifest,
-    digests: Mapping[str, int],
-    files: Mapping[str, tuple[int, int]],
-) -> None:
-    """Rewrites the manifest with the CRC-32 of every tensor and file (size, CRC by name)."""
+def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+    """Rewrites the manifest with the CRC-32 of every tensor and file."""
     entries = {
-        name: replace(entry, digest=digests[name]) for name, entry in manifest.entries.items()
+        name: replace(entry, digest=outcome.digests[name])
+        for name, entry in manifest.entries.items()
     }
     made = describe(replace(manifest, entries=entries))
     made["files"] = {
-        name: {"size": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(files.items())
+        os.path.relpath(path, root): {"size": size, "crc32": f"{crc:08x}"}
+        for path, (size, crc) in sorted(outcome.files.items())
     }
     with open(os.path.join(root, MANIFEST), "wb") as file:
         file.write(_text(made))
@@ -227,15 +219,10 @@ def _split(stem: str, entries: Sequence[Entry], most: int) -> list[tuple[str, li
     ]
 
 
-def _key(entry: Entry) -> str:
-    """A tensor's key in its file: the parameter's name."""
-    return entry.parameter
-
-
 def _index(files: Sequence[tuple[str, Sequence[Entry]]]) -> bytes:
     """Hugging Face's index of a model in several files."""
     total = sum(entry.length for _, entries in files for entry in entries)
-    weights = {_key(entry): name for name, entries in files for entry in entries}
+    weights = {entry.parameter: name for name, entries in files for entry in entries}
     return _text({"metadata": {"total_size": total}, "weight_map": weights})
 
 

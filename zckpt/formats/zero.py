@@ -58,6 +58,42 @@ def partition_sizes(total: int, dp: int) -> set[int]:
     return {2 * -(-total // (2 * dp)), -(-total // dp)}
 
 
+def partition_size(total: int, dp: int) -> int:
+    """Elements of each rank's padded partition (DeepSpeed since 0.5.1)."""
+    return 2 * -(-total // (2 * dp))
+
+
+def alignment_paddings(numels: Sequence[int], size: int) -> list[int]:
+    """Zeros behind each parameter but the last under `parameter_alignment` (DeepSpeed 0.19).
+
+    So that the next begins at a multiple of 16 bytes; `size` is bytes per element of the module.
+    """
+    alignment, end, paddings = max(1, 16 // size), 0, []
+    for numel in numels[:-1]:
+        paddings.append(-(end + numel) % alignment)
+        end += numel + paddings[-1]
+    return [*paddings, 0][: len(numels)]
+
+
+def sub_groups(widths: Sequence[int], limit: int) -> list[list[int]]:
+    """ZeRO-3's sub-groups of a group, as places in it; `widths` are a rank's elements of each.
+
+    A sub-group is closed once it holds `limit` elements, so the cuts move with the dp (DeepSpeed
+    0.19.8, stage3.py `_create_fp16_sub_groups`).
+    """
+    if limit >= sum(widths):
+        return [list(range(len(widths)))]
+    found: list[list[int]] = [[]]
+    held = 0
+    for place, width in enumerate(widths):
+        if held >= limit:
+            found.append([])
+            held = 0
+        found[-1].append(place)
+        held += width
+    return found
+
+
 class FlatGroup:
     """Ranks' partitions of one flat buffer, one behind the other; `size` is bytes per element."""
 

@@ -9,11 +9,35 @@
     ranks.py        what the ranks' files say, and whether they say the same
     flats.py        the flat buffers of fp32 masters and optimizer states
     reading.py      the manifest of it all
+    writing.py      the same files for another data-parallel size, stage or type
 
 Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back to 0.5.10 are read.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .directory import detect
 from .reading import read
 
-__all__ = ["detect", "read"]
+if TYPE_CHECKING:
+    from ...manifest import Manifest
+    from ...options import Options
+    from ...staging import Layout
+
+__all__ = ["detect", "lay_out", "read", "seal"]
+
+
+def lay_out(source: Manifest, options: Options) -> Layout:
+    """The files of a target; see writing.py, which reading has no need of."""
+    from . import writing
+
+    return writing.lay_out(source, options)
+
+
+def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+    """What is known only when all tensors are there: the records' checksums."""
+    from . import writing
+
+    writing.seal(root, manifest, outcome)

@@ -27,11 +27,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One kind of tensor for all parameters of a flat buffer."""
+    """One kind of tensor for all parameters of a flat buffer; `copies` are further ones."""
 
     name: str
     dtype: str
     fragments: Mapping[str, Fragments]
+    copies: Sequence[tuple[str, Fragments]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,7 @@ class _Buffer:
         """
         group = zero.FlatGroup(self._extents(self.masters), SIZES[self.masters[0].dtype])
         fragments: dict[str, Fragments] = {}
+        copies: list[tuple[str, Fragments]] = []
         dtypes = set()
         for rank, (file, value) in enumerate(zip(self.ranks.optimizers, values, strict=True)):
             mine = {
@@ -207,11 +209,14 @@ class _Buffer:
             for parameter, numel in mine.items():
                 assert tensor is not None
                 extent = file.extent(tensor.part(here, here + numel))
-                fragments.setdefault(parameter, solid(numel, extent))
+                if parameter in fragments:
+                    copies.append((parameter, solid(numel, extent)))
+                else:
+                    fragments[parameter] = solid(numel, extent)
                 dtypes.add(tensor.dtype)
                 here += numel
         complete = len(fragments) == len(self.spans) and len(dtypes) == 1
-        return Slot(slot_name(key), dtypes.pop(), fragments) if complete else None
+        return Slot(slot_name(key), dtypes.pop(), fragments, copies) if complete else None
 
     # -- steps
 

@@ -49,6 +49,12 @@ class Ranks:
     # -- what they say
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """The engine's version, to be compared; 0.0.0 is what an uninstalled source tree states."""
+        numbers = tuple(map(int, re.findall(r"\d+", self.version)[:3]))
+        return numbers if any(numbers) else (999,)
+
+    @property
     def partitioned(self) -> bool:
         """Stage 3: every parameter is cut by itself."""
         return "fp32_flat_groups" in self.first
@@ -59,7 +65,9 @@ class Ranks:
         if isinstance(stated, Foreign) and stated.arguments:  # ZeroStageEnum(2), since 0.7
             stated = stated.arguments[0]
         if isinstance(stated, int):
-            return stated
+            asked = nested(self.config, "zero_optimization", "stage")
+            # before 0.7.0 a stage-1 run states 2
+            return 1 if stated == 2 and asked == 1 and self.numbers < (0, 7) else stated
         return 3 if self.partitioned else 1  # BF16_Optimizer states none and is used for stage 1
 
     @property
@@ -151,7 +159,7 @@ class Ranks:
         )
 
     def _check_kind(self) -> None:
-        if tuple(map(int, re.findall(r"\d+", self.version)[:3])) < (0, 5, 10):
+        if self.numbers < (0, 5, 10):
             refuse(self.place, f"DeepSpeed {self.version}, before 0.5.10")
         if int(self.model.get("mp_world_size") or 1) > 1:
             refuse(self.place, "tensor parallelism")

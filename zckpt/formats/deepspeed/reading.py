@@ -70,6 +70,7 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     if not isinstance(stated, str):
         stated = steps.infer_optimizer(slots | scalars, groups[0] if groups else None)
     told = [line for flat in buffers for line in flat.sightings]
+    state = _state(ranks, buffers, tensors)
     return Manifest(
         root=place.directory,
         format="deepspeed",
@@ -82,7 +83,8 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
         },
         groups=groups,
         optimizer=stated,
-        state=_state(ranks, buffers, tensors),
+        state=state,
+        replicas=tuple(tensors.replicas),
         entries=tensors.entries,
         parameters=tensors.parameters,
         buffers=tensors.buffer_names,
@@ -113,6 +115,7 @@ class _Tensors:
         self.ranks = ranks
         self.module: Mapping[str, Any] = ranks.model["module"]
         self.entries: dict[str, Entry] = {}
+        self.replicas: list[Entry] = []
         self.parameters: dict[str, Parameter] = {}
         self.buffer_names = tuple(
             name
@@ -136,14 +139,20 @@ class _Tensors:
             self.parameters[name] = Parameter(
                 shape, True, flat.group, flat.step, dict(flat.scalars)
             )
-            self._add_weight(name, shape)
+            if not self.ranks.partitioned:  # stage 3 leaves placeholders, of one element before 0.6
+                self._add_weight(name, shape)
             for slot in flat.slots:
                 self.enter(f"{name}/{slot.name}", slot.dtype, shape, slot.fragments[name])
+        for slot in flat.slots:
+            for name, fragments in slot.copies:
+                self.replicas.append(
+                    replace(self.entries[f"{name}/{slot.name}"], fragments=fragments)
+                )
 
     def _add_weight(self, name: str, shape: tuple[int, ...]) -> None:
-        """Slot `param`, what the module holds; stage 3 leaves empty placeholders, no entry."""
+        """Slot `param`: what the module holds."""
         held = self.module.get(name)
-        if not isinstance(held, Tensor) or (self.ranks.partitioned and held.shape == (0,) != shape):
+        if not isinstance(held, Tensor):
             return
         if held.shape != shape:
             raise InconsistentCheckpoint(
@@ -166,19 +175,24 @@ class _Tensors:
             if name in apart or not isinstance(held, Tensor) or is_extra(name, held):
                 continue
             shape = tuple(shapes.get(name, held.shape))
-            if not self.ranks.partitioned or held.shape == shape != (0,):
-                self.parameters[name] = Parameter(shape, trainable=False)
-                self._add_weight(name, shape)
-            elif all(isinstance(rank.get(name), Tensor) for rank in fragments):
-                self.parameters[name] = Parameter(shape, trainable=False)
-                self._add_frozen_slices(name, shape, [rank[name] for rank in fragments])
-            else:
+            tensors = [rank.get(name) for rank in fragments]
+            if self.ranks.partitioned and not all(isinstance(each, Tensor) for each in tensors):
                 lost.append(name)
+                continue
+            self.parameters[name] = Parameter(shape, trainable=False)
+            if self.ranks.partitioned:
+                self._add_frozen_slices(name, shape, tensors)
+            else:
+                self._add_weight(name, shape)
         return lost
 
-    def _add_frozen_slices(
-        self, name: str, shape: tuple[int, ...], tensors: Sequence[Tensor]
-    ) -> None:
+    def _add_frozen_slices(self, name: str, shape: tuple[int, ...], tensors: Sequence[Any]) -> None:
+        """One slice per rank; a parameter that stage 3 does not manage is whole on every rank."""
+        if tensors[0].shape == shape and tensors[0].numel != -(-prod(shape) // self.ranks.dp):
+            self.enter(
+                f"{name}/param", tensors[0].dtype, shape, self.ranks.models[0].fragments(tensors[0])
+            )
+            return
         numel, size = prod(shape), SIZES[tensors[0].dtype]
         if any(tensor.numel * self.ranks.dp < numel for tensor in tensors):
             raise CorruptCheckpoint(
@@ -194,11 +208,31 @@ class _Tensors:
         differing = []
         for name in self.buffer_names:
             self._add_weight(name, self.module[name].shape)
-            held = [(file, file.value["module"].get(name)) for file in self.ranks.models]
-            told = {file.crc(tensor) for file, tensor in held if isinstance(tensor, Tensor)}
+            told = {self.ranks.models[0].crc(self.module[name])}
+            for file in self.ranks.models[1:]:
+                held = file.value["module"].get(name)
+                if isinstance(held, Tensor):
+                    told.add(file.crc(held))
+                    self._add_replica(f"{name}/param", held, file)
             if len(told) > 1:
                 differing.append(name)
         return differing
+
+    def _add_replica(self, name: str, held: Tensor, file: TorchFile) -> None:
+        entry = self.entries[name]
+        if (entry.dtype, entry.shape) == (held.dtype, held.shape):
+            self.replicas.append(replace(entry, fragments=file.fragments(held)))
+
+    def add_state_replicas(self, values: Mapping[str, Any], file: TorchFile) -> None:
+        """Another rank's copies of what `kept` has entered for rank 0."""
+
+        def walk(value: Any, path: str) -> Any:
+            if isinstance(value, Tensor) and f"{path}/state" in self.entries:
+                self._add_replica(f"{path}/state", value, file)
+            return map_values(value, lambda held, key: walk(held, f"{path}.{key}"))
+
+        for path, value in values.items():
+            walk(value, path)
 
     def _owners(self) -> dict[str, str]:
         """Second names of tied weights: as stated (since 0.9.0), or by their common memory."""
@@ -206,7 +240,9 @@ class _Tensors:
         owners = {name: owner for name, owner in stated.items() if name not in self.parameters}
         seen: dict[Any, str] = {}
         for name, held in self.module.items():
-            if isinstance(held, Tensor) and held.numel and name not in owners:
+            # stage 3's placeholders are empty, but a tied weight's two names share one
+            telling = isinstance(held, Tensor) and (held.numel or self.ranks.partitioned)
+            if telling and name not in owners:
                 first = seen.setdefault((held.place, held.shape, held.strides), name)
                 if first != name and name not in self.parameters:
                     owners[name] = first
@@ -279,34 +315,54 @@ def _counters(ranks: Ranks) -> list[Sighting]:
 
 def _state(ranks: Ranks, buffers: Sequence[Flat], tensors: _Tensors) -> dict[str, Any]:
     """Everything else, so that an engine's files can be made again."""
-    model, module = ranks.model, tensors.module
-    scaling = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "overflow")
-    optimizer: dict[str, Any] = {
-        key: tensors.kept(ranks.first[key], f"optimizer.{key}", ranks.optimizers[0])
-        for key in scaling
-        if key in ranks.first
+    of_engine = {
+        "name": "deepspeed",
+        "version": ranks.version,
+        "class": ranks.engine_class,
+        "dtype": ranks.dtype,
+        "elastic": ranks.elastic,
+        "config": ranks.config,
     }
-    optimizer["step"] = next((flat.step_kept for flat in buffers if flat.step_kept), None)
-    state = {
-        "engine": {
-            "name": "deepspeed",
-            "version": ranks.version,
-            "class": ranks.engine_class,
-            "dtype": ranks.dtype,
-            "elastic": ranks.elastic,
-            "config": ranks.config,
-        },
-        "counters": {key: model.get(key) for key in COUNTERS},
+    optimizer = {
+        key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
+        for key, value in _optimizer_values(ranks.first).items()
+    }
+    kept = [flat.step_kept for flat in buffers if flat.step_kept]
+    stale = ranks.groups(0)[0].get("step") if kept and kept[0]["in"] == "state" else None
+    of_model = {
+        key: tensors.kept(value, key, ranks.models[0])
+        for key, value in _model_values(ranks.model).items()
+    }
+    for file, state in zip(ranks.optimizers[1:], ranks.states[1:], strict=True):
+        tensors.add_state_replicas(_optimizer_values(state), file)
+    for file in ranks.models[1:]:
+        tensors.add_state_replicas(_model_values(file.value), file)
+    return {
+        "engine": of_engine,
+        "counters": {key: ranks.model.get(key) for key in COUNTERS},
+        "module": list(tensors.module),
+        **of_model,
+        "optimizer": {**optimizer, "step": kept[0] if kept else None, "group_step": stale},
+    }
+
+
+def _optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer file holds beside tensors and hyper-parameters."""
+    scaling = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "overflow")
+    return {f"optimizer.{key}": state[key] for key in scaling if key in state}
+
+
+def _model_values(model: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model file holds beside weights and counters."""
+    module = model["module"]
+    return {
         "lr_scheduler": model.get("lr_scheduler"),
-        "module": list(module),
         "module_metadata": getattr(module, "_metadata", None),
         "module_extra": {name: held for name, held in module.items() if is_extra(name, held)},
         "data_sampler": model.get("data_sampler"),
         "random_ltd": model.get("random_ltd"),
         "client_state": _client_state(model),
     }
-    kept = {key: tensors.kept(value, key, ranks.models[0]) for key, value in state.items()}
-    return {**kept, "optimizer": optimizer}
 
 
 def _client_state(model: Mapping[str, Any]) -> dict[Any, Any]:
@@ -335,8 +391,8 @@ def _frozen_warnings(ranks: Ranks, lost: Sequence[str]) -> list[str]:
     found = []
     if lost:
         found.append(
-            f"the frozen weights {listed(lost)} are not in this checkpoint: DeepSpeed before 0.9.1 "
-            "did not save them in stage 3"
+            f"the weights {listed(lost)} are not in this checkpoint: DeepSpeed before 0.9.1 did not "
+            "save frozen weights in stage 3"
         )
     if ranks.stage > 1 and ranks.model.get("frozen_param_shapes", {}) is None:
         found.append("saved with exclude_frozen_parameters: frozen weights, if any, are not here")

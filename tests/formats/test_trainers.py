@@ -1,0 +1,85 @@
+"""Directories of real trainers around DeepSpeed: Hugging Face Trainer, Accelerate, Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from zckpt import Options
+
+from ..engines import trainers
+from .equality import load, same_bits
+
+pytestmark = [pytest.mark.engines]
+Saved = Callable[[str, int], Path]
+SIBLINGS = {
+    "hf_trainer": {"trainer_state.json", "scheduler.pt", "rng_state_0.pth", "config.json"},
+    "accelerate": {"random_states_0.pkl", "scheduler.bin"},
+    "lightning": set(),
+}
+PER_RANK = {"hf_trainer": "rng_state_1.pth", "accelerate": "random_states_1.pkl", "lightning": None}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """What a trainer saved at dp 2, once per module."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def save(trainer: str, stage: int) -> Path:
+        if (trainer, stage) not in made:
+            root = tmp_path_factory.mktemp(trainer)
+            made[trainer, stage] = getattr(trainers, trainer)(root, stage, 2)
+        return made[trainer, stage]
+
+    return save
+
+
+def oracle_of(directory: Path) -> dict[str, Any]:
+    root = next(p for p in directory.parents if (p / "oracle.pt").exists())
+    oracle: dict[str, Any] = torch.load(root / "oracle.pt", weights_only=False)
+    return oracle
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("trainer", ["hf_trainer", "accelerate", "lightning"])
+class TestTrainer:
+    def test_is_read(self, trainer: str, stage: int, saved: Saved, tmp_path: Path) -> None:
+        directory = saved(trainer, stage)
+        zckpt.convert(directory, tmp_path / "universal")
+        held, oracle = load(tmp_path / "universal"), oracle_of(directory)
+        for name, tensor in oracle["tensors"].items():
+            if not (stage == 3 and name.endswith("/param")):
+                assert same_bits(held[name], tensor), name
+        siblings = tmp_path / "universal" / "siblings"
+        found = {path.name for path in siblings.rglob("*")} if siblings.exists() else set()
+        assert found >= SIBLINGS[trainer]
+        assert not {"latest", "zero_to_fp32.py"} & found
+
+    @pytest.mark.parametrize("dp", [1, 2, 3])
+    @pytest.mark.parametrize("through", [False, True])
+    def test_its_own_resume_takes_what_zckpt_wrote(
+        self, trainer: str, stage: int, dp: int, through: bool, saved: Saved, tmp_path: Path
+    ) -> None:
+        directory = saved(trainer, stage)
+        source = directory
+        if through:
+            zckpt.convert(directory, tmp_path / "universal")
+            source = tmp_path / "universal"
+        target = tmp_path / directory.name
+        report = zckpt.reshard(source, target, options=Options(dp=dp))
+        own = PER_RANK[trainer]
+        assert (target / str(own)).exists() == (own is not None and dp == 2)
+        named = any(str(own) in line for line in report["left_out"])
+        assert named == (own is not None and dp != 2)
+        before = oracle_of(directory)
+        after = trainers.resume(trainer, target, tmp_path / "resumed", stage, dp)
+        for name, tensor in before["tensors"].items():
+            assert same_bits(after["tensors"][name], tensor), name
+        assert after["steps"] == before["steps"]
+        if dp == 2:
+            assert after["losses"] == before["losses"]
