@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ def filled(data: bytes, pieces: list[tuple[int, int]]) -> Cover:
 def partitions(draw: st.DrawFn) -> tuple[bytes, list[tuple[int, int]]]:
     data = draw(st.binary(min_size=1, max_size=200))
     cuts = sorted(draw(st.sets(st.integers(1, len(data)), max_size=20)) | {0, len(data)})
-    return data, draw(st.permutations(list(zip(cuts, cuts[1:], strict=False))))
+    return data, draw(st.permutations(list(pairwise(cuts))))
 
 
 @given(st.binary(), st.binary())
@@ -61,7 +62,7 @@ def test_missing_pieces_are_gaps(
     assert gaps is not None
     assert {place for a, b in gaps for place in range(a, b)} == missing
     assert all(a < b for a, b in gaps)
-    assert all(before[1] < after[0] for before, after in zip(gaps, gaps[1:], strict=False))
+    assert all(before[1] < after[0] for before, after in pairwise(gaps))
     for start, stop in gaps:
         cover.add(start, stop, crc32(data[start:stop]))
     assert cover.crc == zlib.crc32(data)

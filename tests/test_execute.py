@@ -10,6 +10,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class Disk:
         numel = len(data) // size
         cuts = sorted({0, numel, *(self.random.randint(0, numel) for _ in range(4))})
         listed = []
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             extent = self.put(
                 f"run {self.random.randrange(3)}", data[start * size : stop * size], size
             )

@@ -1,4 +1,4 @@
-"""Which bytes go where: sources of entries, pieces of files, chunks of pieces. No file is opened."""
+"""Which bytes go where: sources of entries, pieces of files, chunks of pieces."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_files_list_their_pieces_in_order() -> None:
     )
     second = Entry("b/param", "F32", (5,), solid(5, Extent("y", 20, 20)))
     pairs = [Pair(item, item) for item in (first, second)]
-    found = {file: pieces for file, pieces in plan.files(pairs)}
+    found = dict(plan.files(pairs))
     assert found == {
         "y": [Piece(20, 0, 5, pairs[1]), Piece(100, 0, 4, pairs[0])],
         "x": [Piece(40, 4, 10, pairs[0])],

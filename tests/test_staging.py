@@ -57,9 +57,14 @@ def test_a_relative_target_stays_where_it_was(
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), Staging(str(tmp_path / "out")) as staged:
-        staged.lay([Shell("x/a", 10, ())])
-        raise error
+
+    def fail() -> None:
+        with Staging(str(tmp_path / "out")) as staged:
+            staged.lay([Shell("x/a", 10, ())])
+            raise error
+
+    with pytest.raises(error):
+        fail()
     assert names(tmp_path) == []
 
 
@@ -122,8 +127,7 @@ def test_what_is_there_is_left_alone(tmp_path: Path, kind: str, suffix: str) -> 
 
 @pytest.mark.parametrize("kind", OBSTACLES)
 def test_what_appears_meanwhile_is_left_alone(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(TargetExists), Staging(str(tmp_path / "out")) as staged:
-        staged.lay([Shell("a", 1, ())])
+    with pytest.raises(TargetExists), Staging(str(tmp_path / "out")):
         OBSTACLES[kind](tmp_path / "out")
     assert names(tmp_path) == ["out"]
 

@@ -40,6 +40,20 @@ def every_pair() -> list[Any]:
     return found
 
 
+REAL = sorted((Path(__file__).parent.parent / "data").glob("deepspeed-*"))
+
+
+@pytest.mark.parametrize("root", REAL, ids=lambda root: root.name)
+def test_what_an_old_version_really_wrote(root: Path, tmp_path: Path) -> None:
+    oracle = torch.load(root / "oracle.pt", weights_only=False)
+    zckpt.convert(root / "run", tmp_path / "universal")
+    assert_is_what_the_engine_held(tmp_path / "universal", oracle, older_torch=True)
+
+
+def test_there_are_real_old_files() -> None:
+    assert len(REAL) == 4
+
+
 @pytest.mark.parametrize(("version", "run"), every_pair())
 def test_an_old_layout(version: str, run: str, trained: Trained, tmp_path: Path) -> None:
     root = trained(CASES[run])
