@@ -49,7 +49,9 @@ class Block(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.projection(mixed.transpose(1, 2).reshape(rows, tokens, width))
-        return hidden + self.contract(functional.gelu(self.expand(self.norm_2(hidden))))
+        expanded = functional.gelu(self.expand(self.norm_2(hidden)))
+        output: Tensor = hidden + self.contract(expanded)
+        return output
 
 
 class Transformer(nn.Module):
@@ -82,7 +84,8 @@ class Many(nn.Module):
         self.layers = nn.Sequential(*(nn.Linear(48, 48) for _ in range(1000)))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.layers(self.embedding(tokens)).float().square().mean()
+        loss: Tensor = self.layers(self.embedding(tokens)).float().square().mean()
+        return loss
 
 
 SIZES = {

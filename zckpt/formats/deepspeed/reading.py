@@ -391,8 +391,8 @@ def _frozen_warnings(ranks: Ranks, lost: Sequence[str]) -> list[str]:
     found = []
     if lost:
         found.append(
-            f"the weights {listed(lost)} are not in this checkpoint: DeepSpeed before 0.9.1 did not "
-            "save frozen weights in stage 3"
+            f"the weights {listed(lost)} are not in this checkpoint: DeepSpeed before 0.9.1 did "
+            "not save frozen weights in stage 3"
         )
     if ranks.stage > 1 and ranks.model.get("frozen_param_shapes", {}) is None:
         found.append("saved with exclude_frozen_parameters: frozen weights, if any, are not here")

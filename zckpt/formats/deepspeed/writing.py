@@ -190,6 +190,8 @@ class _Target:
     def _stage(self, config: Mapping[str, Any]) -> int:
         stated = nested(config, "zero_optimization", "stage")
         asked = self.options.stage
+        if stated == 0 and asked is None:
+            raise WrongOption("the ds_config says stage 0, which has no partitions to write")
         if self.options.config is not None and None not in (asked, stated) and asked != stated:
             raise WrongOption(f"--stage {asked}, but the ds_config says stage {stated}")
         stage = asked or stated or self.source.source.get("zero_stage") or 2
@@ -314,8 +316,7 @@ class _Target:
             zero.alignment_paddings(numels, SIZES[self.dtype]) if aligned else [0] * len(names)
         )
         held = [self.trainable[name] for name in names]
-        found = {self._states(name) for name in names}
-        slots = dict(sorted(set.union(*(set(states) for states in found))) if found else ())
+        slots = dict(pair for name in names for pair in self._states(name))
         for name in names:
             missing = set(slots) - {slot for slot, _ in self._states(name)}
             if missing:
@@ -376,6 +377,10 @@ class _Target:
         if self.options.weights_only:
             return
         held = {slot for flat in self.flats for slot in flat.slots}
+        if not held and self.source.groups is None:
+            raise MissingData(
+                f"{self.source.root} holds no optimizer state", hint="write --weights-only"
+            )
         stated = nested(self.config, "optimizer", "type")
         name = self._optimizer_name()
         missing = [slot for slot in NEEDED.get(name, ()) if slot not in held]
@@ -572,12 +577,12 @@ class _Target:
         parts = [_Partition(flat, self.dp, rank) for flat in self.flats]
         wrapped = self.kind == "BF16_Optimizer"
         state = {
-            place: {
+            place: self._numbers(flat, storages)
+            | {
                 slot_key(slot): storages.tensor(dtype, (self._length(part, flat, slot),))
                 for slot, dtype in flat.slots.items()
                 if self._length(part, flat, slot) or slot != "momentum_buffer"
             }
-            | self._numbers(flat, storages)
             for place, (flat, part) in enumerate(zip(self.flats, parts, strict=True))
         }
         common = {
@@ -619,11 +624,11 @@ class _Target:
         """Stage 3: a rank's slices of every parameter, one behind the other."""
         widths = [sum(-(-numel // self.dp) for numel in flat.numels) for flat in self.flats]
         state = {
-            place: {
+            place: self._numbers(flat, storages)
+            | {
                 slot_key(slot): storages.tensor(dtype, (width,))
                 for slot, dtype in flat.slots.items()
             }
-            | self._numbers(flat, storages)
             for place, (flat, width) in enumerate(zip(self.flats, widths, strict=True))
         }
         return {
