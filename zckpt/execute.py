@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -82,7 +82,8 @@ class Ledger:
     def __init__(self, records: Sequence[Record]) -> None:
         by_file: dict[str, list[Record]] = {}
         for record in records:
-            by_file.setdefault(record.extent.file, []).append(record)
+            if record.extent.length:
+                by_file.setdefault(record.extent.file, []).append(record)
         self._records = {
             file: sorted(held, key=lambda record: record.extent.offset)
             for file, held in by_file.items()
@@ -96,23 +97,28 @@ class Ledger:
     def passed(self, file: str, offset: int, data: memoryview) -> None:
         """`data` were read at `offset`; raises CorruptCheckpoint if a record turns out wrong."""
         starts = self._starts.get(file)
-        if not starts or not len(data):
+        if not starts:
             return
-        record = self._records[file][bisect_right(starts, offset) - 1]
+        end = offset + len(data)
+        first = max(0, bisect_right(starts, offset) - 1)
+        for record in self._records[file][first : bisect_left(starts, end)]:
+            extent = record.extent
+            start, stop = max(offset, extent.offset), min(end, extent.offset + extent.length)
+            if start < stop:  # one read may pass over several records
+                self._add(record, start - extent.offset, data[start - offset : stop - offset])
+
+    def _add(self, record: Record, start: int, data: memoryview) -> None:
         extent = record.extent
-        if not extent.offset <= offset < offset + len(data) <= extent.offset + extent.length:
-            return
         crc = crc32(data) if record.crc is not None else 0
         with self._lock:
             if extent not in self._covers:
                 self._covers[extent] = record, Cover(extent.length)
             cover = self._covers[extent][1]
-            start = offset - extent.offset
             cover.add(start, start + len(data), crc)
         if record.crc is not None and cover.crc not in (None, record.crc):
             raise CorruptCheckpoint(
-                f"{file} is damaged: the {extent.length} bytes at {extent.offset} do not have the "
-                "CRC-32 that the file states",
+                f"{extent.file} is damaged: the {extent.length} bytes at {extent.offset} do not "
+                "have the CRC-32 that the file states",
                 hint="take another copy of this file; nothing was written",
             )
 
@@ -433,10 +439,10 @@ class _Copy:
                     size = SIZES[own.pair.target.dtype]
                     self.covers[id(own.pair)].add(own.start * size, own.stop * size, crc)
 
-    def close(self) -> None:
-        """Closes what a failure left open."""
+    def close(self, error: BaseException) -> None:
+        """Closes what a failure left open, without another sync, whose failure would hide it."""
         for target in self.targets:
-            target.stack.close()
+            target.stack.__exit__(type(error), error, error.__traceback__)
 
     def finish(self) -> Outcome:
         """Checks the rest of the records and the source's digests; raises CorruptCheckpoint."""
@@ -498,6 +504,6 @@ def copy(
         for thread in threads:
             thread.join()
     if running.error:
-        running.close()
+        running.close(running.error)
         raise running.error
     return running.finish()

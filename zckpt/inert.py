@@ -10,6 +10,7 @@ JSON has no tuples, sets, bytes, integer keys or NaN; these are objects with one
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -18,8 +19,8 @@ from typing import Any
 
 from .errors import CorruptCheckpoint
 
-MAX_DEPTH = 200
-MAX_VALUES = 20_000_000  # a small pickle that refers to itself over and over stops here
+MAX_DEPTH = 100
+MAX_VALUES = 5_000_000  # a small pickle that refers to itself over and over stops here
 
 
 class Size(tuple):  # type: ignore[type-arg]
@@ -104,10 +105,16 @@ def to_json(value: Any) -> Any:
     """Tagged JSON; raises CorruptCheckpoint for cycles and for what no pickle should hold."""
     budget = MAX_VALUES
 
-    def encode(value: Any, depth: int) -> Any:
+    def spend(count: int) -> None:
         nonlocal budget
-        budget -= 1
-        if depth > MAX_DEPTH or budget < 0:
+        budget -= count
+        if budget < 0:
+            raise CorruptCheckpoint("state is too large, or refers to itself")
+
+    def encode(value: Any, depth: int) -> Any:
+        # texts cost as well: the same one may be referred to a million times
+        spend(1 + (len(value) // 100 if isinstance(value, (str, bytes, bytearray)) else 0))
+        if depth > MAX_DEPTH:
             raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
 
         def each(values: Iterable[Any]) -> list[Any]:
@@ -124,8 +131,11 @@ def to_json(value: Any) -> Any:
             return each(value)
         if kind is dict:
             if all(type(key) is str for key in value) and not any(k[:1] == "$" for k in value):
+                spend(sum(map(len, value)) // 100)
                 return {key: encode(item, depth + 1) for key, item in value.items()}
             return {"$dict": [each(pair) for pair in value.items()]}
+        if kind in (set, frozenset):  # the same text every time
+            return {f"${kind.__name__}": sorted(each(value), key=json.dumps)}
         if kind is Foreign:
             parts = {
                 "function": encode(value.function, depth + 1),
@@ -152,7 +162,7 @@ def to_json(value: Any) -> Any:
 def plain_group(group: dict[str, Any]) -> dict[str, Any]:
     """Hyper-parameters as JSON that reads as people expect: betas is a list."""
     return {
-        key: list(value) if type(value) is tuple else to_json(value) for key, value in group.items()
+        key: to_json(list(value) if type(value) is tuple else value) for key, value in group.items()
     }
 
 
@@ -193,8 +203,6 @@ def _base64(data: bytes | bytearray) -> str:
 _TAGS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     tuple: ("$tuple", list),
     Size: ("$size", list),
-    set: ("$set", lambda value: sorted(value, key=repr)),  # the same text every time
-    frozenset: ("$frozenset", lambda value: sorted(value, key=repr)),
     bytes: ("$bytes", _base64),
     bytearray: ("$bytearray", _base64),
     complex: ("$complex", lambda value: [value.real, value.imag]),

@@ -16,7 +16,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -137,6 +136,8 @@ class Slices(Fragments):
         return Fragment(start, stop, extent)
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
+        if not self.numel:
+            return
         for rank in range(start // self.width, min(-(-stop // self.width), len(self))):
             yield self[rank]
 
@@ -159,11 +160,9 @@ class Lines(Fragments):
         return prod(self.shape) // (self.shape[self.axis] or 1)
 
     def __iter__(self) -> Iterator[Fragment]:
-        others = [
-            range(1) if axis == self.axis else range(count) for axis, count in enumerate(self.shape)
-        ]
-        for place in product(*others):
-            yield self._line(place)
+        # not itertools.product, which lists every axis: an expanded one may be of any length
+        for place in range(prod(self.shape) // (self.shape[self.axis] or 1)):
+            yield self[place]
 
     def __getitem__(self, place: Any) -> Any:
         position = []
@@ -317,7 +316,7 @@ def slot_name(key: str) -> str:
     if plain and key not in RESERVED_SLOTS:
         return key
     return "esc_" + re.sub(
-        rb"[^a-z0-9]", lambda found: b"_%02x" % found[0][0], key.encode()
+        rb"[^a-z0-9]", lambda found: b"_%02x" % found[0][0], key.encode("utf-8", "surrogatepass")
     ).decode("ascii")
 
 
@@ -326,4 +325,6 @@ def slot_key(slot: str) -> str:
     if not slot.startswith("esc_"):
         return slot
     escaped = slot.removeprefix("esc_").encode("ascii")
-    return re.sub(rb"_([0-9a-f]{2})", lambda found: bytes([int(found[1], 16)]), escaped).decode()
+    return re.sub(rb"_([0-9a-f]{2})", lambda found: bytes([int(found[1], 16)]), escaped).decode(
+        "utf-8", "surrogatepass"
+    )

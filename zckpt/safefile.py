@@ -47,14 +47,14 @@ def read(path: str) -> list[Stored]:
         if size < 8 or length > min(MAX_HEADER, size - 8):
             raise CorruptCheckpoint(f"{path} ends early, or is no safetensors file")
         try:
-            header = json.loads(file.read(length), object_pairs_hook=_unique)
+            header = json.loads(file.read(length).decode(), object_pairs_hook=_unique)
             header.pop("__metadata__", None)
             listed = [
                 Stored(
                     name,
-                    item["dtype"],
-                    tuple(item["shape"]),
-                    Extent(path, 8 + length + item["data_offsets"][0], _span(item)),
+                    _dtype(item["dtype"]),
+                    tuple(_sizes(item["shape"])),
+                    _extent(path, 8 + length, *_sizes(item["data_offsets"])),
                 )
                 for name, item in header.items()
             ]
@@ -64,7 +64,7 @@ def read(path: str) -> list[Stored]:
     here = 8 + length
     for stored in listed:
         wrong = stored.extent.offset != here
-        if wrong or stored.extent.length != prod(stored.shape) * SIZES.get(stored.dtype, 0):
+        if wrong or stored.extent.length != prod(stored.shape) * SIZES[stored.dtype]:
             raise CorruptCheckpoint(f"{path}: the header contradicts itself at {stored.name!r}")
         here += stored.extent.length
     if here != size:
@@ -74,11 +74,22 @@ def read(path: str) -> list[Stored]:
     return listed
 
 
-def _span(item: dict[str, Any]) -> int:
-    start, stop = item["data_offsets"]
-    if start < 0 or stop < start or any(size < 0 for size in item["shape"]):
+def _dtype(name: Any) -> str:
+    if not isinstance(name, str) or name not in SIZES:
+        raise ValueError("unknown dtype")
+    return name
+
+
+def _sizes(sizes: Any) -> list[int]:
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError("no sizes")
+    return sizes
+
+
+def _extent(path: str, begin: int, start: int, stop: int) -> Extent:
+    if stop < start:
         raise ValueError("negative size")
-    return int(stop - start)
+    return Extent(path, begin + start, stop - start)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -100,6 +100,7 @@ class Staging:
 
 def refuse_existing(target: str, partial: bool = True) -> None:
     """Raises TargetExists where something stands in the way."""
+    target = os.path.normpath(target)
     if os.path.lexists(target):
         raise TargetExists(f"{target} exists", hint="choose another name, or remove it first")
     if partial and os.path.lexists(f"{target}.partial"):

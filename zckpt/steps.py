@@ -16,6 +16,7 @@ are (skipped fp16 steps; DeepSpeed before 0.13.2 made one update too many).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from .errors import InconsistentCheckpoint, WrongOption
@@ -32,6 +33,8 @@ def step_of(value: Any) -> Step | None:
     """A step by value: from a 0-d tensor or a number; whole numbers become int."""
     number = value.value if isinstance(value, Scalar) else value
     if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return None
+    if not isfinite(number):
         return None
     return int(number) if number == int(number) else number
 
@@ -62,7 +65,7 @@ def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step
 
 def check_policy(policy: str | None) -> None:
     """Raises WrongOption for a policy that is none of max, min or a number."""
-    if policy not in (None, "max", "min") and not (policy and policy.isdigit()):
+    if policy not in (None, "max", "min") and not (policy and policy.isdecimal()):
         raise WrongOption(f"--step-policy {policy!r} is none of max, min or a number")
 
 

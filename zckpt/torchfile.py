@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 from .dtypes import SIZES, STORAGES, TORCH_NAMES, decode
@@ -27,6 +28,7 @@ from .unpickle import BUILTINS, Build, Unpickler
 
 TORCH_DTYPES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
 MAX_PICKLE = 1 << 30  # bytes
+SMALL = 1 << 20  # bytes; records up to this are checked when a tensor in them is read
 Parsed = dict[tuple[int, int, int], Any]
 """What equal pickles gave, by length, CRC-32 and hash; one dictionary for all ranks' files."""
 
@@ -53,14 +55,13 @@ class Tensor:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
     @property
     def contiguous(self) -> bool:
         """Whether the elements lie in row-major order without gaps."""
+        if not self.numel:
+            return True
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != step:
@@ -93,7 +94,7 @@ class TorchFile:
             head = os.pread(file.fileno(), 4, 0)
             if head == b"PK\3\4":
                 self.value = self._read_zip(file.fileno(), {} if parsed is None else parsed)
-            elif head[:2] == b"\x80\x02":
+            elif head[:1] == b"\x80" and 2 <= head[1] <= 5:
                 self.value = self._read_legacy(file.fileno())
             elif not self.size:
                 raise CorruptCheckpoint(f"{path} is empty", hint="the save did not finish")
@@ -121,14 +122,32 @@ class TorchFile:
         return lines(tensor.shape, tensor.strides, tensor.offset, size, whole)
 
     def read(self, tensor: Tensor) -> bytes:
-        """The bytes of a small contiguous tensor."""
-        extent = self.extent(tensor)
+        """The bytes of a small contiguous tensor; raises CorruptCheckpoint.
+
+        No copy will pass over a step and check it, so that its small record is checked here.
+        """
+        extent, record = self.extent(tensor), self._record(tensor)
+        crc, whole = record.crc, record.extent
+        if crc is None or whole.length > SMALL:
+            crc, whole = None, extent
         with open(self.path, "rb") as file:
-            return os.pread(file.fileno(), extent.length, extent.offset)
+            data = os.pread(file.fileno(), whole.length, whole.offset)
+        if len(data) != whole.length or (crc is not None and zlib.crc32(data) != crc):
+            raise CorruptCheckpoint(
+                f"{self.path} is damaged: storage {tensor.storage.key!r} does not have the CRC-32 "
+                "that the file states"
+            )
+        start = extent.offset - whole.offset
+        return data[start : start + extent.length]
 
     def scalar(self, tensor: Tensor) -> Scalar:
         """A 0-d or one-element tensor by value."""
-        return Scalar(decode(tensor.dtype, self.read(tensor)), tensor.dtype)
+        try:
+            return Scalar(decode(tensor.dtype, self.read(tensor)), tensor.dtype)
+        except KeyError as error:
+            raise UnsupportedCheckpoint(
+                f"{self.path} holds a number of type {tensor.dtype}"
+            ) from error
 
     def crc(self, tensor: Tensor) -> tuple[int, int | None]:
         """Length and stated CRC-32 of the record that the tensor looks into."""
@@ -146,8 +165,6 @@ class TorchFile:
                 for count, stride in zip(tensor.shape, tensor.strides, strict=True)
             )
             stop = tensor.storage.start + (last + 1) * size
-            if tensor.offset < 0 or min(tensor.strides, default=0) < 0:
-                raise CorruptCheckpoint(f"{self.path} holds a tensor with a negative stride")
             if stop > record.extent.length:
                 raise CorruptCheckpoint(
                     f"{self.path}: a tensor reaches past its storage {tensor.storage.key!r}",
@@ -174,8 +191,7 @@ class TorchFile:
         for name, member in members.items():
             if name.startswith(folder + "data/"):
                 self.records[name.removeprefix(folder + "data/")] = Record(
-                    Extent(self.path, member.data_offset(file, self.path), member.length),
-                    member.crc,
+                    Extent(self.path, member.offset, member.length), member.crc
                 )
         # at 1,000 ranks CRC-32 alone would meet its twin once in 10,000 checkpoints
         seen = (stated.length, zlib.crc32(text), hash(text))
@@ -187,22 +203,23 @@ class TorchFile:
 
     def _read_legacy(self, file: int) -> Any:
         with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
-            magic = Unpickler(data)
+            magic = _Parser(data, self.path)
             if magic.load() != 0x1950A86A20F9469CFC6C:
                 raise CorruptCheckpoint(f"{self.path} is a pickle, but not one of torch.save")
-            protocol = Unpickler(data, magic.position)
+            protocol = _Parser(data, self.path, magic.position)
             if protocol.load() != 1001:
                 raise UnsupportedCheckpoint(f"{self.path} was written by torch before 0.1.10")
-            system = Unpickler(data, protocol.position)
+            system = _Parser(data, self.path, protocol.position)
             about = system.load()
             if not (isinstance(about, dict) and about.get("little_endian", True)):
                 raise UnsupportedCheckpoint(f"{self.path} was written on a big-endian machine")
             parser = _Parser(data, self.path, system.position)
             value = parser.load()
-            keys = Unpickler(data, parser.position)
-            offset = (keys_list := keys.load()) is not None and keys.position
-            for key in keys_list:
-                storage = parser.storages.get(key)
+            keys = _Parser(data, self.path, parser.position)
+            listed = keys.load()
+            offset = keys.position
+            for key in listed if isinstance(listed, list) else [listed]:
+                storage = parser.storages.get(key) if isinstance(key, str) else None
                 if storage is None:
                     raise CorruptCheckpoint(f"{self.path} lists a storage that nothing uses")
                 if offset + 8 > self.size:
@@ -229,8 +246,8 @@ class _Parser(Unpickler):
     def load(self) -> Any:
         try:
             return super().load()
-        except CorruptCheckpoint as error:
-            raise CorruptCheckpoint(f"{self.path}: {error.message}", error.hint) from error
+        except (CorruptCheckpoint, UnsupportedCheckpoint) as error:
+            raise type(error)(f"{self.path}: {error.message}", error.hint) from error
 
     def storage(self, identity: Any) -> Storage:
         """From torch's persistent id: ("storage", type, key, location, numel[, view])."""
@@ -238,31 +255,55 @@ class _Parser(Unpickler):
         dtype = STORAGES.get(cls.name.rsplit(".", 1)[-1]) if isinstance(cls, Global) else None
         if kind != "storage" or dtype is None or not isinstance(key, str):
             raise UnsupportedCheckpoint(
-                f"{self.path} holds a storage of an unknown type: {getattr(cls, 'name', cls)}"
+                f"a storage of an unknown type: {getattr(cls, 'name', type(cls).__name__)}"
             )
-        length = int(numel) * SIZES[dtype]
-        start = 0
-        if view and view[0]:  # torch < 1.6: (key of the view, offset, numel) of a larger storage
-            start = int(view[0][1]) * SIZES[dtype]
+        # torch < 1.6: (key of the view, offset, numel) of a larger storage
+        first = view[0][1] if view and view[0] else 0
+        length, start = (_size(count) * SIZES[dtype] for count in (numel, first))
         made = Storage(key, dtype, length, start)
         self.storages.setdefault(key, made)
         return made
 
 
-def _tensor(storage: Any, offset: int, shape: Any, strides: Any, *_: Any) -> Tensor:
+def _size(count: Any) -> int:
+    if type(count) is not int or not 0 <= count < 1 << 60:
+        raise CorruptCheckpoint("a tensor has a size or stride that none can have")
+    return count
+
+
+def _tensor(
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    _grad: Any = None,
+    _hooks: Any = None,
+    lazy: Any = None,
+) -> Tensor:
     if not isinstance(storage, Storage) or len(shape) != len(strides):
         raise CorruptCheckpoint("a pickle makes a tensor of something that is no storage")
-    return Tensor(storage, storage.dtype, int(offset), tuple(shape), tuple(strides))
+    if lazy:  # {"conj": True} or {"neg": True}: the bytes are not the values
+        raise UnsupportedCheckpoint("a tensor that is to be conjugated or negated")
+    sizes, steps = tuple(map(_size, shape)), tuple(map(_size, strides))
+    _size(prod(sizes))
+    return Tensor(storage, storage.dtype, _size(offset), sizes, steps)
 
 
 def _typed_tensor(
-    storage: Any, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *_: Any
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Any,
+    lazy: Any = None,
 ) -> Tensor:
     # dtypes without a storage class of their own: float8, uint16... (torch >= 2.0)
     name = TORCH_DTYPES.get(dtype.name) if isinstance(dtype, Global) else None
     if name is None:
         raise UnsupportedCheckpoint(f"a tensor of type {getattr(dtype, 'name', dtype)}")
-    plain = _tensor(storage, offset, shape, strides)
+    plain = _tensor(storage, offset, shape, strides, grad, hooks, lazy)
     return Tensor(plain.storage, name, plain.offset, plain.shape, plain.strides)
 
 
@@ -292,27 +333,30 @@ _TENSORS: dict[str, Build] = {
 class Member:
     """One member of a zip, as its directory states it.
 
-    `header` and `entry` are the offsets of its local header and of its entry in the directory.
+    `header` and `entry` are the offsets of its local header and of its entry in the directory,
+    `offset` that of its data.
     """
 
     name: str
     header: int
     entry: int
+    offset: int
     length: int
     crc: int | None
 
-    def data_offset(self, file: int, path: str) -> int:
-        """Where the data begin: only the local header knows."""
-        head = os.pread(file, 30, self.header)
-        if len(head) != 30 or head[:4] != b"PK\3\4":
-            raise CorruptCheckpoint(f"{path}: the zip directory points to no member")
-        name, extra = struct.unpack_from("<HH", head, 26)
-        return int(self.header + 30 + name + extra)
+
+def _data_offset(file: int, header: int, name: bytes, path: str) -> int:
+    """Where a member's data begin: only its local header knows."""
+    head = os.pread(file, 30 + len(name), header)
+    if head[:4] != b"PK\3\4" or head[30:] != name:
+        raise CorruptCheckpoint(f"{path}: the zip directory points to no member")
+    length, extra = struct.unpack_from("<HH", head, 26)
+    return int(header + 30 + length + extra)
 
 
 def _member(file: int, member: Member, path: str) -> bytes:
     """The whole of a small member; raises CorruptCheckpoint unless its CRC is right."""
-    data = os.pread(file, member.length, member.data_offset(file, path))
+    data = os.pread(file, member.length, member.offset)
     if len(data) != member.length or (member.crc is not None and zlib.crc32(data) != member.crc):
         raise CorruptCheckpoint(
             f"{path}: {member.name} is damaged (its CRC-32 differs)",
@@ -333,13 +377,13 @@ def read_directory(file: int, size: int, path: str) -> Iterator[Member]:
     count, length, start = struct.unpack_from("<HII", tail, end + 10)
     if end >= 20 and tail[end - 20 : end - 16] == b"PK\6\7":  # zip64, which torch always writes
         (place,) = struct.unpack_from("<Q", tail, end - 12)
-        record = os.pread(file, 56, place)
+        record = os.pread(file, 56, place) if place < size else b""
         if len(record) != 56 or record[:4] != b"PK\6\6":
             raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
         count, length, start = struct.unpack_from("<QQQ", record, 32)
-    directory = os.pread(file, length, start)
-    if len(directory) != length or start + length > size:
+    if start + length > size or 46 * count > length:
         raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
+    directory = os.pread(file, length, start)
 
     names: set[str] = set()
     taken: list[tuple[int, int]] = []
@@ -355,18 +399,20 @@ def read_directory(file: int, size: int, path: str) -> Iterator[Member]:
         )
         (header,) = struct.unpack_from("<I", directory, place + 42)
         extra_start = place + 46 + name_length
-        name = directory[place + 46 : extra_start].decode("utf-8", "replace")
+        text = directory[place + 46 : extra_start]
+        name = text.decode("utf-8", "replace")
         extra = directory[extra_start : extra_start + extra_length]
-        length, packed, header = _zip64(extra, length, packed, header)
+        length, packed, header = _zip64(path, extra, length, packed, header)
         entry, place = start + place, extra_start + extra_length + comment_length
         if method or packed != length or flags & 1:
             raise UnsupportedCheckpoint(f"{path}: {name} is compressed or encrypted")
         if name in names or header + 30 + length > start:
             raise CorruptCheckpoint(f"{path}: the zip directory contradicts itself at {name!r}")
         names.add(name)
-        taken.append((header, header + 30 + length))
-        yield Member(name, header, entry, length, crc if checked else None)
-    taken.sort()
+        offset = _data_offset(file, header, text, path)
+        taken.append((header, offset + length))
+        yield Member(name, header, entry, offset, length, crc if checked else None)
+    taken = [*sorted(taken), (start, size)]
     if any(stop > start for (_, stop), (start, _) in pairwise(taken)):
         raise CorruptCheckpoint(f"{path}: members of the zip overlap")
 
@@ -384,7 +430,7 @@ def _has_checksums(directory: bytes, count: int) -> bool:
     return False
 
 
-def _zip64(extra: bytes, *fields: int) -> list[int]:
+def _zip64(path: str, extra: bytes, *fields: int) -> list[int]:
     """length, packed length and offset, each from the zip64 field where it is 0xFFFFFFFF."""
     wide: bytes = b""
     place = 0
@@ -397,7 +443,7 @@ def _zip64(extra: bytes, *fields: int) -> list[int]:
     for value in fields:
         if value == 0xFFFFFFFF:
             if len(wide) < 8:
-                raise CorruptCheckpoint("a zip64 field is missing")
+                raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
             value, wide = struct.unpack_from("<Q", wide)[0], wide[8:]
         values.append(value)
     return values

@@ -150,7 +150,7 @@ def state_checksums(path: str, crcs: Mapping[int, int]) -> None:
     file = os.open(path, os.O_RDWR)
     try:
         for member in read_directory(file, os.fstat(file).st_size, path):
-            crc = crcs.get(member.data_offset(file, path))
+            crc = crcs.get(member.offset)
             if crc is not None:
                 stated = struct.pack("<I", crc)
                 os.pwrite(file, stated, member.header + 14)

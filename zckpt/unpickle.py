@@ -8,6 +8,7 @@ stack. Here every opcode either builds plain data or leaves an inert record (see
 
 from __future__ import annotations
 
+import codecs
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -18,18 +19,13 @@ from .inert import Foreign, Global, Size
 
 Build = Callable[..., Any]
 MAX_KEY_DEPTH = 16
-
-
-class _Mark:
-    __slots__ = ()
-
-
-_MARK = _Mark()
+MAX_KEY_ITEMS = 1000
+MAX_COPIES = 4  # of the pickle's own length, by functions that copy their arguments
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
     # protocol 2 has no bytes: b"..." is _codecs.encode("...", "latin1")
-    if not isinstance(text, str) or encoding != "latin1":
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
         raise CorruptCheckpoint("a pickle encodes text in a way that no pickler writes")
     return text.encode("latin1")
 
@@ -58,13 +54,14 @@ def _pairs(pairs: Any) -> list[tuple[Hashable, Any]]:
     return [(_key(key), value) for key, value in pairs]
 
 
-def _key(value: Any, depth: int = 0) -> Hashable:
-    """`value`, if it can be hashed without deep recursion."""
-    if isinstance(value, tuple):
-        if depth > MAX_KEY_DEPTH:
+def _key(value: Any) -> Hashable:
+    """`value`, if it can be hashed and compared without deep recursion, in little time."""
+    nested, depth = [value] if isinstance(value, (tuple, frozenset)) else [], 0
+    while nested:
+        depth += 1
+        if depth > MAX_KEY_DEPTH or sum(map(len, nested)) > MAX_KEY_ITEMS:
             raise CorruptCheckpoint("a pickle nests a dictionary key too deeply")
-        for item in value:
-            _key(item, depth + 1)
+        nested = [item for held in nested for item in held if isinstance(item, (tuple, frozenset))]
     if not isinstance(value, Hashable):
         raise CorruptCheckpoint("a pickle uses a list or dictionary as a key")
     return value
@@ -89,7 +86,10 @@ class Unpickler:
         self.position = start
         self.table = table
         self.persistent = persistent
-        self.stack: list[Any] = []
+        self.stack: list[Any] = []  # above the topmost mark
+        self.marked: list[list[Any]] = []  # the stacks below each mark
+        self.start = start
+        self.copied = 0
         self.memo: dict[int, Any] = {}
         self.globals: dict[str, Global] = {}
 
@@ -109,7 +109,7 @@ class Unpickler:
             raise CorruptCheckpoint(f"malformed pickle near byte {self.position}") from error
         except struct.error as error:
             raise CorruptCheckpoint("a pickle ends early") from error
-        if self.stack or value is _MARK:
+        if self.stack or self.marked:
             raise CorruptCheckpoint("a pickle leaves values behind")
         return value
 
@@ -140,14 +140,10 @@ class Unpickler:
 
     def pop_mark(self) -> list[Any]:
         """Everything above the topmost mark, removing both."""
-        stack = self.stack
-        place = len(stack) - 1
-        while stack[place] is not _MARK:
-            place -= 1
-            if place < 0:
-                raise CorruptCheckpoint("a pickle closes what it never opened")
-        items = stack[place + 1 :]
-        del stack[place:]
+        items = self.stack
+        if not self.marked:
+            raise CorruptCheckpoint("a pickle closes what it never opened")
+        self.stack = self.marked.pop()
         return items
 
     # -- objects
@@ -162,7 +158,7 @@ class Unpickler:
         if isinstance(function, Global):
             build = self.table.get(function.name)
             if build is not None:
-                return build(*arguments)
+                return self.build(build, arguments)
         elif not isinstance(function, Foreign):
             raise CorruptCheckpoint("a pickle calls something that is no function")
         return Foreign(function, arguments)
@@ -170,14 +166,28 @@ class Unpickler:
     def new(self, cls: Any, arguments: Any, keywords: Any = None) -> Any:
         if not isinstance(cls, (Global, Foreign)) or not isinstance(arguments, tuple):
             raise CorruptCheckpoint("a pickle makes an object of something that is no class")
+        if not isinstance(keywords, (dict, type(None))) or not all(
+            isinstance(key, str) for key in keywords or ()
+        ):
+            raise CorruptCheckpoint("a pickle makes an object with malformed keywords")
         if isinstance(cls, Global) and cls.name in self.table and not keywords:
-            return self.table[cls.name](*arguments)
+            return self.build(self.table[cls.name], arguments)
         return Foreign(cls, arguments, None, "new", keywords or {})
+
+    def build(self, build: Build, arguments: tuple[Any, ...]) -> Any:
+        # each may copy an argument that the memo gives again and again
+        self.copied += sum(
+            len(item) for item in arguments if isinstance(item, (str, bytes, tuple, list, dict))
+        )
+        if self.copied > MAX_COPIES * (self.position - self.start) + 1000:
+            raise CorruptCheckpoint("a pickle copies the same values over and over")
+        return build(*arguments)
 
 
 def _push(make: Callable[[Unpickler], Any]) -> Callable[[Unpickler], None]:
     def operate(self: Unpickler) -> None:
-        self.stack.append(make(self))
+        value = make(self)  # which may change the stack
+        self.stack.append(value)
 
     return operate
 
@@ -234,8 +244,16 @@ def _int_line(self: Unpickler) -> int:
     return line == b"01" if line in (b"00", b"01") else int(line)  # protocol 0's booleans
 
 
+def _mark(self: Unpickler) -> None:
+    self.marked.append(self.stack)
+    self.stack = []
+
+
 def _pop(self: Unpickler) -> None:
-    self.stack.pop()
+    if self.stack:
+        self.stack.pop()
+    else:  # a mark
+        self.pop_mark()
 
 
 def _pop_mark(self: Unpickler) -> None:
@@ -319,7 +337,8 @@ def _newobj_ex(self: Unpickler) -> None:
 
 def _inst(self: Unpickler) -> None:
     cls = self.named(self.line().decode(), self.line().decode())
-    self.stack.append(self.call(cls, tuple(self.pop_mark())))
+    arguments = tuple(self.pop_mark())
+    self.stack.append(self.call(cls, arguments))
 
 
 def _obj(self: Unpickler) -> None:
@@ -353,12 +372,10 @@ def _refuse(self: Unpickler) -> None:
 
 
 def _python2_string(self: Unpickler) -> str:
-    import ast
-
-    value = ast.literal_eval(self.line().decode("latin1"))
-    if not isinstance(value, str):
+    line = self.line()
+    if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1]:
         raise CorruptCheckpoint("a pickle holds a malformed string")
-    return value
+    return codecs.escape_decode(line[1:-1])[0].decode("latin1")
 
 
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -366,7 +383,7 @@ _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _TABLE: dict[bytes, Callable[[Unpickler], None]] = {
     b"\x80": _skip(1),  # PROTO
     b"\x95": _skip(8),  # FRAME
-    b"(": _constant(_MARK),
+    b"(": _mark,
     b"0": _pop,
     b"1": _pop_mark,
     b"2": lambda self: self.stack.append(self.stack[-1]),  # DUP

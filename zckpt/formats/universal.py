@@ -309,7 +309,9 @@ def _manifest(path: str, made: Mapping[str, Any]) -> Manifest:
         if groups is None
         else tuple(
             {
-                key: tuple(value) if key in tuples and isinstance(value, list) else from_json(value)
+                key: tuple(from_json(value))
+                if key in tuples and isinstance(value, list)
+                else from_json(value)
                 for key, value in group.items()
             }
             for group in groups
