@@ -25,7 +25,7 @@ Progress = Callable[[int], None]
 class Copying:
     """How bytes move: threads, bytes of buffers, and auto, direct or buffered writes."""
 
-    jobs: int = 2
+    jobs: int = 4
     memory: int = 256 << 20
     io: str = "auto"
 
@@ -199,7 +199,7 @@ def _write(
     begin: Callable[[int], Progress] | None,
 ) -> Report:
     """Shells first, then their tensors, then what is known only afterwards; at last the rename."""
-    from . import execute, plan, staging  # numpy: `inspect` has no need of it
+    from . import execute, fileio, plan, staging  # `inspect` has no need of them
 
     started = time.monotonic()
     writer = formats.named(to)
@@ -238,7 +238,7 @@ def _write(
                 shells,
                 jobs=copying.jobs,
                 memory=copying.memory,
-                io=copying.io,
+                io=fileio.write_mode(copying.io, size),
                 progress=begin(size) if begin else None,
             )
             for name, item in layout.siblings:

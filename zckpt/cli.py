@@ -109,9 +109,9 @@ def copying(command: Command) -> Command:
             "-j",
             "--jobs",
             type=click.IntRange(1, 64),
-            default=2,
+            default=4,
             show_default=True,
-            help="Threads; 4 to 8 for a cold or remote source.",
+            help="Threads; more for a cold or remote source.",
         ),
     ):
         command = option(command)

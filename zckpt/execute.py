@@ -1,9 +1,10 @@
 """Carry out a plan: fill every chunk of every target file from the source, and hash on the way.
 
-One chunk (16 MiB) is gathered into an aligned buffer, hashed while it is in the cache, and written
-directly. Sources are read where they lie; pieces that follow each other in source and target are
+One chunk (4 MiB) is gathered into an aligned buffer, hashed while it is in the cache, and written.
+ Sources are read where they lie; pieces that follow each other in source and target are
 one read, and ZeRO-3's small slices are one read per rank and then one 2-D copy per tensor: 74 ns
-a slice, against 2,200 for a read and a write of each.
+a slice, against 2,200 for a read and a write of each. numpy is imported only where that, a cast or
+a strided tensor asks for it.
 
 CRC-32 of every source record is compared with what its file states as soon as all of it passed by.
 """
@@ -17,10 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from . import plan
-from .cast import cast
 from .checksum import Cover, crc32
 from .dtypes import SIZES
 from .errors import CorruptCheckpoint
@@ -28,7 +26,8 @@ from .fileio import Buffer, Reader, Writer, files_per_thread
 from .manifest import Entry, Extent, Fragment, Manifest, Record, Slices
 from .plan import Chunk, Pair, Piece
 
-CHUNK = 16 << 20  # bytes
+CHUNK = 4 << 20  # bytes
+MANY = 4096  # slices from which on numpy copies them faster than it is imported
 SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbours
 LITTLE = 1 << 20  # bytes that are read for the sake of a record's CRC alone
 CAST_BLOCK = 1 << 20  # elements that are cast at a time
@@ -72,7 +71,7 @@ def chunk_size(dp: int, jobs: int, memory: int) -> int:
 
     Every thread has two buffers of this size; `memory` bounds them all.
     """
-    wanted = CHUNK * max(1, dp // 64)
+    wanted = CHUNK * max(1, dp // 16)
     return max(1 << 20, min(wanted, memory // (2 * jobs)) >> 20 << 20)
 
 
@@ -231,6 +230,11 @@ class Gatherer:
         for rank in range(ranks):
             row = scratch[rank * width * size : (rank + 1) * width * size]
             self.read(first.flats[rank].part(begin * size, (begin + width) * size), row)
+        if sum(len(item.entry.fragments) for item in batch) < MANY:
+            self._spread(batch, scratch, begin, width, view)
+            return
+        import numpy as np
+
         table = np.frombuffer(scratch, dtype=f"u{size}").reshape(ranks, width)
         for item in batch:
             slices = _slices(item)
@@ -241,8 +245,26 @@ class Gatherer:
             if rest:
                 target[-rest:] = mine[whole, :rest]
 
+    def _spread(
+        self,
+        batch: Sequence[Wanted],
+        scratch: memoryview,
+        begin: int,
+        width: int,
+        view: memoryview,
+    ) -> None:
+        """The same for few slices, without numpy, whose import alone takes 150 ms."""
+        for item in batch:
+            size, first = _slices(item).size, _slices(item).offset - begin
+            for rank, slice_ in enumerate(_slices(item)):
+                start, stop = item.at + slice_.start * size, item.at + slice_.stop * size
+                source = (rank * width + first) * size
+                view[start:stop] = scratch[source : source + stop - start]
+
     def _gather_runs(self, item: Wanted, fragment: Fragment, view: memoryview) -> None:
         """The part of a strided fragment that the item wants, through working memory."""
+        import numpy as np
+
         size, length = SIZES[item.entry.dtype], fragment.stop - fragment.start
         target = np.frombuffer(view[item.at : item.end], dtype=f"V{size}")
         first = max(0, (item.start - fragment.stop) // fragment.stride + 1)
@@ -408,6 +430,8 @@ class _Copy:
             here = max(here, stop)
 
     def _cast(self, piece: Piece, at: int, gatherer: Gatherer, view: memoryview) -> None:
+        from .cast import cast
+
         source, to = piece.pair.source, piece.pair.target
         size, cast_size = SIZES[source.dtype], SIZES[to.dtype]
         block = Buffer(CAST_BLOCK * size)
@@ -477,7 +501,7 @@ def copy(
     source: Manifest,
     target: Manifest,
     *,
-    jobs: int = 2,
+    jobs: int = 4,
     memory: int = 256 << 20,
     io: str = "auto",
     progress: Progress | None = None,

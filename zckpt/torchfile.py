@@ -14,11 +14,10 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from .dtypes import SIZES, STORAGES, TORCH_NAMES, decode
 from .errors import CorruptCheckpoint, UnsupportedCheckpoint
@@ -156,6 +155,8 @@ class TorchFile:
 
     def _record(self, tensor: Tensor) -> Record:
         record = self.records.get(tensor.storage.key)
+        if record is None and not tensor.numel:
+            return Record(Extent(self.path, 0, 0), None)  # an empty storage
         if record is None:
             raise CorruptCheckpoint(f"{self.path} lacks the storage {tensor.storage.key!r}")
         size = SIZES[tensor.dtype]
@@ -175,7 +176,7 @@ class TorchFile:
     # -- torch >= 1.6
 
     def _read_zip(self, file: int, parsed: Parsed) -> Any:
-        members = {member.name: member for member in read_directory(file, self.size, self.path)}
+        members = read_directory(file, self.size, self.path)
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise CorruptCheckpoint(f"{self.path} is a zip, but not one of torch.save")
@@ -189,7 +190,7 @@ class TorchFile:
             raise UnsupportedCheckpoint(f"{self.path} holds a pickle of {stated.length} bytes")
         text = _member(file, stated, self.path)
         for name, member in members.items():
-            if name.startswith(folder + "data/"):
+            if member.length and name.startswith(folder + "data/"):
                 self.records[name.removeprefix(folder + "data/")] = Record(
                     Extent(self.path, member.offset, member.length), member.crc
                 )
@@ -329,8 +330,7 @@ _TENSORS: dict[str, Build] = {
 # -- the zip directory
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One member of a zip, as its directory states it.
 
     `header` and `entry` are the offsets of its local header and of its entry in the directory,
@@ -365,7 +365,10 @@ def _member(file: int, member: Member, path: str) -> bytes:
     return data
 
 
-def read_directory(file: int, size: int, path: str) -> Iterator[Member]:
+_ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
+
+
+def read_directory(file: int, size: int, path: str) -> dict[str, Member]:
     """The members of a zip, from its end; STORED ones only, which lie inside the file."""
     tail = os.pread(file, min(size, 65557), max(0, size - 65557))
     end = tail.rfind(b"PK\5\6")
@@ -385,49 +388,38 @@ def read_directory(file: int, size: int, path: str) -> Iterator[Member]:
         raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
     directory = os.pread(file, length, start)
 
-    names: set[str] = set()
+    found: dict[str, Member] = {}
     taken: list[tuple[int, int]] = []
-    place = 0
-    checked = _has_checksums(directory, count)
-    for _ in range(count):
-        if directory[place : place + 4] != b"PK\1\2" or len(directory) < place + 46:
-            raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
-        flags, method = struct.unpack_from("<HH", directory, place + 8)
-        crc, packed, length = struct.unpack_from("<III", directory, place + 16)
-        name_length, extra_length, comment_length = struct.unpack_from(
-            "<HHH", directory, place + 28
-        )
-        (header,) = struct.unpack_from("<I", directory, place + 42)
-        extra_start = place + 46 + name_length
-        text = directory[place + 46 : extra_start]
-        name = text.decode("utf-8", "replace")
-        extra = directory[extra_start : extra_start + extra_length]
-        length, packed, header = _zip64(path, extra, length, packed, header)
-        entry, place = start + place, extra_start + extra_length + comment_length
-        if method or packed != length or flags & 1:
-            raise UnsupportedCheckpoint(f"{path}: {name} is compressed or encrypted")
-        if name in names or header + 30 + length > start:
-            raise CorruptCheckpoint(f"{path}: the zip directory contradicts itself at {name!r}")
-        names.add(name)
-        offset = _data_offset(file, header, text, path)
-        taken.append((header, offset + length))
-        yield Member(name, header, entry, offset, length, crc if checked else None)
-    taken = [*sorted(taken), (start, size)]
-    if any(stop > start for (_, stop), (start, _) in pairwise(taken)):
-        raise CorruptCheckpoint(f"{path}: members of the zip overlap")
-
-
-def _has_checksums(directory: bytes, count: int) -> bool:
-    """torch.serialization.set_crc32_options(False) leaves zeros everywhere (torch >= 2.6)."""
     place = 0
     for _ in range(count):
         if len(directory) < place + 46:
-            return True
-        crc, _packed, length = struct.unpack_from("<III", directory, place + 16)
-        if crc and length:
-            return True
-        place += 46 + sum(struct.unpack_from("<HHH", directory, place + 28))
-    return False
+            raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
+        magic, flags, method, crc, packed, length, named, extras, comment, header = (
+            _ENTRY.unpack_from(directory, place)
+        )
+        if magic != b"PK\1\2":
+            raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
+        text = directory[place + 46 : place + 46 + named]
+        if extras:
+            extra = directory[place + 46 + named : place + 46 + named + extras]
+            length, packed, header = _zip64(path, extra, length, packed, header)
+        name = text.decode("utf-8", "replace")
+        if method or packed != length or flags & 1:
+            raise UnsupportedCheckpoint(f"{path}: {name} is compressed or encrypted")
+        if name in found or header + 30 + length > start:
+            raise CorruptCheckpoint(f"{path}: the zip directory contradicts itself at {name!r}")
+        # stage 3 leaves an empty storage per parameter on every rank: not worth a read each
+        offset = _data_offset(file, header, text, path) if length else header + 30 + named
+        taken.append((header, offset + length))
+        found[name] = Member(name, header, start + place, offset, length, crc)
+        place += 46 + named + extras + comment
+    taken = [*sorted(taken), (start, size)]
+    if any(stop > start for (_, stop), (start, _) in pairwise(taken)):
+        raise CorruptCheckpoint(f"{path}: members of the zip overlap")
+    if not any(member.crc for member in found.values() if member.length):
+        # torch.serialization.set_crc32_options(False) leaves zeros everywhere (torch >= 2.6)
+        found = {name: member._replace(crc=None) for name, member in found.items()}
+    return found
 
 
 def _zip64(path: str, extra: bytes, *fields: int) -> list[int]:

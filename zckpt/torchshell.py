@@ -149,7 +149,7 @@ def state_checksums(path: str, crcs: Mapping[int, int]) -> None:
     """Writes the CRC-32 of members, by the offset of their data, into a finished file."""
     file = os.open(path, os.O_RDWR)
     try:
-        for member in read_directory(file, os.fstat(file).st_size, path):
+        for member in read_directory(file, os.fstat(file).st_size, path).values():
             crc = crcs.get(member.offset)
             if crc is not None:
                 stated = struct.pack("<I", crc)

@@ -16,7 +16,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from .. import safefile
@@ -96,8 +95,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     """The files, without tensors and digests; `seal` adds these."""
     chosen = select(source, options)
     siblings = [(f"{SIBLINGS}/{item.name}", item) for item in source.siblings]
-    shells = partial(_shells, chosen, options)
-    return Layout(shells, siblings, source.left_out, source.warnings)
+    shells = list(_shells(chosen, options))
+    return Layout(lambda: iter(shells), siblings, source.left_out, source.warnings)
 
 
 def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:

@@ -232,7 +232,7 @@ def _open(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
     # parsing holds the interpreter, but waiting for a cold or remote filesystem does not
     from concurrent.futures import ThreadPoolExecutor
 
-    with ThreadPoolExecutor(16) as pool:
+    with ThreadPoolExecutor(8) as pool:
         return list(pool.map(lambda path: TorchFile(path, parsed), paths))
 
 

@@ -223,12 +223,13 @@ class _Tensors:
         if (entry.dtype, entry.shape) == (held.dtype, held.shape):
             self.replicas.append(replace(entry, fragments=file.fragments(held)))
 
-    def add_state_replicas(self, values: Mapping[str, Any], file: TorchFile) -> None:
-        """Another rank's copies of what `kept` has entered for rank 0."""
+    def add_state_replicas(self, values: Mapping[str, Any], files: Sequence[TorchFile]) -> None:
+        """Other ranks' copies, equally pickled, of what `kept` has entered for rank 0."""
 
         def walk(value: Any, path: str) -> Any:
             if isinstance(value, Tensor) and f"{path}/state" in self.entries:
-                self._add_replica(f"{path}/state", value, file)
+                for file in files:
+                    self._add_replica(f"{path}/state", value, file)
             return map_values(value, lambda held, key: walk(held, f"{path}.{key}"))
 
         for path, value in values.items():
@@ -333,10 +334,11 @@ def _state(ranks: Ranks, buffers: Sequence[Flat], tensors: _Tensors) -> dict[str
         key: tensors.kept(value, key, ranks.models[0])
         for key, value in _model_values(ranks.model).items()
     }
-    for file, state in zip(ranks.optimizers[1:], ranks.states[1:], strict=True):
-        tensors.add_state_replicas(_optimizer_values(state), file)
-    for file in ranks.models[1:]:
-        tensors.add_state_replicas(_model_values(file.value), file)
+    for files in _alike(ranks.optimizers[1:]):
+        state = files[0].value["optimizer_state_dict"]
+        tensors.add_state_replicas(_optimizer_values(state), files)
+    for files in _alike(ranks.models[1:]):
+        tensors.add_state_replicas(_model_values(files[0].value), files)
     return {
         "engine": of_engine,
         "counters": {key: ranks.model.get(key) for key in COUNTERS},
@@ -344,6 +346,14 @@ def _state(ranks: Ranks, buffers: Sequence[Flat], tensors: _Tensors) -> dict[str
         **of_model,
         "optimizer": {**optimizer, "step": kept[0] if kept else None, "group_step": stale},
     }
+
+
+def _alike(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
+    """Files by what they hold: equal pickles were parsed once."""
+    found: dict[int, list[TorchFile]] = {}
+    for file in files:
+        found.setdefault(id(file.value), []).append(file)
+    return list(found.values())
 
 
 def _optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
