@@ -10,6 +10,8 @@
     flats.py        the flat buffers of fp32 masters and optimizer states
     reading.py      the manifest of it all
     writing.py      the same files for another data-parallel size, stage or type
+    engine.py       the engine that they are written for
+    hyper.py        what its optimizer needs and a source may lack
 
 Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back to 0.5.10 are read.
 """

@@ -18,7 +18,7 @@ from typing import Any
 from ... import steps
 from ...checksum import crc_of_zeros
 from ...dtypes import FLOATS, SIZES
-from ...errors import InconsistentCheckpoint, MissingData, WrongOption
+from ...errors import InconsistentCheckpoint, MissingData
 from ...inert import Foreign, Global, Scalar, Size, TensorName, map_values
 from ...manifest import Manifest, Parameter, Sibling, slot_key
 from ...options import Options
@@ -26,87 +26,14 @@ from ...staging import Layout, Shell
 from ...torchfile import Tensor
 from ...torchshell import Storages, shell, state_checksums
 from .. import zero
-from .ranks import COUNTERS, nested
+from .engine import Engine
+from .hyper import check_states, complete_groups, optimizer_name
+from .ranks import COUNTERS
 
 VERSION = "0.19.8"  # of the layout that is written
-SUB_GROUP_SIZE = 10**9  # elements, the engine's default
-FLOAT_NAMES = {"fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", "bfloat16": "BF16"}
 # files of one rank beside a trainer's checkpoint: Hugging Face Trainer, Accelerate
 PER_RANK = re.compile(r"rng_state_\d+\.pth|random_states_\d+\.pkl")
 SIBLINGS = ""  # a trainer's files lie beside the tag, as the trainer looks for them
-
-# hyper-parameters that an optimizer needs in every group, with its own defaults (torch 2.13,
-# DeepSpeed 0.19.8); what a source never stored is taken from here, with a warning
-ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-TORCH = {"maximize": False, "foreach": None, "capturable": False, "differentiable": False}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "adam": {**ADAM, "amsgrad": False, **TORCH, "fused": None, "decoupled_weight_decay": False},
-    "adamw": {
-        **ADAM,
-        "weight_decay": 1e-2,
-        "amsgrad": False,
-        **TORCH,
-        "fused": None,
-        "decoupled_weight_decay": True,
-    },
-    "nadam": {
-        **ADAM,
-        "lr": 2e-3,
-        "momentum_decay": 4e-3,
-        "decoupled_weight_decay": False,
-        **TORCH,
-    },
-    "rmsprop": {
-        "lr": 1e-2,
-        "momentum": 0,
-        "alpha": 0.99,
-        "eps": 1e-8,
-        "centered": False,
-        "weight_decay": 0,
-        "capturable": False,
-        "foreach": None,
-        "maximize": False,
-        "differentiable": False,
-    },
-    "adagrad": {
-        "lr": 1e-2,
-        "lr_decay": 0,
-        "eps": 1e-10,
-        "weight_decay": 0,
-        "initial_accumulator_value": 0,
-        "foreach": None,
-        "maximize": False,
-        "differentiable": False,
-        "fused": None,
-    },
-    "sgd": {
-        "lr": 1e-3,
-        "momentum": 0,
-        "dampening": 0,
-        "weight_decay": 0,
-        "nesterov": False,
-        "maximize": False,
-        "foreach": None,
-        "differentiable": False,
-        "fused": None,
-    },
-    "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
-}
-# what groups hold beside ADAM's, by the class that `--optimizer` asks for
-CLASSES: dict[str, dict[str, Any]] = {
-    "torch": {"amsgrad": False, **TORCH, "fused": None},
-    "deepspeed-cpu-adam": {"bias_correction": True, "amsgrad": False},
-    "deepspeed-fused-adam": {"bias_correction": True},
-    "apex-fused-adam": {"bias_correction": True},
-}
-NEEDED = {
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "nadam": ("exp_avg", "exp_avg_sq"),
-    "lion": ("exp_avg",),
-    "adagrad": ("sum",),
-    "rmsprop": ("square_avg",),
-}
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -156,139 +83,29 @@ class _Target:
         self.options = options
         self.left_out: list[str] = list(source.left_out)
         self.warnings: list[str] = list(source.warnings)
-        self.engine: dict[str, Any] = source.state.get("engine") or {}
-        if self.engine.get("name") != "deepspeed":
-            self.engine = {}
-        given = options.config if options.config is not None else self.engine.get("config")
-        if given is None:
+        self.engine = Engine(source, options)
+        if not self.engine.known:
             self.warnings.append("no ds_config is known: DeepSpeed's defaults are assumed")
-        self.dp = options.dp or source.dp
-        self.stage = self._stage(given or {})
-        self.dtype = self._dtype(given or {})
-        self.config = self._config(given or {})
-        self.kind = self._kind()
+        self.dp = self.engine.dp
+        self.kept: dict[str, Any] = source.state.get("optimizer") or {}
+        self.states = [s for s in source.slots if s not in ("param", "master", "state")]
         self.trainable = {name: held for name, held in source.parameters.items() if held.trainable}
         self.frozen = {name: held for name, held in source.parameters.items() if not held.trainable}
         self.aliases = {
             alias: name for name, held in source.parameters.items() for alias in held.aliases
         }
-        self.groups = self._groups()
+        count = 1 + max((held.group or 0 for held in self.trainable.values()), default=0)
+        self.groups, assumed = complete_groups(self.engine, source, count)
         self.flats = list(self._flats())
-        self._check_states()
-        self._check_batch()
+        if not options.weights_only:
+            check_states(self.engine, source, {s: 0 for flat in self.flats for s in flat.slots})
+            self._warn_of_assumed(assumed)
+        self._warn_of_masters()
+        self._warn_of_batch()
         self.left_out.append(
             "DeepSpeed's recovery scripts zero_to_fp32.py and zero_to_torch.py: "
             "`zckpt convert --weights-only --dtype fp32` does their work"
         )
-
-    # -- what engine it is for
-
-    @property
-    def partitioned(self) -> bool:
-        return self.stage == 3
-
-    def _stage(self, config: Mapping[str, Any]) -> int:
-        stated = nested(config, "zero_optimization", "stage")
-        asked = self.options.stage
-        if stated == 0 and asked is None:
-            raise WrongOption("the ds_config says stage 0, which has no partitions to write")
-        if self.options.config is not None and None not in (asked, stated) and asked != stated:
-            raise WrongOption(f"--stage {asked}, but the ds_config says stage {stated}")
-        stage = asked or stated or self.source.source.get("zero_stage") or 2
-        if stage not in (1, 2, 3):
-            raise WrongOption(f"stage {stage} is none of 1, 2, 3")
-        return int(stage)
-
-    def _dtype(self, config: Mapping[str, Any]) -> str:
-        enabled = [
-            dtype
-            for dtype, keys in (("BF16", ("bf16", "bfloat16")), ("F16", ("fp16",)))
-            if any(nested(config, key, "enabled") is True for key in keys)
-        ]
-        if len(enabled) > 1:
-            raise WrongOption("the ds_config enables both bf16 and fp16")
-        stated = enabled[0] if enabled else "F32"
-        if self.options.dtype and self.options.config is not None and stated != self.options.dtype:
-            raise WrongOption(
-                f"--dtype asks for {self.options.dtype}, but the ds_config says {stated}"
-            )
-        if self.options.dtype:
-            return self.options.dtype
-        if self.options.config is not None:
-            return stated
-        if self.engine:
-            return str(self.engine["dtype"])
-        held = [e.dtype for e in self.source.entries.values() if e.slot == "param"]
-        return next((dtype for dtype in held if dtype in ("BF16", "F16")), "F32")
-
-    def _config(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The ds_config with the target's stage and type, as the files will state it."""
-        config = dict(given)
-        config["zero_optimization"] = {**(given.get("zero_optimization") or {})}
-        config["zero_optimization"]["stage"] = self.stage
-        for key, dtype in (("bf16", "BF16"), ("fp16", "F16")):
-            if isinstance(given.get(key), dict) or self.dtype == dtype:
-                config[key] = {**(given.get(key) or {}), "enabled": self.dtype == dtype}
-        if "bfloat16" in config:  # an alias
-            config["bfloat16"] = {**config["bfloat16"], "enabled": self.dtype == "BF16"}
-        return config
-
-    def _kind(self) -> str:
-        """The engine's optimizer wrapper (0.19.8, engine.py `_do_optimizer_sanity_check`)."""
-        if self.partitioned:
-            return "DeepSpeedZeRO3"
-        grad = FLOAT_NAMES.get(str(nested(self.config, "data_types", "grad_accum_dtype")))
-        if self.stage == 1 and self.dtype == "BF16" and grad == "F32" and not self.offloads:
-            return "BF16_Optimizer"
-        return "DeepSpeedZeroOptimizer"
-
-    @property
-    def offloads(self) -> bool:
-        device = nested(self.config, "zero_optimization", "offload_optimizer", "device")
-        return device == "cpu" or nested(self.config, "zero_optimization", "cpu_offload") is True
-
-    def _option(self, name: str) -> Any:
-        return nested(self.config, "zero_optimization", name)
-
-    # -- groups
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Hyper-parameters of every group, complete for the optimizer that will take them."""
-        count = 1 + max((held.group or 0 for held in self.trainable.values()), default=0)
-        known = self.source.groups
-        groups = [dict(group) for group in known] if known else [{} for _ in range(count)]
-        name = self._optimizer_name()
-        needed = dict(DEFAULTS.get(name, {}))
-        if self.options.optimizer:
-            adam = {key: needed.get(key, value) for key, value in ADAM.items()}
-            needed = {**adam, **CLASSES[self.options.optimizer]}
-            if self.options.optimizer == "torch":
-                needed["decoupled_weight_decay"] = name == "adamw"
-        elastic = bool(self.engine.get("elastic"))
-        assumed: dict[str, Any] = {}
-        for group in groups:
-            for key, value in self.options.group_defaults.items():
-                if key not in group or not known or elastic:
-                    group[key] = value
-            if known and not elastic and not self.options.optimizer:
-                continue  # complete, as the engine wrote them
-            for key, value in needed.items():
-                if key not in group:
-                    group[key] = value
-                    if key in ADAM or not known:
-                        assumed[key] = value
-        if assumed and not self.options.weights_only:
-            told = ", ".join(
-                f"{key}={value}" for key, value in assumed.items() if value is not None
-            )
-            self.warnings.append(
-                f"hyper-parameters that the source does not hold are {name}'s defaults: {told}"
-            )
-        return groups
-
-    def _optimizer_name(self) -> str:
-        stated = nested(self.config, "optimizer", "type") or self.source.optimizer or "AdamW"
-        return re.sub(r"^(fused|cpu|onebit|deepspeedcpu)", "", str(stated).lower())
 
     # -- flat buffers
 
@@ -303,18 +120,17 @@ class _Target:
 
     def _buffers(self, names: Sequence[str], numels: Sequence[int]) -> list[list[int]]:
         """Places of a group's parameters in its flat buffers, in the order in which they lie."""
-        if self.partitioned:
-            limit = int(self._option("sub_group_size") or SUB_GROUP_SIZE)
-            return zero.sub_groups([-(-numel // self.dp) for numel in numels], limit)
-        if self.kind == "DeepSpeedZeroOptimizer" and self._option("round_robin_gradients"):
+        if self.engine.partitioned:
+            widths = [-(-numel // self.dp) for numel in numels]
+            return zero.sub_groups(widths, self.engine.sub_group_size)
+        if self.engine.round_robin:
             return [zero.round_robin(len(names), self.dp)]
         return [list(range(len(names)))]
 
     def _flat(self, group: int, names: Sequence[str], numels: Sequence[int]) -> _Flat:
-        aligned = self.kind == "DeepSpeedZeroOptimizer" and self._option("parameter_alignment")
-        paddings = (
-            zero.alignment_paddings(numels, SIZES[self.dtype]) if aligned else [0] * len(names)
-        )
+        paddings = [0] * len(names)
+        if self.engine.aligned:
+            paddings = zero.alignment_paddings(numels, SIZES[self.engine.dtype])
         held = [self.trainable[name] for name in names]
         slots = dict(pair for name in names for pair in self._states(name))
         for name in names:
@@ -342,8 +158,8 @@ class _Target:
         prefix = f"{name}/"
         return tuple(
             (slot, self.source.entries[prefix + slot].dtype)
-            for slot in self.source.slots
-            if slot not in ("param", "master", "state") and prefix + slot in self.source.entries
+            for slot in self.states
+            if prefix + slot in self.source.entries
         )
 
     def _master(self, name: str) -> str:
@@ -371,52 +187,39 @@ class _Target:
             key: self._shared(key, names, [item.scalars.get(key) for item in held]) for key in keys
         }
 
-    # -- checks and reports
+    # -- reports
 
-    def _check_states(self) -> None:
-        if self.options.weights_only:
-            return
-        held = {slot for flat in self.flats for slot in flat.slots}
-        if not held and self.source.groups is None:
-            raise MissingData(
-                f"{self.source.root} holds no optimizer state", hint="write --weights-only"
+    def _warn_of_assumed(self, assumed: Mapping[str, Any]) -> None:
+        if assumed:
+            told = ", ".join(
+                f"{key}={value}" for key, value in assumed.items() if value is not None
             )
-        stated = nested(self.config, "optimizer", "type")
-        name = self._optimizer_name()
-        missing = [slot for slot in NEEDED.get(name, ()) if slot not in held]
-        stepped = any(flat.step for flat in self.flats) or held
-        if missing and stepped and (stated or self.options.optimizer):
-            raise WrongOption(
-                f"the ds_config's optimizer {stated or name} keeps {', '.join(missing)}, which the "
-                f"source does not hold (it holds {', '.join(sorted(held)) or 'none'})",
-                hint="use the optimizer of the source, or --weights-only",
+            name = optimizer_name(self.engine, self.source)
+            self.warnings.append(
+                f"hyper-parameters that the source does not hold are {name}'s defaults: {told}"
             )
-        if self.options.optimizer and not {"exp_avg", "exp_avg_sq"} <= held:
-            raise WrongOption(
-                f"--optimizer {self.options.optimizer} is an Adam; the source holds "
-                f"{', '.join(sorted(held)) or 'no states'}"
-            )
-        if any(f"{name}/master" not in self.source.entries for name in self.trainable):
-            kinds = {
-                self.source.entries[f"{name}/param"].dtype
-                for name in self.trainable
-                if f"{name}/master" not in self.source.entries
-            }
-            if kinds - {"F32"}:
-                self.warnings.append(
-                    f"the source holds no fp32 masters: they are made of {', '.join(sorted(kinds))}"
-                )
 
-    def _check_batch(self) -> None:
+    def _warn_of_masters(self) -> None:
+        entries = self.source.entries
+        lacking = [name for name in self.trainable if f"{name}/master" not in entries]
+        kinds = {entries[f"{name}/param"].dtype for name in lacking} - {"F32"}
+        if kinds:
+            self.warnings.append(
+                f"the source holds no fp32 masters: they are made of {', '.join(sorted(kinds))}"
+            )
+
+    def _warn_of_batch(self) -> None:
         """Batch sizes that no longer fit are for the user to choose."""
-        total = self.config.get("train_batch_size")
-        micro = self.config.get("train_micro_batch_size_per_gpu")
-        steps = self.config.get("gradient_accumulation_steps", 1)
-        if all(isinstance(size, int) for size in (total, micro, steps)):
-            if total != micro * steps * self.dp:
+        config = self.engine.config
+        total = config.get("train_batch_size")
+        micro = config.get("train_micro_batch_size_per_gpu")
+        accumulation = config.get("gradient_accumulation_steps", 1)
+        if all(isinstance(size, int) for size in (total, micro, accumulation)):
+            if total != micro * accumulation * self.dp:
                 self.warnings.append(
-                    f"train_batch_size {total} is not micro batch {micro} x accumulation {steps} x "
-                    f"{self.dp} ranks: choose new ones in the ds_config that you run with"
+                    f"train_batch_size {total} is not micro batch {micro} x accumulation "
+                    f"{accumulation} x {self.dp} ranks: choose new ones in the ds_config that you "
+                    "run with"
                 )
         elif isinstance(total, int) and total % self.dp:
             self.warnings.append(
@@ -441,16 +244,16 @@ class _Target:
     def shells(self) -> Iterator[Shell]:
         """Every file, one at a time; equal ones are made once."""
         yield Shell("latest", len(self.tag.encode()), ((0, self.tag.encode()),))
-        prefix = "bf16_" if self.dtype == "BF16" else ""
+        prefix = "bf16_" if self.engine.dtype == "BF16" else ""
         made: Shell | None = None
         for rank in range(self.dp):
             name = f"{self.tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-            if made is not None and self.partitioned:  # all ranks' are alike
+            if made is not None and self.engine.partitioned:  # all ranks' are alike
                 yield Shell(name, made.size, made.parts)
             else:
                 made = self._optimizer_file(name, rank)
                 yield made
-        if not self.partitioned:
+        if not self.engine.partitioned:
             yield self._model_file(f"{self.tag}/mp_rank_00_model_states.pt", 0)
             return
         for rank in range(self.dp):
@@ -512,8 +315,8 @@ class _Target:
             "dp_world_size": self.dp,
             "mp_world_size": 1,
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-            "ds_config": self.config,
-            "ds_version": self.engine.get("version", VERSION),
+            "ds_config": self.engine.config,
+            "ds_version": self.engine.before.get("version", VERSION),
             **self._thawed(state.get("client_state") or {}, storages),
         }
         return shell(name, value, storages)
@@ -522,9 +325,9 @@ class _Target:
         """What the module holds: in stage 3, placeholders for parameters."""
         held: dict[str, Tensor] = {}
         for name, parameter in self.source.parameters.items():
-            shape = (0,) if self.partitioned else parameter.shape
+            shape = (0,) if self.engine.partitioned else parameter.shape
             entry = self.source.entries.get(f"{name}/param")
-            dtype = self.dtype
+            dtype = self.engine.dtype
             if name in self.frozen:
                 if entry is None:
                     continue
@@ -537,16 +340,16 @@ class _Target:
 
     def _weight_dtype(self, dtype: str) -> str:
         """A frozen weight changes its type with the module's."""
-        changes = self.dtype != self.engine.get("dtype", dtype)
-        return self.dtype if changes and dtype in FLOATS else dtype
+        changes = self.engine.dtype != self.engine.before.get("dtype", dtype)
+        return self.engine.dtype if changes and dtype in FLOATS else dtype
 
     def _frozen(self, weights: Mapping[str, Tensor], storages: Storages) -> tuple[Any, Any]:
         """frozen_param_shapes and frozen_param_fragments; stage 1 writes neither."""
-        if self.stage == 1:
+        if self.engine.stage == 1:
             return None, None
         names = [name for name in self.frozen if name in weights]
         shapes = OrderedDict((name, Size(self.frozen[name].shape)) for name in names)
-        if not self.partitioned:
+        if not self.engine.partitioned:
             return shapes, OrderedDict((name, weights[name]) for name in names)
         fragments = OrderedDict(
             (
@@ -563,19 +366,18 @@ class _Target:
 
     def _optimizer_file(self, name: str, rank: int) -> Shell:
         storages = Storages()
-        make = self._partitioned_state if self.partitioned else self._flat_state
+        make = self._partitioned_state if self.engine.partitioned else self._flat_state
         value = {
             "optimizer_state_dict": make(rank, storages),
-            "ds_config": self.config,
-            "ds_version": self.engine.get("version", VERSION),
+            "ds_config": self.engine.config,
+            "ds_version": self.engine.before.get("version", VERSION),
         }
         return shell(name, value, storages)
 
     def _flat_state(self, rank: int, storages: Storages) -> dict[str, Any]:
         """Stage 1 and 2: one partition per group."""
-        kept = self.source.state.get("optimizer") or {}
         parts = [_Partition(flat, self.dp, rank) for flat in self.flats]
-        wrapped = self.kind == "BF16_Optimizer"
+        wrapped = self.engine.wraps_bf16
         state = {
             place: self._numbers(flat, storages)
             | {
@@ -586,7 +388,7 @@ class _Target:
             for place, (flat, part) in enumerate(zip(self.flats, parts, strict=True))
         }
         common = {
-            "clip_grad": kept.get("clip_grad", float(self.config.get("gradient_clipping") or 0.0)),
+            "clip_grad": self.kept.get("clip_grad", self.engine.number(0.0, "gradient_clipping")),
             "base_optimizer_state": self._base(state, storages),
             "single_partition_of_fp32_groups": [
                 storages.tensor(flat.master, (part.size if wrapped else part.owned,))
@@ -594,7 +396,7 @@ class _Target:
             ],
             "group_paddings": [part.size - part.owned for part in parts],
             "partition_count": [self.dp] * len(self.flats),
-            "ds_version": self.engine.get("version", VERSION),
+            "ds_version": self.engine.before.get("version", VERSION),
             "param_slice_mappings": [part.mapping() for part in parts],
         }
         if wrapped:
@@ -615,8 +417,8 @@ class _Target:
         whole = (
             slot == "momentum_buffer"
             and self.groups[flat.group].get("use_muon") is True
-            and self.kind == "DeepSpeedZeroOptimizer"
-            and not self.offloads
+            and not self.engine.wraps_bf16
+            and not self.engine.offloads
         )
         return part.whole() if whole else part.size
 
@@ -643,7 +445,7 @@ class _Target:
         }
 
     def _stage_enum(self) -> Foreign:
-        return Foreign(Global("deepspeed.runtime.zero.config.ZeroStageEnum"), (self.stage,))
+        return Foreign(Global("deepspeed.runtime.zero.config.ZeroStageEnum"), (self.engine.stage,))
 
     def _base(self, state: Mapping[int, Any], storages: Storages) -> dict[str, Any]:
         """The base optimizer's state_dict; states that are empty (plain SGD) are not listed."""
@@ -669,9 +471,8 @@ class _Target:
                 "deepspeed-fused-adam": ("state", "int", 0),
                 "apex-fused-adam": ("group", "int", None),
             }[asked]
-        kept = self.source.state.get("optimizer") or {}
-        step = kept.get("step") or {}
-        return step.get("in", "state"), step.get("type", "F32"), kept.get("group_step")
+        step = self.kept.get("step") or {}
+        return step.get("in", "state"), step.get("type", "F32"), self.kept.get("group_step")
 
     def _numbers(self, flat: _Flat, storages: Storages) -> dict[str, Any]:
         """Step and other 0-d states of one flat buffer."""
@@ -703,36 +504,36 @@ class _Target:
 
     def _scaling(self, storages: Storages) -> dict[str, Any]:
         """The source's loss scaler where the type stays, else one as the engine makes it."""
-        kept = self.source.state.get("optimizer") or {}
-        same = self.dtype == self.engine.get("dtype")
-        if same and isinstance(kept.get("loss_scaler"), Foreign):
+        same = self.engine.same_dtype
+        if same and isinstance(self.kept.get("loss_scaler"), Foreign):
             return {
-                "loss_scaler": self._thawed(kept["loss_scaler"], storages),
-                "dynamic_loss_scale": kept.get("dynamic_loss_scale", False),
-                "overflow": kept.get("overflow", False),
+                "loss_scaler": self._thawed(self.kept["loss_scaler"], storages),
+                "dynamic_loss_scale": self.kept.get("dynamic_loss_scale", False),
+                "overflow": self.kept.get("overflow", False),
             }
         scaler, dynamic = self._fresh_scaler()
         return {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": False}
 
     def _fresh_scaler(self) -> tuple[Foreign, bool]:
+        """As the engine makes it (0.19.8, fp16/loss_scaler.py)."""
         module = "deepspeed.runtime.fp16.loss_scaler"
-        fp16 = self.config.get("fp16") or {}
-        if self.dtype != "F16" or fp16.get("loss_scale"):
-            scale = float(fp16.get("loss_scale") or 1.0) if self.dtype == "F16" else 1.0
-            state: dict[str, Any] = {"cur_scale": scale, "dynamic": False}
+        engine = self.engine
+        static = engine.number(0.0, "fp16", "loss_scale") if engine.dtype == "F16" else 1.0
+        if static:
+            state: dict[str, Any] = {"cur_scale": float(static), "dynamic": False}
             return Foreign(Global(f"{module}.LossScaler"), (), state, "new"), False
-        shift = fp16.get("hysteresis", 2)
+        shift = engine.number(2, "fp16", "hysteresis")
         state = {
-            "cur_scale": 2.0 ** fp16.get("initial_scale_power", 16),
+            "cur_scale": 2.0 ** engine.number(16, "fp16", "initial_scale_power"),
             "dynamic": True,
             "cur_iter": 0,
             "last_overflow_iter": -1,
             "scale_factor": 2.0,
-            "scale_window": fp16.get("loss_scale_window", 1000),
-            "min_scale": fp16.get("min_loss_scale", 1),
+            "scale_window": engine.number(1000, "fp16", "loss_scale_window"),
+            "min_scale": engine.number(1, "fp16", "min_loss_scale"),
             "delayed_shift": shift,
             "cur_hysteresis": shift,
-            "consecutive_hysteresis": fp16.get("consecutive_hysteresis", False),
+            "consecutive_hysteresis": bool(engine.option("fp16", "consecutive_hysteresis")),
             "raise_error_at_min_scale": True,
             "dtype": Global("torch.float16"),
         }

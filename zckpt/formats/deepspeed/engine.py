@@ -1,0 +1,135 @@
+"""The engine that a directory is written for: what its ds_config says, and what is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import WrongOption
+from ...manifest import Manifest
+from ...options import Options
+from .ranks import nested
+
+SUB_GROUP_SIZE = 10**9  # elements, the engine's default
+FLOAT_NAMES = {"fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", "bfloat16": "BF16"}
+
+
+class Engine:
+    """Stage, type and options of the target's engine.
+
+    They are the source's where nothing else is asked; a ds_config that is given replaces the
+    source's. "auto", as trainers' configs have it, is no answer. Raises WrongOption where options
+    and config contradict each other.
+    """
+
+    def __init__(self, source: Manifest, options: Options) -> None:
+        self.options = options
+        stated = source.state.get("engine") or {}
+        self.before: dict[str, Any] = stated if stated.get("name") == "deepspeed" else {}
+        given = options.config if options.config is not None else self.before.get("config")
+        self.known = given is not None
+        self.dp = options.dp or source.dp
+        self.stage = self._stage(source, given or {})
+        self.dtype = self._dtype(source, given or {})
+        self.config = self._config(given or {})
+
+    @property
+    def partitioned(self) -> bool:
+        """Stage 3: every parameter is cut by itself."""
+        return self.stage == 3
+
+    @property
+    def same_dtype(self) -> bool:
+        return self.dtype == self.before.get("dtype")
+
+    def option(self, *names: str) -> Any:
+        """What the config says there; None for "auto"."""
+        value = nested(self.config, *names)
+        return None if value == "auto" else value
+
+    def number(self, default: float, *names: str) -> float:
+        """A number of the config, or the engine's default."""
+        value = self.option(*names)
+        return value if isinstance(value, (int, float)) else default
+
+    @property
+    def optimizer(self) -> str | None:
+        """The base optimizer's name, where the engine makes it."""
+        name = self.option("optimizer", "type")
+        return name if isinstance(name, str) else None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether optimizer states are kept in the processor's memory."""
+        device = self.option("zero_optimization", "offload_optimizer", "device")
+        return device == "cpu" or self.option("zero_optimization", "cpu_offload") is True
+
+    @property
+    def wraps_bf16(self) -> bool:
+        """BF16_Optimizer instead of DeepSpeedZeroOptimizer.
+
+        DeepSpeed 0.19.8, engine.py `_do_optimizer_sanity_check`.
+        """
+        grad = FLOAT_NAMES.get(str(self.option("data_types", "grad_accum_dtype")))
+        wide = self.stage == 1 and self.dtype == "BF16" and grad == "F32"
+        return wide and not self.offloads
+
+    @property
+    def round_robin(self) -> bool:
+        wanted = self.option("zero_optimization", "round_robin_gradients")
+        return bool(wanted) and not self.partitioned and not self.wraps_bf16
+
+    @property
+    def aligned(self) -> bool:
+        wanted = self.option("zero_optimization", "parameter_alignment")
+        return bool(wanted) and not self.partitioned and not self.wraps_bf16
+
+    @property
+    def sub_group_size(self) -> int:
+        return int(self.number(SUB_GROUP_SIZE, "zero_optimization", "sub_group_size"))
+
+    def _stage(self, source: Manifest, config: Mapping[str, Any]) -> int:
+        stated = nested(config, "zero_optimization", "stage")
+        asked = self.options.stage
+        if stated == 0 and asked is None:
+            raise WrongOption("the ds_config says stage 0, which has no partitions to write")
+        if self.options.config is not None and None not in (asked, stated) and asked != stated:
+            raise WrongOption(f"--stage {asked}, but the ds_config says stage {stated}")
+        stage = asked or stated or source.source.get("zero_stage") or 2
+        if stage not in (1, 2, 3):
+            raise WrongOption(f"stage {stage} is none of 1, 2, 3")
+        return int(stage)
+
+    def _dtype(self, source: Manifest, config: Mapping[str, Any]) -> str:
+        told = {
+            dtype: [nested(config, key, "enabled") for key in keys]
+            for dtype, keys in (("BF16", ("bf16", "bfloat16")), ("F16", ("fp16",)))
+        }
+        enabled = [dtype for dtype, values in told.items() if True in values]
+        if len(enabled) > 1:
+            raise WrongOption("the ds_config enables both bf16 and fp16")
+        open_ = any("auto" in values for values in told.values()) and not enabled
+        stated = None if open_ else (enabled or ["F32"])[0]
+        asked = self.options.dtype
+        if asked and self.options.config is not None and stated not in (None, asked):
+            raise WrongOption(f"--dtype asks for {asked}, but the ds_config says {stated}")
+        if asked:
+            return asked
+        if self.options.config is not None and stated:
+            return stated
+        if self.before:
+            return str(self.before["dtype"])
+        held = [entry.dtype for entry in source.entries.values() if entry.slot == "param"]
+        return next((dtype for dtype in held if dtype in ("BF16", "F16")), "F32")
+
+    def _config(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The ds_config with the target's stage and type, as the files will state it."""
+        config = dict(given)
+        config["zero_optimization"] = {**(given.get("zero_optimization") or {})}
+        config["zero_optimization"]["stage"] = self.stage
+        for key, dtype in (("bf16", "BF16"), ("fp16", "F16")):
+            if isinstance(given.get(key), dict) or self.dtype == dtype:
+                config[key] = {**(given.get(key) or {}), "enabled": self.dtype == dtype}
+        if isinstance(given.get("bfloat16"), dict):  # an alias
+            config["bfloat16"] = {**given["bfloat16"], "enabled": self.dtype == "BF16"}
+        return config

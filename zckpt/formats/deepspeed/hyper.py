@@ -1,0 +1,141 @@
+"""Hyper-parameters that a source never stored, and states that an optimizer cannot lack."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import MissingData, WrongOption
+from ...manifest import Manifest
+from .engine import Engine
+
+# hyper-parameters that an optimizer needs in every group, with its own defaults (torch 2.13,
+# DeepSpeed 0.19.8); what a source never stored is taken from here, with a warning
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+TORCH = {"maximize": False, "foreach": None, "capturable": False, "differentiable": False}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adam": {**ADAM, "amsgrad": False, **TORCH, "fused": None, "decoupled_weight_decay": False},
+    "adamw": {
+        **ADAM,
+        "weight_decay": 1e-2,
+        "amsgrad": False,
+        **TORCH,
+        "fused": None,
+        "decoupled_weight_decay": True,
+    },
+    "nadam": {
+        **ADAM,
+        "lr": 2e-3,
+        "momentum_decay": 4e-3,
+        "decoupled_weight_decay": False,
+        **TORCH,
+    },
+    "rmsprop": {
+        "lr": 1e-2,
+        "momentum": 0,
+        "alpha": 0.99,
+        "eps": 1e-8,
+        "centered": False,
+        "weight_decay": 0,
+        "capturable": False,
+        "foreach": None,
+        "maximize": False,
+        "differentiable": False,
+    },
+    "adagrad": {
+        "lr": 1e-2,
+        "lr_decay": 0,
+        "eps": 1e-10,
+        "weight_decay": 0,
+        "initial_accumulator_value": 0,
+        "foreach": None,
+        "maximize": False,
+        "differentiable": False,
+        "fused": None,
+    },
+    "sgd": {
+        "lr": 1e-3,
+        "momentum": 0,
+        "dampening": 0,
+        "weight_decay": 0,
+        "nesterov": False,
+        "maximize": False,
+        "foreach": None,
+        "differentiable": False,
+        "fused": None,
+    },
+    "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+}
+# what groups hold beside ADAM's, by the class that `--optimizer` asks for
+CLASSES: dict[str, dict[str, Any]] = {
+    "torch": {"amsgrad": False, **TORCH, "fused": None},
+    "deepspeed-cpu-adam": {"bias_correction": True, "amsgrad": False},
+    "deepspeed-fused-adam": {"bias_correction": True},
+    "apex-fused-adam": {"bias_correction": True},
+}
+NEEDED = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "nadam": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "adagrad": ("sum",),
+    "rmsprop": ("square_avg",),
+}
+
+
+def optimizer_name(engine: Engine, source: Manifest) -> str:
+    """The target's base optimizer in lower case, without the words for who implements it."""
+    name = (engine.optimizer or source.optimizer or "AdamW").lower()
+    return re.sub(r"^(deepspeed|fused|cpu)+", "", name)
+
+
+def complete_groups(
+    engine: Engine, source: Manifest, count: int
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Every group with all that the target's optimizer needs, and what had to be assumed.
+
+    Groups that an engine wrote are complete. Elastic files and other engines' are filled up from
+    `--group-defaults`, then from the optimizer's own defaults.
+    """
+    options, name = engine.options, optimizer_name(engine, source)
+    complete = source.groups is not None and not engine.before.get("elastic")
+    groups = [dict(group) for group in source.groups or [{}] * count]
+    needed = dict(DEFAULTS.get(name, {}))
+    if options.optimizer:
+        adam = {key: needed.get(key, value) for key, value in ADAM.items()}
+        needed = {**adam, **CLASSES[options.optimizer]}
+        if options.optimizer == "torch":
+            needed["decoupled_weight_decay"] = name == "adamw"
+    assumed: dict[str, Any] = {}
+    for group in groups:
+        for key, value in options.group_defaults.items():
+            if not (complete and key in group):
+                group[key] = value
+        if complete and not options.optimizer:
+            continue
+        for key, value in needed.items():
+            if key not in group:
+                group[key] = value
+                if key in ADAM or not complete:
+                    assumed[key] = value
+    return groups, assumed
+
+
+def check_states(engine: Engine, source: Manifest, held: Mapping[str, Any]) -> None:
+    """Raises where the target's optimizer needs states that the source does not hold."""
+    told = ", ".join(sorted(held)) or "none"
+    if not held and source.groups is None:
+        raise MissingData(f"{source.root} holds no optimizer state", hint="write --weights-only")
+    name = optimizer_name(engine, source)
+    missing = [slot for slot in NEEDED.get(name, ()) if slot not in held]
+    if missing and held and (engine.optimizer or engine.options.optimizer):
+        raise WrongOption(
+            f"the ds_config's optimizer {engine.optimizer or name} keeps {', '.join(missing)}, "
+            f"which the source does not hold (it holds {told})",
+            hint="use the optimizer of the source, or --weights-only",
+        )
+    if engine.options.optimizer and not {"exp_avg", "exp_avg_sq"} <= set(held):
+        raise WrongOption(
+            f"--optimizer {engine.options.optimizer} is an Adam; the source holds {told}"
+        )
