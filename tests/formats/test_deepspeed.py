@@ -20,11 +20,15 @@ Trained = Callable[[Case], Path]
 
 
 def every_case() -> list[Any]:
-    """All cases are of the full matrix; the first of each kind is of the default run too."""
+    """All cases are of the full matrix; the first of each kind is of the default run too.
+
+    Unless DeepSpeed would have to compile an extension for it, which takes minutes.
+    """
     seen: set[str] = set()
     found = []
     for case in CASES.values():
-        marks = [pytest.mark.engines] + ([] if case.kind in seen else [pytest.mark.first])
+        first = case.kind not in seen and case.extension is None
+        marks = [pytest.mark.engines, *([pytest.mark.first] if first else [])]
         seen.add(case.kind)
         found.append(pytest.param(case, id=case.name, marks=marks))
     return found
