@@ -31,7 +31,6 @@ class Copying:
 
 
 DEFAULT_COPYING = Copying()
-DEFAULT_OPTIONS = Options()
 
 
 def read(
@@ -140,18 +139,20 @@ def convert(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
-    options: Options = DEFAULT_OPTIONS,
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
     begin: Callable[[int], Progress] | None = None,
+    **options: Any,
 ) -> Report:
     """Writes the checkpoint at `source` as a new directory `target`, in format `to`.
 
-    `begin` is told the bytes to come and gives a function that is told of every piece of them.
-    Raises a ZckptError; then there is no `target`.
+    `options` are the fields of `Options`: dtype="bf16", weights_only=True, ... `begin` is told the
+    bytes to come and gives a function that is told of every piece of them. Raises a ZckptError;
+    then there is no `target`.
     """
+    asked = Options(**options)
     manifest = _source_for(target, source, format, tag, step_policy)
-    return _write("convert", manifest, os.fspath(target), to, options, copying, dry_run, begin)
+    return _write("convert", manifest, os.fspath(target), to, asked, copying, dry_run, begin)
 
 
 def reshard(
@@ -161,18 +162,19 @@ def reshard(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
-    options: Options = DEFAULT_OPTIONS,
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
     begin: Callable[[int], Progress] | None = None,
+    **options: Any,
 ) -> Report:
-    """Writes the checkpoint at `source` for the engine that it came from, at another `options.dp`.
+    """Writes the checkpoint at `source` for the engine that it came from: dp=16, stage=3, ...
 
     A universal source goes back to the engine that its manifest names. Otherwise as `convert`.
     """
+    asked = Options(**options)
     manifest = _source_for(target, source, format, tag, step_policy)
     engine = str(manifest.source.get("format"))
-    return _write("reshard", manifest, os.fspath(target), engine, options, copying, dry_run, begin)
+    return _write("reshard", manifest, os.fspath(target), engine, asked, copying, dry_run, begin)
 
 
 def _source_for(
@@ -205,8 +207,6 @@ def _write(
     writer = formats.named(to)
     if not writer.writes:
         raise WrongOption(f"{to} can be read, but not written yet")
-    if options.dp is not None and options.dp < 1:
-        raise WrongOption(f"a data-parallel size of {options.dp}", hint="--dp is at least 1")
     module = writer.load()
     layout: staging.Layout = module.lay_out(manifest, options)
     files = [(shell.name, shell.size) for shell in layout.shells()]

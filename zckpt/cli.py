@@ -17,7 +17,7 @@ import click
 from . import __version__
 from .dtypes import OPTIONS as DTYPES
 from .errors import WrongOption, ZckptError
-from .options import OPTIMIZERS, Options
+from .options import OPTIMIZERS
 
 UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
@@ -80,6 +80,11 @@ def common(command: Command) -> Command:
     for option in (
         click.option("-q", "--quiet", is_flag=True, help="No progress and no warnings."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
+        click.option(
+            "--step-policy",
+            metavar="max|min|N",
+            help="The step to take where ranks disagree, which is an error otherwise.",
+        ),
         click.option("--tag", help="The tag, where a run directory holds several."),
         click.option("--from", "format", metavar="FORMAT", help="The source's format."),
     ):
@@ -129,11 +134,6 @@ def writing(command: Command) -> Command:
             help="Split larger safetensors files.",
         ),
         click.option(
-            "--step-policy",
-            metavar="max|min|N",
-            help="The step to take where ranks disagree, which is an error otherwise.",
-        ),
-        click.option(
             "--group-defaults",
             type=Pairs(),
             metavar="K=V,...",
@@ -166,29 +166,6 @@ def writing(command: Command) -> Command:
     return command
 
 
-def options_of(
-    dp: int | None,
-    stage: str | None,
-    weights_only: bool,
-    dtype: str | None,
-    optimizer: str | None,
-    config: dict[str, Any] | None,
-    group_defaults: dict[str, Any] | None,
-    max_file_size: int,
-) -> Options:
-    """The words of `writing` as a value."""
-    return Options(
-        weights_only=weights_only,
-        dtype=DTYPES[dtype] if dtype else None,
-        max_file_size=max_file_size,
-        dp=dp,
-        stage=int(stage) if stage else None,
-        config=config,
-        optimizer=optimizer,
-        group_defaults=group_defaults or {},
-    )
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="zckpt")
 def cli() -> None:
@@ -210,6 +187,7 @@ def inspect(
     state: bool,
     format: str | None,
     tag: str | None,
+    step_policy: str | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -220,7 +198,7 @@ def inspect(
     """
     from . import api, display
 
-    manifest = api.read(path, format=format, tag=tag)
+    manifest = api.read(path, format=format, tag=tag, step_policy=step_policy)
     if as_json:
         report = api.inspect(manifest)
         if tensors or layout:
@@ -277,6 +255,8 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
 
     as_json, quiet, dry_run = (words.pop(key) for key in ("as_json", "quiet", "dry_run"))
     copying = api.Copying(*(words.pop(key) for key in ("jobs", "memory", "io")))
+    words["stage"] = int(words["stage"]) if words["stage"] else None
+    words["group_defaults"] = words["group_defaults"] or {}
     reading = {key: words.pop(key) for key in ("format", "tag", "step_policy")}
     with display.progress(quiet or as_json or dry_run) as begin:
         report = getattr(api, command)(
@@ -284,7 +264,7 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
             target,
             **reading,
             **more,
-            options=options_of(**words),
+            **words,
             copying=copying,
             dry_run=dry_run,
             begin=begin,
@@ -333,6 +313,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         fail(words, "OSError", what, "check the path, and the rights to it", 1)
     except (click.Abort, KeyboardInterrupt):
         fail(words, "Interrupted", "interrupted", "no target was made", 130)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        fail(words, "InternalError", what, "a bug of zckpt; ZCKPT_TRACEBACK=1 shows where", 1)
     sys.exit(0)
 
 

@@ -170,8 +170,6 @@ def _ranges(entry: Entry, marks: dict[str, str]) -> str:
 def converted(report: dict[str, Any], quiet: bool) -> None:
     """What `convert` did, or would do."""
     warn(report["warnings"], quiet)
-    for line in report["left_out"]:
-        warn([f"left out: {line}"], quiet)
     if quiet:
         return
     where = safe(report["target"])
@@ -184,10 +182,16 @@ def converted(report: dict[str, Any], quiet: bool) -> None:
     step = "" if report["step"] is None else f", step {report['step']}"
     print(
         f"{where}: {report['tensors']:,} tensors, {size(report['bytes'])}{step}, "
-        f"{report['seconds']:.1f} s, {report['records']['checked']:,} source records checked"
+        f"{report['seconds']:.1f} s" + _checked(report["records"]["checked"])
     )
+    for line in report["left_out"]:
+        print(f"left out: {safe(line)}")
     if report["records"]["unchecked"]:
         print(f"{report['records']['unchecked']:,} source records could not be checked (no CRC-32)")
+
+
+def _checked(count: int) -> str:
+    return f", {count:,} source records checked" if count else ""
 
 
 @contextmanager

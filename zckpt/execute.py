@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 
 from . import plan
 from .checksum import Cover, crc32
@@ -30,7 +31,7 @@ CHUNK = 4 << 20  # bytes
 MANY = 4096  # slices from which on numpy copies them faster than it is imported
 SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbours
 LITTLE = 1 << 20  # bytes that are read for the sake of a record's CRC alone
-CAST_BLOCK = 1 << 20  # elements that are cast at a time
+CAST_BLOCK = 1 << 18  # elements that are cast at a time
 
 Progress = Callable[[int], None]
 
@@ -151,6 +152,12 @@ class Gatherer:
         self.ledger = ledger
         self.memory = memory
         self._scratch: Buffer | None = None
+        self._block: Buffer | None = None
+
+    def block(self) -> memoryview:
+        """What is to be cast, in the source's type."""
+        self._block = self._block or Buffer(CAST_BLOCK * 8)
+        return self._block.view
 
     def scratch(self) -> memoryview:
         """Working memory, taken when first needed: many copies never do."""
@@ -204,7 +211,7 @@ class Gatherer:
         """
         found: list[Wanted] = []
         width = 0
-        for item in wanted[place:]:
+        for item in islice(wanted, place, None):
             slices = item.entry.fragments
             if not isinstance(slices, Slices) or item.start or item.stop != slices.numel:
                 break
@@ -295,12 +302,9 @@ def _follows(before: Extent, extent: Extent) -> bool:
 class _Target:
     """One file that is being filled: its writer, its records, how many chunks are to come."""
 
-    def __init__(
-        self, path: str, pieces: Sequence[Piece], records: Sequence[Extent], io: str, chunk: int
-    ) -> None:
+    def __init__(self, path: str, records: Sequence[Extent], io: str, chunk: int) -> None:
         self.path = path
         self.size = os.path.getsize(path)
-        self.pieces = pieces
         self.left = -(-self.size // chunk)
         self.cover = Cover(self.size)
         self.records = {extent: Cover(extent.length) for extent in records}
@@ -371,7 +375,7 @@ class _Copy:
             if not os.path.getsize(file):
                 continue
             records = self.records.get(file, ())
-            target = _Target(file, pieces, records, self.io, self.chunk)
+            target = _Target(file, records, self.io, self.chunk)
             self.targets.append(target)
             for chunk in plan.chunks(file, target.size, pieces, self.chunk):
                 yield target, chunk
@@ -434,10 +438,10 @@ class _Copy:
 
         source, to = piece.pair.source, piece.pair.target
         size, cast_size = SIZES[source.dtype], SIZES[to.dtype]
-        block = Buffer(CAST_BLOCK * size)
+        block = gatherer.block()
         for start in range(piece.start, piece.stop, CAST_BLOCK):
             stop = min(start + CAST_BLOCK, piece.stop)
-            held = block.view[: (stop - start) * size]
+            held = block[: (stop - start) * size]
             gatherer.gather([Wanted(source, start, stop, 0)], held)
             if source.name in self.cast_covers:
                 crc = crc32(held)

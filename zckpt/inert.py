@@ -82,7 +82,7 @@ class TensorName:
 
 
 def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """A copy of a container whose items are `change(item, key)`; other values as they are."""
+    """A copy of a container whose items are `change(item, key)`; keys differ within it."""
     kind = type(value)
     if kind in (dict, OrderedDict):
         return kind((key, change(item, key)) for key, item in value.items())
@@ -91,12 +91,12 @@ def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     if kind is Foreign:
         return Foreign(
             value.function,
-            tuple(change(item, place) for place, item in enumerate(value.arguments)),
+            tuple(change(item, ("argument", n)) for n, item in enumerate(value.arguments)),
             change(value.state, "state"),
             value.how,
-            {key: change(item, key) for key, item in value.keywords.items()},
-            [change(item, place) for place, item in enumerate(value.appended)],
-            [(key, change(item, key)) for key, item in value.items],
+            {key: change(item, ("keyword", key)) for key, item in value.keywords.items()},
+            [change(item, ("appended", n)) for n, item in enumerate(value.appended)],
+            [(key, change(item, ("item", key))) for key, item in value.items],
         )
     return value
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .dtypes import OPTIONS as DTYPES
+from .errors import WrongOption
+
 OPTIMIZERS = ("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`dtype` is safetensors' name of what the module's weights become, made of the masters.
+    """Raises WrongOption for what none can be.
 
-    `dp`, `stage` and `optimizer` are the source's where they are None; `config` is a ds_config that
+    `dtype` (fp32, bf16, fp16) is what the module's weights become, made of the masters. `dp`,
+    `stage` and `optimizer` are the source's where they are None; `config` is a ds_config that
     replaces the source's; `group_defaults` are hyper-parameters that the source does not hold.
     """
 
@@ -24,3 +28,19 @@ class Options:
     config: dict[str, Any] | None = None
     optimizer: str | None = None
     group_defaults: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.dp is not None and self.dp < 1:
+            raise WrongOption(f"a data-parallel size of {self.dp}", hint="--dp is at least 1")
+        for word, value, allowed in (
+            ("dtype", self.dtype, tuple(DTYPES)),
+            ("stage", self.stage, (1, 2, 3)),
+            ("optimizer", self.optimizer, OPTIMIZERS),
+        ):
+            if value is not None and value not in allowed:
+                raise WrongOption(f"{word} {value!r} is none of {', '.join(map(str, allowed))}")
+
+    @property
+    def module_dtype(self) -> str | None:
+        """`dtype` as safetensors names it."""
+        return None if self.dtype is None else DTYPES[self.dtype]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .dtypes import SIZES
 from .errors import MissingData
-from .manifest import Entry, Extent, Fragment, Manifest, Slices
+from .manifest import Entry, Fragment, Manifest, Slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +77,16 @@ def _source_of(entry: Entry, source: Manifest, from_masters: bool) -> Entry:
 def files(pairs: Sequence[Pair]) -> Iterator[tuple[str, list[Piece]]]:
     """Every target file with its pieces in the order of their bytes, one file at a time."""
     listed: dict[str, list[tuple[Pair, Fragment]]] = {}
-    sliced: dict[tuple[Extent, ...], list[Pair]] = {}
-    slices_in: dict[str, list[tuple[tuple[Extent, ...], int]]] = {}
+    sliced: dict[int, list[Pair]] = {}  # by the identity of the flats that many tensors share
+    slices_in: dict[str, list[tuple[int, int]]] = {}
     for pair in pairs:
         fragments = pair.target.fragments
         if isinstance(fragments, Slices):
-            if fragments.flats not in sliced:
+            flats = id(fragments.flats)
+            if flats not in sliced:
                 for rank, flat in enumerate(fragments.flats):
-                    slices_in.setdefault(flat.file, []).append((fragments.flats, rank))
-            sliced.setdefault(fragments.flats, []).append(pair)
+                    slices_in.setdefault(flat.file, []).append((flats, rank))
+            sliced.setdefault(flats, []).append(pair)
         else:
             for fragment in fragments:
                 listed.setdefault(fragment.extent.file, []).append((pair, fragment))

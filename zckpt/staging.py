@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from .checksum import crc32
-from .errors import NotEnoughSpace, TargetExists
+from .errors import CorruptCheckpoint, NotEnoughSpace, TargetExists
 from .manifest import Sibling
 
 
@@ -59,18 +59,24 @@ class Staging:
     def lay(self, shells: Iterable[Shell]) -> None:
         """Writes shells; their holes take no space yet."""
         for shell in shells:
-            path = os.path.join(self.path, shell.name)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            path = self._inside(shell.name)
             with open(path, "xb") as file:
                 file.truncate(shell.size)
                 for offset, data in shell.parts:
                     file.seek(offset)
                     file.write(data)
 
+    def _inside(self, name: str) -> str:
+        """The path of a new file, its folder made; raises for a name that leads elsewhere."""
+        path = os.path.normpath(os.path.join(self.path, name))
+        if not path.startswith(self.path + os.sep) or "\0" in name:
+            raise CorruptCheckpoint(f"a file of the source has a name that leads outside: {name!r}")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return path
+
     def copy(self, source: str, name: str) -> tuple[int, int]:
         """A whole file as it is, below `path`; gives its size and CRC-32."""
-        path = os.path.join(self.path, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        path = self._inside(name)
         size = crc = 0
         with open(source, "rb") as read, open(path, "xb") as write:
             while data := read.read(1 << 20):

@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, given, settings
 from safetensors.numpy import save_file
 
 import zckpt
-from zckpt import Options
 
 from ..conftest import EXAMPLE, Result
 from ..engines import deepspeed
@@ -33,7 +32,7 @@ Trained = Callable[[Case], Path]
 
 
 def reshard(source: Path, target: Path, **options: Any) -> Path:
-    zckpt.reshard(source, target, options=Options(**options))
+    zckpt.reshard(source, target, **options)
     return target
 
 
@@ -354,7 +353,9 @@ class TestElasticSource:
         report = zckpt.reshard(
             root / "run",
             tmp_path / "run",
-            options=Options(dp=3, config={**bf16(CASES[case])}, group_defaults=defaults),
+            dp=3,
+            config={**bf16(CASES[case])},
+            group_defaults=defaults,
         )
         assert any("eps=1e-08" in warning for warning in report["warnings"])
         after = deepspeed.resume(CASES[case], tmp_path / "run", tmp_path, dp=3, config={})
@@ -438,8 +439,7 @@ class TestRefusals:
     def test_weights_alone_are_no_optimizer(self, tmp_path: Path, zckpt: Zckpt) -> None:
         import zckpt as module
 
-        options = Options(weights_only=True)
-        module.convert(EXAMPLE, tmp_path / "weights", options=options)
+        module.convert(EXAMPLE, tmp_path / "weights", weights_only=True)
         ended = zckpt("reshard", tmp_path / "weights", tmp_path / "run")
         assert ended.code == 1
         assert "--weights-only" in ended.err

@@ -11,14 +11,12 @@ import pytest
 import torch
 
 import zckpt
-from zckpt import Options
 
 from ..engines import deepspeed
 from ..engines.cases import CASES, Case, zero
 from .equality import plain, same_bits
 
 Trained = Callable[[Case], Path]
-TYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
 @dataclass(frozen=True)
@@ -155,14 +153,14 @@ def written(move: Move, trained: Trained, tmp_path: Path) -> Path:
         zckpt.convert(source, tmp_path / "universal")
         source = tmp_path / "universal"
     config = None if move.config is None else engine_config(case, move)
-    options = Options(
+    options = dict(
         dp=move.dp,
         stage=move.stage,
-        dtype=TYPES[move.dtype] if move.dtype and config is None else None,
+        dtype=move.dtype if config is None else None,
         config=config,
         **move.options,
     )
-    zckpt.reshard(source, tmp_path / "resharded", options=options)
+    zckpt.reshard(source, tmp_path / "resharded", **options)
     return tmp_path / "resharded"
 
 

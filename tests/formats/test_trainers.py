@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import zckpt
-from zckpt import Options
 
 from ..engines import trainers
 from .equality import load, same_bits
@@ -83,7 +82,7 @@ class TestTrainer:
             zckpt.convert(directory, tmp_path / "universal")
             source = tmp_path / "universal"
         target = tmp_path / directory.name
-        report = zckpt.reshard(source, target, options=Options(dp=dp))
+        report = zckpt.reshard(source, target, dp=dp)
         own = PER_RANK[trainer]
         assert (target / str(own)).exists() == (own is not None and dp == 2)
         named = any(str(own) in line for line in report["left_out"])

@@ -140,6 +140,13 @@ class TestWeightsOnly:
             master = full.get(name.replace("/param", "/master"), full[name])
             assert same_bits(weight, master.to(dtype)), name
 
+    def test_groups_are_kept_for_an_engine(self, tmp_path: Path) -> None:
+        zckpt.convert(EXAMPLE, tmp_path / "weights", weights_only=True)
+        run = tmp_path / "run"
+        zckpt.reshard(tmp_path / "weights", run, weights_only=True, dp=2)
+        groups = [held.group for held in zckpt.read(EXAMPLE).parameters.values()]
+        assert [held.group for held in zckpt.read(run).parameters.values()] == groups
+
     def test_dtype_keeps_the_optimizer_too(self, universal: Path, tmp_path: Path) -> None:
         zckpt.convert(EXAMPLE, tmp_path / "half", dtype="fp16")
         full, half = load(universal), load(tmp_path / "half")
@@ -201,6 +208,56 @@ class TestRefusals:
         assert ended.code == 1
         assert ended.err.startswith("Error: ")
         assert len(ended.err.splitlines()) <= 2
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            None,
+            {"format": "deepspeed", "dp": "x"},
+            {"format": "deepspeed", "dp": -3},
+            {"format": "deepspeed", "zero_stage": "two"},
+            {"format": "deepspeed", "tag": "../../elsewhere"},
+            {"format": "deepspeed", "tag": ".."},
+        ],
+    )
+    def test_a_source_that_none_can_be(
+        self, source: Any, universal: Path, zckpt: Callable[..., Any]
+    ) -> None:
+        self.change(universal, source=source)
+        for command in (["inspect", universal], ["reshard", universal, universal.parent / "run"]):
+            assert zckpt(*command).code == 1
+        assert sorted(path.name for path in universal.parent.iterdir()) == ["universal"]
+
+    @pytest.mark.parametrize("keep", [slice(1), slice(1, None), slice(0)])
+    def test_fragments_that_do_not_cover(self, keep: slice, universal: Path) -> None:
+        extent = zckpt.read(universal).entries["fc1.bias/master"].fragments[0].extent
+        listed = [
+            {
+                "file": "master.safetensors",
+                "offset": extent.offset + start * 4,
+                "length": (stop - start) * 4,
+                "start": start,
+                "stop": stop,
+            }
+            for start, stop in ((0, 10), (10, 29))
+        ]
+        manifest = manifest_of(universal)
+        manifest["entries"]["fc1.bias/master"]["fragments"] = listed[keep]
+        (universal / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(errors.CorruptCheckpoint, match=r"fc1.bias/master"):
+            zckpt.read(universal)
+
+    def test_files_beside_it_do_not_disturb(self, universal: Path) -> None:
+        (universal / "notes.safetensors").write_text("junk")
+        (universal / "master-old.safetensors").write_text("junk")
+        assert zckpt.read(universal).step == 7
+
+    @pytest.mark.parametrize("words", [["--dp", "8"], ["--stage", "3"], ["--optimizer", "torch"]])
+    def test_options_without_a_meaning(
+        self, words: list[str], tmp_path: Path, zckpt: Callable[..., Any]
+    ) -> None:
+        ended = zckpt("convert", EXAMPLE, tmp_path / "universal", *words)
+        assert (ended.code, words[0] in ended.err) == (2, True)
 
     def test_fragments_may_be_listed(self, universal: Path) -> None:
         manifest = manifest_of(universal)

@@ -14,13 +14,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from .. import safefile
 from ..dtypes import FLOATS, SIZES
-from ..errors import CorruptCheckpoint, MissingData, NotACheckpoint, UnsupportedCheckpoint
+from ..errors import (
+    CorruptCheckpoint,
+    MissingData,
+    NotACheckpoint,
+    UnsupportedCheckpoint,
+    WrongOption,
+)
 from ..inert import Scalar, from_json, plain_group, to_json
 from ..manifest import (
     Entry,
@@ -62,7 +70,7 @@ def select(source: Manifest, options: Options) -> Manifest:
             entries[entry.name] = _weight(source, entry, options)
         elif not options.weights_only:
             entries[entry.name] = entry
-        if entry.slot == "master" and (options.weights_only or options.dtype):
+        if entry.slot == "master" and (options.weights_only or options.module_dtype):
             name = f"{entry.parameter}/param"
             made = replace(entry, name=name, digest=None)
             entries.setdefault(name, _weight(source, made, options))
@@ -70,11 +78,16 @@ def select(source: Manifest, options: Options) -> Manifest:
         if not entries:
             raise MissingData(f"{source.root} holds no weights")
         kept = ("engine", "module", "module_metadata", "module_extra")
+        entries |= {
+            name: entry
+            for name, entry in source.entries.items()
+            if entry.slot == "state" and name.startswith("module_extra.")
+        }
         return replace(
             source,
             entries=entries,
             parameters={
-                name: replace(held, step=None, scalars={}, group=None)
+                name: replace(held, step=None, scalars={})
                 for name, held in source.parameters.items()
             },
             groups=None,
@@ -86,17 +99,40 @@ def select(source: Manifest, options: Options) -> Manifest:
 def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
     """A weight in the dtype that is asked for; buffers keep theirs."""
     weight = entry.parameter in source.parameters and entry.dtype in FLOATS
-    if not options.dtype or not weight or entry.dtype == options.dtype:
+    if not options.module_dtype or not weight or entry.dtype == options.module_dtype:
         return entry
-    return replace(entry, dtype=options.dtype, digest=None)
+    return replace(entry, dtype=options.module_dtype, digest=None)
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files, without tensors and digests; `seal` adds these."""
-    chosen = select(source, options)
+    for_engines = {
+        "--dp": options.dp,
+        "--stage": options.stage,
+        "--optimizer": options.optimizer,
+        "--ds-config": options.config,
+    }
+    for word, value in for_engines.items():
+        if value is not None:
+            raise WrongOption(f"{word} has no meaning for a universal checkpoint")
+    chosen = with_defaults(select(source, options), options)
     siblings = [(f"{SIBLINGS}/{item.name}", item) for item in source.siblings]
+    left_out = list(source.left_out)
+    if options.weights_only:
+        left_out += [f"{item.name}: no weights" for item in source.siblings]
+        siblings = []
     shells = list(_shells(chosen, options))
-    return Layout(lambda: iter(shells), siblings, source.left_out, source.warnings)
+    return Layout(lambda: iter(shells), siblings, left_out, source.warnings)
+
+
+def with_defaults(source: Manifest, options: Options) -> Manifest:
+    """Hyper-parameters that the source never stored (elastic files, other engines)."""
+    elastic = bool((source.state.get("engine") or {}).get("elastic"))
+    if not options.group_defaults or not (source.groups is None or elastic):
+        return source
+    count = 1 + max((held.group or 0 for held in source.parameters.values()), default=0)
+    groups = source.groups or tuple({} for _ in range(count))
+    return replace(source, groups=tuple({**options.group_defaults, **group} for group in groups))
 
 
 def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
@@ -252,12 +288,13 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
 
 
 def _manifest(path: str, made: Mapping[str, Any]) -> Manifest:
-    stored, files = _stored(path)
+    _check_source(path, made)
+    stored, files = _stored(path, made.get("files") or ())
     entries = {}
     for name, item in made["entries"].items():
         shape = tuple(item["shape"])
         if "fragments" in item:
-            fragments: Fragments = _listed(path, item["fragments"])
+            fragments: Fragments = _listed(path, name, item)
         elif name in stored:
             found = stored[name]
             if (found.dtype, found.shape) != (item["dtype"], shape):
@@ -327,12 +364,38 @@ def _manifest(path: str, made: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _stored(path: str) -> tuple[dict[str, safefile.Stored], list[str]]:
-    """Every tensor of every safetensors file by entry name, and the files."""
+def _check_source(path: str, made: Mapping[str, Any]) -> None:
+    """What names of folders and numbers of ranks are made of."""
+    source = made["source"]
+    dp, stage, tag = (source.get(key) for key in ("dp", "zero_stage", "tag"))
+    groups = made["groups"]
+    count = len(groups) if groups is not None else None
+    members = [item["group"] for item in made["parameters"].values()]
+    fine = (
+        (dp is None or (type(dp) is int and dp > 0))
+        and stage in (None, 0, 1, 2, 3)
+        and (tag is None or (isinstance(tag, str) and not re.search(r"[/\\\0]|^\.*$", tag)))
+        and all(
+            group is None
+            or (type(group) is int and group >= 0 and (count is None or group < count))
+            for group in members
+        )
+    )
+    if not fine:
+        raise CorruptCheckpoint(
+            f"{os.path.join(path, MANIFEST)} states a dp, stage, tag or group that none can be"
+        )
+
+
+def _stored(path: str, listed: Collection[str]) -> tuple[dict[str, safefile.Stored], list[str]]:
+    """Every tensor of every listed safetensors file by entry name, and the files.
+
+    A manifest that is being written lists none yet; then all are meant.
+    """
     found: dict[str, safefile.Stored] = {}
     files = []
     for name in sorted(os.listdir(path)):
-        if not name.endswith(".safetensors"):
+        if not name.endswith(".safetensors") or (listed and name not in listed):
             continue
         full = os.path.join(path, name)
         files.append(full)
@@ -343,17 +406,22 @@ def _stored(path: str) -> tuple[dict[str, safefile.Stored], list[str]]:
     return found, files
 
 
-def _listed(path: str, fragments: Sequence[Mapping[str, Any]]) -> Runs:
-    return Runs(
-        [
-            Fragment(
-                item["start"],
-                item["stop"],
-                Extent(_inside(path, item["file"]), item["offset"], item["length"]),
-            )
-            for item in fragments
-        ]
-    )
+def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
+    """Fragments as the manifest lists them; raises unless they cover the tensor once."""
+    found, here, size = [], 0, SIZES[entry["dtype"]]
+    for item in sorted(entry["fragments"], key=lambda item: item["start"]):
+        start, stop = item["start"], item["stop"]
+        extent = Extent(_inside(path, item["file"]), item["offset"], item["length"])
+        room = os.path.getsize(extent.file) if os.path.isfile(extent.file) else -1
+        if start != here or extent.offset < 0 or extent.length != (stop - start) * size:
+            break
+        if extent.offset + extent.length > room:
+            break
+        found.append(Fragment(start, stop, extent))
+        here = stop
+    if here != prod(entry["shape"]) or len(found) != len(entry["fragments"]):
+        raise CorruptCheckpoint(f"{path}: the fragments of {name} do not cover it once")
+    return Runs(found)
 
 
 def _inside(path: str, name: str) -> str:

@@ -75,21 +75,24 @@ def locate(path: str, tag: str | None) -> Place:
             )
         tag = found[0]
         said = f"{os.path.join(path, 'latest')} names"
-    tags = _tags(path)
-    near = f"; here are {listed(tags)}" if tags else "; no tag folder is left here"
     if not tag or tag in (".", "..") or re.search(r"[/\\\0]", tag):
-        raise NotACheckpoint(
-            f"{said} {tag!r}, which is no folder name", hint="choose a tag with --tag" + near
-        )
+        raise NotACheckpoint(f"{said} {tag!r}, which is no folder name", hint=_near(path))
     directory = os.path.join(path, tag)
     if not os.path.isdir(directory):
-        raise NotACheckpoint(
-            f"{said} {tag!r}, but {path} has no such folder", hint="choose a tag with --tag" + near
-        )
+        raise NotACheckpoint(f"{said} {tag!r}, but {path} has no such folder", hint=_near(path))
     return Place(directory, tag, path)
 
 
+def _near(path: str) -> str:
+    tags = _tags(path)
+    return "choose a tag with --tag" + (
+        f"; here are {listed(tags)}" if tags else "; no tag folder is left here"
+    )
+
+
 def _holds_states(path: str) -> bool:
+    if not os.access(path, os.R_OK | os.X_OK):  # lost+found
+        return False
     with os.scandir(path) as items:
         return any(
             pattern.fullmatch(item.name)

@@ -28,6 +28,13 @@ class Engine:
         self.before: dict[str, Any] = stated if stated.get("name") == "deepspeed" else {}
         given = options.config if options.config is not None else self.before.get("config")
         self.known = given is not None
+        for key in ("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "data_types"):
+            if not isinstance((given or {}).get(key, {}), (dict, type(None))):
+                raise WrongOption(f"the ds_config's {key} is no object")
+        if nested(given, "zero_optimization", "offload_optimizer", "device") == "nvme":
+            raise WrongOption(
+                "the ds_config offloads optimizer states to NVMe, which zckpt does not write yet"
+            )
         self.dp = options.dp or source.dp
         self.stage = self._stage(source, given or {})
         self.dtype = self._dtype(source, given or {})
@@ -110,7 +117,7 @@ class Engine:
             raise WrongOption("the ds_config enables both bf16 and fp16")
         open_ = any("auto" in values for values in told.values()) and not enabled
         stated = None if open_ else (enabled or ["F32"])[0]
-        asked = self.options.dtype
+        asked = self.options.module_dtype
         if asked and self.options.config is not None and stated not in (None, asked):
             raise WrongOption(f"--dtype asks for {asked}, but the ds_config says {stated}")
         if asked:

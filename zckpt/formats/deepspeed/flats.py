@@ -46,7 +46,7 @@ class Flat:
     shapes: Shapes
     slots: Sequence[Slot]
     step: steps.Step | None
-    step_kept: dict[str, str] | None
+    step_kept: dict[str, Any] | None
     scalars: Mapping[str, Scalar]
     sightings: Sequence[Sighting]
     left_out: Sequence[str]
@@ -222,11 +222,11 @@ class _Buffer:
 
     def _steps(
         self, group: int, held: Sequence[Mapping[str, Any]], policy: str | None
-    ) -> tuple[list[Sighting], dict[str, str] | None, list[str]]:
+    ) -> tuple[list[Sighting], dict[str, Any] | None, list[str]]:
         """Every place that tells this buffer's step; the first of them is the truth (steps.py)."""
         elastic = [state.get("base_optimizer_state_step") for state in self.ranks.states]
         sightings: list[Sighting] = []
-        kept: dict[str, str] | None = None
+        kept: dict[str, Any] | None = None
         warnings: list[str] = []
         for where, what, values in (
             ("state", f"state of flat group {self.place}", [state.get("step") for state in held]),
@@ -243,6 +243,10 @@ class _Buffer:
                 if (number := steps.step_of(told)) is not None:
                     places.append((f"rank {rank}, {what}", number))
                     kinds.append(steps.kind_of(told))
+            if 0 < len(places) < self.ranks.dp:
+                raise InconsistentCheckpoint(
+                    f"{self.ranks.place.directory}: only some ranks hold a step: {what}"
+                )
             truth = kept is None
             step = steps.agree(places, policy if truth else "max")
             if step is None:
@@ -250,6 +254,9 @@ class _Buffer:
             sightings.append(Sighting(what, step, truth))
             if truth:
                 kept = {"in": where, "type": kinds[0]}
+                first = values[0]
+                if isinstance(first, Tensor) and first.shape:  # capturable FusedAdam: of shape [1]
+                    kept["shape"] = list(first.shape)
                 if warning := steps.stalled(step, kinds[0], what):
                     warnings.append(warning)
         return sightings, kept, warnings

@@ -110,8 +110,7 @@ def complete_groups(
     assumed: dict[str, Any] = {}
     for group in groups:
         for key, value in options.group_defaults.items():
-            if not (complete and key in group):
-                group[key] = value
+            group.setdefault(key, value)
         if complete and not options.optimizer:
             continue
         for key, value in needed.items():

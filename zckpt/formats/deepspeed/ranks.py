@@ -15,6 +15,7 @@ from ...errors import (
 )
 from ...inert import Foreign, Scalar, map_values, to_json
 from ...torchfile import Parsed, Tensor, TorchFile
+from .. import zero
 from .directory import Place, RankFiles, file_of_rank, refuse
 
 COUNTERS = ("global_steps", "skipped_steps", "global_samples")
@@ -41,7 +42,9 @@ class Ranks:
         self.first = self.states[0]
         self.dp = len(self.optimizers)
         self.version = _version(self.model, tops[0], self.first)
-        self.config: dict[str, Any] = self.model.get("ds_config") or tops[0].get("ds_config") or {}
+        stated = self.model.get("ds_config") or tops[0].get("ds_config")
+        self.config_path = stated if isinstance(stated, str) else None
+        self.config: dict[str, Any] = stated if isinstance(stated, dict) else {}
         self._check_kind()
         self._check_world()
         self._check_same_save()
@@ -84,9 +87,38 @@ class Ranks:
 
     @property
     def round_robin(self) -> bool:
-        """Whether the parameters of a group lie in round-robin order (see zero.py)."""
-        wanted = nested(self.config, "zero_optimization", "round_robin_gradients")
-        return bool(wanted) and self.engine_class == "DeepSpeedZeroOptimizer"
+        """Whether the parameters of a group lie in round-robin order (see zero.py).
+
+        A run that was started with `--deepspeed_config FILE` saves only the file's name; then it
+        shows by the order of the module's own names.
+        """
+        if self.engine_class != "DeepSpeedZeroOptimizer":
+            return False
+        if self.config:
+            return bool(nested(self.config, "zero_optimization", "round_robin_gradients"))
+        places = {name: place for place, name in enumerate(self.model["module"])}
+        for names in map(list, self.param_shapes()):
+            plain = sorted(names, key=lambda name: places.get(name, 0))
+            laid_out = [plain[place] for place in zero.round_robin(len(plain), self.dp)]
+            if names != laid_out:
+                return False
+        return any(len(names) > self.dp > 1 for names in self.param_shapes())
+
+    def effective_config(self) -> dict[str, Any]:
+        """The ds_config, or what the files show of one that was saved by its name alone."""
+        if self.config:
+            return self.config
+        paddings = self.first.get("param_alignment_paddings") or ()
+        shown: dict[str, Any] = {
+            "zero_optimization": {
+                "stage": self.stage,
+                "round_robin_gradients": self.round_robin,
+                "parameter_alignment": any(map(any, paddings)),
+            }
+        }
+        if self.engine_class == "BF16_Optimizer":
+            shown["data_types"] = {"grad_accum_dtype": "fp32"}
+        return shown
 
     @property
     def dtype(self) -> str:

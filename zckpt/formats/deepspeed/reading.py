@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -14,7 +15,7 @@ from ...inert import TensorName, map_values
 from ...manifest import Entry, Fragments, Manifest, Parameter, Runs, Sighting, Slices
 from ...torchfile import Tensor, TorchFile
 from .. import zero
-from .directory import listed, locate, rank_files, siblings
+from .directory import Place, listed, locate, rank_files, siblings
 from .flats import Flat, flats
 from .ranks import COUNTERS, Ranks, comparable, nested
 
@@ -55,6 +56,13 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     offload, before 0.5.10).
     """
     place = locate(path, tag)
+    try:
+        return _manifest(place, step_policy)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"{place.directory} is malformed: {error!r}") from error
+
+
+def _manifest(place: Place, step_policy: str | None) -> Manifest:
     ranks = Ranks(place, rank_files(place))
     buffers = list(flats(ranks, step_policy))
     tensors = _Tensors(ranks)
@@ -104,6 +112,7 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
             + _frozen_warnings(ranks, lost)
             + _buffer_warnings(differing)
             + _elastic_warnings(ranks, groups)
+            + _config_warnings(ranks)
         ),
     )
 
@@ -230,7 +239,7 @@ class _Tensors:
             if isinstance(value, Tensor) and f"{path}/state" in self.entries:
                 for file in files:
                     self._add_replica(f"{path}/state", value, file)
-            return map_values(value, lambda held, key: walk(held, f"{path}.{key}"))
+            return map_values(value, lambda held, key: walk(held, inside(path, key)))
 
         for path, value in values.items():
             walk(value, path)
@@ -262,7 +271,13 @@ class _Tensors:
                 return file.scalar(value)
             self.enter(f"{path}/state", value.dtype, value.shape, file.fragments(value))
             return TensorName(path)
-        return map_values(value, lambda held, key: self.kept(held, f"{path}.{key}", file))
+        return map_values(value, lambda held, key: self.kept(held, inside(path, key), file))
+
+
+def inside(path: str, key: Any) -> str:
+    """The place of an item: `client_state.rng`; other keys as Python writes them, so all differ."""
+    plain = isinstance(key, str) and re.fullmatch(r"[^\W\d][\w-]*", key)
+    return f"{path}.{key if plain else repr(key)}"
 
 
 def is_extra(name: str, held: Any) -> bool:
@@ -322,7 +337,7 @@ def _state(ranks: Ranks, buffers: Sequence[Flat], tensors: _Tensors) -> dict[str
         "class": ranks.engine_class,
         "dtype": ranks.dtype,
         "elastic": ranks.elastic,
-        "config": ranks.config,
+        "config": ranks.effective_config(),
     }
     optimizer = {
         key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
@@ -413,6 +428,15 @@ def _buffer_warnings(differing: Sequence[str]) -> list[str]:
     if not differing:
         return []
     return [f"the buffers {listed(differing)} differ between ranks; rank 0's are taken"]
+
+
+def _config_warnings(ranks: Ranks) -> list[str]:
+    if ranks.config_path is None:
+        return []
+    return [
+        f"the save names its ds_config ({ranks.config_path}) without what it says: give it with "
+        "--ds-config where you write for DeepSpeed"
+    ]
 
 
 def _elastic_warnings(ranks: Ranks, groups: Sequence[dict[str, Any]] | None) -> list[str]:

@@ -9,6 +9,7 @@ here as the engine does it, with the options of the ds_config that it will run w
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class _Flat:
     names: Sequence[str]
     numels: Sequence[int]
     paddings: Sequence[int]
+    starts: Sequence[int]  # of each, then the buffer's length (stage 1 and 2)
     step: steps.Step | None
     scalars: Mapping[str, Scalar]
     slots: Mapping[str, str]  # optimizer states and their dtypes
@@ -145,6 +147,7 @@ class _Target:
             names,
             numels,
             paddings,
+            zero.offsets(numels, paddings),
             self._shared("step", names, [item.step for item in held]),
             self._shared_scalars(names, held),
             slots,
@@ -179,7 +182,7 @@ class _Target:
                 f"({values[other]})",
                 hint="parameters with different steps must stand in different groups",
             )
-        return values[0]
+        return values[0] if values else None
 
     def _shared_scalars(self, names: Sequence[str], held: Sequence[Parameter]) -> dict[str, Scalar]:
         keys = dict.fromkeys(key for item in held for key in item.scalars)
@@ -275,7 +278,8 @@ class _Target:
     def _counters(self) -> dict[str, Any]:
         kept = self.source.state.get("counters") or {}
         fresh = {"global_steps": int(self.source.step or 0), "skipped_steps": 0}
-        return {key: kept.get(key, fresh.get(key, 0)) for key in COUNTERS}
+        found = {key: kept.get(key) for key in COUNTERS}
+        return {key: fresh.get(key, 0) if value is None else value for key, value in found.items()}
 
     # -- the model file
 
@@ -452,7 +456,7 @@ class _Target:
         groups = []
         for place, group in enumerate(self.groups):
             members = [number for number, flat in enumerate(self.flats) if flat.group == place]
-            stepped = self._group_step(members)
+            stepped = self._group_step(members, storages)
             groups.append(self._thawed(group, storages) | stepped | {"params": members})
         return {
             "state": {place: held for place, held in state.items() if held},
@@ -479,12 +483,17 @@ class _Target:
         where, kind, _ = self._step_kept()
         found: dict[str, Any] = {}
         if flat.step is not None and where == "state":
-            found["step"] = _typed(flat.step, kind, storages)
+            found["step"] = self._typed_step(flat.step, kind, storages)
         for key, scalar in flat.scalars.items():
             found[key] = _typed(scalar.value, scalar.dtype, storages)
         return found
 
-    def _group_step(self, members: Sequence[int]) -> dict[str, Any]:
+    def _typed_step(self, step: steps.Step, kind: str, storages: Storages) -> Any:
+        """In the type, and as a tensor in the shape, that the source kept it in."""
+        shape = () if self.options.optimizer else (self.kept.get("step") or {}).get("shape", ())
+        return _typed(step, kind, storages, tuple(shape))
+
+    def _group_step(self, members: Sequence[int], storages: Storages) -> dict[str, Any]:
         where, kind, stale = self._step_kept()
         if self.options.weights_only:
             return {}
@@ -496,8 +505,7 @@ class _Target:
                 )
             if not told:
                 return {}
-            value = told.pop()
-            return {"step": int(value) if kind == "int" else float(value)}
+            return {"step": self._typed_step(told.pop(), kind, storages)}
         return {} if stale is None else {"step": stale}
 
     # -- loss scale
@@ -540,10 +548,10 @@ class _Target:
         return Foreign(Global(f"{module}.DynamicLossScaler"), (), state, "new"), True
 
 
-def _typed(value: Any, kind: str, storages: Storages) -> Any:
-    """A number as a 0-d tensor of that dtype, or as a Python number."""
+def _typed(value: Any, kind: str, storages: Storages, shape: tuple[int, ...] = ()) -> Any:
+    """A number as a tensor of that dtype, or as a Python number."""
     if kind in SIZES:
-        return storages.scalar(Scalar(value, kind))
+        return storages.scalar(Scalar(value, kind), shape)
     return {"int": int, "float": float, "bool": bool}.get(kind, lambda same: same)(value)
 
 
@@ -552,18 +560,21 @@ class _Partition:
 
     def __init__(self, flat: _Flat, dp: int, rank: int) -> None:
         self.flat = flat
-        *self.starts, self.total = zero.offsets(flat.numels, flat.paddings)
+        self.total = flat.starts[-1]
         self.size = zero.partition_size(self.total, dp)
         self.start = rank * self.size
         self.owned = max(0, min(self.size, self.total - self.start))
 
     def _inside(self) -> Iterator[tuple[str, int, int, int]]:
         """Name, elements, and the part [start, stop) of the partition, of what reaches into it."""
-        for name, start, numel in zip(self.flat.names, self.starts, self.flat.numels, strict=True):
-            first = max(start, self.start) - self.start
-            stop = min(start + numel, self.start + self.size) - self.start
+        flat = self.flat
+        for place in range(max(0, bisect_right(flat.starts, self.start) - 1), len(flat.names)):
+            if flat.starts[place] >= self.start + self.size:
+                return
+            begin, numel = flat.starts[place] - self.start, flat.numels[place]
+            first, stop = max(begin, 0), min(begin + numel, self.size)
             if first < stop:
-                yield name, numel, first, stop
+                yield flat.names[place], numel, first, stop
 
     def mapping(self) -> OrderedDict[str, Foreign]:
         """Where parameters lie in this partition, as DeepSpeed's own converter reads it."""
