@@ -7,7 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from safetensors.torch import load_file
+import numpy as np
+from safetensors.numpy import load_file
 
 universal = Path(sys.argv[1])
 manifest = json.loads((universal / "manifest.json").read_text())
@@ -19,5 +20,5 @@ print(f"step {manifest['step']}, {manifest['optimizer']}")
 for name, parameter in manifest["parameters"].items():
     if parameter["trainable"]:
         group = manifest["groups"][parameter["group"]]
-        norm, moment = weights[name].norm().item(), first_moments[name].norm().item()
+        norm, moment = np.linalg.norm(weights[name]), np.linalg.norm(first_moments[name])
         print(f"{name:20} {parameter['shape']!s:10} lr {group['lr']:g}  {norm:8.4f} {moment:10.3e}")

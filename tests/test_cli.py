@@ -32,6 +32,12 @@ def test_every_command_and_option_has_help() -> None:
                 assert getattr(parameter, "help", None), f"{name} {parameter.name}"
 
 
+def test_no_command_is_answered_with_help(zckpt: Zckpt) -> None:
+    ended = zckpt()
+    assert ended.code == 2
+    assert "inspect" in ended.out
+
+
 def test_help_imports_neither_rich_nor_the_rest(zckpt_without: Callable[..., Result]) -> None:
     ended = zckpt_without(("rich", "numpy", "torch", "zlib_ng"), "--help")
     assert (ended.code, ended.err) == (0, "")
@@ -173,6 +179,30 @@ class TestConvert:
         for path in (tmp_path / "a").iterdir():
             assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
+    def test_a_signal_leaves_nothing(self, tmp_path: Path) -> None:
+        """TERM is what a queue sends before it kills."""
+        script = (
+            "import os, signal, sys; from zckpt import cli, execute\n"
+            "execute._Copy.work = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+            f"sys.argv = ['zckpt', 'convert', {str(EXAMPLE)!r}, {str(tmp_path / 'u')!r}]\n"
+            "cli.main()"
+        )
+        command = [sys.executable, "-c", script]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert ended.returncode == 143
+        assert "Error: interrupted" in ended.stderr
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_report_that_cannot_be_printed_is_no_failure(self, tmp_path: Path) -> None:
+        command = f"{sys.executable} -m zckpt convert {EXAMPLE} {tmp_path}/u > /dev/full"
+        ended = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
+        assert (ended.returncode, "is complete" in ended.stderr) == (0, True)
+        assert (tmp_path / "u").is_dir()
+
+    def test_without_stderr(self, tmp_path: Path) -> None:
+        command = f"{sys.executable} -m zckpt convert {EXAMPLE} {tmp_path}/u 2>&-"
+        subprocess.run(command, shell=True, check=True, cwd=ROOT)
+
     def test_error_as_json(self, tmp_path: Path, zckpt: Zckpt) -> None:
         ended = zckpt("convert", tmp_path / "nothing", tmp_path / "u", "--json")
         made = ended.document
@@ -185,7 +215,7 @@ class TestConvert:
 
 def test_formats(zckpt: Zckpt) -> None:
     listed = zckpt("formats", "--json").document["formats"]
-    assert [item["format"] for item in listed] == ["deepspeed", "universal"]
+    assert [item["format"] for item in listed] == ["deepspeed", "deepspeed-universal", "universal"]
     assert "deepspeed" in zckpt("formats").out
 
 

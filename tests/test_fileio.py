@@ -89,7 +89,7 @@ def test_the_latest_files_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [1, 8, 100_000])
 def test_every_thread_may_keep_some_files(threads: int) -> None:
-    assert fileio.files_per_thread(threads) >= 4
+    assert fileio.files_per_thread(threads) >= 1
 
 
 # -- writing

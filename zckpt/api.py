@@ -29,6 +29,12 @@ class Copying:
     memory: int = 256 << 20
     io: str = "auto"
 
+    def __post_init__(self) -> None:
+        if self.memory < 2 * self.jobs << 20:
+            raise WrongOption(
+                f"{self.jobs} jobs need {2 * self.jobs} MiB", hint="raise --memory, or lower --jobs"
+            )
+
 
 DEFAULT_COPYING = Copying()
 

@@ -5,9 +5,11 @@ Exit codes: 0 done, 1 could not do it (no target was made), 2 wrong usage.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -269,10 +271,19 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
             dry_run=dry_run,
             begin=begin,
         )
-    if as_json:
-        display.document(report)
-    else:
-        display.converted(report, quiet)
+    try:
+        if as_json:
+            display.document(report)
+        else:
+            display.converted(report, quiet)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk behind stdout
+        if dry_run:
+            raise
+        click.echo(f"Warning: {target} is complete, but not reported: {error}", err=True)
+        os._exit(0)
 
 
 @cli.command()
@@ -295,8 +306,16 @@ def formats(as_json: bool) -> None:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """The console script: runs a command, says errors in one sentence and a hint."""
     words = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, stop)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path in another encoding
     try:
         cli.main(words, prog_name="zckpt", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        sys.exit(2)
     except click.UsageError as error:
         message = error.format_message()
         where = error.ctx.command_path if error.ctx else "zckpt"
@@ -311,12 +330,21 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         fail(words, "OSError", what, "check the path, and the rights to it", 1)
-    except (click.Abort, KeyboardInterrupt):
-        fail(words, "Interrupted", "interrupted", "no target was made", 130)
+    except (click.Abort, KeyboardInterrupt) as error:
+        cause = error.__cause__ if isinstance(error, click.Abort) else error
+        code = 128 + (cause.args[0] if cause and cause.args else signal.SIGINT)
+        fail(words, "Interrupted", "interrupted", "no target was made", code)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         fail(words, "InternalError", what, "a bug of zckpt; ZCKPT_TRACEBACK=1 shows where", 1)
     sys.exit(0)
+
+
+def stop(number: int, _frame: object) -> NoReturn:
+    """A signal ends the command once; while it tidies up, others are not heard."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt(number)
 
 
 def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoReturn:

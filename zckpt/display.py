@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
+from .errors import WrongOption
 from .manifest import Entry, Manifest
 
 BAR = 48  # characters
@@ -65,7 +66,7 @@ def size(count: int) -> str:
 
 
 def warn(lines: Sequence[str], quiet: bool) -> None:
-    if not quiet:
+    if not quiet and sys.stderr is not None:
         for line in lines:
             print(f"Warning: {safe(line)}", file=sys.stderr)
 
@@ -137,6 +138,8 @@ def tensors(listed: Sequence[dict[str, Any]]) -> None:
 def layout(manifest: Manifest, pattern: str) -> None:
     """A bar per tensor: which file holds which of its elements."""
     chosen = [e for e in manifest.entries.values() if fnmatchcase(e.name, pattern)]
+    if not chosen:
+        raise WrongOption(f"no tensor matches {pattern!r}")
     used = {fragment.extent.file for entry in chosen for fragment in entry.fragments}
     files = [file for file in manifest.files if file in used]
     marks = {file: RANKS[place % len(RANKS)] for place, file in enumerate(files)}
@@ -197,7 +200,7 @@ def _checked(count: int) -> str:
 @contextmanager
 def progress(hidden: bool) -> Iterator[Callable[[int], Callable[[int], None]] | None]:
     """A bar on stderr while bytes move, if that is a terminal."""
-    if hidden or not sys.stderr.isatty():
+    if hidden or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     from rich import progress as rich_progress

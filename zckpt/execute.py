@@ -55,12 +55,16 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Elements [start, stop) of an entry, to be put at byte `at` of a buffer."""
+    """Elements [start, stop) of an entry, to be put at byte `at` of a buffer.
+
+    `check` where these bytes count for their record's CRC: what is read twice counts once.
+    """
 
     entry: Entry
     start: int
     stop: int
     at: int
+    check: bool = True
 
     @property
     def end(self) -> int:
@@ -127,9 +131,12 @@ class Ledger:
         buffer = Buffer(LITTLE)
         checked = unchecked = 0
         for record, cover in list(self._covers.values()):
-            gaps = cover.gaps() if record.crc is not None else None
-            missing = sum(stop - start for start, stop in gaps or ())
-            if gaps is not None and missing <= max(cover.seen, LITTLE):
+            gaps = cover.gaps()
+            if gaps is None:  # tensors that overlap: only a reading of the whole can tell
+                self._covers[record.extent] = record, Cover(record.extent.length)
+                gaps = [(0, record.extent.length)]
+            missing = sum(stop - start for start, stop in gaps)
+            if record.crc is not None and missing <= max(cover.seen, LITTLE):
                 for start, stop in gaps:
                     self._pass_range(reader, buffer.view, record.extent.part(start, stop))
                 checked += 1
@@ -164,13 +171,15 @@ class Gatherer:
         self._scratch = self._scratch or Buffer(self.memory)
         return self._scratch.view
 
-    def read(self, extent: Extent, into: memoryview) -> None:
+    def read(self, extent: Extent, into: memoryview, check: bool) -> None:
         self.reader.read(extent, into)
-        self.ledger.passed(extent.file, extent.offset, into)
+        if check:
+            self.ledger.passed(extent.file, extent.offset, into)
 
     def gather(self, wanted: Sequence[Wanted], view: memoryview) -> None:
         """Puts every wanted piece at its place in `view`."""
-        pending: tuple[Extent, int] | None = None  # a read that may still grow, and its place
+        # a read that may still grow, its place, and whether it is checked
+        pending: tuple[Extent, int, bool] | None = None
         place = 0
         while place < len(wanted):
             batch = self._batch(wanted, place)
@@ -191,18 +200,19 @@ class Gatherer:
                 )
                 at = item.at + (start - item.start) * size
                 if pending is None:
-                    pending = extent, at
+                    pending = extent, at, item.check
                     continue
-                before, here = pending
-                if _follows(before, extent) and here + before.length == at:
+                before, here, check = pending
+                follows = _follows(before, extent) and here + before.length == at
+                if follows and check == item.check:
                     joined = Extent(before.file, before.offset, before.length + extent.length)
-                    pending = joined, here
+                    pending = joined, here, check
                 else:
-                    self.read(before, view[here : here + before.length])
-                    pending = extent, at
+                    self.read(before, view[here : here + before.length], check)
+                    pending = extent, at, item.check
         if pending is not None:
-            extent, at = pending
-            self.read(extent, view[at : at + extent.length])
+            extent, at, check = pending
+            self.read(extent, view[at : at + extent.length], check)
 
     def _batch(self, wanted: Sequence[Wanted], place: int) -> list[Wanted]:
         """Whole tensors from `place` on whose small slices follow each other on every rank.
@@ -221,6 +231,8 @@ class Gatherer:
                 last = _slices(found[-1])
                 if slices.flats is not last.flats or slices.offset != last.offset + last.width:
                     break
+                if item.check != found[-1].check:
+                    break
             width += slices.width
             if width * slices.size * len(slices.flats) > self.memory:
                 break
@@ -236,7 +248,8 @@ class Gatherer:
         scratch = self.scratch()[: ranks * width * size]
         for rank in range(ranks):
             row = scratch[rank * width * size : (rank + 1) * width * size]
-            self.read(first.flats[rank].part(begin * size, (begin + width) * size), row)
+            part = first.flats[rank].part(begin * size, (begin + width) * size)
+            self.read(part, row, batch[0].check)
         if sum(len(item.entry.fragments) for item in batch) < MANY:
             self._spread(batch, scratch, begin, width, view)
             return
@@ -281,7 +294,7 @@ class Gatherer:
             end = min(begin + step, stop)
             extent = fragment.extent.part(begin * length * size, end * length * size)
             scratch = self.scratch()[: extent.length]
-            self.read(extent, scratch)
+            self.read(extent, scratch, item.check)
             runs = np.frombuffer(scratch, dtype=f"V{size}").reshape(end - begin, length)
             at = fragment.start + np.arange(begin, end)[:, None] * fragment.stride
             at = at + np.arange(length)[None, :] - item.start
@@ -365,6 +378,8 @@ class _Copy:
             if pair.source.digest is not None and pair.source.dtype != pair.target.dtype
         }
         self.pairs = pairs
+        first = {pair.source.name: id(pair) for pair in reversed(pairs)}
+        self.checking = set(first.values())  # one pair per source entry
         self.lock = threading.Lock()
         self.targets: list[_Target] = []
         self.tasks = self._tasks()
@@ -402,7 +417,13 @@ class _Copy:
         view = buffer[: chunk.length]
         self._keep_shell(target, chunk, gatherer.reader, view)
         same = [
-            Wanted(piece.pair.source, piece.start, piece.stop, piece.offset - chunk.offset)
+            Wanted(
+                piece.pair.source,
+                piece.start,
+                piece.stop,
+                piece.offset - chunk.offset,
+                id(piece.pair) in self.checking,
+            )
             for piece in chunk.pieces
             if piece.pair.source.dtype == piece.pair.target.dtype
         ]
@@ -442,7 +463,8 @@ class _Copy:
         for start in range(piece.start, piece.stop, CAST_BLOCK):
             stop = min(start + CAST_BLOCK, piece.stop)
             held = block[: (stop - start) * size]
-            gatherer.gather([Wanted(source, start, stop, 0)], held)
+            check = id(piece.pair) in self.checking
+            gatherer.gather([Wanted(source, start, stop, 0, check)], held)
             if source.name in self.cast_covers:
                 crc = crc32(held)
                 with self.lock:
@@ -522,16 +544,25 @@ def copy(
         threading.Thread(target=running.work, args=(keep_open,), name=f"zckpt-{place}")
         for place in range(jobs)
     ]
-    for thread in threads:
-        thread.start()
     try:
         for thread in threads:
-            thread.join()
+            try:
+                thread.start()
+            except RuntimeError:  # a limit of memory or processes: go on with fewer
+                if threads[0].ident is None:
+                    raise
+                break
+        _join(threads)
     except BaseException as error:  # Ctrl-C: let the threads end their chunks
         running.error = error
-        for thread in threads:
-            thread.join()
+        _join(threads)
     if running.error:
         running.close(running.error)
         raise running.error
     return running.finish()
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        if thread.ident is not None:  # it was started
+            thread.join()

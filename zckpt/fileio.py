@@ -88,7 +88,7 @@ def files_per_thread(threads: int) -> int:
     if soft < min(hard, 8192):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
         soft = min(hard, 8192)
-    return max(4, (soft - 64) // (threads + 1))
+    return max(1, (soft - 64) // (threads + 1))
 
 
 class Writer:

@@ -8,6 +8,7 @@ from typing import Any
 from .dtypes import OPTIONS as DTYPES
 from .errors import WrongOption
 
+MAX_DP = 1 << 16
 OPTIMIZERS = ("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam")
 
 
@@ -32,6 +33,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.dp is not None and self.dp < 1:
             raise WrongOption(f"a data-parallel size of {self.dp}", hint="--dp is at least 1")
+        if self.dp is not None and self.dp > MAX_DP:
+            raise WrongOption(
+                f"a data-parallel size of {self.dp}", hint=f"--dp is at most {MAX_DP}"
+            )
         for word, value, allowed in (
             ("dtype", self.dtype, tuple(DTYPES)),
             ("stage", self.stage, (1, 2, 3)),

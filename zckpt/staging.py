@@ -7,6 +7,7 @@ target. A run that fails removes what it wrote; one that is killed leaves `.part
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ def refuse_existing(target: str, partial: bool = True) -> None:
     if partial and os.path.lexists(f"{target}.partial"):
         raise TargetExists(
             f"{target}.partial exists: another run is writing there, or one was killed",
-            hint=f"if none is running, remove it: rm -r {target}.partial",
+            hint=f"if none is running, remove it: rm -r {shlex.quote(target + '.partial')}",
         )
 
 

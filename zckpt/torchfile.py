@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import struct
 import zlib
 from dataclasses import dataclass
@@ -88,6 +89,8 @@ class TorchFile:
     def __init__(self, path: str, parsed: Parsed | None = None) -> None:
         self.path = path
         self.records: dict[str, Record] = {}
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CorruptCheckpoint(f"{path} is no regular file")
         with open(path, "rb") as file:
             self.size = os.fstat(file.fileno()).st_size
             head = os.pread(file.fileno(), 4, 0)

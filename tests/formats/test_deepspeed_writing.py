@@ -418,12 +418,23 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("config", "words", "says"),
         [
-            ({"optimizer": {"type": "Adagrad"}}, [], "keeps sum"),
-            ({"optimizer": {"type": "RMSprop"}}, [], "keeps square_avg"),
+            ({"optimizer": {"type": "Adagrad"}}, [], "Adagrad"),
+            ({"optimizer": {"type": "RMSprop"}}, [], "RMSprop"),
             ({"zero_optimization": {"stage": 3}}, ["--stage", "2"], "stage 3"),
             ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, [], "both"),
             ({"bf16": {"enabled": True}}, ["--dtype", "fp16"], "BF16"),
             ({"zero_optimization": {"stage": 0}}, [], "stage 0"),
+            ({"zero_optimization": True}, [], "no object"),
+            ({"zero_optimization": {"sub_group_size": -5}}, [], "sub_group_size"),
+            ({"zero_optimization": {"mics_shard_size": 2}}, [], "mics_shard_size"),
+            ({"optimizer": {"type": "SGD"}}, [], "SGD"),
+            ({"optimizer": {"type": "Lion"}}, [], "Lion"),
+            ({}, ["--group-defaults", "lr=9"], "the source holds"),
+            (
+                {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+                [],
+                "NVMe",
+            ),
         ],
     )
     def test_a_ds_config_that_contradicts(
@@ -463,6 +474,18 @@ class TestRefusals:
         ended = zckpt("reshard", EXAMPLE, tmp_path / "run", "--dp", "3")
         assert (ended.code, "are free" in ended.err) == (1, True)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_auto_in_a_trainers_config_is_no_answer(tmp_path: Path) -> None:
+    config = {
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "zero_optimization": {"stage": 3, "sub_group_size": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    }
+    run = reshard(EXAMPLE, tmp_path / "run", dp=2, config=config)
+    assert len(list(run.glob("*/bf16_zero_pp_rank_*_optim_states.pt"))) == 2
 
 
 class TestReport:

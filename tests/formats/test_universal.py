@@ -147,6 +147,12 @@ class TestWeightsOnly:
         groups = [held.group for held in zckpt.read(EXAMPLE).parameters.values()]
         assert [held.group for held in zckpt.read(run).parameters.values()] == groups
 
+    def test_records_that_are_read_twice_are_checked(self, tmp_path: Path) -> None:
+        """A master is read for itself and for the weight that is made of it, by four threads."""
+        for place in range(20):
+            report = zckpt.convert(EXAMPLE, tmp_path / str(place), dtype="fp16")
+            assert report["records"]["unchecked"] == 0
+
     def test_dtype_keeps_the_optimizer_too(self, universal: Path, tmp_path: Path) -> None:
         zckpt.convert(EXAMPLE, tmp_path / "half", dtype="fp16")
         full, half = load(universal), load(tmp_path / "half")

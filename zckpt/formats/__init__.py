@@ -32,6 +32,12 @@ class Format:
 
 TABLE = (
     Format("deepspeed", "deepspeed", "DeepSpeed ZeRO-1, 2, 3, 0.5.10 to 0.19.8", writes=True),
+    Format(
+        "deepspeed-universal",
+        "deepspeed.universal",
+        "DeepSpeed's own universal checkpoints, for load_universal",
+        writes=True,
+    ),
     Format("universal", "universal", "zckpt's own: whole tensors as safetensors", writes=True),
 )
 

@@ -93,7 +93,10 @@ def select(source: Manifest, options: Options) -> Manifest:
             groups=None,
             state={key: value for key, value in source.state.items() if key in kept},
         )
-    return replace(source, entries=entries)
+    state = dict(source.state)
+    if options.module_dtype and isinstance(state.get("engine"), dict):
+        state["engine"] = {**state["engine"], "dtype": options.module_dtype}
+    return replace(source, entries=entries, state=state)
 
 
 def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:

@@ -10,6 +10,7 @@
     flats.py        the flat buffers of fp32 masters and optimizer states
     reading.py      the manifest of it all
     writing.py      the same files for another data-parallel size, stage or type
+    universal.py    DeepSpeed's own universal checkpoints: another format, the same model files
     engine.py       the engine that they are written for
     hyper.py        what its optimizer needs and a source may lack
 

@@ -21,6 +21,7 @@ MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 # the underscore before `optim` is missing in very old files; DeepSpeed still looks for these
 OPTIMIZER = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+FILES = (MODEL, MODEL_3, OPTIMIZER)
 PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*")
 # files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
@@ -54,9 +55,8 @@ def detect(path: str) -> list[str]:
         return []
     if _holds_states(path):
         return [os.path.basename(os.path.abspath(path))]
-    if os.path.isfile(os.path.join(path, "latest")):
-        return [_latest(path)]
-    return _tags(path)
+    latest = pointed(path, "latest")
+    return _tags(path) if latest is None else [latest]
 
 
 def locate(path: str, tag: str | None) -> Place:
@@ -76,10 +76,12 @@ def locate(path: str, tag: str | None) -> Place:
         tag = found[0]
         said = f"{os.path.join(path, 'latest')} names"
     if not tag or tag in (".", "..") or re.search(r"[/\\\0]", tag):
-        raise NotACheckpoint(f"{said} {tag!r}, which is no folder name", hint=_near(path))
+        raise NotACheckpoint(f"{said} {tag[:99]!r}, which is no folder name", hint=_near(path))
     directory = os.path.join(path, tag)
     if not os.path.isdir(directory):
-        raise NotACheckpoint(f"{said} {tag!r}, but {path} has no such folder", hint=_near(path))
+        raise NotACheckpoint(
+            f"{said} {tag[:99]!r}, but {path} has no such folder", hint=_near(path)
+        )
     return Place(directory, tag, path)
 
 
@@ -91,24 +93,46 @@ def _near(path: str) -> str:
 
 
 def _holds_states(path: str) -> bool:
-    if not os.access(path, os.R_OK | os.X_OK):  # lost+found
+    """Whether a rank's files are here; model files beside zero/ are a universal one's copies."""
+    if not os.access(path, os.R_OK | os.X_OK) or holds_universal(path):  # lost+found
         return False
+    return any(pattern.fullmatch(name) for name in os.listdir(path) for pattern in FILES)
+
+
+def holds_universal(path: str) -> bool:
+    """Model files beside a folder `zero`, and no rank's optimizer file: see universal.py."""
+    if not os.path.isdir(os.path.join(path, "zero")):
+        return False
+    names = os.listdir(path)
+    model, model_3, optimizer = (any(map(pattern.fullmatch, names)) for pattern in FILES)
+    return (model or model_3) and not optimizer
+
+
+def _folders(path: str) -> list[str]:
     with os.scandir(path) as items:
-        return any(
-            pattern.fullmatch(item.name)
-            for item in items
-            for pattern in (MODEL, MODEL_3, OPTIMIZER)
-        )
+        return sorted(item.name for item in items if item.is_dir())
 
 
 def _tags(path: str) -> list[str]:
-    with os.scandir(path) as items:
-        folders = sorted(item.name for item in items if item.is_dir())
-    return [name for name in folders if _holds_states(os.path.join(path, name))]
+    universal = pointed(path, "latest_universal")  # even if its zero/ is lost
+    return [
+        name
+        for name in _folders(path)
+        if name != universal and _holds_states(os.path.join(path, name))
+    ]
 
 
-def _latest(path: str) -> str:
-    with open(os.path.join(path, "latest"), "rb") as file:
+def universal_tags(path: str) -> list[str]:
+    """Folders of `path` that hold a universal checkpoint of DeepSpeed's own."""
+    return [name for name in _folders(path) if holds_universal(os.path.join(path, name))]
+
+
+def pointed(path: str, pointer: str) -> str | None:
+    """The tag that a file `latest` or `latest_universal` names; None where there is none."""
+    full = os.path.join(path, pointer)
+    if not os.path.isfile(full):
+        return None
+    with open(full, "rb") as file:
         return file.read(4096).decode("utf-8", "replace").strip()
 
 
@@ -203,17 +227,23 @@ def siblings(place: Place) -> tuple[Sibling, ...]:
     """Files of a trainer's directory around the tag; none for a plain run directory."""
     if place.run is None or not any(map(TRAINER.fullmatch, os.listdir(place.run))):
         return ()
-    tags = {place.tag, *_tags(place.run)}
+    tags = {place.tag, *_tags(place.run), *universal_tags(place.run)}
     found = []
     for folder, folders, names in os.walk(place.run):
         inside = os.path.relpath(folder, place.run)
         if inside == ".":
             folders[:] = [name for name in folders if name not in tags]
             names = [name for name in names if name not in OWN]
-        folders.sort()
+        # without what zckpt itself has written, or was writing, here
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.endswith(".partial")
+            and not os.path.isfile(os.path.join(folder, name, "manifest.json"))
+        )
         for name in sorted(names):
             full = os.path.join(folder, name)
-            if os.path.isfile(full) and not os.path.islink(full):
+            if os.path.isfile(full):  # a link too: its content is carried
                 relative = os.path.normpath(os.path.join(inside, name))
                 found.append(Sibling(relative, full, os.path.getsize(full)))
     return tuple(found)

@@ -35,6 +35,15 @@ class Engine:
             raise WrongOption(
                 "the ds_config offloads optimizer states to NVMe, which zckpt does not write yet"
             )
+        for what, told, most in (
+            ("mics_shard_size", nested(given, "zero_optimization", "mics_shard_size"), 0),
+            ("autotp_size", nested(given, "tensor_parallel", "autotp_size"), 1),
+        ):
+            if isinstance(told, int) and told > most:
+                raise WrongOption(f"the ds_config sets {what} {told}, which zckpt does not write")
+        size = nested(given, "zero_optimization", "sub_group_size")
+        if isinstance(size, (int, float)) and size < 1:
+            raise WrongOption(f"the ds_config's sub_group_size is {size}")
         self.dp = options.dp or source.dp
         self.stage = self._stage(source, given or {})
         self.dtype = self._dtype(source, given or {})

@@ -74,6 +74,9 @@ CLASSES: dict[str, dict[str, Any]] = {
     "deepspeed-fused-adam": {"bias_correction": True},
     "apex-fused-adam": {"bias_correction": True},
 }
+FAMILIES = {"adam": "adam", "adamw": "adam"} | {
+    name: name for name in ("nadam", "rmsprop", "adagrad", "sgd", "lion", "muon")
+}
 NEEDED = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "adamw": ("exp_avg", "exp_avg_sq"),
@@ -108,7 +111,16 @@ def complete_groups(
         if options.optimizer == "torch":
             needed["decoupled_weight_decay"] = name == "adamw"
     assumed: dict[str, Any] = {}
+    stated = engine.option("optimizer", "params")
     for group in groups:
+        if complete and (twice := sorted(set(options.group_defaults) & set(group))):
+            raise WrongOption(
+                f"--group-defaults gives {', '.join(twice)}, which the source holds",
+                hint="change hyper-parameters in the program that resumes",
+            )
+        if not complete and isinstance(stated, dict):
+            told = {key: value for key, value in stated.items() if value != "auto"}
+            group |= {key: _hyper(value) for key, value in told.items() if key in needed}
         for key, value in options.group_defaults.items():
             group.setdefault(key, value)
         if complete and not options.optimizer:
@@ -121,12 +133,23 @@ def complete_groups(
     return groups, assumed
 
 
+def _hyper(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 def check_states(engine: Engine, source: Manifest, held: Mapping[str, Any]) -> None:
     """Raises where the target's optimizer needs states that the source does not hold."""
     told = ", ".join(sorted(held)) or "none"
     if not held and source.groups is None:
         raise MissingData(f"{source.root} holds no optimizer state", hint="write --weights-only")
     name = optimizer_name(engine, source)
+    before = re.sub(r"^(deepspeed|fused|cpu)+", "", (source.optimizer or "").lower())
+    families = FAMILIES.get(name), FAMILIES.get(before)
+    if held and engine.optimizer and None not in families and families[0] != families[1]:
+        raise WrongOption(
+            f"the ds_config's optimizer is {engine.optimizer}, the source's is {source.optimizer}",
+            hint="use the optimizer of the source, or --weights-only",
+        )
     missing = [slot for slot in NEEDED.get(name, ()) if slot not in held]
     if missing and held and (engine.optimizer or engine.options.optimizer):
         raise WrongOption(

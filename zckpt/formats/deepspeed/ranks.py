@@ -31,17 +31,17 @@ class Ranks:
     def __init__(self, place: Place, files: RankFiles) -> None:
         self.place = place
         parsed: Parsed = {}
-        self.models = _open(files.models, parsed)
-        self.model = _dictionary(self.models[0], self.models[0].value)
+        self.models = open_files(files.models, parsed)
+        self.model = dictionary(self.models[0], self.models[0].value)
         if not files.optimizers:
             self._refuse_without_optimizer()
-        self.optimizers = _open(files.optimizers, parsed)
-        tops = [_dictionary(file, file.value) for file in self.optimizers]
+        self.optimizers = open_files(files.optimizers, parsed)
+        tops = [dictionary(file, file.value) for file in self.optimizers]
         pairs = zip(self.optimizers, tops, strict=True)
-        self.states = [_dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]
+        self.states = [dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]
         self.first = self.states[0]
         self.dp = len(self.optimizers)
-        self.version = _version(self.model, tops[0], self.first)
+        self.version = version_of(self.model, tops[0], self.first)
         stated = self.model.get("ds_config") or tops[0].get("ds_config")
         self.config_path = stated if isinstance(stated, str) else None
         self.config: dict[str, Any] = stated if isinstance(stated, dict) else {}
@@ -258,7 +258,8 @@ def _loss_scale(state: Mapping[str, Any]) -> Any:
     return comparable(told)
 
 
-def _open(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
+def open_files(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
+    """Files of torch.save, equal pickles of which are parsed once."""
     if len(paths) < 32:
         return [TorchFile(path, parsed) for path in paths]
     # parsing holds the interpreter, but waiting for a cold or remote filesystem does not
@@ -268,7 +269,8 @@ def _open(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
         return list(pool.map(lambda path: TorchFile(path, parsed), paths))
 
 
-def _dictionary(file: TorchFile, value: Any) -> dict[str, Any]:
+def dictionary(file: TorchFile, value: Any) -> dict[str, Any]:
+    """`value`, which has to be a dictionary; raises CorruptCheckpoint."""
     if not isinstance(value, dict):
         raise CorruptCheckpoint(
             f"{file.path} is no file of a ZeRO checkpoint: it lacks the engine's dictionary"
@@ -276,7 +278,8 @@ def _dictionary(file: TorchFile, value: Any) -> dict[str, Any]:
     return value
 
 
-def _version(*places: Mapping[str, Any]) -> str:
+def version_of(*places: Mapping[str, Any]) -> str:
+    """The engine's version, from the first place that states one."""
     for place in places:
         version = place.get("ds_version")
         if isinstance(version, str) and re.match(r"\d+\.\d+", version):

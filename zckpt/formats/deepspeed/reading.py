@@ -15,7 +15,7 @@ from ...inert import TensorName, map_values
 from ...manifest import Entry, Fragments, Manifest, Parameter, Runs, Sighting, Slices
 from ...torchfile import Tensor, TorchFile
 from .. import zero
-from .directory import Place, listed, locate, rank_files, siblings
+from .directory import listed, locate, rank_files, siblings
 from .flats import Flat, flats
 from .ranks import COUNTERS, Ranks, comparable, nested
 
@@ -57,14 +57,15 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     """
     place = locate(path, tag)
     try:
-        return _manifest(place, step_policy)
+        ranks = Ranks(place, rank_files(place))
+        return manifest(ranks, list(flats(ranks, step_policy)), "deepspeed")
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{place.directory} is malformed: {error!r}") from error
 
 
-def _manifest(place: Place, step_policy: str | None) -> Manifest:
-    ranks = Ranks(place, rank_files(place))
-    buffers = list(flats(ranks, step_policy))
+def manifest(ranks: Ranks, buffers: Sequence[Flat], format: str) -> Manifest:
+    """The manifest of opened files and of the flat buffers that were found in them."""
+    place = ranks.place
     tensors = _Tensors(ranks)
     for flat in buffers:
         tensors.add_trainable(flat)
@@ -81,9 +82,9 @@ def _manifest(place: Place, step_policy: str | None) -> Manifest:
     state = _state(ranks, buffers, tensors)
     return Manifest(
         root=place.directory,
-        format="deepspeed",
+        format=format,
         source={
-            "format": "deepspeed",
+            "format": format,
             "version": ranks.version,
             "zero_stage": ranks.stage,
             "dp": ranks.dp,

@@ -44,8 +44,12 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     other or the source), MissingData (states that the target needs), InconsistentCheckpoint
     (parameters of one flat buffer whose steps differ).
     """
-    target = _Target(source, options)
+    target = Target(source, options)
     siblings = [(item.name, item) for item in source.siblings if not target.drops(item)]
+    target.left_out.append(
+        "DeepSpeed's recovery scripts zero_to_fp32.py and zero_to_torch.py: "
+        "`zckpt convert --weights-only --dtype fp32` does their work"
+    )
     return Layout(target.shells, siblings, target.left_out, target.warnings)
 
 
@@ -77,8 +81,10 @@ class _Flat:
     master: str  # the masters' dtype
 
 
-class _Target:
+class Target:
     """What is decided before the first byte is written."""
+
+    derives = True  # module weights that the source lacks are made of the masters
 
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source
@@ -104,10 +110,6 @@ class _Target:
             self._warn_of_assumed(assumed)
         self._warn_of_masters()
         self._warn_of_batch()
-        self.left_out.append(
-            "DeepSpeed's recovery scripts zero_to_fp32.py and zero_to_torch.py: "
-            "`zckpt convert --weights-only --dtype fp32` does their work"
-        )
 
     # -- flat buffers
 
@@ -256,6 +258,11 @@ class _Target:
             else:
                 made = self._optimizer_file(name, rank)
                 yield made
+        yield from self.model_files()
+
+    def model_files(self) -> Iterator[Shell]:
+        """One in stage 1 and 2, in stage 3 one per rank."""
+        made: Shell | None = None
         if not self.engine.partitioned:
             yield self._model_file(f"{self.tag}/mp_rank_00_model_states.pt", 0)
             return
@@ -332,9 +339,10 @@ class _Target:
             shape = (0,) if self.engine.partitioned else parameter.shape
             entry = self.source.entries.get(f"{name}/param")
             dtype = self.engine.dtype
-            if name in self.frozen:
-                if entry is None:
-                    continue
+            made = self.engine.partitioned or (self.derives and name in self.trainable)
+            if entry is None and (name in self.frozen or not made):
+                continue
+            if entry is not None and name in self.frozen:
                 dtype = self._weight_dtype(entry.dtype)
             held[name] = storages.tensor(dtype, shape)
         for name in self.source.buffers:
@@ -418,13 +426,16 @@ class _Target:
 
     def _length(self, part: _Partition, flat: _Flat, slot: str) -> int:
         """Elements of a rank's state; Muon keeps the momentum of whole parameters (flats.py)."""
-        whole = (
-            slot == "momentum_buffer"
-            and self.groups[flat.group].get("use_muon") is True
+        whole = slot == "momentum_buffer" and self.keeps_whole(flat)
+        return part.whole() if whole else part.size
+
+    def keeps_whole(self, flat: _Flat) -> bool:
+        """Whether Muon keeps the momentum of whole parameters."""
+        return (
+            self.groups[flat.group].get("use_muon") is True
             and not self.engine.wraps_bf16
             and not self.engine.offloads
         )
-        return part.whole() if whole else part.size
 
     def _partitioned_state(self, rank: int, storages: Storages) -> dict[str, Any]:
         """Stage 3: a rank's slices of every parameter, one behind the other."""
