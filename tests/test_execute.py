@@ -6,6 +6,7 @@ import _thread
 import errno
 import os
 import random
+import signal
 import threading
 import zlib
 from collections.abc import Iterator
@@ -521,6 +522,15 @@ def test_an_error_of_progress_ends_the_copy(tmp_path: Path) -> None:
     assert ended(job)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell may start its background jobs with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_copy(tmp_path: Path) -> None:
     job = one(tmp_path, numel=400_000)
     seen: list[int] = []

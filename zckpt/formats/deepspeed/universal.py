@@ -473,7 +473,11 @@ class _Folders:
         value = file.value
         about = None
         if isinstance(value, dict):
-            about = {str(key): held for key, held in value.items() if key != "param"}
+            about = {
+                str(key): held
+                for key, held in value.items()
+                if key != "param" and not isinstance(held, Tensor)
+            }
             value = value.get("param")
         if not isinstance(value, (Tensor, bool, int, float)):
             raise CorruptCheckpoint(f"{file.path} holds no tensor")
