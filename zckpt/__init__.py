@@ -1,4 +1,4 @@
-"""Read, convert, write and prove sharded ZeRO checkpoints, without the engine that wrote them."""
+"""Read, convert and write sharded ZeRO checkpoints, without the engine that wrote them."""
 
 from __future__ import annotations
 

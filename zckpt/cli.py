@@ -171,7 +171,7 @@ def writing(command: Command) -> Command:
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="zckpt")
 def cli() -> None:
-    """Read, convert, write and prove sharded ZeRO checkpoints."""
+    """Read, convert and write sharded ZeRO checkpoints."""
 
 
 @cli.command()
