@@ -46,6 +46,10 @@ class UnsupportedCheckpoint(ZckptError):
     usual_hint = "see `zckpt formats` for what is read and written"
 
 
+class MissingExtra(ZckptError):
+    """A package that only some formats need is not installed."""
+
+
 class MissingData(ZckptError):
     """The target needs something that the source does not hold."""
 

@@ -7,6 +7,8 @@
     DeepSpeed FusedAdam >= 0.6.5                  int, true          0, stale
     Apex / TransformerEngine FusedAdam,           -                  true
       DeepSpeed FusedAdam < 0.6.5
+    ONNX Runtime Adam / Lamb                      int64 [1] per weight / for all,
+                                                  completed + 1      -
     SGD, most Lions                               -                  -
 
 So: a step in the state is true; without one, the group's is; engine counters and schedulers never
@@ -24,6 +26,9 @@ from .inert import Scalar
 from .manifest import Manifest
 
 Step = float | int
+
+KEEP = "keep"
+"""The policy that leaves every parameter its own step, where a format keeps them apart."""
 
 STALLS = {"BF16": 256, "F16": 2048}
 """Where adding one no longer changes a step that is kept in low precision."""
@@ -47,12 +52,12 @@ def kind_of(value: Any) -> str:
 def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step | None:
     """The one step that all places say, or what `policy` (max, min or a number) makes of them.
 
-    Raises InconsistentCheckpoint when they disagree and no policy decides.
+    `keep` decides between parameters, not between places of one. Raises InconsistentCheckpoint when they disagree and no policy decides.
     """
     values = {step for _, step in places}
     if len(values) <= 1:
         return values.pop() if values else None
-    if policy is None:
+    if policy in (None, KEEP):
         told = [f"{step} ({_some(where for where, s in places if s == step)})" for step in values]
         raise InconsistentCheckpoint(
             f"the optimizer's step differs: {', '.join(sorted(told))}",
@@ -60,13 +65,13 @@ def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step
         )
     if policy in ("max", "min"):
         return max(values) if policy == "max" else min(values)
-    return int(policy)
+    return int(str(policy))
 
 
 def check_policy(policy: str | None) -> None:
-    """Raises WrongOption for a policy that is none of max, min or a number."""
-    if policy not in (None, "max", "min") and not (policy and policy.isdecimal()):
-        raise WrongOption(f"--step-policy {policy!r} is none of max, min or a number")
+    """Raises WrongOption for a policy that is none of max, min, keep or a number."""
+    if policy not in (None, "max", "min", KEEP) and not (policy and policy.isdecimal()):
+        raise WrongOption(f"--step-policy {policy!r} is none of max, min, keep or a number")
 
 
 def _some(places: Iterable[str]) -> str:

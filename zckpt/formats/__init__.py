@@ -38,6 +38,12 @@ TABLE = (
         "DeepSpeed's own universal checkpoints, for load_universal",
         writes=True,
     ),
+    Format(
+        "onnxruntime",
+        "onnxruntime",
+        "ONNX Runtime Training ZeRO-1, 1.3 to 1.16 (HDF5, .ort.pt)",
+        writes=True,
+    ),
     Format("universal", "universal", "zckpt's own: whole tensors as safetensors", writes=True),
 )
 

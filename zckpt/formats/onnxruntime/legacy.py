@@ -1,0 +1,264 @@
+"""Files of torch.save, `PREFIX.ZeRO.R.L.ort.pt` (L is the last rank) or `PREFIX.ort.pt`.
+
+    {"model": {key: tensor}, ...}      other keys are the user's; or the inner dictionary alone
+
+    w                        an fp32 weight, with its shape
+    w_view_K                 a rank's flat piece of one, in mixed-precision runs since 1.7 (L2)
+    w_fp16, w_bf16           its 16-bit copy, on every rank
+    Moment_1_w[_view_K]      and Moment_2_..., Update_Count_...: of what the rank owns
+    Step                     Lamb's counter
+
+Before 1.7 (L1) mixed-precision runs hold a shared weight whole on each of its owners, of which only
+the owner's part is current. The old front end adds every weight that the session lacks, with stale
+values. So which keys are there proves nothing; reading.py takes a weight from its owners alone.
+
+A name may hold what looks like a part of this grammar (`x_view_1`, `Step_scale`); a key is taken
+apart only where its parts are there too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
+from ...inert import TensorName, map_values, to_json
+from ...manifest import Entry
+from ...torchfile import Parsed, Tensor, TorchFile
+from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Held, Rank, Save
+
+SUFFIX = ".ort.pt"
+SHARDED = re.compile(r"(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt", re.DOTALL)
+VIEW = re.compile(r"(.+)_view_(\d+)", re.DOTALL)
+HALVES = {"_fp16": "F16", "_bf16": "BF16"}
+MEGATRON = re.compile(r"_(column|row)_rank_\d+(_view_\d+|_fp16|_bf16)?$")
+MODEL = "model"
+
+
+def is_one(path: str) -> bool:
+    """Whether a single file is one: by its name, or by the keys of optimizer states."""
+    if path.endswith(SUFFIX):
+        return True
+    try:
+        with open(path, "rb") as file:
+            if file.read(1) not in (b"P", b"\x80"):
+                return False
+        value = TorchFile(path).value
+        model = value.get(MODEL, value) if isinstance(value, dict) else None
+    except (ZckptError, OSError):
+        return False
+    return isinstance(model, dict) and any(
+        isinstance(key, str) and key.startswith(("Moment_1_", f"{COUNT}_")) for key in model
+    )
+
+
+def opened(root: str, paths: Sequence[str]) -> Save:
+    """What files in rank order hold; raises CorruptCheckpoint and its like."""
+    parsed: Parsed = {}
+    files = [TorchFile(path, parsed) for path in paths]
+    models = [_model(file) for file in files]
+    mixed = {
+        dtype
+        for model in models
+        for suffix, dtype in HALVES.items()
+        if any(_is_half(key, tensor, suffix) for key, tensor in model.items())
+    }
+    if len(mixed) > 1:
+        raise InconsistentCheckpoint(f"{root} holds both fp16 and bf16 copies of weights")
+    half = mixed.pop() if mixed else None
+    known = _weights(models, half)
+    ranks = [_rank(*pair, half, known) for pair in zip(files, models, strict=True)]
+    state, kept, left_out = _client_state(files)
+    # a shared weight that is whole on its owners: before 1.7
+    shared = any(re.fullmatch(VIEW, key) for model in models for key in model)
+    first = half is not None and shared and not any(rank.pieces for rank in ranks)
+    return Save(
+        root,
+        "l1" if first else "l2",
+        ranks,
+        half,
+        _optimizer(ranks),
+        state={"client_state": state} if state else {},
+        kept=kept,
+        records=[record for file in files for record in file.records.values()],
+        left_out=left_out,
+    )
+
+
+def _model(file: TorchFile) -> dict[str, Tensor]:
+    value = file.value
+    model = value.get(MODEL, value) if isinstance(value, dict) else None
+    if not isinstance(model, dict) or not all(
+        isinstance(key, str) and isinstance(held, Tensor) for key, held in model.items()
+    ):
+        raise CorruptCheckpoint(
+            f"{file.path} is no checkpoint of ONNX Runtime: it holds no dictionary of tensors"
+        )
+    for key in model:
+        if MEGATRON.search(key):
+            raise UnsupportedCheckpoint(
+                f"{file.path} was saved with horizontal (Megatron) parallelism ({key}), which "
+                "zckpt does not read",
+                hint="what is read: ZeRO with data parallelism alone",
+            )
+    return model
+
+
+def _is_half(key: str, tensor: Tensor, suffix: str) -> bool:
+    return key.endswith(suffix) and tensor.dtype == HALVES[suffix]
+
+
+def _weights(models: Sequence[Mapping[str, Tensor]], half: str | None) -> set[str]:
+    """Names of weights: in a mixed run those with 16-bit copies, and what is nothing else."""
+    suffix = next((end for end, dtype in HALVES.items() if dtype == half), "")
+    copied = {
+        key.removesuffix(suffix)
+        for model in models
+        for key, tensor in model.items()
+        if suffix and _is_half(key, tensor, suffix)
+    }
+    known = set(copied)
+    for model in models:
+        for key, tensor in model.items():
+            found = VIEW.fullmatch(key)
+            if suffix and _is_half(key, tensor, suffix):
+                continue
+            if found and len(tensor.shape) == 1 and found[1] in copied:
+                continue
+            if not _is_state(model, key, tensor):
+                known.add(key)
+    return known
+
+
+def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
+    """Whether a key is an optimizer's: moments come in pairs, counters are integers."""
+    if tensor.dtype == "I64" and tensor.numel == 1:
+        if key == SHARED or (key.startswith(f"{COUNT}_")):
+            return True
+    for moment, other in (("Moment_1_", "Moment_2_"), ("Moment_2_", "Moment_1_")):
+        if key.startswith(moment) and other + key.removeprefix(moment) in model:
+            return True
+    return False
+
+
+def _rank(file: TorchFile, model: Mapping[str, Tensor], half: str | None, known: set[str]) -> Rank:
+    """One file's tensors, each under the weight that it belongs to."""
+    rank = Rank(file.path)
+    suffix = next((end for end, dtype in HALVES.items() if dtype == half), "")
+
+    def of(name: str, key: str) -> str:
+        """The weight behind a name, which may be that of a piece."""
+        found = VIEW.fullmatch(name)
+        if name in known:
+            return name
+        if found and found[1] in known:
+            return found[1]
+        raise InconsistentCheckpoint(
+            f"{file.path} holds {key}, but no file tells of what weight it is a piece",
+            hint="without the 16-bit copies (or the whole weights) no file tells its shape",
+        )
+
+    for key, tensor in model.items():
+        if suffix and _is_half(key, tensor, suffix) and key.removesuffix(suffix) in known:
+            rank.halves[key.removesuffix(suffix)] = _held(file, tensor)
+        elif key in known:
+            rank.weights[key] = _held(file, tensor)
+        elif not _is_state(model, key, tensor):
+            _once(file, rank.pieces, of(key, key), _held(file, tensor))
+        elif key == SHARED:
+            rank.shared = _count(file, key, tensor)
+        elif key.startswith(f"{COUNT}_"):
+            name = of(key.removeprefix(f"{COUNT}_"), key)
+            _once(file, rank.counts, name, _count(file, key, tensor))
+        else:
+            moment = key[: len("Moment_1")]
+            name = of(key[len("Moment_1_") :], key)
+            _once(file, rank.moments.setdefault(name, {}), SLOTS[moment], _held(file, tensor))
+    return rank
+
+
+def _once(file: TorchFile, into: dict[str, Any], name: str, value: Any) -> None:
+    if name in into:
+        raise InconsistentCheckpoint(f"{file.path} holds two pieces of {name}, one rank owns one")
+    into[name] = value
+
+
+def _held(file: TorchFile, tensor: Tensor) -> Held:
+    if not tensor.contiguous:
+        raise UnsupportedCheckpoint(
+            f"{file.path}: a tensor of shape {tensor.shape} is no plain array",
+            hint="ONNX Runtime writes none such; was the file made by another program?",
+        )
+    extent = file.extent(tensor)
+    length, crc = file.crc(tensor)
+    return Held(tensor.dtype, tensor.shape, extent, crc if length == extent.length else None)
+
+
+def _count(file: TorchFile, key: str, tensor: Tensor) -> int:
+    value = file.scalar(tensor).value
+    if value < 1:
+        raise CorruptCheckpoint(f"{file.path}: {key} is {value}, ONNX Runtime counts from 1")
+    return int(value)
+
+
+def _optimizer(ranks: Sequence[Rank]) -> str | None:
+    adam = any(rank.counts for rank in ranks)
+    lamb = any(rank.shared is not None for rank in ranks)
+    if adam and lamb:
+        raise InconsistentCheckpoint("the files hold counters of both Adam and Lamb")
+    if not adam and not lamb:
+        return None
+    return OPTIMIZERS["AdamOptimizer" if adam else "LambOptimizer"]
+
+
+# -- what the user saved beside the model
+
+
+def _client_state(files: Sequence[TorchFile]) -> tuple[dict[str, Any], dict[str, Entry], list[str]]:
+    """Rank 0's keys beside `model`, the tensors in them, and what other ranks hold of their own."""
+    kept: dict[str, Entry] = {}
+    first = files[0]
+
+    def keep(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            if not value.shape and value.dtype != "C64":
+                return first.scalar(value)
+            name = f"{path}/state"
+            kept[name] = Entry(name, value.dtype, value.shape, first.fragments(value))
+            return TensorName(path)
+        return map_values(value, lambda item, key: keep(item, _inside(path, key)))
+
+    told = {key: keep(value, _inside("client_state", key)) for key, value in _user(first).items()}
+    own = {
+        str(key)
+        for file in files[1:]
+        if file.value is not first.value
+        for key in _user(file)
+        if _text(_user(file)[key]) != _text(_user(first).get(key))
+    }
+    return told, kept, [f"client_state {key!r} of ranks other than 0" for key in sorted(own)]
+
+
+def _inside(path: str, key: Any) -> str:
+    """The place of an item; other keys as Python writes them, so that all differ."""
+    plain = isinstance(key, str) and re.fullmatch(r"[^\W\d][\w-]*", key)
+    return f"{path}.{key if plain else repr(key)}"
+
+
+def _user(file: TorchFile) -> dict[Any, Any]:
+    value = file.value
+    if not isinstance(value.get(MODEL), dict):
+        return {}
+    return {key: held for key, held in value.items() if key != MODEL}
+
+
+def _text(value: Any) -> str:
+    """To be compared: tensors by their type and shape alone."""
+
+    def plain(item: Any, _key: Any) -> Any:
+        if isinstance(item, Tensor):
+            return f"{item.dtype} {item.shape}"
+        return map_values(item, plain)
+
+    return str(to_json(plain(value, None)))

@@ -1,0 +1,74 @@
+"""What the ranks' files of one save hold, in the same words for every dialect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ...manifest import Entry, Extent, Record
+
+SLOTS = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq"}
+COUNT, SHARED = "Update_Count", "Step"  # Adam's, one per weight; Lamb's, one for all
+OPTIMIZERS = {"AdamOptimizer": "Adam", "LambOptimizer": "Lamb", "SGDOptimizer": "SGD"}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One tensor of a file; `crc` where the file states that of just these bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    extent: Extent
+    crc: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank's file: tensors and counters by the weight that they belong to.
+
+    `weights` have a weight's shape; `pieces` are flat parts of one; `halves` are the 16-bit copies
+    of mixed-precision runs; `moments` are by weight and slot. `counts` and `shared` are the
+    counters as they are stored, which is one more than the updates that were made.
+    """
+
+    path: str
+    weights: dict[str, Held] = field(default_factory=dict)
+    pieces: dict[str, Held] = field(default_factory=dict)
+    halves: dict[str, Held] = field(default_factory=dict)
+    moments: dict[str, dict[str, Held]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    shared: int | None = None
+
+
+@dataclass(slots=True)
+class Save:
+    """One checkpoint: its ranks in order, and what they say alike.
+
+    `mixed` is the type of the 16-bit copies, None in an fp32 run; `optimizer` is what the files
+    state; `shapes` are those that are stated apart from tensors; `state` is what is no tensor of a
+    weight, and `kept` the tensors in that.
+    """
+
+    root: str
+    dialect: str
+    ranks: list[Rank]
+    mixed: str | None
+    optimizer: str | None = None
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Entry] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def dp(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def has_moments(self) -> bool:
+        return any(rank.moments for rank in self.ranks)
