@@ -16,6 +16,7 @@ from .errors import NotEnoughSpace, WrongOption
 from .inert import plain_group, to_json
 from .manifest import Manifest
 from .options import Options
+from .ordering import in_order_of
 
 Report = dict[str, Any]
 Progress = Callable[[int], None]
@@ -214,6 +215,8 @@ def _write(
     if not writer.writes:
         raise WrongOption(f"{to} can be read, but not written yet")
     module = writer.load()
+    if options.param_names is not None:
+        manifest = in_order_of(manifest, options.param_names)
     layout: staging.Layout = module.lay_out(manifest, options)
     files = [(shell.name, shell.size) for shell in layout.shells()]
     files += [(name, item.size) for name, item in layout.siblings]
@@ -234,12 +237,14 @@ def _write(
         memory = 2 * copying.jobs * execute.chunk_size(manifest.dp, copying.jobs, copying.memory)
         return report | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}
     staging.need_space(target, size)
+    if check := getattr(formats.named(manifest.format).load(), "check", None):
+        check(manifest)  # what only the bytes of this format tell
     try:
         with staging.Staging(target) as staged:
             staged.lay(layout.shells())
-            shells: Manifest = module.read(staged.path)
+            shells: Manifest = getattr(module, "read_shells", module.read)(staged.path)
             outcome = execute.copy(
-                plan.join(manifest, shells, from_masters=options.dtype is not None),
+                plan.join(manifest, shells, options.dtype is not None or layout.from_masters),
                 manifest,
                 shells,
                 jobs=copying.jobs,

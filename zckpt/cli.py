@@ -19,7 +19,7 @@ import click
 from . import __version__
 from .dtypes import OPTIONS as DTYPES
 from .errors import WrongOption, ZckptError
-from .options import OPTIMIZERS
+from .options import DIALECTS, OPTIMIZERS
 
 UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
@@ -74,6 +74,25 @@ class Config(click.ParamType[dict[str, Any]]):
         return made
 
 
+class Names(click.ParamType[tuple[str, ...]]):
+    """A file of names, one per line, or a JSON list of them."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            with open(value, encoding="utf-8") as file:
+                text = file.read()
+            made = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
+        except (OSError, ValueError) as error:
+            self.fail(f"{value} cannot be read: {error}", param, ctx)
+        if not made or not all(isinstance(name, str) for name in made):
+            self.fail(f"{value} holds no list of names", param, ctx)
+        return tuple(name.strip() for name in made if name.strip())
+
+
 Command = Callable[..., Any]
 
 
@@ -84,8 +103,8 @@ def common(command: Command) -> Command:
         click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
         click.option(
             "--step-policy",
-            metavar="max|min|N",
-            help="The step to take where ranks disagree, which is an error otherwise.",
+            metavar="max|min|keep|N",
+            help="The step to take where ranks or weights disagree, which is an error otherwise.",
         ),
         click.option("--tag", help="The tag, where a run directory holds several."),
         click.option("--from", "format", metavar="FORMAT", help="The source's format."),
@@ -142,6 +161,17 @@ def writing(command: Command) -> Command:
             help="Hyper-parameters that the source does not hold.",
         ),
         click.option(
+            "--dialect",
+            type=click.Choice(DIALECTS),
+            help="Which files of ONNX Runtime to write [default: hdf5]",
+        ),
+        click.option(
+            "--param-names",
+            type=Names(),
+            metavar="FILE",
+            help="Names in the order of model.named_parameters(), where SRC does not tell it.",
+        ),
+        click.option(
             "--ds-config",
             "config",
             type=Config(),
@@ -196,7 +226,8 @@ def inspect(
     """What a checkpoint holds. No tensor is read.
 
     PATH: a DeepSpeed run or tag directory, a Hugging Face Trainer, Accelerate or Lightning
-    directory around one, or a universal checkpoint.
+    directory around one, a directory of ONNX Runtime's rank files or one such file, or a universal
+    checkpoint.
     """
     from . import api, display
 

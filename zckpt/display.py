@@ -78,6 +78,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
         ("checkpoint", report["path"]),
         ("format", f"{report['format']}" + (f", ZeRO stage {stage}" if stage else "")),
         ("written by", f"{report['written_by']} {report.get('version') or ''}"),
+        *([("dialect", report["dialect"])] if report.get("dialect") else []),
         ("data-parallel size", str(report.get("dp") or "-")),
         ("tag", report.get("tag")),
         ("step", _cell(report["step"])),

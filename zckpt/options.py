@@ -9,6 +9,7 @@ from .dtypes import OPTIONS as DTYPES
 from .errors import WrongOption
 
 MAX_DP = 1 << 16
+DIALECTS = ("hdf5", "l2")
 OPTIMIZERS = ("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam")
 
 
@@ -18,7 +19,9 @@ class Options:
 
     `dtype` (fp32, bf16, fp16) is what the module's weights become, made of the masters. `dp`,
     `stage` and `optimizer` are the source's where they are None; `config` is a ds_config that
-    replaces the source's; `group_defaults` are hyper-parameters that the source does not hold.
+    replaces the source's; `group_defaults` are hyper-parameters that the source does not hold;
+    `param_names` is the order of the module's parameters, where the source does not tell it;
+    `dialect` is the kind of an ONNX Runtime target's files.
     """
 
     weights_only: bool = False
@@ -29,6 +32,8 @@ class Options:
     config: dict[str, Any] | None = None
     optimizer: str | None = None
     group_defaults: dict[str, Any] = field(default_factory=dict)
+    param_names: tuple[str, ...] | None = None
+    dialect: str | None = None
 
     def __post_init__(self) -> None:
         if self.dp is not None and self.dp < 1:
@@ -41,6 +46,7 @@ class Options:
             ("dtype", self.dtype, tuple(DTYPES)),
             ("stage", self.stage, (1, 2, 3)),
             ("optimizer", self.optimizer, OPTIMIZERS),
+            ("dialect", self.dialect, DIALECTS),
         ):
             if value is not None and value not in allowed:
                 raise WrongOption(f"{word} {value!r} is none of {', '.join(map(str, allowed))}")
@@ -49,3 +55,10 @@ class Options:
     def module_dtype(self) -> str | None:
         """`dtype` as safetensors names it."""
         return None if self.dtype is None else DTYPES[self.dtype]
+
+    def refuse(self, target: str, *fields: str) -> None:
+        """Raises WrongOption where one of these is given, which a target has no use for."""
+        for name in fields:
+            if getattr(self, name) not in (None, {}):
+                word = "--ds-config" if name == "config" else f"--{name.replace('_', '-')}"
+                raise WrongOption(f"{word} has no meaning for {target}")

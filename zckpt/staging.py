@@ -32,13 +32,15 @@ class Layout:
     """What a format is going to write: `shells()` gives every file, again at every call.
 
     `siblings` pairs names in the target with files that are copied as they are; `left_out` and
-    `warnings` are the whole report, the source's included.
+    `warnings` are the whole report, the source's included. `from_masters` where weights are made of
+    the masters, though the source may hold them.
     """
 
     shells: Callable[[], Iterator[Shell]]
     siblings: Sequence[tuple[str, Sibling]]
     left_out: Sequence[str]
     warnings: Sequence[str]
+    from_masters: bool = False
 
 
 class Staging:

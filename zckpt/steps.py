@@ -52,7 +52,8 @@ def kind_of(value: Any) -> str:
 def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step | None:
     """The one step that all places say, or what `policy` (max, min or a number) makes of them.
 
-    `keep` decides between parameters, not between places of one. Raises InconsistentCheckpoint when they disagree and no policy decides.
+    `keep` decides between parameters, not between places of one. Raises InconsistentCheckpoint when
+    they disagree and no policy decides.
     """
     values = {step for _, step in places}
     if len(values) <= 1:

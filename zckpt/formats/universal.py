@@ -27,7 +27,6 @@ from ..errors import (
     MissingData,
     NotACheckpoint,
     UnsupportedCheckpoint,
-    WrongOption,
 )
 from ..inert import Scalar, from_json, plain_group, to_json
 from ..manifest import (
@@ -109,15 +108,7 @@ def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
 
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files, without tensors and digests; `seal` adds these."""
-    for_engines = {
-        "--dp": options.dp,
-        "--stage": options.stage,
-        "--optimizer": options.optimizer,
-        "--ds-config": options.config,
-    }
-    for word, value in for_engines.items():
-        if value is not None:
-            raise WrongOption(f"{word} has no meaning for a universal checkpoint")
+    options.refuse("a universal checkpoint", "dp", "stage", "optimizer", "config", "dialect")
     chosen = with_defaults(select(source, options), options)
     siblings = [(f"{SIBLINGS}/{item.name}", item) for item in source.siblings]
     left_out = list(source.left_out)
@@ -135,7 +126,15 @@ def with_defaults(source: Manifest, options: Options) -> Manifest:
         return source
     count = 1 + max((held.group or 0 for held in source.parameters.values()), default=0)
     groups = source.groups or tuple({} for _ in range(count))
-    return replace(source, groups=tuple({**options.group_defaults, **group} for group in groups))
+    parameters = {
+        name: replace(held, group=(held.group or 0) if held.trainable else None)
+        for name, held in source.parameters.items()
+    }
+    return replace(
+        source,
+        parameters=parameters,
+        groups=tuple({**options.group_defaults, **group} for group in groups),
+    )
 
 
 def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:

@@ -136,6 +136,8 @@ class Engine:
         if self.before:
             return str(self.before["dtype"])
         held = [entry.dtype for entry in source.entries.values() if entry.slot == "param"]
+        # of another engine, which may have computed in 16 bits and stored none of that
+        held.append(str((source.state.get("engine") or {}).get("dtype")))
         return next((dtype for dtype in held if dtype in ("BF16", "F16")), "F32")
 
     def _config(self, given: Mapping[str, Any]) -> dict[str, Any]:

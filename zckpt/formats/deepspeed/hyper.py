@@ -102,9 +102,16 @@ def complete_groups(
     `--group-defaults`, then from the optimizer's own defaults.
     """
     options, name = engine.options, optimizer_name(engine, source)
-    complete = source.groups is not None and not engine.before.get("elastic")
+    elastic = bool(engine.before.get("elastic"))
+    complete = source.groups is not None and bool(engine.before) and not elastic
     groups = [dict(group) for group in source.groups or [{}] * count]
     needed = dict(DEFAULTS.get(name, {}))
+    if source.groups is None and not (needed or elastic or options.optimizer):
+        if not options.weights_only:
+            raise WrongOption(
+                f"the source's {source.optimizer} is no optimizer of DeepSpeed's ZeRO",
+                hint="go on with Adam: --optimizer torch; or write --weights-only",
+            )
     if options.optimizer:
         adam = {key: needed.get(key, value) for key, value in ADAM.items()}
         needed = {**adam, **CLASSES[options.optimizer]}
@@ -113,14 +120,19 @@ def complete_groups(
     assumed: dict[str, Any] = {}
     stated = engine.option("optimizer", "params")
     for group in groups:
-        if complete and (twice := sorted(set(options.group_defaults) & set(group))):
+        if (
+            source.groups
+            and not elastic
+            and (twice := sorted(set(options.group_defaults) & set(group)))
+        ):
             raise WrongOption(
                 f"--group-defaults gives {', '.join(twice)}, which the source holds",
                 hint="change hyper-parameters in the program that resumes",
             )
         if not complete and isinstance(stated, dict):
             told = {key: value for key, value in stated.items() if value != "auto"}
-            group |= {key: _hyper(value) for key, value in told.items() if key in needed}
+            told = {key: _hyper(value) for key, value in told.items() if key in needed}
+            group |= told if elastic else {**told, **group}
         for key, value in options.group_defaults.items():
             group.setdefault(key, value)
         if complete and not options.optimizer:

@@ -17,15 +17,15 @@ from math import prod
 from typing import Any
 
 from ... import steps
-from ...checksum import crc_of_zeros
 from ...dtypes import FLOATS, SIZES
 from ...errors import InconsistentCheckpoint, MissingData
 from ...inert import Foreign, Global, Scalar, Size, TensorName, map_values
 from ...manifest import Manifest, Parameter, Sibling, slot_key
 from ...options import Options
+from ...ordering import need_order
 from ...staging import Layout, Shell
 from ...torchfile import Tensor
-from ...torchshell import Storages, shell, state_checksums
+from ...torchshell import Storages, seal_records, shell
 from .. import zero
 from .engine import Engine
 from .hyper import check_states, complete_groups, optimizer_name
@@ -42,8 +42,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises before anything is written: WrongOption (options or a ds_config that contradict each
     other or the source), MissingData (states that the target needs), InconsistentCheckpoint
-    (parameters of one flat buffer whose steps differ).
+    (parameters of one flat buffer whose steps differ). MissingData too where the order of the
+    parameters in the flat buffers is not known.
     """
+    options.refuse("DeepSpeed", "dialect")
+    need_order(source)
     target = Target(source, options)
     siblings = [(item.name, item) for item in source.siblings if not target.drops(item)]
     target.left_out.append(
@@ -55,15 +58,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the files' zip directories."""
-    by_file: dict[str, dict[int, int]] = {}
-    for record in manifest.records:
-        extent = record.extent
-        found = outcome.records.get(extent)
-        if found is None:  # a file that got no tensor: what it does not know is padding
-            found = record.crc or crc_of_zeros(extent.length)
-        by_file.setdefault(extent.file, {})[extent.offset] = found
-    for file, crcs in by_file.items():
-        state_checksums(file, crcs)
+    seal_records(manifest, outcome)
 
 
 @dataclass(frozen=True, slots=True)

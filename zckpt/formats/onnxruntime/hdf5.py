@@ -239,7 +239,7 @@ def opened(root: str, files: Sequence[File]) -> Save:
                     f"{first.options.get(name)!r}"
                 )
     ranks = [_rank(file) for file in files]
-    name = first.options.get("optimizer_name")
+    optimizer = first.options.get("optimizer_name")
     state: dict[str, Any] = {
         "trainer_options": {k: v for k, v in first.options.items() if k != "world_rank"},
         "train_step_info": first.under("train_step_info"),
@@ -259,7 +259,7 @@ def opened(root: str, files: Sequence[File]) -> Save:
         ranks,
         # ORTTrainer mixes fp16 alone, and says no more than this
         "F16" if first.options.get("mixed_precision") else None,
-        OPTIMIZERS.get(str(name)),
+        OPTIMIZERS.get(str(optimizer)),
         _shapes(files),
         {key: value for key, value in state.items() if value},
         records=[

@@ -133,9 +133,8 @@ def _weights(models: Sequence[Mapping[str, Tensor]], half: str | None) -> set[st
 
 def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
     """Whether a key is an optimizer's: moments come in pairs, counters are integers."""
-    if tensor.dtype == "I64" and tensor.numel == 1:
-        if key == SHARED or (key.startswith(f"{COUNT}_")):
-            return True
+    if key == SHARED or key.startswith(f"{COUNT}_"):
+        return tensor.dtype == "I64" and tensor.numel == 1
     for moment, other in (("Moment_1_", "Moment_2_"), ("Moment_2_", "Moment_1_")):
         if key.startswith(moment) and other + key.removeprefix(moment) in model:
             return True

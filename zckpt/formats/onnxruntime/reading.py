@@ -182,10 +182,10 @@ def _check_moments(save: Save, owned: Owned) -> None:
                 expected[share.rank][name] = share
     for place, (rank, wanted) in enumerate(zip(save.ranks, expected, strict=True)):
         for name, moments in rank.moments.items():
-            share = wanted.get(name)
-            width = 0 if share is None else share.stop - share.start
+            mine = wanted.get(name)
+            width = 0 if mine is None else mine.stop - mine.start
             for slot, held in moments.items():
-                if share is None or held.numel != width:
+                if mine is None or held.numel != width:
                     raise InconsistentCheckpoint(
                         f"{rank.path} holds {held.numel} elements of the {slot} of {name}, where "
                         f"ONNX Runtime's partition over {save.dp} ranks gives rank {place} {width}",
@@ -307,9 +307,7 @@ class _Tensors:
                 _check_dtype(self.save.ranks[share.rank], name, held, (parts[0][1].dtype,))
                 _check_dtype(self.save.ranks[share.rank], name, held, ("F32", "F16", "BF16"))
             fragments = Runs([Fragment(s.start, s.stop, held.extent) for s, held in parts])
-            self._enter(
-                Entry(f"{name}/{slot}", parts[0][1].dtype, self.shapes[name], fragments)
-            )
+            self._enter(Entry(f"{name}/{slot}", parts[0][1].dtype, self.shapes[name], fragments))
 
     def _enter(self, entry: Entry) -> None:
         self.entries[entry.name] = entry

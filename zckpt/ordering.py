@@ -1,0 +1,68 @@
+"""The order of the module's parameters, where a source does not tell it.
+
+DeepSpeed's flat buffers hold parameters in the order in which the program gives them to the
+optimizer, without names: files in another order would load into the wrong weights. ONNX Runtime
+keeps weights by name, and no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .errors import MissingData, WrongOption
+from .manifest import Manifest
+
+
+def is_known(manifest: Manifest) -> bool:
+    """Whether the parameters stand in the order in which the module has them."""
+    return (manifest.state.get("engine") or {}).get("ordered") is not False
+
+
+def need_order(manifest: Manifest) -> None:
+    """Raises MissingData where the order is not known."""
+    if not is_known(manifest):
+        raise MissingData(
+            f"{manifest.root} keeps weights by name, not in the order of the module's parameters, "
+            "by which this target is loaded",
+            hint="give it with --param-names FILE (the names of model.named_parameters(), one per "
+            "line), or write --to deepspeed-universal, which is loaded by name",
+        )
+
+
+def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
+    """The same with its parameters in the order of `names`.
+
+    Raises WrongOption unless these are the names of its parameters; frozen ones and second names of
+    tied weights may be left out.
+    """
+    places = {name: place for place, name in enumerate(names)}
+    lacking = [n for n, held in manifest.parameters.items() if held.trainable and n not in places]
+    aliases = {alias for held in manifest.parameters.values() for alias in held.aliases}
+    known = {*manifest.parameters, *manifest.buffers, *aliases}
+    unknown = [name for name in names if name not in known]
+    for what, wrong in (
+        ("does not name {} of the source", lacking),
+        ("names {}, which the source does not hold", unknown),
+        ("names {} twice", [name for place, name in enumerate(names) if places[name] != place]),
+    ):
+        if wrong:
+            told = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if wrong[4:] else "")
+            raise WrongOption(f"--param-names {what.format(told)}")
+
+    def place(name: str) -> tuple[bool, int]:
+        held = manifest.parameters.get(name)
+        return held is None or not held.trainable, places.get(name, len(places))
+
+    entries = sorted(manifest.entries.values(), key=lambda entry: place(entry.parameter))
+    state = dict(manifest.state)
+    if isinstance(state.get("engine"), dict):
+        state["engine"] = {**state["engine"], "ordered": True}
+    return replace(
+        manifest,
+        parameters={
+            name: manifest.parameters[name] for name in sorted(manifest.parameters, key=place)
+        },
+        entries={entry.name: entry for entry in entries},
+        state=state,
+    )
