@@ -215,7 +215,12 @@ class TestConvert:
 
 def test_formats(zckpt: Zckpt) -> None:
     listed = zckpt("formats", "--json").document["formats"]
-    assert [item["format"] for item in listed] == ["deepspeed", "deepspeed-universal", "universal"]
+    assert [item["format"] for item in listed] == [
+        "deepspeed",
+        "deepspeed-universal",
+        "onnxruntime",
+        "universal",
+    ]
     assert "deepspeed" in zckpt("formats").out
 
 

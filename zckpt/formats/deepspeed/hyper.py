@@ -106,12 +106,12 @@ def complete_groups(
     complete = source.groups is not None and bool(engine.before) and not elastic
     groups = [dict(group) for group in source.groups or [{}] * count]
     needed = dict(DEFAULTS.get(name, {}))
-    if source.groups is None and not (needed or elastic or options.optimizer):
-        if not options.weights_only:
-            raise WrongOption(
-                f"the source's {source.optimizer} is no optimizer of DeepSpeed's ZeRO",
-                hint="go on with Adam: --optimizer torch; or write --weights-only",
-            )
+    known = needed or options.optimizer or options.weights_only
+    if source.groups is None and not elastic and not known:
+        raise WrongOption(
+            f"the source's {source.optimizer} is no optimizer of DeepSpeed's ZeRO",
+            hint="go on with Adam: --optimizer torch; or write --weights-only",
+        )
     if options.optimizer:
         adam = {key: needed.get(key, value) for key, value in ADAM.items()}
         needed = {**adam, **CLASSES[options.optimizer]}

@@ -19,13 +19,15 @@ apart only where its parts are there too.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...dtypes import SIZES
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
 from ...inert import TensorName, map_values, to_json
 from ...manifest import Entry
-from ...torchfile import Parsed, Tensor, TorchFile
+from ...torchfile import SMALL, Parsed, Tensor, TorchFile
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Held, Rank, Save
 
 SUFFIX = ".ort.pt"
@@ -69,7 +71,7 @@ def opened(root: str, paths: Sequence[str]) -> Save:
     half = mixed.pop() if mixed else None
     known = _weights(models, half)
     ranks = [_rank(*pair, half, known) for pair in zip(files, models, strict=True)]
-    state, kept, left_out = _client_state(files)
+    state, kept, copies, left_out = _client_state(files)
     # a shared weight that is whole on its owners: before 1.7
     shared = any(re.fullmatch(VIEW, key) for model in models for key in model)
     first = half is not None and shared and not any(rank.pieces for rank in ranks)
@@ -81,6 +83,7 @@ def opened(root: str, paths: Sequence[str]) -> Save:
         _optimizer(ranks),
         state={"client_state": state} if state else {},
         kept=kept,
+        copies=copies,
         records=[record for file in files for record in file.records.values()],
         left_out=left_out,
     )
@@ -214,29 +217,38 @@ def _optimizer(ranks: Sequence[Rank]) -> str | None:
 # -- what the user saved beside the model
 
 
-def _client_state(files: Sequence[TorchFile]) -> tuple[dict[str, Any], dict[str, Entry], list[str]]:
-    """Rank 0's keys beside `model`, the tensors in them, and what other ranks hold of their own."""
-    kept: dict[str, Entry] = {}
-    first = files[0]
+def _client_state(
+    files: Sequence[TorchFile],
+) -> tuple[dict[str, Any], dict[str, Entry], list[Entry], list[str]]:
+    """Rank 0's keys beside `model`, the tensors in them, and equal copies of these on other ranks.
 
-    def keep(value: Any, path: str) -> Any:
+    Last, what other ranks hold of their own.
+    """
+    kept: dict[str, Entry] = {}
+    copies: list[Entry] = []
+
+    def keep(value: Any, path: str, file: TorchFile, into: list[Entry]) -> Any:
         if isinstance(value, Tensor):
             if not value.shape and value.dtype != "C64":
-                return first.scalar(value)
+                return file.scalar(value)
             name = f"{path}/state"
-            kept[name] = Entry(name, value.dtype, value.shape, first.fragments(value))
+            into.append(Entry(name, value.dtype, value.shape, file.fragments(value)))
             return TensorName(path)
-        return map_values(value, lambda item, key: keep(item, _inside(path, key)))
+        return map_values(value, lambda item, key: keep(item, _inside(path, key), file, into))
 
-    told = {key: keep(value, _inside("client_state", key)) for key, value in _user(first).items()}
-    own = {
-        str(key)
-        for file in files[1:]
-        if file.value is not first.value
-        for key in _user(file)
-        if _text(_user(file)[key]) != _text(_user(first).get(key))
-    }
-    return told, kept, [f"client_state {key!r} of ranks other than 0" for key in sorted(own)]
+    told, left_out = {}, []
+    for key, value in _user(files[0]).items():
+        path, found = _inside("client_state", key), list[Entry]()
+        told[key] = keep(value, path, files[0], found)
+        kept |= {entry.name: entry for entry in found}
+        first = _told(files[0], value)
+        for file in files[1:]:
+            if _told(file, _user(file).get(key)) == first:
+                keep(_user(file)[key], path, file, copies)
+            elif str(key) not in left_out:
+                left_out.append(str(key))
+    left_out += sorted({str(key) for file in files for key in _user(file)} - set(map(str, told)))
+    return told, kept, copies, [f"client_state {key!r} of ranks other than 0" for key in left_out]
 
 
 def _inside(path: str, key: Any) -> str:
@@ -252,12 +264,17 @@ def _user(file: TorchFile) -> dict[Any, Any]:
     return {key: held for key, held in value.items() if key != MODEL}
 
 
-def _text(value: Any) -> str:
-    """To be compared: tensors by their type and shape alone."""
+def _told(file: TorchFile, value: Any) -> str:
+    """To be compared: tensors by type, shape and checksum."""
 
     def plain(item: Any, _key: Any) -> Any:
-        if isinstance(item, Tensor):
-            return f"{item.dtype} {item.shape}"
-        return map_values(item, plain)
+        if not isinstance(item, Tensor):
+            return map_values(item, plain)
+        length, crc = file.crc(item)
+        whole = item.contiguous and length == item.numel * SIZES[item.dtype]
+        if crc is None or not whole:
+            small = item.contiguous and length <= SMALL
+            crc = zlib.crc32(file.read(item)) if small else None
+        return f"{item.dtype} {item.shape} {file.path if crc is None else crc}"
 
     return str(to_json(plain(value, None)))

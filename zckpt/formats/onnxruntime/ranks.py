@@ -51,7 +51,7 @@ class Save:
 
     `mixed` is the type of the 16-bit copies, None in an fp32 run; `optimizer` is what the files
     state; `shapes` are those that are stated apart from tensors; `state` is what is no tensor of a
-    weight, and `kept` the tensors in that.
+    weight, `kept` the tensors in that and `copies` other ranks' of these.
     """
 
     root: str
@@ -62,6 +62,7 @@ class Save:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Entry] = field(default_factory=dict)
+    copies: list[Entry] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 

@@ -28,6 +28,7 @@ from .ranks import COUNT, SHARED, SLOTS, Held, Rank, Save
 
 Shapes = dict[str, tuple[int, ...]]
 Owned = Mapping[str, Sequence[Share]]
+MIXED = "is a file here twice, or of another model or number of ranks?"
 
 
 def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
@@ -79,7 +80,7 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
         state=_state(save, tensors),
         steps=(*(line for _, line in sightings), *_counters(save)),
         records=tuple(save.records),
-        replicas=tuple(tensors.replicas),
+        replicas=(*tensors.replicas, *save.copies),
         files=tuple(rank.path for rank in save.ranks),
         left_out=tuple(save.left_out),
     )
@@ -189,7 +190,7 @@ def _check_moments(save: Save, owned: Owned) -> None:
                     raise InconsistentCheckpoint(
                         f"{rank.path} holds {held.numel} elements of the {slot} of {name}, where "
                         f"ONNX Runtime's partition over {save.dp} ranks gives rank {place} {width}",
-                        hint="is it a file of another number of ranks, or of another model?",
+                        hint=MIXED,
                     )
         for name in wanted:
             for moment, slot in SLOTS.items():
@@ -249,7 +250,7 @@ class _Tensors:
                     f"{rank.path} holds {held.numel} elements of {name}, where ONNX Runtime's "
                     f"partition over {self.save.dp} ranks gives rank {share.rank} "
                     f"{share.stop - share.start}",
-                    hint="is it a file of another number of ranks, or of another model?",
+                    hint=MIXED,
                 )
             extent = held.extent
             if not is_cut:  # of a whole weight the owner's part alone is current
