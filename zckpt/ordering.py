@@ -33,8 +33,9 @@ def need_order(manifest: Manifest) -> None:
 def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     """The same with its parameters in the order of `names`.
 
-    Raises WrongOption unless these are the names of its parameters; frozen ones and second names of
-    tied weights may be left out.
+    Of a source that does not tell them apart, frozen weights that are not named are buffers.
+    Raises WrongOption unless all trainable parameters are named, and nothing else than weights of
+    the source.
     """
     places = {name: place for place, name in enumerate(names)}
     lacking = [n for n, held in manifest.parameters.items() if held.trainable and n not in places]
@@ -54,15 +55,20 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
         held = manifest.parameters.get(name)
         return held is None or not held.trainable, places.get(name, len(places))
 
+    buffers = [
+        name
+        for name, held in manifest.parameters.items()
+        if not (held.trainable or name in places or is_known(manifest))
+    ]
+    order = [name for name in sorted(manifest.parameters, key=place) if name not in buffers]
     entries = sorted(manifest.entries.values(), key=lambda entry: place(entry.parameter))
     state = dict(manifest.state)
     if isinstance(state.get("engine"), dict):
         state["engine"] = {**state["engine"], "ordered": True}
     return replace(
         manifest,
-        parameters={
-            name: manifest.parameters[name] for name in sorted(manifest.parameters, key=place)
-        },
+        parameters={name: manifest.parameters[name] for name in order},
+        buffers=(*manifest.buffers, *buffers),
         entries={entry.name: entry for entry in entries},
         state=state,
     )

@@ -7,8 +7,9 @@ In a virtual environment of its own (onnxruntime-training needs numpy 1; Python 
 
 It trains 5 steps with Adam on the CPU, saves in both of ORT's ways, lets zckpt write both dialects
 for 1 to 8 ranks, in fp32 and mixed precision, directly and through a universal checkpoint; loads
-each into a new trainer, and compares three further steps with those of the run that went on: losses,
-weights, moments and counters, bit for bit. Then ORT's aggregators merge sets of Adam and Lamb.
+each into a new trainer, and compares three further steps with those of the run that went on:
+losses, weights, moments and counters, bit for bit. Then ORT's aggregators merge sets of Adam and
+Lamb.
 
 No public build trains with ZeRO, Lamb or fp16 on a CPU: what these kernels do with the files is
 beyond this judge. Two traps of 1.16.3 on a CPU: MatMul's pre-packing keeps a copy of the initial

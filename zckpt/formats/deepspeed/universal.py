@@ -692,8 +692,7 @@ class _Universal(Target):
             value["partition_count"] = self.dp
             numbers = {place: self._loaded(flat, storages) for place, flat in enumerate(self.flats)}
         else:
-            clipping = self.engine.number(0.0, "gradient_clipping")
-            value["clip_grad"] = self.kept.get("clip_grad", clipping)
+            value |= self._clipping()
         base = self._base(numbers, storages)
         value["param_groups"] = base["param_groups"]
         if self.engine.partitioned:

@@ -395,7 +395,7 @@ class Target:
             for place, (flat, part) in enumerate(zip(self.flats, parts, strict=True))
         }
         common = {
-            "clip_grad": self.kept.get("clip_grad", self.engine.number(0.0, "gradient_clipping")),
+            **self._clipping(),
             "base_optimizer_state": self._base(state, storages),
             "single_partition_of_fp32_groups": [
                 storages.tensor(flat.master, (part.size if wrapped else part.owned,))
@@ -418,6 +418,11 @@ class Target:
             "zero_stage": self._stage_enum(),
             "param_alignment_paddings": [list(flat.paddings) for flat in self.flats],
         }
+
+    def _clipping(self) -> dict[str, Any]:
+        """The source's; without one the engine keeps its own (1.0 unless its config says else)."""
+        clipping = self.kept.get("clip_grad", self.engine.option("gradient_clipping"))
+        return {} if clipping is None else {"clip_grad": clipping}
 
     def _length(self, part: _Partition, flat: _Flat, slot: str) -> int:
         """Elements of a rank's state; Muon keeps the momentum of whole parameters (flats.py)."""
