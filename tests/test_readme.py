@@ -25,7 +25,8 @@ def blocks(kind: str) -> list[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the commands run, one after the other."""
     made = tmp_path_factory.mktemp("readme")
-    (made / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "tests"):
+        (made / name).symlink_to(ROOT / name)
     return made
 
 

@@ -30,6 +30,7 @@ from .. import zero
 from .engine import Engine
 from .hyper import check_states, complete_groups, optimizer_name
 from .ranks import COUNTERS
+from .reading import ENGINE_KEYS
 
 VERSION = "0.19.8"  # of the layout that is written
 # files of one rank beside a trainer's checkpoint: Hugging Face Trainer, Accelerate
@@ -100,6 +101,7 @@ class Target:
         count = 1 + max((held.group or 0 for held in self.trainable.values()), default=0)
         self.groups, assumed = complete_groups(self.engine, source, count)
         self.flats = list(self._flats())
+        self.client_state = self._client_state()
         if not options.weights_only:
             check_states(self.engine, source, {s: 0 for flat in self.flats for s in flat.slots})
             self._warn_of_assumed(assumed)
@@ -186,6 +188,16 @@ class Target:
         return {
             key: self._shared(key, names, [item.scalars.get(key) for item in held]) for key in keys
         }
+
+    def _client_state(self) -> dict[Any, Any]:
+        """The user's keys, but for those that DeepSpeed gives a meaning of its own."""
+        told = self.source.state.get("client_state") or {}
+        self.left_out += [
+            f"client_state {key!r}: DeepSpeed's files use this key"
+            for key in told
+            if key in ENGINE_KEYS
+        ]
+        return {key: value for key, value in told.items() if key not in ENGINE_KEYS}
 
     # -- reports
 
@@ -323,7 +335,7 @@ class Target:
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
             "ds_config": self.engine.config,
             "ds_version": self.engine.before.get("version", VERSION),
-            **self._thawed(state.get("client_state") or {}, storages),
+            **self._thawed(self.client_state, storages),
         }
         return shell(name, value, storages)
 

@@ -8,22 +8,30 @@ from dataclasses import dataclass
 
 from ...errors import (
     AmbiguousCheckpoint,
+    CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     NotACheckpoint,
 )
+from ...options import MAX_DP
 from . import hdf5, legacy
 from .ranks import Save
+
+# files of other kinds, of which there may be thousands: not worth a look inside
+OTHERS = (".safetensors", ".json", ".distcp", "_states.pt", ".py")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One checkpoint: its files by rank, and the name to call it by; `ranks` as they say."""
+    """One checkpoint: its files by rank, and the name to call it by; `ranks` as they say.
+
+    `parsed` are HDF5 files, which are opened to tell their ranks; none of a legacy one.
+    """
 
     name: str
     files: tuple[tuple[int, str], ...]
     ranks: int
-    is_hdf5: bool
+    parsed: tuple[hdf5.File, ...] = ()
 
 
 def detect(path: str) -> list[str]:
@@ -32,9 +40,14 @@ def detect(path: str) -> list[str]:
         if not os.access(path, os.R_OK | os.X_OK):  # lost+found
             return []
         with os.scandir(path) as items:
-            files = [item for item in items if item.is_file()]
+            files = [item for item in items if item.is_file() and not item.name.endswith(OTHERS)]
         return [""] if any(_is_named(item.name) or hdf5.is_one(item.path) for item in files) else []
     return [""] if os.path.isfile(path) and (hdf5.is_one(path) or legacy.is_one(path)) else []
+
+
+def _listed(folder: str) -> list[str]:
+    """Names of what may be files of a checkpoint."""
+    return sorted(name for name in os.listdir(folder) if not name.endswith(OTHERS))
 
 
 def _is_named(name: str) -> bool:
@@ -48,7 +61,7 @@ def find(path: str) -> Found:
     InconsistentCheckpoint (two files of one rank).
     """
     if os.path.isdir(path):
-        found = _all(path, sorted(os.listdir(path)))
+        found = _all(path, _listed(path))
         if not found:
             raise NotACheckpoint(f"{path} holds no checkpoint of ONNX Runtime")
         if len(found) > 1:
@@ -63,7 +76,7 @@ def find(path: str) -> Found:
     alone = not legacy.SHARDED.fullmatch(name)
     if hdf5.is_one(path):
         alone = not hdf5.open_file(path).is_partition
-    for each in _all(folder, [name] if alone else sorted(os.listdir(folder)), alone):
+    for each in _all(folder, [name] if alone else {name, *_listed(folder)}, alone):
         if any(os.path.basename(file) == name for _, file in each.files):
             return _complete(path, each)
     raise NotACheckpoint(f"{path} holds no checkpoint of ONNX Runtime")
@@ -73,35 +86,38 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[F
     """Every checkpoint among files of a folder."""
     found: list[Found] = []
     sharded: dict[tuple[str, int], list[tuple[int, str]]] = {}
-    partitions: list[tuple[int, str]] = []
-    world = 0
-    for name in names:
+    partitions: list[hdf5.File] = []
+    for name in sorted(names):
         full = os.path.join(folder, name)
         if not os.path.isfile(full):
             continue
         if hdf5.is_one(full):
             file = hdf5.open_file(full)
             if file.is_partition:
-                partitions.append((file.size("world_rank", 0), full))
-                world = max(world, file.size("world_size", 1))
+                partitions.append(file)
             else:
-                found.append(Found(full, ((0, full),), 1, True))
+                found.append(Found(full, ((0, full),), 1, (file,)))
         elif told := legacy.SHARDED.fullmatch(name):
             ranks = sharded.setdefault((told[1], int(told[3]) + 1), [])
             ranks.append((int(told[2]), full))
         elif _is_named(name) or of_any_name:
-            found.append(Found(full, ((0, full),), 1, False))
+            found.append(Found(full, ((0, full),), 1))
     for (prefix, count), files in sharded.items():
         called = os.path.join(folder, f"{prefix}.ZeRO.*.{count - 1}{legacy.SUFFIX}")
-        found.append(Found(called, tuple(sorted(files)), count, False))
+        found.append(Found(called, tuple(sorted(files)), count))
     if partitions:
-        called = f"{os.path.basename(partitions[0][1])} and the other ranks' files"
-        found.append(Found(called, tuple(sorted(partitions)), world, True))
+        partitions.sort(key=lambda file: file.size("world_rank", 0))
+        called = f"{os.path.basename(partitions[0].path)} and the other ranks' files"
+        by_rank = tuple((file.size("world_rank", 0), file.path) for file in partitions)
+        world = max(file.size("world_size", 1) for file in partitions)
+        found.append(Found(called, by_rank, world, tuple(partitions)))
     return found
 
 
 def _complete(path: str, found: Found) -> Found:
     """`found`, if every rank is there once."""
+    if found.ranks > MAX_DP:
+        raise CorruptCheckpoint(f"{found.files[0][1]} states {found.ranks} ranks")
     here: dict[int, str] = {}
     for rank, file in found.files:
         if rank in here:
@@ -115,7 +131,7 @@ def _complete(path: str, found: Found) -> Found:
     missing = [rank for rank in range(found.ranks) if rank not in here]
     if missing:
         told = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
-        expected = found.name.replace("*", str(missing[0])) if not found.is_hdf5 else ""
+        expected = "" if found.parsed else found.name.replace("*", str(missing[0]))
         raise IncompleteCheckpoint(
             f"{path} lacks the file of rank {told}: it holds {len(here)} of {found.ranks}",
             hint=f"expected {os.path.basename(expected)}"
@@ -128,7 +144,6 @@ def _complete(path: str, found: Found) -> Found:
 def opened(path: str) -> Save:
     """What the ranks' files hold."""
     found = find(path)
-    files = [file for _, file in sorted(found.files)]
-    if found.is_hdf5:
-        return hdf5.opened(path, [hdf5.open_file(file) for file in files])
-    return legacy.opened(path, files)
+    if found.parsed:
+        return hdf5.opened(path, found.parsed)
+    return legacy.opened(path, [file for _, file in sorted(found.files)])

@@ -234,6 +234,13 @@ class _Target:
             if key not in known and not fact and value not in (None, {}, [], "", False):
                 self.left_out.append(f"{key}: ONNX Runtime's files have no place for it")
         self.left_out += [f"{item.name}: no part of the checkpoint" for item in source.siblings]
+        if self.dialect == "l2" and MODEL in (state.get("client_state") or {}):
+            self.left_out.append(f"client_state {MODEL!r}: ONNX Runtime's files use this key")
+        if self.half == "BF16":
+            self.warnings.append(
+                "ONNX Runtime's Python trainer mixes fp16 alone, not bf16: --dtype fp16 or fp32 "
+                "writes what it runs with"
+            )
         lamb = self.optimizer == "LambOptimizer" and self.states
         if lamb and max(self.dp, source.dp) > 1 and (self.dp != source.dp):
             self.warnings.append(
