@@ -1071,3 +1071,35 @@ class TestFromOthers:
         with pytest.raises(errors.WrongOption, match="Adam and Lamb"):
             zckpt.convert(tmp_path / "universal", tmp_path / "ort", to="onnxruntime")
         zckpt.convert(tmp_path / "universal", tmp_path / "ort", to="onnxruntime", weights_only=True)
+
+
+def test_torch_goes_on(tmp_path: Path) -> None:
+    """A model that ORT 1.16.3 trained, with torch's Adam: ORT's own next three steps."""
+    zckpt.convert(REAL / "checkpoint.ortcp", tmp_path / "universal")
+    held = load(tmp_path / "universal")
+    names = [name.removesuffix("/param") for name in held if name.endswith("/param")]
+    weights = {name: held[f"{name}/param"].requires_grad_() for name in names}
+    adam = torch.optim.Adam(weights.values(), lr=0.01)  # ORT's own defaults are torch's
+    step = torch.tensor(float(zckpt.read(tmp_path / "universal").step or 0))
+    for name, weight in weights.items():
+        adam.state[weight] = {
+            "step": step.clone(),
+            "exp_avg": held[f"{name}/exp_avg"],
+            "exp_avg_sq": held[f"{name}/exp_avg_sq"],
+        }
+    batches = load_file(REAL / "batches.safetensors")
+    losses = []
+    for place in (5, 6, 7):
+        hidden = batches[f"x{place}"] @ weights["Emb.weight"]
+        for layer in ("layer.2", "layer.10"):
+            hidden = hidden @ weights[f"{layer}.weight"] * weights[f"{layer}.bias"]
+        loss = (hidden.relu() @ weights["head.weight"]).square().mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        losses.append(loss.item())
+    told = json.loads((REAL / "case.json").read_text())["resume_losses"]
+    assert losses == pytest.approx(told, rel=1e-5)
+    after = load_file(REAL / "after_resume.safetensors")
+    for name, weight in weights.items():
+        assert torch.allclose(weight, after[f"master/{name}"], rtol=1e-5, atol=1e-6), name
