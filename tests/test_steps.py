@@ -127,3 +127,9 @@ def test_an_optimizer_that_was_never_stepped_is_told() -> None:
     assert never_stepped(stepped(2, *moments), digests) is None
     assert never_stepped(stepped(1, *moments), digests | {"w/exp_avg": 7}) is None
     assert never_stepped(stepped(1, "master"), digests) is None
+
+
+def test_keep_decides_between_parameters_alone() -> None:
+    steps.check_policy("keep")
+    with pytest.raises(InconsistentCheckpoint, match="rank 1"):
+        steps.agree([("rank 0", 3), ("rank 1", 4)], steps.KEEP)

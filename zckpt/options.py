@@ -59,6 +59,7 @@ class Options:
     def refuse(self, target: str, *fields: str) -> None:
         """Raises WrongOption where one of these is given, which a target has no use for."""
         for name in fields:
-            if getattr(self, name) not in (None, {}):
-                word = "--ds-config" if name == "config" else f"--{name.replace('_', '-')}"
+            word = "--ds-config" if name == "config" else f"--{name.replace('_', '-')}"
+            given = getattr(self, name)
+            if given or (given is not None and name != "group_defaults"):
                 raise WrongOption(f"{word} has no meaning for {target}")

@@ -39,9 +39,8 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     MissingData (split weights were not saved), CorruptCheckpoint, UnsupportedCheckpoint
     (horizontal parallelism), MissingExtra (h5py).
     """
-    save = opened(path)
     try:
-        return manifest(save, step_policy)
+        return manifest(opened(path), step_policy)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{path} is malformed: {error!r}") from error
 
