@@ -536,6 +536,18 @@ class TestRefused:
         edit(made / f"ORT_checkpoint.ZeRO.{rank}.2.ort.pt", change)
         refused("InconsistentCheckpoint", "layer.2.bias", "stale")
 
+    @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+    def test_a_flipped_bit_is_said_to_be_one(
+        self, precision: str, refused: Any, tmp_path: Path
+    ) -> None:
+        state = make(precision)
+        made = files.write(state, tmp_path / "made", 2, "l2")
+        path = made / "ORT_checkpoint.ZeRO.0.1.ort.pt"
+        data = bytearray(path.read_bytes())
+        data[data.index(state.weights["conv.weight"].numpy().tobytes()) + 3] ^= 1
+        path.write_bytes(data)
+        refused("CorruptCheckpoint", "CRC-32")
+
     def test_nan_and_infinity_are_no_stale_masters(self, tmp_path: Path) -> None:
         state = make("fp16")
         state.weights["head.weight"][0] = torch.tensor([torch.nan, torch.inf, 1e6])

@@ -9,33 +9,63 @@ one that was left behind: of a rank that does not own it, or from before the las
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ...cast import cast
+from ...checksum import crc32
 from ...dtypes import SIZES
-from ...errors import InconsistentCheckpoint
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint
 from ...fileio import Reader
-from ...manifest import Entry, Extent, Manifest
+from ...manifest import Entry, Extent, Manifest, Record
 from .reading import differing
 
 BLOCK = 1 << 18  # elements
 
 
 def check(manifest: Manifest) -> None:
-    """Raises InconsistentCheckpoint where a master is stale or ranks hold different weights."""
+    """Raises InconsistentCheckpoint where a master is stale or ranks hold different weights.
+
+    CorruptCheckpoint where that is because the file is damaged.
+    """
     stated = {record.extent: record.crc for record in manifest.records}
     reader = Reader()
     try:
-        for name in manifest.parameters:
-            master, half = (manifest.entries.get(f"{name}/{slot}") for slot in ("master", "param"))
-            if master is not None and half is not None:
-                _check_rounding(reader, name, master, half)
-        for replica in manifest.replicas:
-            first, other = manifest.entries[replica.name].fragments, replica.fragments
-            crcs = {stated.get(part.extent) for part in (*first, *other)}
-            if len(crcs) == 1 and None not in crcs:
-                continue  # reading.py has compared these
-            _check_equal(reader, manifest.entries[replica.name], replica)
+        _check(manifest, reader, stated)
+    except InconsistentCheckpoint:
+        for record in manifest.records:  # a flipped bit is a better reason
+            _check_record(reader, record)
+        raise
     finally:
         reader.close()
+
+
+def _check(manifest: Manifest, reader: Reader, stated: Mapping[Extent, int | None]) -> None:
+    for name in manifest.parameters:
+        master, half = (manifest.entries.get(f"{name}/{slot}") for slot in ("master", "param"))
+        if master is not None and half is not None:
+            _check_rounding(reader, name, master, half)
+    for replica in manifest.replicas:
+        first, other = manifest.entries[replica.name].fragments, replica.fragments
+        crcs = {stated.get(part.extent) for part in (*first, *other)}
+        if len(crcs) == 1 and None not in crcs:
+            continue  # reading.py has compared these
+        if replica.slot != "state":  # and legacy.py those
+            _check_equal(reader, manifest.entries[replica.name], replica)
+
+
+def _check_record(reader: Reader, record: Record) -> None:
+    """Raises CorruptCheckpoint where bytes do not have the CRC-32 that their file states."""
+    crc, extent = 0, record.extent
+    for start in range(0, extent.length if record.crc is not None else 0, 4 * BLOCK):
+        part = extent.part(start, min(start + 4 * BLOCK, extent.length))
+        block = memoryview(bytearray(part.length))
+        reader.read(part, block)
+        crc = crc32(block, crc)
+    if record.crc not in (None, crc):
+        raise CorruptCheckpoint(
+            f"{extent.file} is damaged: the {extent.length} bytes at {extent.offset} do not have "
+            "the CRC-32 that the file states"
+        )
 
 
 def _check_rounding(reader: Reader, name: str, master: Entry, half: Entry) -> None:
