@@ -38,6 +38,7 @@ MAGIC = b"\x89HDF\r\n\x1a\n"
 FULL = "model/full_precision/"
 MOST = 1 << 16  # elements of what is read by value
 MAX_DEPTH = 64
+REFERENCE = struct.Struct("<IQI")  # to a string: its length, a heap's address, a number in it
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
@@ -159,7 +160,7 @@ def _contents(h5py: Any, path: str, opened: Any) -> File:
         if name.startswith("model/") or name.rpartition("/")[2] in SLOTS:
             tensors[name] = _tensor(h5py, path, room, name, dataset)
         else:
-            values[name] = _value(path, name, h5py.Dataset(dataset))
+            values[name] = _value(h5py, path, room, name, dataset)
     return File(path, tensors, values)
 
 
@@ -191,10 +192,19 @@ def _datasets(h5py: Any, path: str, root: Any) -> Iterator[tuple[str, Any]]:
 
 def _tensor(h5py: Any, path: str, room: int, name: str, dataset: Any) -> Held:
     """Where its bytes lie: one plain run of the file."""
-    kind, shape = dataset.dtype, tuple(map(int, dataset.shape or ()))
+    kind = dataset.dtype
     dtype = DTYPES.get(kind.name)
     if dtype is None or kind.byteorder == ">":
         raise UnsupportedCheckpoint(f"{path}: {name} has elements of type {kind}")
+    shape, extent = _run(h5py, path, room, name, dataset, kind.itemsize)
+    return Held(dtype, shape, extent)
+
+
+def _run(
+    h5py: Any, path: str, room: int, name: str, dataset: Any, size: int
+) -> tuple[tuple[int, ...], Extent]:
+    """Shape and bytes of a dataset whose elements take `size` bytes each."""
+    shape = tuple(map(int, dataset.shape or ()))
     created = dataset.get_create_plist()
     plain = created.get_layout() == h5py.h5d.CONTIGUOUS and not created.get_external_count()
     if not plain or dataset.shape is None:
@@ -203,30 +213,54 @@ def _tensor(h5py: Any, path: str, room: int, name: str, dataset: Any) -> Held:
             "or in another file)",
             hint="ONNX Runtime writes none such; undo it with `h5repack -l CONTI -f NONE`",
         )
-    length = prod(shape) * kind.itemsize
+    length = prod(shape) * size
     if not length:
-        return Held(dtype, shape, Extent(path, 0, 0))
+        return shape, Extent(path, 0, 0)
     offset = dataset.get_offset()
     if offset is None or offset + length > room:
         raise CorruptCheckpoint(
             f"{path} ends early: {name} is not inside it",
             hint="the file was cut short, or the save did not finish",
         )
-    return Held(dtype, shape, Extent(path, int(offset), length))
+    return shape, Extent(path, int(offset), length)
 
 
-def _value(path: str, name: str, dataset: Any) -> Any:
-    """A number, a list of numbers, or text."""
-    kind, shape = dataset.dtype, dataset.shape
-    is_number = kind.kind in "iufb" and shape is not None and prod(shape) <= MOST
-    if not is_number and (kind.kind != "O" or shape != ()):
-        raise UnsupportedCheckpoint(f"{path}: {name} is no number, list or text ({kind} {shape})")
-    value = dataset[()]
-    if is_number:
-        return value.tolist()
-    if not isinstance(value, bytes):
-        raise UnsupportedCheckpoint(f"{path}: {name} is no text")
-    return value.decode("utf-8", "surrogateescape")
+def _value(h5py: Any, path: str, room: int, name: str, dataset: Any) -> Any:
+    """A number, a list of numbers, or text.
+
+    The bytes are read here: the library trusts what it finds in a damaged file, and crashes.
+    """
+    kind = dataset.dtype
+    text = kind.kind == "O" and h5py.check_string_dtype(kind) is not None
+    if not text and kind.kind not in "iufb":
+        raise UnsupportedCheckpoint(f"{path}: {name} is neither number nor text ({kind})")
+    size = REFERENCE.size if text else kind.itemsize
+    shape, extent = _run(h5py, path, room, name, dataset, size)
+    if prod(shape) > MOST or (text and shape):
+        raise UnsupportedCheckpoint(f"{path}: {name} has shape {shape}")
+    with open(path, "rb") as file:
+        data = os.pread(file.fileno(), extent.length, extent.offset)
+        if text:
+            return _text(file.fileno(), path, room, name, data)
+    import numpy as np  # h5py has imported it
+
+    return np.frombuffer(data, kind).reshape(shape).tolist()
+
+
+def _text(file: int, path: str, room: int, name: str, reference: bytes) -> str:
+    """A string, which lies among others in a global heap: its object of that number."""
+    length, address, wanted = REFERENCE.unpack(reference)
+    head = os.pread(file, 16, address) if address < room else b""
+    end = address + int.from_bytes(head[8:16], "little")
+    here = address + 16
+    while head[:4] == b"GCOL" and here + 16 <= min(end, room):
+        number, size = struct.unpack("<H6xQ", os.pread(file, 16, here))
+        if number == wanted and length <= size and here + 16 + size <= room:
+            return os.pread(file, length, here + 16).decode("utf-8", "surrogateescape")
+        if not number:  # what is free
+            break
+        here += 16 + -(-size // 8) * 8
+    raise CorruptCheckpoint(f"{path}: the text of {name} is not inside it")
 
 
 # -- what all ranks' files hold
