@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .dtypes import SIZES
 from .errors import UnsupportedCheckpoint
 
 _NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -35,3 +36,24 @@ def _bfloat16(values: Any) -> Any:
     rounded = rounded.astype(np.uint16)
     rounded[np.isnan(values)] = 0x7FC0  # rounding its bits could make a NaN infinite
     return rounded
+
+
+def numbers(view: memoryview, dtype: str) -> Any:
+    """The elements as float64 (integers past 2**53 lose digits); None for what is no number."""
+    if dtype == "BF16":
+        bits = np.frombuffer(view, np.uint16).astype(np.uint32) << np.uint32(16)
+        return bits.view(np.float32).astype(np.float64)
+    if dtype in _NUMPY or (dtype[0] in "IU" and dtype[1:].isdigit()):
+        kind = _NUMPY.get(dtype) or f"{dtype[0].lower()}{SIZES[dtype]}"
+        return np.frombuffer(view, kind).astype(np.float64)
+    return None
+
+
+def ordered(bits: Any, dtype: str) -> Any:
+    """Floats, given as unsigned integers, numbered by their order; neighbours differ by one.
+
+    Zero of either sign is 0.
+    """
+    wide = bits.astype(np.int64)
+    sign = np.int64(1) << np.int64(8 * SIZES[dtype] - 1)
+    return np.where(wide & sign != 0, -(wide & ~sign), wide)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -46,10 +46,21 @@ class Wanted:
         return self.at + (self.stop - self.start) * SIZES[self.entry.dtype]
 
 
-class Ledger:
-    """Which source records passed by, and whether they are what their files state."""
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A record whose bytes have another CRC-32 than its file states."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
+    record: Record
+    found: int
+
+
+class Ledger:
+    """Which records passed by, and whether they are what their files state.
+
+    Damage raises CorruptCheckpoint, or is collected in `damage` where it is looked for.
+    """
+
+    def __init__(self, records: Sequence[Record], collect: bool = False) -> None:
         by_file: dict[str, list[Record]] = {}
         for record in records:
             if record.extent.length:
@@ -63,6 +74,8 @@ class Ledger:
         }
         self._covers: dict[Extent, tuple[Record, Cover]] = {}
         self._lock = threading.Lock()
+        self._collect = collect
+        self.damage: dict[Extent, Damage] = {}
 
     def passed(self, file: str, offset: int, data: memoryview) -> None:
         """`data` were read at `offset`; raises CorruptCheckpoint if a record turns out wrong."""
@@ -81,40 +94,68 @@ class Ledger:
         extent = record.extent
         crc = crc32(data) if record.crc is not None else 0
         with self._lock:
-            if extent not in self._covers:
-                self._covers[extent] = record, Cover(extent.length)
-            cover = self._covers[extent][1]
+            cover = self._cover(record)
             cover.add(start, start + len(data), crc)
-        if record.crc is not None and cover.crc not in (None, record.crc):
+            found = cover.crc
+            if record.crc is None or found in (None, record.crc):
+                return
+            assert found is not None
+            self.damage[extent] = Damage(record, found)
+        if not self._collect:
             raise CorruptCheckpoint(
                 f"{extent.file} is damaged: the {extent.length} bytes at {extent.offset} do not "
                 "have the CRC-32 that the file states",
                 hint="take another copy of this file; nothing was written",
             )
 
-    def finish(self, reader: Reader) -> tuple[int, int]:
-        """Completes records of which little is missing (padding); counts checked and unchecked."""
+    def _cover(self, record: Record) -> Cover:
+        return self._covers.setdefault(record.extent, (record, Cover(record.extent.length)))[1]
+
+    def finish(
+        self,
+        reader: Reader,
+        everything: bool = False,
+        beside: Callable[[Extent, memoryview], None] | None = None,
+    ) -> tuple[int, int]:
+        """Completes records of which little is missing (padding); counts checked and unchecked.
+
+        With `everything` all records are completed, those too that no tensor needed; `beside` is
+        told of the bytes beside tensors in their records.
+        """
         buffer = Buffer(LITTLE)
         checked = unchecked = 0
+        if everything:
+            for held in self._records.values():
+                for record in held:
+                    self._cover(record)
         for record, cover in list(self._covers.values()):
             gaps = cover.gaps()
             if gaps is None:  # tensors that overlap: only a reading of the whole can tell
                 self._covers[record.extent] = record, Cover(record.extent.length)
                 gaps = [(0, record.extent.length)]
             missing = sum(stop - start for start, stop in gaps)
-            if record.crc is not None and missing <= max(cover.seen, LITTLE):
+            if record.crc is not None and (everything or missing <= max(cover.seen, LITTLE)):
+                padding = beside if cover.seen else None
                 for start, stop in gaps:
-                    self._pass_range(reader, buffer.view, record.extent.part(start, stop))
+                    self._pass_range(reader, buffer.view, record.extent.part(start, stop), padding)
                 checked += 1
             else:
                 unchecked += 1
         return checked, unchecked
 
-    def _pass_range(self, reader: Reader, view: memoryview, extent: Extent) -> None:
+    def _pass_range(
+        self,
+        reader: Reader,
+        view: memoryview,
+        extent: Extent,
+        beside: Callable[[Extent, memoryview], None] | None,
+    ) -> None:
         for start in range(0, extent.length, len(view)):
             part = extent.part(start, min(start + len(view), extent.length))
             reader.read(part, view[: part.length])
             self.passed(part.file, part.offset, view[: part.length])
+            if beside:
+                beside(part, view[: part.length])
 
 
 class Gatherer:
