@@ -267,7 +267,7 @@ def _verify(
         return about | proof.verify_against(manifest, other, pattern, **moving)
     from .gather import verify_gathered
 
-    return about | verify_gathered(manifest, other, tag, pattern, device, **moving)
+    return about | verify_gathered(manifest, other, pattern, device, **moving)
 
 
 def diff(

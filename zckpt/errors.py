@@ -60,6 +60,10 @@ class NotEnoughSpace(ZckptError):
     """The target's filesystem cannot take the bytes."""
 
 
+class MissingPackage(ZckptError):
+    """A package that only some commands need is not installed."""
+
+
 class WrongOption(ZckptError):
     """Options that contradict each other or this checkpoint (exit code 2)."""
 

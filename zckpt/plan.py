@@ -147,11 +147,11 @@ def _counterpart(
     if entry.slot in ("param", "master"):
         wide = [others.get(f"{entry.parameter}/{slot}") for slot in ("master", "param")]
         for other in wide:
-            if other is None or other.shape != entry.shape or other.dtype not in WIDE:
+            if other is None or other.shape != entry.shape:
                 continue
             if other.dtype == entry.dtype:
                 return Match(entry, other)
-            if entry.dtype in FLOATS and entry.slot == "param":
+            if other.dtype in WIDE and entry.dtype in FLOATS and entry.slot == "param":
                 return Match(entry, other, "rounded")
         narrow = others.get(f"{entry.parameter}/param")
         if entry.dtype in WIDE and narrow is not None and narrow.shape == entry.shape:

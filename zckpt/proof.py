@@ -18,7 +18,7 @@ from typing import Any
 
 from . import __version__, compare, values
 from .checksum import flipped_bit
-from .compare import Outcome, Result
+from .compare import Difference, Outcome, Result
 from .dtypes import FLOATS, SIZES
 from .elements import Damage
 from .errors import CorruptCheckpoint, MissingData, WrongOption
@@ -39,7 +39,7 @@ def verify_alone(manifest: Manifest, pattern: str | None = None, **moving: Any) 
     outcome = compare.compare(matches, manifest, manifest, everything=pattern is None, **moving)
     problems = [{"message": line} for line in uncovered(manifest)]
     problems += [line for result in outcome.results for line in own_digest(result, manifest)]
-    told = _told(outcome, manifest, manifest)
+    told = findings(outcome, manifest, manifest)
     return {
         **told,
         "equal": not (problems or told["problems"] or told["differences"]),
@@ -65,7 +65,7 @@ def verify_against(a: Manifest, b: Manifest, pattern: str | None = None, **movin
         for manifest in (a, b)
         for line in own_digest(result, manifest)
     ]
-    told = _told(outcome, a, b)
+    told = findings(outcome, a, b)
     told["problems"] += problems
     different = [line["tensor"] for line in told["differences"]]
     told["notes"] += other_padding(a, b, different)
@@ -77,7 +77,7 @@ def diff(a: Manifest, b: Manifest, pattern: str | None = None, **moving: Any) ->
     matches, only_a, only_b = mutual_matches(a, b)
     matches = chosen([item for item in matches if not item.copy], pattern)
     outcome = compare.compare(matches, a, b, measure=True, **moving)
-    told = _told(outcome, a, b)
+    told = findings(outcome, a, b)
     lines = []
     for result in outcome.results:
         found = result.difference
@@ -85,7 +85,7 @@ def diff(a: Manifest, b: Manifest, pattern: str | None = None, **moving: Any) ->
         if found is not None and result.match.how != "shapes":
             line |= {"elements": result.match.a.numel, "cosine": found.cosine}
         lines.append(line)
-    differing = [line for line in lines if line.get("count") != 0]
+    differing = [line for line in lines if line.get("count") != 0 or "a_dtype" in line]
     worst = max(differing, key=lambda line: float(line.get("max_abs") or 0.0), default=None)
     made = {
         **said({**told, "problems": []}, a, b, only_a, only_b),
@@ -138,13 +138,16 @@ def calm(report: Report) -> bool:
     return not any(report.get(key) for key in FINDINGS)
 
 
-def _told(outcome: Outcome, a: Manifest, b: Manifest) -> Report:
+def findings(outcome: Outcome, a: Manifest, b: Manifest) -> Report:
     """Differences of tensors, damage of files, and what of both is harmless."""
     buffers = {*a.buffers, *b.buffers}
-    differences, problems, notes = [], [], []
+    differences, problems, notes, cast = [], [], [], []
     for result in outcome.results:
         line = difference(result)
         if line is None:
+            continue
+        if line.get("count") == 0:
+            cast.append(result.match.name)
             continue
         if result.match.copy and result.match.a.parameter in buffers:
             notes.append(
@@ -153,6 +156,8 @@ def _told(outcome: Outcome, a: Manifest, b: Manifest) -> Report:
             )
         else:
             differences.append(line)
+    if cast:
+        notes.append(f"of another type, and equal by value: {_listed(cast)}")
     for manifest in (a,) if a is b else (a, b):
         files = set(manifest.files)
         for found in outcome.damage:
@@ -205,7 +210,7 @@ def verify_proof(
     if pattern is None:
         needs_weights(shared, manifest.root, path)
     outcome = compare.compare(shared, manifest, manifest, **moving)
-    told = _told(outcome, manifest, manifest)
+    told = findings(outcome, manifest, manifest)
     told["differences"] = [
         {"tensor": name, "a_crc32": sides["a"], "b_crc32": known[name]}
         for name, sides in told["digests"].items()
@@ -299,8 +304,7 @@ def difference(result: Result) -> Report | None:
         about |= {"a_dtype": item.a.dtype, "b_dtype": item.b.dtype}
     elif found is None or not found.count:
         return None
-    if found is None:
-        return about
+    found = found or Difference()
     return about | {
         "elements": item.a.numel,
         "count": found.count,
