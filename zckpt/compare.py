@@ -114,7 +114,7 @@ class _Comparison:
         a: Manifest,
         b: Manifest,
         chunk: int,
-        measure: bool,
+        measure: str,
         progress: Progress | None,
     ) -> None:
         self.matches = matches
@@ -215,16 +215,21 @@ class _Comparison:
             a, a_dtype = buffers.rounded(a, a_dtype, b_dtype), b_dtype
         elif match.how == "rounded":
             b, b_dtype = buffers.rounded(b, b_dtype, a_dtype), a_dtype
-        if match.how != "values" and not self.measure and same(a, b):
+        if not self._looks_at_all(match) and same(a, b):
             return
         for part in parts:
             ours = a[part.first * SIZES[a_dtype] : part.end * SIZES[a_dtype]]
             theirs = b[part.first * SIZES[b_dtype] : part.end * SIZES[b_dtype]]
-            if match.how != "values" and not self.measure and same(ours, theirs):
+            if not self._looks_at_all(match) and same(ours, theirs):
+                continue
+            if self.measure == "first" and part.place in self.found:
                 continue
             found = measure(ours, a_dtype, theirs, b_dtype, part.start, match.how == "rounded")
             with self.lock:
                 self.found.setdefault(part.place, Difference()).add(found)
+
+    def _looks_at_all(self, match: Match) -> bool:
+        return match.how == "values" or self.measure == "all"
 
     def finish(self, everything: bool) -> Outcome:
         """Completes the records, and puts together what was found."""
@@ -284,14 +289,15 @@ def compare(
     jobs: int = 4,
     memory: int = 256 << 20,
     everything: bool = False,
-    measure: bool = False,
+    measure: str = "differing",
     begin: Callable[[int], Progress] | None = None,
 ) -> Outcome:
     """Reads all matches and compares them; `b` may be `a`.
 
-    `everything` reads the records too that no tensor needs; `measure` looks at equal tensors as
-    numbers too; `begin` is told the bytes to come and gives what is told of their progress. Damage
-    is told, not raised.
+    `everything` reads the records too that no tensor needs. `measure` says which elements are
+    looked at as numbers: those of the first part of each tensor that differs ("first"), of all
+    parts that do ("differing"), or all, so that cosines are right ("all"). `begin` is told the
+    bytes to come and gives what is told of their progress. Damage is told, not raised.
     """
     chunk = chunk_size(max(a.dp, b.dp), jobs, memory // 2)  # up to four buffers a thread
     read = [

@@ -23,7 +23,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from . import formats, proof
 from .checksum import Cover, crc32
-from .compare import Difference, Outcome, Result, measure
+from .compare import Difference, Outcome, Result, measure, same
 from .dtypes import SIZES, TORCH_NAMES
 from .elements import Gatherer, Ledger, Wanted
 from .errors import MissingPackage, WrongOption
@@ -42,6 +42,7 @@ except ImportError as error:
 
 # all_gather_into_tensor is its name before torch 2.13
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+LINE = 4096  # bytes of a row, from which on rows are compared one by one
 READ = 8 << 20  # bytes that one thread reads at a time
 LOOK = 1 << 20  # elements of a difference that are looked at together
 ALIGNMENT = 8  # bytes, so that every tensor in a buffer can be viewed in its type
@@ -508,7 +509,7 @@ class _Gathering:
             flags = torch.zeros(len(flight.items), dtype=torch.bool, device=self.world.device)
             for place, item in enumerate(flight.items):
                 a, b = slot.sides(flight.bucket, item)
-                flags[place] = _unequal(a, b, item.match).any()
+                flags[place] = _any_unequal(a, b, item.match)
             flight.flags = flags
             if slot.done:
                 slot.done.record()
@@ -584,6 +585,16 @@ def _unequal(a: torch.Tensor, b: torch.Tensor, item: Match) -> torch.Tensor:
         return (ours != theirs) & ~(ours.isnan() & theirs.isnan())
     a, b = _rounded(a, b, item)
     return torch.ne(a, b)
+
+
+def _any_unequal(a: torch.Tensor, b: torch.Tensor, item: Match) -> torch.Tensor | bool:
+    """Whether two blocks differ anywhere: on a GPU without waiting for the answer."""
+    if item.how == "bits" and a.device.type == "cpu":
+        if a.shape[1] * a.element_size() < LINE:
+            return not torch.equal(a, b)
+        lines = zip(a, b, strict=True)  # memcmp(3) is five times faster than torch's comparison
+        return not all(same(_memory(one), _memory(other)) for one, other in lines)
+    return _unequal(a, b, item).any()
 
 
 def _rounded(a: torch.Tensor, b: torch.Tensor, item: Match) -> tuple[torch.Tensor, torch.Tensor]:

@@ -76,7 +76,11 @@ def diff(a: Manifest, b: Manifest, pattern: str | None = None, **moving: Any) ->
     """Everything in which two checkpoints differ, tensors in the order of the model."""
     matches, only_a, only_b = mutual_matches(a, b)
     matches = chosen([item for item in matches if not item.copy], pattern)
-    outcome = compare.compare(matches, a, b, measure=True, **moving)
+    outcome = compare.compare(matches, a, b, measure="first", **moving)
+    unequal = [result.match for result in outcome.results if result.difference]
+    looked_at = compare.compare(unequal, a, b, measure="all", **moving).results
+    by_match = {id(result.match): result for result in looked_at}
+    outcome.results = [by_match.get(id(result.match), result) for result in outcome.results]
     told = findings(outcome, a, b)
     lines = []
     for result in outcome.results:
