@@ -229,11 +229,6 @@ class _Copy:
 
     def finish(self) -> Outcome:
         """Checks the rest of the records and the source's digests; raises CorruptCheckpoint."""
-        reader = Reader()
-        try:
-            self.outcome.checked, self.outcome.unchecked = self.ledger.finish(reader)
-        finally:
-            reader.close()
         for target in self.targets:
             crc = target.cover.crc
             assert crc is not None, target.path
@@ -252,6 +247,11 @@ class _Copy:
                     f"{pair.source.name} is damaged: its CRC-32 is not the manifest's",
                     hint="take another copy of the source; nothing was written",
                 )
+        reader = Reader()
+        try:
+            self.outcome.checked, self.outcome.unchecked = self.ledger.finish(reader)
+        finally:
+            reader.close()
         return self.outcome
 
 

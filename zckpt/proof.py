@@ -26,6 +26,7 @@ from .manifest import Entry, Extent, Manifest, Runs, Slices
 from .plan import WIDE, Match, match
 
 Report = dict[str, Any]
+PADDING = ", in padding: harmless, no tensor lies there"
 SHOWN = 8  # names in one sentence
 FINDINGS = ("differences", "problems", "steps", "scalars", "groups")
 
@@ -38,7 +39,6 @@ def verify_alone(manifest: Manifest, pattern: str | None = None, **moving: Any) 
     matches = chosen(own_matches(manifest), pattern)
     outcome = compare.compare(matches, manifest, manifest, everything=pattern is None, **moving)
     problems = [{"message": line} for line in uncovered(manifest)]
-    problems += [line for result in outcome.results for line in own_digest(result, manifest)]
     told = findings(outcome, manifest, manifest)
     return {
         **told,
@@ -59,14 +59,7 @@ def verify_against(a: Manifest, b: Manifest, pattern: str | None = None, **movin
     if pattern is None:
         needs_weights(matches, a.root, b.root)
     outcome = compare.compare(matches, a, b, **moving)
-    problems = [
-        line
-        for result in outcome.results
-        for manifest in (a, b)
-        for line in own_digest(result, manifest)
-    ]
     told = findings(outcome, a, b)
-    told["problems"] += problems
     different = [line["tensor"] for line in told["differences"]]
     told["notes"] += other_padding(a, b, different)
     return said(told, a, b, only_a, only_b) if pattern is None else {**told, "equal": calm(told)}
@@ -163,14 +156,18 @@ def findings(outcome: Outcome, a: Manifest, b: Manifest) -> Report:
     if cast:
         notes.append(f"of another type, and equal by value: {_listed(cast)}")
     for manifest in (a,) if a is b else (a, b):
-        files = set(manifest.files)
+        damaged = [line for result in outcome.results for line in own_digest(result, manifest)]
+        problems += damaged
+        names = {line["tensor"] for line in damaged}
+        files = {record.extent.file for record in manifest.records}
         for found in outcome.damage:
-            if found.record.extent.file in files:
-                about = damage(manifest, found)
-                if about["harmless"]:
-                    notes.append(about["message"])
-                else:
-                    problems.append(about)
+            if found.record.extent.file not in files:
+                continue
+            about = damage(manifest, found)
+            if about["harmless"]:
+                notes.append(about["message"])
+            elif not names.intersection(about["tensors"]):  # else it is told already
+                problems.append(about)
     return {
         "differences": differences,
         "problems": problems,
@@ -332,10 +329,20 @@ def own_digest(result: Result, manifest: Manifest) -> list[Report]:
     found = []
     for entry, digest in zip((result.match.a, result.match.b), result.digests, strict=True):
         stated = manifest.entries.get(entry.name) if entry else None
-        if entry is stated and entry is not None and entry.digest not in (None, digest):
-            told = {"stated": f"{entry.digest:08x}", "found": f"{digest:08x}"}
-            what = f"{entry.name} is damaged: its CRC-32 is not the one that the manifest states"
-            found.append({"tensor": entry.name, **told, "message": what})
+        if entry is None or entry is not stated or entry.digest in (None, digest):
+            continue
+        assert entry.digest is not None
+        assert digest is not None
+        about: Report = {
+            "tensor": entry.name,
+            "stated": f"{entry.digest:08x}",
+            "found": f"{digest:08x}",
+        }
+        what = f"{entry.name} is damaged: its CRC-32 is not the one that the manifest states"
+        if flipped := flipped_bit(entry.digest, digest, entry.length):
+            about["element"] = flipped[0] // SIZES[entry.dtype]
+            what = f"{entry.name} is damaged: a bit of element {about['element']} is flipped"
+        found.append({**about, "message": what})
     return found
 
 
@@ -396,10 +403,9 @@ def damage(manifest: Manifest, found: Damage) -> Report:
             element = start + (place - piece.offset) // SIZES[entry.dtype]
             about |= {"tensors": [entry.name], "element": element}
             return about | {"message": f"{what}, in element {element} of {entry.name}"}
-    about |= {"tensors": [], "harmless": bool(held)}
-    return about | {
-        "message": what + (", in padding: harmless" if held else ", outside every tensor")
-    }
+    padding = bool(held) and extent.offset > 0  # a whole file's record begins at 0
+    about |= {"tensors": [], "harmless": padding}
+    return about | {"message": what + (PADDING if padding else ", outside every tensor")}
 
 
 def beside(extents: Iterable[Extent], manifest: Manifest) -> list[str]:
