@@ -21,7 +21,7 @@ from .dtypes import FLOATS, SIZES
 from .elements import Damage, Gatherer, Ledger, Wanted
 from .execute import chunk_size
 from .fileio import Buffer, Reader, files_per_thread
-from .manifest import Entry, Extent, Manifest
+from .manifest import Entry, Extent, Manifest, Record
 from .plan import Match
 from .threads import share
 
@@ -65,7 +65,9 @@ class Difference:
     def cosine(self) -> float | None:
         """Of the angle between the two as vectors; None where one is zero or not finite."""
         length = math.sqrt(self.aa) * math.sqrt(self.bb)
-        return self.dot / length if 0 < length < math.inf and math.isfinite(self.dot) else None
+        if not (0 < length < math.inf and math.isfinite(self.dot)):
+            return None
+        return max(-1.0, min(1.0, self.dot / length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class Outcome:
 
     results: list[Result] = field(default_factory=list)
     damage: list[Damage] = field(default_factory=list)
-    beside: list[Extent] = field(default_factory=list)
+    beside: list[tuple[Record, Extent]] = field(default_factory=list)
     checked: int = 0
     unchecked: int = 0
     bytes: int = 0
@@ -236,9 +238,9 @@ class _Comparison:
         outcome = Outcome(bytes=self.bytes)
         reader = Reader()
 
-        def beside(extent: Extent, data: memoryview) -> None:
+        def beside(record: Record, extent: Extent, data: memoryview) -> None:
             if extent.length <= PADDING and any(data):
-                outcome.beside.append(extent)
+                outcome.beside.append((record, extent))
 
         try:
             for ledger in self.ledgers:

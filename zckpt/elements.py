@@ -115,7 +115,7 @@ class Ledger:
         self,
         reader: Reader,
         everything: bool = False,
-        beside: Callable[[Extent, memoryview], None] | None = None,
+        beside: Callable[[Record, Extent, memoryview], None] | None = None,
     ) -> tuple[int, int]:
         """Completes records of which little is missing (padding); counts checked and unchecked.
 
@@ -137,7 +137,7 @@ class Ledger:
             if record.crc is not None and (everything or missing <= max(cover.seen, LITTLE)):
                 padding = beside if cover.seen else None
                 for start, stop in gaps:
-                    self._pass_range(reader, buffer.view, record.extent.part(start, stop), padding)
+                    self._pass_range(reader, buffer.view, record, (start, stop), padding)
                 checked += 1
             else:
                 unchecked += 1
@@ -147,15 +147,16 @@ class Ledger:
         self,
         reader: Reader,
         view: memoryview,
-        extent: Extent,
-        beside: Callable[[Extent, memoryview], None] | None,
+        record: Record,
+        within: tuple[int, int],
+        beside: Callable[[Record, Extent, memoryview], None] | None,
     ) -> None:
-        for start in range(0, extent.length, len(view)):
-            part = extent.part(start, min(start + len(view), extent.length))
+        for start in range(*within, len(view)):
+            part = record.extent.part(start, min(start + len(view), within[1]))
             reader.read(part, view[: part.length])
             self.passed(part.file, part.offset, view[: part.length])
             if beside:
-                beside(part, view[: part.length])
+                beside(record, part, view[: part.length])
 
 
 class Gatherer:

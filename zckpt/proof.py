@@ -44,7 +44,7 @@ def verify_alone(manifest: Manifest, pattern: str | None = None, **moving: Any) 
         **told,
         "equal": not (problems or told["problems"] or told["differences"]),
         "problems": problems + told["problems"],
-        "notes": told["notes"] + beside(outcome.beside, manifest),
+        "notes": told["notes"] + beside(outcome, manifest),
         "versions": versions(manifest, None),
     }
 
@@ -408,14 +408,16 @@ def damage(manifest: Manifest, found: Damage) -> Report:
     return about | {"message": what + (PADDING if padding else ", outside every tensor")}
 
 
-def beside(extents: Iterable[Extent], manifest: Manifest) -> list[str]:
+def beside(outcome: Outcome, manifest: Manifest) -> list[str]:
     """Padding that is not zero. Stage 3 leaves there what was in memory, so it says nothing."""
     if manifest.source.get("zero_stage") == 3 or manifest.format == "universal":
         return []
+    told = {found.record.extent for found in outcome.damage}
     return [
         f"{os.path.relpath(extent.file, manifest.root)}: the {extent.length} bytes of padding at "
         f"{extent.offset} are not all zero: harmless, no tensor lies there"
-        for extent in extents
+        for record, extent in outcome.beside
+        if record.extent not in told
     ]
 
 
