@@ -236,7 +236,8 @@ def share_of(blocks: Iterable[Block], rank: int, size: int) -> Iterator[Block]:
     for whole in listed:
         rest: Block | None = whole
         while rest is not None:
-            block, rest = rest.cut(most) if rest.numel > most else (rest, None)
+            left = most - here % most
+            block, rest = rest.cut(left) if rest.numel > left else (rest, None)
             if here // most == rank:
                 yield block
             here += block.numel
@@ -684,7 +685,9 @@ def _verify(
     begin: Callable[[int], Progress] | None,
 ) -> Report:
     parts = _parts(manifest)
-    ours = replace(manifest, entries=_entries(parts), replicas=())
+    held = _entries(parts)
+    known = [name for name in manifest.entries if name in held]  # in the order of the model
+    ours = replace(manifest, entries={name: held[name] for name in (*known, *held)}, replicas=())
     matches, only_a, only_b = match(ours, other)
     matches = proof.chosen([item for item in matches if item.a.slot != "state"], pattern)
     if pattern is None:
@@ -693,10 +696,11 @@ def _verify(
     progress = begin(total) if begin and not world.rank else None
     gathering = _Gathering(world, matches, jobs, progress)
     try:
-        known = gathering.places
         flat = [part for part in parts if isinstance(part, Partitioned)]
         flat += [_spread(part, world.size) for part in parts if _is_flat(part)]
-        flat = [part for part in flat if any(member.name in known for member in part.members)]
+        flat = [
+            part for part in flat if any(member.name in gathering.places for member in part.members)
+        ]
         gathering.run(_by_kind(flat), memory)
         strided = [part for part in parts if isinstance(part, Whole) and part.strides]
         for part in strided[world.rank :: world.size]:

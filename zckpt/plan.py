@@ -120,7 +120,13 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
             found.append(replace(same, a=same.b, b=same.a))
             taken |= {id(same.a), id(same.b)}
     only_a, only_b = (
-        [held.name for held in side.values() if id(held) not in taken] for side in (ours, theirs)
+        [
+            name
+            for name, held in side.items()
+            # two weights of few bits, both rounded from one master, are not compared themselves
+            if id(held) not in taken and id(other.get(name)) not in taken
+        ]
+        for side, other in ((ours, theirs), (theirs, ours))
     )
     return found, only_a, only_b
 
@@ -158,7 +164,8 @@ def _counterpart(
             alone = entry.slot == "master" or f"{entry.parameter}/master" not in own
             if alone and narrow.dtype in FLOATS and narrow.dtype not in WIDE:
                 return Match(entry, narrow, "rounded")
-    if same is None:
+    master = own.get(f"{entry.parameter}/master")
+    if same is None or (entry.slot == "param" and master is not None and master.dtype in WIDE):
         return None
     return Match(entry, same, "values" if same.shape == entry.shape else "shapes")
 
