@@ -41,12 +41,15 @@ def _bfloat16(values: Any) -> Any:
 def numbers(view: memoryview, dtype: str) -> Any:
     """The elements as float64 (integers past 2**53 lose digits); None for what is no number."""
     if dtype == "BF16":
-        bits = np.frombuffer(view, np.uint16).astype(np.uint32) << np.uint32(16)
-        return bits.view(np.float32).astype(np.float64)
-    if dtype in _NUMPY or (dtype[0] in "IU" and dtype[1:].isdigit()):
-        kind = _NUMPY.get(dtype) or f"{dtype[0].lower()}{SIZES[dtype]}"
-        return np.frombuffer(view, kind).astype(np.float64)
-    return None
+        values = (np.frombuffer(view, np.uint16).astype(np.uint32) << np.uint32(16)).view("f4")
+    elif dtype in _NUMPY:
+        values = np.frombuffer(view, _NUMPY[dtype])
+    elif dtype[0] in "IU":
+        values = np.frombuffer(view, f"{dtype[0].lower()}{SIZES[dtype]}")
+    else:
+        return None
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return values.astype(np.float64)
 
 
 def ordered(bits: Any, dtype: str) -> Any:

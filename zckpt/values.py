@@ -64,13 +64,7 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
             if key in other and not alike(value, other[key])
         ]
     found += [
-        {
-            "group": ours.group,
-            "key": "params",
-            "parameter": name,
-            "a": ours.group,
-            "b": theirs.group,
-        }
+        {"group": None, "key": f"group of {name}", "a": ours.group, "b": theirs.group}
         for name, ours, theirs in _parameters(a, b)
         if ours.group != theirs.group
     ]
