@@ -301,7 +301,7 @@ def compare(
     parts that do ("differing"), or all, so that cosines are right ("all"). `begin` is told the
     bytes to come and gives what is told of their progress. Damage is told, not raised.
     """
-    chunk = chunk_size(max(a.dp, b.dp), jobs, memory // 2)  # up to four buffers a thread
+    chunk = chunk_size(max(a.dp, b.dp), jobs, memory * 2 // 5)  # up to five buffers a thread
     read = [
         entry for item in matches if item.how != "shapes" for entry in (item.a, item.b) if entry
     ]
