@@ -15,8 +15,6 @@ import pytest
 import torch
 
 import zckpt
-from zckpt import proof
-from zckpt.manifest import Entry, Extent, Fragment, Manifest, Runs, Slices
 
 from . import faults
 from .conftest import EXAMPLE, ROOT, Result
@@ -384,29 +382,6 @@ class TestDiff:
         made = zckpt.diff(example, EXAMPLE)
         assert made["steps"][0]["a"] == made["steps"][0]["b"] + 1
         assert not made["equal"]
-
-
-class TestCoverage:
-    """What a reader could get wrong without any byte being wrong."""
-
-    def manifest(self, *fragments: Fragment, numel: int = 6) -> Manifest:
-        entry = Entry("w/exp_avg", "F32", (numel,), Runs(fragments))
-        return Manifest("", "universal", {}, {entry.name: entry}, {})
-
-    def test_a_gap_and_an_overlap(self) -> None:
-        whole = [Fragment(0, 4, Extent("f", 0, 16)), Fragment(4, 6, Extent("f", 16, 8))]
-        assert proof.uncovered(self.manifest(*whole)) == []
-        assert proof.uncovered(self.manifest(whole[0]))
-        assert proof.uncovered(self.manifest(whole[0], Fragment(3, 6, Extent("f", 16, 12))))
-        overlapping = self.manifest(whole[0], Fragment(4, 6, Extent("f", 12, 8)))
-        assert "overlap" in proof.uncovered(overlapping)[0]
-
-    def test_slices_within_their_flats(self) -> None:
-        flats = (Extent("a", 0, 12), Extent("b", 0, 12))
-        for numel, fine in ((6, True), (5, True), (7, False)):
-            entry = Entry("w/exp_avg", "F32", (numel,), Slices(flats, 0, numel, 4))
-            made = Manifest("", "deepspeed", {}, {entry.name: entry}, {})
-            assert (proof.uncovered(made) == []) == fine
 
 
 class TestOptions:

@@ -13,21 +13,16 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from typing import Any
 
-from . import __version__, compare, values
-from .checksum import flipped_bit
+from . import __version__, compare, damage, values
 from .compare import Difference, Outcome, Result
-from .dtypes import FLOATS, SIZES
-from .elements import Damage
+from .dtypes import FLOATS
 from .errors import CorruptCheckpoint, MissingData, WrongOption
-from .manifest import Entry, Extent, Manifest, Runs, Slices
+from .manifest import Entry, Manifest
 from .plan import WIDE, Match, match
 
 Report = dict[str, Any]
-PADDING = ", in padding: harmless, no tensor lies there"
-SHOWN = 8  # names in one sentence
 FINDINGS = ("differences", "problems", "steps", "scalars", "groups")
 
 
@@ -38,13 +33,13 @@ def verify_alone(manifest: Manifest, pattern: str | None = None, **moving: Any) 
     """
     matches = chosen(own_matches(manifest), pattern)
     outcome = compare.compare(matches, manifest, manifest, everything=pattern is None, **moving)
-    problems = [{"message": line} for line in uncovered(manifest)]
+    problems = [{"message": line} for line in damage.uncovered(manifest)]
     told = findings(outcome, manifest, manifest)
     return {
         **told,
         "equal": not (problems or told["problems"] or told["differences"]),
         "problems": problems + told["problems"],
-        "notes": told["notes"] + beside(outcome, manifest),
+        "notes": told["notes"] + damage.not_zero(outcome, manifest),
         "versions": versions(manifest, None),
     }
 
@@ -60,9 +55,12 @@ def verify_against(a: Manifest, b: Manifest, pattern: str | None = None, **movin
         needs_weights(matches, a.root, b.root)
     outcome = compare.compare(matches, a, b, **moving)
     told = findings(outcome, a, b)
-    different = [line["tensor"] for line in told["differences"]]
-    told["notes"] += other_padding(a, b, different)
-    return said(told, a, b, only_a, only_b) if pattern is None else {**told, "equal": calm(told)}
+    told["notes"] += damage.other_padding(a, b, outcome)
+    return (
+        with_values(told, a, b, only_a, only_b)
+        if pattern is None
+        else {**told, "equal": nothing_found(told)}
+    )
 
 
 def diff(a: Manifest, b: Manifest, pattern: str | None = None, **moving: Any) -> Report:
@@ -85,7 +83,7 @@ def diff(a: Manifest, b: Manifest, pattern: str | None = None, **moving: Any) ->
     differing = [line for line in lines if line.get("count") != 0 or "a_dtype" in line]
     worst = max(differing, key=lambda line: float(line.get("max_abs") or 0.0), default=None)
     made = {
-        **said({**told, "problems": []}, a, b, only_a, only_b),
+        **with_values({**told, "problems": []}, a, b, only_a, only_b),
         "problems": told["problems"],
         "differences": differing,
         "first": differing[0]["tensor"] if differing else None,
@@ -95,7 +93,9 @@ def diff(a: Manifest, b: Manifest, pattern: str | None = None, **moving: Any) ->
     if pattern is not None:  # the tensors alone
         kept = ("differences", "problems", "first", "worst", "tensors", "bytes", "digests")
         made = {key: made[key] for key in kept} | {"results": lines}
-    found_something = not calm(made) or any(made.get(key) for key in ("states", "only_a", "only_b"))
+    found_something = not nothing_found(made) or any(
+        made.get(key) for key in ("states", "only_a", "only_b")
+    )
     return {**made, "equal": not found_something}
 
 
@@ -108,7 +108,7 @@ def needs_weights(matches: Iterable[Match], a: str, b: str) -> None:
         )
 
 
-def said(
+def with_values(
     told: Report, a: Manifest, b: Manifest, only_a: Sequence[str], only_b: Sequence[str]
 ) -> Report:
     """Adds what two checkpoints say that is no tensor, and what only one of them holds."""
@@ -127,10 +127,10 @@ def said(
         "only_b": list(only_b),
         "versions": versions(a, b),
     }
-    return {**made, "equal": calm(made)}
+    return {**made, "equal": nothing_found(made)}
 
 
-def calm(report: Report) -> bool:
+def nothing_found(report: Report) -> bool:
     """Whether nothing was found."""
     return not any(report.get(key) for key in FINDINGS)
 
@@ -154,16 +154,16 @@ def findings(outcome: Outcome, a: Manifest, b: Manifest) -> Report:
         else:
             differences.append(line)
     if cast:
-        notes.append(f"of another type, and equal by value: {_listed(cast)}")
+        notes.append(f"of another type, and equal by value: {damage.listed(cast)}")
     for manifest in (a,) if a is b else (a, b):
-        damaged = [line for result in outcome.results for line in own_digest(result, manifest)]
+        damaged = [line for result in outcome.results for line in damage.digest(result, manifest)]
         problems += damaged
         names = {line["tensor"] for line in damaged}
         files = {record.extent.file for record in manifest.records}
         for found in outcome.damage:
             if found.record.extent.file not in files:
                 continue
-            about = damage(manifest, found)
+            about = damage.meaning(manifest, found)
             if about["harmless"]:
                 notes.append(about["message"])
             elif not names.intersection(about["tensors"]):  # else it is told already
@@ -222,7 +222,7 @@ def verify_proof(
         told["steps"] = [{"parameters": len(manifest.parameters), "a": manifest.step, "b": step}]
     return {
         **told,
-        "equal": calm(told),
+        "equal": nothing_found(told),
         "only_a": [item.a.name for item in matches if item.a.name not in known],
         "only_b": [name for name in known if name not in manifest.entries],
         "versions": versions(manifest, None),
@@ -324,28 +324,6 @@ def number(value: float | int | None) -> float | int | str | None:
     return str(float(value))
 
 
-def own_digest(result: Result, manifest: Manifest) -> list[Report]:
-    """Tensors whose CRC-32 is not what the manifest states."""
-    found = []
-    for entry, digest in zip((result.match.a, result.match.b), result.digests, strict=True):
-        stated = manifest.entries.get(entry.name) if entry else None
-        if entry is None or entry is not stated or entry.digest in (None, digest):
-            continue
-        assert entry.digest is not None
-        assert digest is not None
-        about: Report = {
-            "tensor": entry.name,
-            "stated": f"{entry.digest:08x}",
-            "found": f"{digest:08x}",
-        }
-        what = f"{entry.name} is damaged: its CRC-32 is not the one that the manifest states"
-        if flipped := flipped_bit(entry.digest, digest, entry.length):
-            about["element"] = flipped[0] // SIZES[entry.dtype]
-            what = f"{entry.name} is damaged: a bit of element {about['element']} is flipped"
-        found.append({**about, "message": what})
-    return found
-
-
 def digests(results: Iterable[Result]) -> dict[str, Report]:
     """CRC-32 of the row-major bytes of every tensor that was read, of both sides."""
     found: dict[str, Report] = {}
@@ -355,141 +333,6 @@ def digests(results: Iterable[Result]) -> dict[str, Report]:
             if entry is not None and digest is not None:
                 found.setdefault(entry.name, {}).setdefault(side, f"{digest:08x}")
     return found
-
-
-# -- damage
-
-
-def holding(manifest: Manifest, extent: Extent) -> list[tuple[Entry, Extent, int]]:
-    """Entries with bytes in the extent: each piece's own extent and first element."""
-    end = extent.offset + extent.length
-    return [
-        (entry, fragment.extent, fragment.start)
-        for entry in (*manifest.entries.values(), *manifest.replicas)
-        for fragment in entry.fragments
-        if fragment.extent.file == extent.file
-        and fragment.extent.offset < end
-        and fragment.extent.offset + fragment.extent.length > extent.offset
-    ]
-
-
-def damage(manifest: Manifest, found: Damage) -> Report:
-    """What a record's wrong CRC-32 means: the flipped bit, if it is one, and whose it is."""
-    extent, stated = found.record.extent, found.record.crc
-    assert stated is not None
-    held = holding(manifest, extent)
-    about: Report = {
-        "file": extent.file,
-        "offset": extent.offset,
-        "length": extent.length,
-        "stated": f"{stated:08x}",
-        "found": f"{found.found:08x}",
-        "tensors": list(dict.fromkeys(entry.name for entry, _, _ in held)),
-        "harmless": False,
-    }
-    what = f"{os.path.relpath(extent.file, manifest.root)} is damaged"
-    flipped = flipped_bit(stated, found.found, extent.length)
-    if flipped is None:
-        names = _listed(about["tensors"]) or "no tensor"
-        return about | {
-            "message": f"{what}: the CRC-32 of {extent.length} bytes at {extent.offset}, which "
-            f"hold {names}, is not the one that the file states"
-        }
-    place, bit = extent.offset + flipped[0], flipped[1]
-    about["flipped"] = {"byte": place, "bit": bit}
-    what += f": bit {bit} of byte {place} is flipped"
-    for entry, piece, start in held:
-        if piece.offset <= place < piece.offset + piece.length:
-            element = start + (place - piece.offset) // SIZES[entry.dtype]
-            about |= {"tensors": [entry.name], "element": element}
-            return about | {"message": f"{what}, in element {element} of {entry.name}"}
-    padding = bool(held) and extent.offset > 0  # a whole file's record begins at 0
-    about |= {"tensors": [], "harmless": padding}
-    return about | {"message": what + (PADDING if padding else ", outside every tensor")}
-
-
-def beside(outcome: Outcome, manifest: Manifest) -> list[str]:
-    """Padding that is not zero. Stage 3 leaves there what was in memory, so it says nothing."""
-    if manifest.source.get("zero_stage") == 3 or manifest.format == "universal":
-        return []
-    told = {found.record.extent for found in outcome.damage}
-    return [
-        f"{os.path.relpath(extent.file, manifest.root)}: the {extent.length} bytes of padding at "
-        f"{extent.offset} are not all zero: harmless, no tensor lies there"
-        for record, extent in outcome.beside
-        if record.extent not in told
-    ]
-
-
-def other_padding(a: Manifest, b: Manifest, different: Iterable[str]) -> list[str]:
-    """Records of equal files that state different CRCs although all tensors in them are equal."""
-    known = {
-        (os.path.relpath(record.extent.file, b.root), record.extent.offset, record.extent.length):
-        record.crc
-        for record in b.records
-    }  # fmt: skip
-    names, found = set(different), []
-    for record in a.records:
-        extent = record.extent
-        name = os.path.relpath(extent.file, a.root)
-        crc = known.get((name, extent.offset, extent.length))
-        if None in (crc, record.crc) or crc == record.crc:
-            continue
-        held = holding(a, extent)
-        if held and not any(entry.name in names or entry.slot == "state" for entry, _, _ in held):
-            found.append(
-                f"{name}: the {extent.length} bytes at {extent.offset} differ in padding alone: "
-                "harmless, no tensor lies there"
-            )
-    return found
-
-
-# -- coverage
-
-
-def uncovered(manifest: Manifest) -> list[str]:
-    """Tensors whose fragments do not cover every element exactly once, or lie in each other."""
-    found = []
-    taken: dict[str, list[tuple[int, int, str]]] = {}
-    for entry in manifest.entries.values():
-        if not _covers(entry):
-            found.append(f"the fragments of {entry.name} do not cover its {entry.numel} elements")
-        if entry.slot in ("param", "state"):  # buffers may share memory
-            continue
-        for fragment in entry.fragments if isinstance(entry.fragments, Runs) else ():
-            extent = fragment.extent
-            place = extent.offset, extent.offset + extent.length, entry.name
-            taken.setdefault(extent.file, []).append(place)
-    for file, places in taken.items():
-        places.sort()
-        for (_, stop, name), (start, _, other) in pairwise(places):
-            if start < stop:
-                found.append(f"{name} and {other} overlap in {file}")
-    return found
-
-
-def _covers(entry: Entry) -> bool:
-    fragments, size = entry.fragments, SIZES[entry.dtype]
-    if isinstance(fragments, Slices):
-        needed = (fragments.offset + fragments.width) * size
-        last = fragments.numel - (len(fragments) - 1) * fragments.width
-        return fragments.numel == entry.numel and all(
-            flat.length >= needed - (fragments.width - last if rank + 1 == len(fragments) else 0)
-            for rank, flat in enumerate(fragments.flats[: len(fragments)])
-        )
-    if isinstance(fragments, Runs):
-        here = 0
-        for fragment in fragments:
-            if fragment.start != here or fragment.extent.length != (fragment.stop - here) * size:
-                return False
-            here = fragment.stop
-        return here == entry.numel
-    return True  # the lines of a strided tensor are its shape's by construction
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def versions(a: Manifest, b: Manifest | None) -> Report:
