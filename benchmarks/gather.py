@@ -20,7 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,7 +219,7 @@ def mover(setting: Setting) -> Iterator[Callable[[Extent], None]]:
             moved.synchronize()
         reader.read(extent, memory(host)[: extent.length])
         if near is not None:
-            with torch.cuda.stream(stream) if stream else nullcontext():
+            with torch.cuda.stream(stream):
                 near[: extent.length].copy_(host[: extent.length], non_blocking=True)
                 moved.record()
 
