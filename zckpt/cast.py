@@ -31,10 +31,16 @@ def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype
 
 
 def _bfloat16(values: Any) -> Any:
+    """The upper halves, rounded, as uint32; in place, since every new array costs a pass more."""
     bits = values.astype(np.float32, copy=False).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    rounded = rounded.astype(np.uint16)
-    rounded[np.isnan(values)] = 0x7FC0  # rounding its bits could make a NaN infinite
+    rounded = bits & np.uint32(1 << 16)
+    rounded >>= np.uint32(16)
+    rounded += bits
+    rounded += np.uint32(0x7FFF)
+    rounded >>= np.uint32(16)
+    nans = np.isnan(values)
+    if nans.any():  # rounding its bits could make one infinite
+        rounded[nans] = 0x7FC0
     return rounded
 
 

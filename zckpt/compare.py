@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
 from . import elements
-from .checksum import Cover, crc32
+from .checksum import Cover, combine, crc32
 from .dtypes import FLOATS, SIZES
 from .elements import Damage, Gatherer, Ledger, Wanted
 from .execute import chunk_size
 from .fileio import Buffer, Reader, files_per_thread
-from .manifest import Entry, Extent, Manifest, Record
+from .manifest import Entry, Extent, Manifest, Record, Runs, Slices
 from .plan import Match
 from .threads import share
 
@@ -107,6 +107,35 @@ class _Part:
         return self.first + self.stop - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """What was read of one side, and whether it is the first time that it was."""
+
+    view: memoryview
+    wanted: Sequence[tuple[Wanted, bool]]
+
+
+def _is_hashed_apart(entry: Entry) -> bool:
+    """Whether each of its fragments is worth a CRC of its own, which tensor and record share."""
+    fragments = entry.fragments
+    if isinstance(fragments, Slices):
+        return fragments.width * fragments.size >= elements.SMALL
+    return isinstance(fragments, Runs)
+
+
+def _pieces(item: Wanted) -> list[tuple[int, int, Extent | None]]:
+    """Ranges of elements to be hashed, in order, with the bytes of the file that they are."""
+    if not _is_hashed_apart(item.entry):  # their records were hashed as they were read
+        return [(item.start, item.stop, None)]
+    size, found = SIZES[item.entry.dtype], list[tuple[int, int, Extent | None]]()
+    for fragment in item.entry.fragments.overlapping(item.start, item.stop):
+        start, stop = max(item.start, fragment.start), min(item.stop, fragment.stop)
+        first = (start - fragment.start) * size
+        extent = fragment.extent.part(first, first + (stop - start) * size)
+        found.append((start, stop, extent))
+    return found
+
+
 class _Comparison:
     """One comparison in progress, shared by its threads."""
 
@@ -177,39 +206,56 @@ class _Comparison:
     def _carry_out(self, parts: list[_Part], sides: Sequence[Gatherer], buffers: _Buffers) -> None:
         match = parts[0].match
         a = self._read(parts, "a", sides[0], buffers.a)
-        passed = len(a)
-        if match.b is not None:
-            b = self._read(parts, "b", sides[-1], buffers.b)
-            passed += len(b)
-            self._compare(parts, a, b, buffers)
+        b = None if match.b is None else self._read(parts, "b", sides[-1], buffers.b)
+        equal = b is not None and self._compare(parts, a.view, b.view, buffers)
+        crcs = self._hash(a, sides[0].ledger, {})
+        if b is not None:  # what is equal has the same CRCs
+            self._hash(b, sides[-1].ledger, crcs if equal and match.how == "bits" else {})
+        passed = len(a.view) + (len(b.view) if b else 0)
         with self.lock:
             self.bytes += passed
         if self.progress:
             self.progress(passed)
 
-    def _read(
-        self, parts: Sequence[_Part], side: str, gatherer: Gatherer, buffer: Buffer
-    ) -> memoryview:
-        """One side's elements of all parts, row-major; counts their CRCs."""
+    def _read(self, parts: Sequence[_Part], side: str, gatherer: Gatherer, buffer: Buffer) -> _Side:
+        """One side's elements of all parts, row-major."""
         wanted = []
         for part in parts:
             entry: Entry = getattr(part.match, side)
-            check = self.first[id(entry)] == part.place
             at = part.first * SIZES[entry.dtype]
-            wanted.append(Wanted(entry, part.start, part.stop, at, check))
-        view = buffer.view[: wanted[-1].end]
-        gatherer.gather(wanted, view)
-        crcs = [crc32(view[item.at : item.end]) if item.check else 0 for item in wanted]
-        with self.lock:
-            for item, crc in zip(wanted, crcs, strict=True):
-                if item.check:
-                    size = SIZES[item.entry.dtype]
-                    self.covers[id(item.entry)].add(item.start * size, item.stop * size, crc)
-        return view
+            counts = self.first[id(entry)] == part.place
+            check = counts and not _is_hashed_apart(entry)
+            wanted.append((Wanted(entry, part.start, part.stop, at, check), counts))
+        read = [item for item, _ in wanted]
+        view = buffer.view[: read[-1].end]
+        gatherer.gather(read, view)
+        return _Side(view, wanted)
+
+    def _hash(self, side: _Side, ledger: Ledger, known: Mapping[int, int]) -> dict[int, int]:
+        """Counts the CRCs of what was read, once for tensors and records; gives them by place."""
+        found: dict[int, int] = {}
+        for item, counts in side.wanted:
+            if not counts:
+                continue
+            entry, size, whole = item.entry, SIZES[item.entry.dtype], 0
+            pieces = _pieces(item)
+            for start, stop, extent in pieces:
+                crc = known.get(item.at // size) if len(pieces) == 1 else None
+                if crc is None:
+                    first = item.at + (start - item.start) * size
+                    crc = crc32(side.view[first : first + (stop - start) * size])
+                if extent is not None:
+                    ledger.told(extent, crc)
+                with self.lock:
+                    self.covers[id(entry)].add(start * size, stop * size, crc)
+                whole = combine(whole, crc, (stop - start) * size)
+            found[item.at // size] = whole
+        return found
 
     def _compare(
         self, parts: Sequence[_Part], a: memoryview, b: memoryview, buffers: _Buffers
-    ) -> None:
+    ) -> bool:
+        """Whether all parts are equal; looks at those that are not."""
         match = parts[0].match
         assert match.b is not None
         a_dtype, b_dtype = match.a.dtype, match.b.dtype
@@ -218,7 +264,7 @@ class _Comparison:
         elif match.how == "rounded":
             b, b_dtype = buffers.rounded(b, b_dtype, a_dtype), a_dtype
         if not self._looks_at_all(match) and same(a, b):
-            return
+            return True
         for part in parts:
             ours = a[part.first * SIZES[a_dtype] : part.end * SIZES[a_dtype]]
             theirs = b[part.first * SIZES[b_dtype] : part.end * SIZES[b_dtype]]
@@ -229,6 +275,7 @@ class _Comparison:
             found = measure(ours, a_dtype, theirs, b_dtype, part.start, match.how == "rounded")
             with self.lock:
                 self.found.setdefault(part.place, Difference()).add(found)
+        return False
 
     def _looks_at_all(self, match: Match) -> bool:
         return match.how == "values" or self.measure == "all"
@@ -301,7 +348,8 @@ def compare(
     parts that do ("differing"), or all, so that cosines are right ("all"). `begin` is told the
     bytes to come and gives what is told of their progress. Damage is told, not raised.
     """
-    chunk = chunk_size(max(a.dp, b.dp), jobs, memory * 2 // 5)  # up to five buffers a thread
+    # up to five buffers a thread; half of a copy's chunk, since both sides are to stay in the cache
+    chunk = max(1 << 20, chunk_size(max(a.dp, b.dp), jobs, memory * 4 // 5) // 2)
     read = [
         entry for item in matches if item.how != "shapes" for entry in (item.a, item.b) if entry
     ]

@@ -79,23 +79,36 @@ class Ledger:
 
     def passed(self, file: str, offset: int, data: memoryview) -> None:
         """`data` were read at `offset`; raises CorruptCheckpoint if a record turns out wrong."""
-        starts = self._starts.get(file)
-        if not starts:
-            return
         end = offset + len(data)
-        first = max(0, bisect_right(starts, offset) - 1)
-        for record in self._records[file][first : bisect_left(starts, end)]:
-            extent = record.extent
-            start, stop = max(offset, extent.offset), min(end, extent.offset + extent.length)
-            if start < stop:  # one read may pass over several records
-                self._add(record, start - extent.offset, data[start - offset : stop - offset])
+        for record in self._within(file, offset, end):  # one read may pass over several records
+            begin = record.extent.offset
+            start, stop = max(offset, begin), min(end, begin + record.extent.length)
+            held = data[start - offset : stop - offset]
+            crc = crc32(held) if record.crc is not None else 0
+            self._add(record, start - begin, stop - begin, crc)
 
-    def _add(self, record: Record, start: int, data: memoryview) -> None:
+    def told(self, extent: Extent, crc: int) -> None:
+        """The same for bytes of one record whose CRC-32 is known."""
+        for record in self._within(extent.file, extent.offset, extent.offset + extent.length):
+            start = extent.offset - record.extent.offset
+            self._add(record, start, start + extent.length, crc)
+
+    def _within(self, file: str, offset: int, end: int) -> Sequence[Record]:
+        """Records with any of these bytes."""
+        starts = self._starts.get(file)
+        if not starts or offset == end:
+            return ()
+        held, first = self._records[file], max(0, bisect_right(starts, offset) - 1)
+        if held[first].extent.offset + held[first].extent.length <= offset:
+            first += 1
+        return held[first : bisect_left(starts, end)]
+
+    def _add(self, record: Record, start: int, stop: int, crc: int) -> None:
+        """Bytes [start, stop) of a record have this CRC."""
         extent = record.extent
-        crc = crc32(data) if record.crc is not None else 0
         with self._lock:
             cover = self._cover(record)
-            cover.add(start, start + len(data), crc)
+            cover.add(start, stop, crc)
             found = cover.crc
             if record.crc is None or found in (None, record.crc):
                 return
