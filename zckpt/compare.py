@@ -348,8 +348,9 @@ def compare(
     parts that do ("differing"), or all, so that cosines are right ("all"). `begin` is told the
     bytes to come and gives what is told of their progress. Damage is told, not raised.
     """
-    # up to five buffers a thread; half of a copy's chunk, since both sides are to stay in the cache
-    chunk = max(1 << 20, chunk_size(max(a.dp, b.dp), jobs, memory * 4 // 5) // 2)
+    chunk = chunk_size(max(a.dp, b.dp), jobs, memory * 2 // 5)  # up to five buffers a thread
+    if a is not b:  # both sides are to stay in the processor's cache
+        chunk = max(1 << 20, chunk // 2)
     read = [
         entry for item in matches if item.how != "shapes" for entry in (item.a, item.b) if entry
     ]

@@ -41,6 +41,7 @@ except ImportError as error:
 
 # all_gather_into_tensor is its name before torch 2.13
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+GLOO = 32 << 20  # bytes; larger messages take it longer a byte
 LINE = 4096  # bytes of a row, from which on rows are compared one by one
 READ = 8 << 20  # bytes that one thread reads at a time
 LOOK = 1 << 20  # elements of a difference that are looked at together
@@ -243,9 +244,22 @@ class _Slot:
             self.near_other[:other].copy_(self.other[:other], non_blocking=True)
         whole = self.gathered[: self.rows(bucket)]
         if self.world.size > 1:
-            ALL_GATHER(whole, part)
+            self._all_gather(whole, part)
         if self.near is not self.gathered:
             self.near[: len(whole)].copy_(whole, non_blocking=True)
+
+    def _all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Every process's part, which lies in its place of the whole already, to all others.
+
+        gloo's own all-gather copies twice: broadcasts of the parts, under way together, bring the
+        same bytes in half of the time (torch 2.13, 2 and 4 processes on one machine).
+        """
+        if self.world.transport.type == "cuda":
+            ALL_GATHER(whole, part)
+            return
+        parts = enumerate(whole.chunk(self.world.size))
+        for work in [dist.broadcast(held, rank, async_op=True) for rank, held in parts]:
+            work.wait()
 
     def sides(self, bucket: Bucket, item: Item) -> tuple[torch.Tensor, torch.Tensor]:
         """A block as the engine's ranks hold it and as the other side does: views, no copies."""
@@ -321,6 +335,8 @@ class _Gathering:
         # rows, their copy on the device, own rows, the other side twice, a mask of the comparison
         share = (most * (2 if cuda else 1) + 1) / self.world.size
         room = int(memory / 2 / (1 + near + own + share))
+        if self.world.transport.type == "cpu":
+            room = min(room, GLOO)
         room = max(room // 4096 * 4096, least)
         return room, int(room * most / self.world.size)
 
