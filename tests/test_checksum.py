@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.checksum import Cover, combine, crc32, crc_of_zeros
+from zckpt.checksum import Cover, combine, crc32, crc_of_zeros, flipped_bit
 
 
 def filled(data: bytes, pieces: list[tuple[int, int]]) -> Cover:
@@ -100,3 +101,29 @@ def test_overlapping_pieces_have_no_gaps_to_name() -> None:
 
 def test_nothing_to_cover_is_covered() -> None:
     assert (Cover(0).crc, Cover(0).gaps()) == (zlib.crc32(b""), [])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 100, 8191, 8192, 8193, 70_000])
+def test_a_flipped_bit_is_located(length: int) -> None:
+    data = bytearray(random.Random(length).randbytes(length))
+    stated = zlib.crc32(data)
+    for byte, bit in {(0, 0), (length - 1, 7), (length // 2, 3)}:
+        data[byte] ^= 1 << bit
+        assert flipped_bit(stated, zlib.crc32(data), length) == (byte, bit)
+        data[byte] ^= 1 << bit
+
+
+def test_two_flipped_bits_are_not_one() -> None:
+    data = bytearray(100)
+    stated = zlib.crc32(data)
+    data[3] ^= 1
+    data[70] ^= 4
+    assert flipped_bit(stated, zlib.crc32(data), 100) is None
+    assert flipped_bit(0, 1, 0) is None
+
+
+def test_places_that_look_alike_are_not_told() -> None:
+    """From 512 MiB on, two distances from the end leave the same difference."""
+    last = zlib.crc32(b"\0") ^ zlib.crc32(b"\x80")
+    assert flipped_bit(0, last, 1 << 20) == ((1 << 20) - 1, 7)
+    assert flipped_bit(0, last, 1 << 30) is None

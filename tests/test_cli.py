@@ -183,7 +183,7 @@ class TestConvert:
         """TERM is what a queue sends before it kills."""
         script = (
             "import os, signal, sys; from zckpt import cli, execute\n"
-            "execute._Copy.work = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+            "execute._Copy._fill = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
             f"sys.argv = ['zckpt', 'convert', {str(EXAMPLE)!r}, {str(tmp_path / 'u')!r}]\n"
             "cli.main()"
         )

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from zckpt import execute, plan
+from zckpt import elements, execute, plan
 from zckpt.dtypes import SIZES, TORCH_NAMES
 from zckpt.errors import CorruptCheckpoint
 from zckpt.manifest import (
@@ -41,15 +41,15 @@ CHUNK = 8192
 @pytest.fixture(autouse=True, params=["numpy", "plain"])
 def small_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small slices are spread by numpy where they are many, and without it where they are few."""
-    monkeypatch.setattr(execute, "MANY", 0 if request.param == "numpy" else 1 << 60)
+    monkeypatch.setattr(elements, "MANY", 0 if request.param == "numpy" else 1 << 60)
     use_chunks(monkeypatch, CHUNK)
 
 
 def use_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(execute, "chunk_size", lambda *_: chunk)
-    monkeypatch.setattr(execute, "SMALL", 64)
-    monkeypatch.setattr(execute, "LITTLE", 4096)
-    monkeypatch.setattr(execute, "CAST_BLOCK", 100)
+    monkeypatch.setattr(elements, "SMALL", 64)
+    monkeypatch.setattr(elements, "LITTLE", 4096)
+    monkeypatch.setattr(elements, "CAST_BLOCK", 100)
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from zckpt import plan
 from zckpt.dtypes import SIZES
 from zckpt.errors import MissingData
-from zckpt.manifest import Entry, Extent, Fragment, Manifest, Runs, Slices, solid
+from zckpt.manifest import Entry, Extent, Fragment, Manifest, Parameter, Runs, Slices, solid
 from zckpt.plan import Pair, Piece
 
 
@@ -140,3 +142,59 @@ def test_chunks_hold_every_byte_of_every_piece_once(
         for piece in pieces
         for element in range(piece.stop)
     }
+
+
+HALF = entry("w/param", "F16")
+WIDE = entry("w/param")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ([PARAM, MASTER], [PARAM, MASTER], [("w/param", "w/param", "bits"),
+                                            ("w/master", "w/master", "bits")]),
+        ([PARAM, MASTER], [MASTER], [("w/param", "w/master", "rounded"),
+                                     ("w/master", "w/master", "bits")]),
+        ([MASTER], [PARAM, MASTER], [("w/master", "w/master", "bits"),
+                                     ("w/master", "w/param", "rounded")]),
+        ([PARAM, MASTER], [HALF, MASTER], [("w/param", "w/master", "rounded"),
+                                           ("w/master", "w/master", "bits"),
+                                           ("w/master", "w/param", "rounded")]),
+        ([PARAM, MASTER], [HALF], [("w/master", "w/param", "rounded")]),
+        ([PARAM, MASTER], [WIDE], [("w/param", "w/param", "rounded"),
+                                   ("w/master", "w/param", "bits")]),
+        ([WIDE], [MASTER], [("w/param", "w/master", "bits")]),
+        ([MASTER], [WIDE], [("w/master", "w/param", "bits")]),
+        ([WIDE], [PARAM], [("w/param", "w/param", "rounded")]),
+        ([WIDE], [PARAM, MASTER], [("w/param", "w/master", "bits"),
+                                   ("w/param", "w/param", "rounded")]),
+        ([PARAM], [HALF], [("w/param", "w/param", "values")]),
+        ([entry("w/master", "BF16")], [PARAM], [("w/master", "w/param", "bits")]),
+        ([entry("w/exp_avg", "BF16")], [MOMENT], [("w/exp_avg", "w/exp_avg", "values")]),
+        ([entry("w/param", shape=(3, 2))], [WIDE], [("w/param", "w/param", "shapes")]),
+    ],
+)  # fmt: skip
+def test_what_is_the_same_in_two_checkpoints(
+    ours: list[Entry], theirs: list[Entry], expected: list[tuple[str, str, str]]
+) -> None:
+    found, only_a, only_b = plan.match(manifest(*ours), manifest(*theirs))
+    assert [(item.a.name, item.b and item.b.name, item.how) for item in found] == expected
+    assert only_a == only_b == []
+
+
+def test_what_only_one_side_holds() -> None:
+    found, only_a, only_b = plan.match(manifest(MASTER, MOMENT), manifest(MASTER, entry("v/param")))
+    assert len(found) == 1
+    assert (only_a, only_b) == (["w/exp_avg"], ["v/param"])
+
+
+def test_a_tied_weight_may_have_its_other_name() -> None:
+    ours = replace(manifest(MASTER), parameters={"w": Parameter((2, 3), aliases=("head",))})
+    theirs = replace(
+        manifest(entry("head/master")), parameters={"head": Parameter((2, 3), aliases=("w",))}
+    )
+    found, only_a, only_b = plan.match(ours, theirs)
+    assert [(item.a.name, item.b and item.b.name) for item in found] == [
+        ("w/master", "head/master")
+    ]
+    assert only_a == only_b == []

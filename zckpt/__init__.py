@@ -1,4 +1,4 @@
-"""Read, convert and write sharded ZeRO checkpoints, without the engine that wrote them."""
+"""Read, convert, write and prove sharded ZeRO checkpoints, without the engine that wrote them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import Copying, convert, inspect, read, reshard
+    from .api import Copying, convert, diff, inspect, read, reshard, verify
     from .errors import ZckptError
     from .manifest import Manifest
     from .options import Options
@@ -18,12 +18,25 @@ _PUBLIC = {
     "inspect": "api",
     "convert": "api",
     "reshard": "api",
+    "verify": "api",
+    "diff": "api",
     "Copying": "api",
     "Manifest": "manifest",
     "Options": "options",
     "ZckptError": "errors",
 }
-__all__ = ["Copying", "Manifest", "Options", "ZckptError", "convert", "inspect", "read", "reshard"]
+__all__ = [
+    "Copying",
+    "Manifest",
+    "Options",
+    "ZckptError",
+    "convert",
+    "diff",
+    "inspect",
+    "read",
+    "reshard",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

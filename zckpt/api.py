@@ -1,4 +1,4 @@
-"""What zckpt does, a few steps each: read, inspect, convert, reshard."""
+"""What zckpt does, a few steps each: read, inspect, convert, reshard, verify, diff."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from math import prod
 from typing import Any
 
 from . import formats, steps
-from .errors import NotEnoughSpace, WrongOption
+from .errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    NotEnoughSpace,
+    WrongOption,
+    ZckptError,
+)
 from .inert import plain_group, to_json
 from .manifest import Manifest
 from .options import Options
@@ -182,6 +189,112 @@ def reshard(
     manifest = _source_for(target, source, format, tag, step_policy)
     engine = str(manifest.source.get("format"))
     return _write("reshard", manifest, os.fspath(target), engine, asked, copying, dry_run, begin)
+
+
+def verify(
+    path: str | os.PathLike[str],
+    against: str | os.PathLike[str] | None = None,
+    *,
+    gather: bool = False,
+    device: str | None = None,
+    tensors: str | None = None,
+    format: str | None = None,
+    tag: str | None = None,
+    step_policy: str | None = None,
+    jobs: int = 4,
+    memory: int = 256 << 20,
+    begin: Callable[[int], Progress] | None = None,
+) -> Report:
+    """Whether the checkpoint at `path` contradicts itself, or differs from the one at `against`.
+
+    `gather` rebuilds it as its engine would, by all-gathering the ranks' partitions (needs torch),
+    on `device` (cuda, cpu; a GPU where there is one); under torchrun every process gathers, and
+    those but rank 0 get a report without findings. `tensors` is a glob that chooses. What is found
+    is in the report; raises a ZckptError only where nothing could be looked at.
+    """
+    if gather and against is None:
+        raise WrongOption("--gather compares with another checkpoint", hint="add --against PATH")
+    if device is not None and not gather:
+        raise WrongOption("--device is where --gather works", hint="add --gather --against PATH")
+    started = time.monotonic()
+    report: Report = {
+        "zckpt": 1,
+        "command": "verify",
+        "path": os.fspath(path),
+        "against": None if against is None else os.fspath(against),
+        "equal": False,
+        "tensors": 0,
+        "bytes": 0,
+        "device": "cpu",
+        "gathered": gather,
+        "world": 1,
+    }
+    moving: dict[str, Any] = {"jobs": jobs, "memory": memory, "begin": begin}
+    try:
+        found = _verify(path, against, gather, device, tensors, (format, tag, step_policy), moving)
+    except CONTRADICTIONS as error:
+        found = {"problems": [_problem(error)], "differences": []}
+    return report | found | {"seconds": round(time.monotonic() - started, 3)}
+
+
+CONTRADICTIONS = (CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint)
+"""What a checkpoint's files say of themselves: found by looking, so no failure of `verify`."""
+
+
+def _problem(error: ZckptError) -> Report:
+    return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+
+
+def _verify(
+    path: str | os.PathLike[str],
+    against: str | os.PathLike[str] | None,
+    gather: bool,
+    device: str | None,
+    pattern: str | None,
+    reading: tuple[str | None, str | None, str | None],
+    moving: dict[str, Any],
+) -> Report:
+    from . import proof
+
+    format, tag, step_policy = reading
+    manifest = read(path, format=format, tag=tag, step_policy=step_policy)
+    about = {"step": manifest.step}
+    if against is None:
+        return about | proof.verify_alone(manifest, pattern, **moving)
+    if not gather and proof.is_proof(os.fspath(against)):
+        return about | proof.verify_proof(manifest, os.fspath(against), pattern, **moving)
+    other = read(against)
+    if not gather:
+        return about | proof.verify_against(manifest, other, pattern, **moving)
+    from .gather import verify_gathered
+
+    return about | verify_gathered(manifest, other, pattern, device, **moving)
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    tensors: str | None = None,
+    format: str | None = None,
+    tag: str | None = None,
+    step_policy: str | None = None,
+    jobs: int = 4,
+    memory: int = 256 << 20,
+    begin: Callable[[int], Progress] | None = None,
+) -> Report:
+    """In what two checkpoints differ, of any two formats: tensors, steps, groups, states.
+
+    `tensors` is a glob; then only the tensors that match are compared, and equal ones are listed
+    too. `format`, `tag` and `step_policy` are those of `a`.
+    """
+    from . import proof
+
+    started = time.monotonic()
+    ours = read(a, format=format, tag=tag, step_policy=step_policy)
+    found = proof.diff(ours, read(b), tensors, jobs=jobs, memory=memory, begin=begin)
+    report: Report = {"zckpt": 1, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
+    return report | found | {"seconds": round(time.monotonic() - started, 3)}
 
 
 def _source_for(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .dtypes import SIZES
 from .errors import UnsupportedCheckpoint
 
 _NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -30,8 +31,38 @@ def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype
 
 
 def _bfloat16(values: Any) -> Any:
+    """The upper halves, rounded, as uint32; in place, since every new array costs a pass more."""
     bits = values.astype(np.float32, copy=False).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    rounded = rounded.astype(np.uint16)
-    rounded[np.isnan(values)] = 0x7FC0  # rounding its bits could make a NaN infinite
+    rounded = bits & np.uint32(1 << 16)
+    rounded >>= np.uint32(16)
+    rounded += bits
+    rounded += np.uint32(0x7FFF)
+    rounded >>= np.uint32(16)
+    nans = np.isnan(values)
+    if nans.any():  # rounding its bits could make one infinite
+        rounded[nans] = 0x7FC0
     return rounded
+
+
+def numbers(view: memoryview, dtype: str) -> Any:
+    """The elements as float64 (integers past 2**53 lose digits); None for what is no number."""
+    if dtype == "BF16":
+        values = (np.frombuffer(view, np.uint16).astype(np.uint32) << np.uint32(16)).view("f4")
+    elif dtype in _NUMPY:
+        values = np.frombuffer(view, _NUMPY[dtype])
+    elif dtype[0] in "IU":
+        values = np.frombuffer(view, f"{dtype[0].lower()}{SIZES[dtype]}")
+    else:
+        return None
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return values.astype(np.float64)
+
+
+def ordered(bits: Any, dtype: str) -> Any:
+    """Floats, given as unsigned integers, numbered by their order; neighbours differ by one.
+
+    Zero of either sign is 0.
+    """
+    wide = bits.astype(np.int64)
+    sign = np.int64(1) << np.int64(8 * SIZES[dtype] - 1)
+    return np.where(wide & sign != 0, -(wide & ~sign), wide)

@@ -27,6 +27,35 @@ def crc_of_zeros(length: int) -> int:
     return whole
 
 
+def flipped_bit(stated: int, found: int, length: int) -> tuple[int, int] | None:
+    """Byte and bit (0 the lowest) that, flipped back, give `length` bytes their stated CRC-32.
+
+    A CRC is linear: two that differ by one flipped bit differ by a power of x that tells its
+    distance from the end. The polynomial is primitive, so below 512 MiB no two places look alike.
+    None where no single bit, or more than one, could be it. Damage of several bits looks like one
+    bit by chance once in 2**32 / (8 * length).
+    """
+    bits = 8 * length
+    steps = 1 << 16  # so many powers are listed; the difference is moved on in as many
+    blocks = -(-bits // steps)
+    power = combine(_LAST_BIT, 0, blocks * steps // 8)
+    listed = {}
+    for distance in range(steps):
+        listed[power] = blocks * steps + distance
+        power = power >> 1 ^ (_LAST_BIT if power & 1 else 0)
+    moved, places = stated ^ found, set()
+    for block in range(blocks + 1):
+        if moved in listed:
+            places.add(bits - 1 - (listed[moved] - block * steps))
+        moved = combine(moved, 0, steps // 8)
+    within = [place for place in places if 0 <= place < bits]
+    return divmod(within[0], 8) if len(within) == 1 else None
+
+
+_LAST_BIT = 0xEDB88320
+"""What flipping the last bit of all does to a CRC-32: its polynomial, bits reversed."""
+
+
 class Cover:
     """Which of `length` bytes have been seen, and their CRC-32 once all have been.
 

@@ -7,6 +7,7 @@ columns, which grep and awk can read: rich draws the bar alone, since importing 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -186,7 +187,7 @@ def converted(report: dict[str, Any], quiet: bool) -> None:
     step = "" if report["step"] is None else f", step {report['step']}"
     print(
         f"{where}: {report['tensors']:,} tensors, {size(report['bytes'])}{step}, "
-        f"{report['seconds']:.1f} s" + _checked(report["records"]["checked"])
+        f"{report['seconds']:.1f} s" + _checked(report["records"])
     )
     for line in report["left_out"]:
         print(f"left out: {safe(line)}")
@@ -194,8 +195,115 @@ def converted(report: dict[str, Any], quiet: bool) -> None:
         print(f"{report['records']['unchecked']:,} source records could not be checked (no CRC-32)")
 
 
-def _checked(count: int) -> str:
-    return f", {count:,} source records checked" if count else ""
+def _checked(records: dict[str, int] | None) -> str:
+    return f", {records['checked']:,} records checked" if records and records["checked"] else ""
+
+
+def save(path: str, report: dict[str, Any]) -> None:
+    """A report as a file, whole or not at all."""
+    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+    partial = f"{path}.partial"
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(partial, path)
+
+
+def verified(report: dict[str, Any], quiet: bool) -> None:
+    """What `verify` found."""
+    found = [*_findings(report)]
+    path, other = safe(report["path"]), report["against"]
+    if not quiet or found:
+        step = "" if report.get("step") is None else f", step {report['step']}"
+        about = f"{report['tensors']:,} tensors, {size(report['bytes'])} read{step}"
+        about += f", {report['seconds']:.1f} s" + _checked(report.get("records"))
+        if report["gathered"]:
+            about += f", gathered on {report['device']} by {report['world']} processes"
+        relation = f"equals {safe(other)}" if other else "is consistent"
+        if found:
+            relation = f"differs from {safe(other)}" if other else "contradicts itself"
+        print(f"{path} {relation}: {about}")
+    _differences(report["differences"])
+    for line in found:
+        print(line)
+    if not quiet:
+        _one_sided(report, path, other)
+        for line in report.get("notes", ()):
+            print(f"note: {safe(line)}")
+
+
+def differing(report: dict[str, Any], quiet: bool) -> None:
+    """What `diff` found."""
+    if report["equal"]:
+        if not quiet:
+            print(f"nothing differs: {report['tensors']:,} tensors, {report['seconds']:.1f} s")
+    else:
+        count = len(report["differences"])
+        print(f"{count:,} of {report['tensors']:,} tensors differ, {report['seconds']:.1f} s")
+    if report["first"]:
+        print(f"first: {safe(report['first'])}\nworst: {safe(report['worst'])}")
+    _differences(report.get("results", report["differences"]), all_lines=True)
+    for line in _findings(report):
+        print(line)
+    if not quiet:
+        _one_sided(report, report["a"], report["b"])
+
+
+def _findings(report: dict[str, Any]) -> Iterator[str]:
+    """Everything that was found beside differences of tensors."""
+    for line in report.get("problems", ()):
+        yield safe(line["message"])
+        if line.get("hint"):
+            yield f"  {safe(line['hint'])}"
+    for line in report.get("steps", ()):
+        yield f"step {line['a']} against {line['b']} of {line['parameters']:,} parameters"
+    for line in report.get("scalars", ()):
+        where = f"{line['parameter']}, {line['scalar']}"
+        yield f"{safe(where)}: {line['a']} against {line['b']}"
+    for line in report.get("groups", ()):
+        where = line["key"] if line["group"] is None else f"group {line['group']}, {line['key']}"
+        yield f"{safe(where)}: {_brief(line['a'])} against {_brief(line['b'])}"
+    for line in report.get("states", ()):
+        yield safe(f"{line['key']}: {_brief(line['a'])} against {_brief(line['b'])}")
+    if report["differences"]:
+        yield f"{len(report['differences']):,} tensors differ"
+
+
+def _one_sided(report: dict[str, Any], a: object, b: object) -> None:
+    for where, names in ((a, report.get("only_a")), (b, report.get("only_b"))):
+        if names:
+            slots = ", ".join(dict.fromkeys(name.rpartition("/")[2] for name in names))
+            print(f"only {safe(where)} holds {len(names):,} tensors ({safe(slots)}), as {names[0]}")
+
+
+def _differences(lines: Sequence[dict[str, Any]], all_lines: bool = False) -> None:
+    """One line per tensor; the first dozen, unless all are asked for."""
+    shown = lines if all_lines else lines[:12]
+    cosine = any("cosine" in line for line in shown)
+    rows = [
+        (line["tensor"], *(_measured(line, key) for key in MEASURES), _measured(line, "cosine"))
+        for line in shown
+    ]
+    if rows:
+        heads = ("tensor", "differing", "first", "a", "b", "max abs", "max ulp", "cosine")
+        keep = len(heads) if cosine else len(heads) - 1
+        table(heads[:keep], [row[:keep] for row in rows])
+    for line in shown:
+        for key, word in (("shape", "shape"), ("dtype", "type"), ("crc32", "CRC-32")):
+            if f"a_{key}" in line:
+                told = f"{word} {line[f'a_{key}']} against {line.get(f'b_{key}')}"
+                print(f"{safe(line['tensor'])}: {told}")
+    if len(shown) < len(lines):
+        print(f"and {len(lines) - len(shown):,} more: --json lists them")
+
+
+MEASURES = ("count", "first", "a", "b", "max_abs", "max_ulp")
+
+
+def _measured(line: dict[str, Any], key: str) -> object:
+    value = line.get(key)
+    if key == "count" and value == 0:
+        return "equal"
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 @contextmanager

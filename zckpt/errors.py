@@ -47,7 +47,7 @@ class UnsupportedCheckpoint(ZckptError):
 
 
 class MissingExtra(ZckptError):
-    """A package that only some formats need is not installed."""
+    """A package that only some commands or formats need is not installed."""
 
 
 class MissingData(ZckptError):

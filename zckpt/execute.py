@@ -1,37 +1,28 @@
 """Carry out a plan: fill every chunk of every target file from the source, and hash on the way.
 
 One chunk (4 MiB) is gathered into an aligned buffer, hashed while it is in the cache, and written.
- Sources are read where they lie; pieces that follow each other in source and target are
-one read, and ZeRO-3's small slices are one read per rank and then one 2-D copy per tensor: 74 ns
-a slice, against 2,200 for a read and a write of each. numpy is imported only where that, a cast or
-a strided tensor asks for it.
-
-CRC-32 of every source record is compared with what its file states as soon as all of it passed by.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 
-from . import plan
+from . import elements, plan
 from .checksum import Cover, crc32
 from .dtypes import SIZES
+from .elements import Gatherer, Ledger, Wanted
 from .errors import CorruptCheckpoint
 from .fileio import Buffer, Reader, Writer, files_per_thread
-from .manifest import Entry, Extent, Fragment, Manifest, Record, Slices
+from .manifest import Extent, Manifest
 from .plan import Chunk, Pair, Piece
+from .threads import share
 
 CHUNK = 4 << 20  # bytes
-MANY = 4096  # slices from which on numpy copies them faster than it is imported
-SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbours
-LITTLE = 1 << 20  # bytes that are read for the sake of a record's CRC alone
-CAST_BLOCK = 1 << 18  # elements that are cast at a time
 
 Progress = Callable[[int], None]
 
@@ -53,24 +44,6 @@ class Outcome:
     unchecked: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Elements [start, stop) of an entry, to be put at byte `at` of a buffer.
-
-    `check` where these bytes count for their record's CRC: what is read twice counts once.
-    """
-
-    entry: Entry
-    start: int
-    stop: int
-    at: int
-    check: bool = True
-
-    @property
-    def end(self) -> int:
-        return self.at + (self.stop - self.start) * SIZES[self.entry.dtype]
-
-
 def chunk_size(dp: int, jobs: int, memory: int) -> int:
     """Bytes per chunk: more at a large dp, where each chunk is read from every rank.
 
@@ -78,238 +51,6 @@ def chunk_size(dp: int, jobs: int, memory: int) -> int:
     """
     wanted = CHUNK * max(1, dp // 16)
     return max(1 << 20, min(wanted, memory // (2 * jobs)) >> 20 << 20)
-
-
-class Ledger:
-    """Which source records passed by, and whether they are what their files state."""
-
-    def __init__(self, records: Sequence[Record]) -> None:
-        by_file: dict[str, list[Record]] = {}
-        for record in records:
-            if record.extent.length:
-                by_file.setdefault(record.extent.file, []).append(record)
-        self._records = {
-            file: sorted(held, key=lambda record: record.extent.offset)
-            for file, held in by_file.items()
-        }
-        self._starts = {
-            file: [record.extent.offset for record in held] for file, held in self._records.items()
-        }
-        self._covers: dict[Extent, tuple[Record, Cover]] = {}
-        self._lock = threading.Lock()
-
-    def passed(self, file: str, offset: int, data: memoryview) -> None:
-        """`data` were read at `offset`; raises CorruptCheckpoint if a record turns out wrong."""
-        starts = self._starts.get(file)
-        if not starts:
-            return
-        end = offset + len(data)
-        first = max(0, bisect_right(starts, offset) - 1)
-        for record in self._records[file][first : bisect_left(starts, end)]:
-            extent = record.extent
-            start, stop = max(offset, extent.offset), min(end, extent.offset + extent.length)
-            if start < stop:  # one read may pass over several records
-                self._add(record, start - extent.offset, data[start - offset : stop - offset])
-
-    def _add(self, record: Record, start: int, data: memoryview) -> None:
-        extent = record.extent
-        crc = crc32(data) if record.crc is not None else 0
-        with self._lock:
-            if extent not in self._covers:
-                self._covers[extent] = record, Cover(extent.length)
-            cover = self._covers[extent][1]
-            cover.add(start, start + len(data), crc)
-        if record.crc is not None and cover.crc not in (None, record.crc):
-            raise CorruptCheckpoint(
-                f"{extent.file} is damaged: the {extent.length} bytes at {extent.offset} do not "
-                "have the CRC-32 that the file states",
-                hint="take another copy of this file; nothing was written",
-            )
-
-    def finish(self, reader: Reader) -> tuple[int, int]:
-        """Completes records of which little is missing (padding); counts checked and unchecked."""
-        buffer = Buffer(LITTLE)
-        checked = unchecked = 0
-        for record, cover in list(self._covers.values()):
-            gaps = cover.gaps()
-            if gaps is None:  # tensors that overlap: only a reading of the whole can tell
-                self._covers[record.extent] = record, Cover(record.extent.length)
-                gaps = [(0, record.extent.length)]
-            missing = sum(stop - start for start, stop in gaps)
-            if record.crc is not None and missing <= max(cover.seen, LITTLE):
-                for start, stop in gaps:
-                    self._pass_range(reader, buffer.view, record.extent.part(start, stop))
-                checked += 1
-            else:
-                unchecked += 1
-        return checked, unchecked
-
-    def _pass_range(self, reader: Reader, view: memoryview, extent: Extent) -> None:
-        for start in range(0, extent.length, len(view)):
-            part = extent.part(start, min(start + len(view), extent.length))
-            reader.read(part, view[: part.length])
-            self.passed(part.file, part.offset, view[: part.length])
-
-
-class Gatherer:
-    """Reads elements of entries into buffers, for one thread."""
-
-    def __init__(self, reader: Reader, ledger: Ledger, memory: int) -> None:
-        self.reader = reader
-        self.ledger = ledger
-        self.memory = memory
-        self._scratch: Buffer | None = None
-        self._block: Buffer | None = None
-
-    def block(self) -> memoryview:
-        """What is to be cast, in the source's type."""
-        self._block = self._block or Buffer(CAST_BLOCK * 8)
-        return self._block.view
-
-    def scratch(self) -> memoryview:
-        """Working memory, taken when first needed: many copies never do."""
-        self._scratch = self._scratch or Buffer(self.memory)
-        return self._scratch.view
-
-    def read(self, extent: Extent, into: memoryview, check: bool) -> None:
-        self.reader.read(extent, into)
-        if check:
-            self.ledger.passed(extent.file, extent.offset, into)
-
-    def gather(self, wanted: Sequence[Wanted], view: memoryview) -> None:
-        """Puts every wanted piece at its place in `view`."""
-        # a read that may still grow, its place, and whether it is checked
-        pending: tuple[Extent, int, bool] | None = None
-        place = 0
-        while place < len(wanted):
-            batch = self._batch(wanted, place)
-            if batch:
-                self._gather_slices(batch, view)
-                place += len(batch)
-                continue
-            item = wanted[place]
-            place += 1
-            size = SIZES[item.entry.dtype]
-            for fragment in item.entry.fragments.overlapping(item.start, item.stop):
-                if fragment.count > 1:
-                    self._gather_runs(item, fragment, view)
-                    continue
-                start, stop = max(item.start, fragment.start), min(item.stop, fragment.stop)
-                extent = fragment.extent.part(
-                    (start - fragment.start) * size, (stop - fragment.start) * size
-                )
-                at = item.at + (start - item.start) * size
-                if pending is None:
-                    pending = extent, at, item.check
-                    continue
-                before, here, check = pending
-                follows = _follows(before, extent) and here + before.length == at
-                if follows and check == item.check:
-                    joined = Extent(before.file, before.offset, before.length + extent.length)
-                    pending = joined, here, check
-                else:
-                    self.read(before, view[here : here + before.length], check)
-                    pending = extent, at, item.check
-        if pending is not None:
-            extent, at, check = pending
-            self.read(extent, view[at : at + extent.length], check)
-
-    def _batch(self, wanted: Sequence[Wanted], place: int) -> list[Wanted]:
-        """Whole tensors from `place` on whose small slices follow each other on every rank.
-
-        Tensors that a chunk's edge cuts are left out: their slices would be read twice.
-        """
-        found: list[Wanted] = []
-        width = 0
-        for item in islice(wanted, place, None):
-            slices = item.entry.fragments
-            if not isinstance(slices, Slices) or item.start or item.stop != slices.numel:
-                break
-            if slices.width * slices.size >= SMALL:
-                break
-            if found:
-                last = _slices(found[-1])
-                if slices.flats is not last.flats or slices.offset != last.offset + last.width:
-                    break
-                if item.check != found[-1].check:
-                    break
-            width += slices.width
-            if width * slices.size * len(slices.flats) > self.memory:
-                break
-            found.append(item)
-        return found
-
-    def _gather_slices(self, batch: Sequence[Wanted], view: memoryview) -> None:
-        """One read per rank for all tensors of the batch, then a 2-D copy for each."""
-        first, last = _slices(batch[0]), _slices(batch[-1])
-        size, begin = first.size, first.offset
-        width = last.offset + last.width - begin
-        ranks = max(len(item.entry.fragments) for item in batch)
-        scratch = self.scratch()[: ranks * width * size]
-        for rank in range(ranks):
-            row = scratch[rank * width * size : (rank + 1) * width * size]
-            part = first.flats[rank].part(begin * size, (begin + width) * size)
-            self.read(part, row, batch[0].check)
-        if sum(len(item.entry.fragments) for item in batch) < MANY:
-            self._spread(batch, scratch, begin, width, view)
-            return
-        import numpy as np
-
-        table = np.frombuffer(scratch, dtype=f"u{size}").reshape(ranks, width)
-        for item in batch:
-            slices = _slices(item)
-            mine = table[:, slices.offset - begin : slices.offset - begin + slices.width]
-            whole, rest = divmod(slices.numel, slices.width)
-            target = np.frombuffer(view[item.at : item.end], dtype=f"u{size}")
-            target[: slices.numel - rest].reshape(whole, slices.width)[:] = mine[:whole]
-            if rest:
-                target[-rest:] = mine[whole, :rest]
-
-    def _spread(
-        self,
-        batch: Sequence[Wanted],
-        scratch: memoryview,
-        begin: int,
-        width: int,
-        view: memoryview,
-    ) -> None:
-        """The same for few slices, without numpy, whose import alone takes 150 ms."""
-        for item in batch:
-            size, first = _slices(item).size, _slices(item).offset - begin
-            for rank, slice_ in enumerate(_slices(item)):
-                start, stop = item.at + slice_.start * size, item.at + slice_.stop * size
-                source = (rank * width + first) * size
-                view[start:stop] = scratch[source : source + stop - start]
-
-    def _gather_runs(self, item: Wanted, fragment: Fragment, view: memoryview) -> None:
-        """The part of a strided fragment that the item wants, through working memory."""
-        import numpy as np
-
-        size, length = SIZES[item.entry.dtype], fragment.stop - fragment.start
-        target = np.frombuffer(view[item.at : item.end], dtype=f"V{size}")
-        first = max(0, (item.start - fragment.stop) // fragment.stride + 1)
-        stop = min(fragment.count, -(-(item.stop - fragment.start) // fragment.stride))
-        step = max(1, self.memory // (length * size))
-        for begin in range(first, stop, step):
-            end = min(begin + step, stop)
-            extent = fragment.extent.part(begin * length * size, end * length * size)
-            scratch = self.scratch()[: extent.length]
-            self.read(extent, scratch, item.check)
-            runs = np.frombuffer(scratch, dtype=f"V{size}").reshape(end - begin, length)
-            at = fragment.start + np.arange(begin, end)[:, None] * fragment.stride
-            at = at + np.arange(length)[None, :] - item.start
-            inside = (at >= 0) & (at < item.stop - item.start)
-            target[at[inside]] = runs[inside]
-
-
-def _slices(item: Wanted) -> Slices:
-    slices = item.entry.fragments
-    assert isinstance(slices, Slices)
-    return slices
-
-
-def _follows(before: Extent, extent: Extent) -> bool:
-    return before.file == extent.file and before.offset + before.length == extent.offset
 
 
 class _Target:
@@ -383,7 +124,6 @@ class _Copy:
         self.lock = threading.Lock()
         self.targets: list[_Target] = []
         self.tasks = self._tasks()
-        self.error: BaseException | None = None
 
     def _tasks(self) -> Iterator[tuple[_Target, Chunk]]:
         for file, pieces in plan.files(self.pairs):
@@ -395,21 +135,14 @@ class _Copy:
             for chunk in plan.chunks(file, target.size, pieces, self.chunk):
                 yield target, chunk
 
-    def work(self, keep_open: int) -> None:
-        """What each thread does: take a chunk, fill it, until none is left or one failed."""
+    @contextmanager
+    def worker(self, keep_open: int) -> Iterator[Callable[[tuple[_Target, Chunk]], None]]:
+        """One thread's buffers; fills a chunk at a time."""
         reader = Reader(keep_open)
         try:
             gatherer = Gatherer(reader, self.ledger, self.chunk)
             buffer = Buffer(self.chunk)
-            while True:
-                with self.lock:
-                    task = None if self.error else next(self.tasks, None)
-                if task is None:
-                    return
-                self._fill(*task, gatherer, buffer.view)
-        except BaseException as error:
-            with self.lock:
-                self.error = self.error or error
+            yield lambda task: self._fill(*task, gatherer, buffer.view)
         finally:
             reader.close()
 
@@ -460,8 +193,8 @@ class _Copy:
         source, to = piece.pair.source, piece.pair.target
         size, cast_size = SIZES[source.dtype], SIZES[to.dtype]
         block = gatherer.block()
-        for start in range(piece.start, piece.stop, CAST_BLOCK):
-            stop = min(start + CAST_BLOCK, piece.stop)
+        for start in range(piece.start, piece.stop, elements.CAST_BLOCK):
+            stop = min(start + elements.CAST_BLOCK, piece.stop)
             held = block[: (stop - start) * size]
             check = id(piece.pair) in self.checking
             gatherer.gather([Wanted(source, start, stop, 0, check)], held)
@@ -496,11 +229,6 @@ class _Copy:
 
     def finish(self) -> Outcome:
         """Checks the rest of the records and the source's digests; raises CorruptCheckpoint."""
-        reader = Reader()
-        try:
-            self.outcome.checked, self.outcome.unchecked = self.ledger.finish(reader)
-        finally:
-            reader.close()
         for target in self.targets:
             crc = target.cover.crc
             assert crc is not None, target.path
@@ -519,6 +247,11 @@ class _Copy:
                     f"{pair.source.name} is damaged: its CRC-32 is not the manifest's",
                     hint="take another copy of the source; nothing was written",
                 )
+        reader = Reader()
+        try:
+            self.outcome.checked, self.outcome.unchecked = self.ledger.finish(reader)
+        finally:
+            reader.close()
         return self.outcome
 
 
@@ -540,29 +273,9 @@ def copy(
     chunk = chunk_size(source.dp, jobs, memory)
     running = _Copy(pairs, source, target, chunk, io, progress)
     keep_open = files_per_thread(jobs)
-    threads = [
-        threading.Thread(target=running.work, args=(keep_open,), name=f"zckpt-{place}")
-        for place in range(jobs)
-    ]
     try:
-        for thread in threads:
-            try:
-                thread.start()
-            except RuntimeError:  # a limit of memory or processes: go on with fewer
-                if threads[0].ident is None:
-                    raise
-                break
-        _join(threads)
-    except BaseException as error:  # Ctrl-C: let the threads end their chunks
-        running.error = error
-        _join(threads)
-    if running.error:
-        running.close(running.error)
-        raise running.error
+        share(running.tasks, jobs, lambda: running.worker(keep_open))
+    except BaseException as error:
+        running.close(error)
+        raise
     return running.finish()
-
-
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        if thread.ident is not None:  # it was started
-            thread.join()

@@ -1,15 +1,15 @@
-"""Which bytes go where: the join of two manifests, one target file at a time.
+"""Which bytes go where, or are compared with which: the join of two manifests.
 
-Nothing here opens a file. A plan is lazy: at dp 1024 with 50,000 tensors the pieces are millions,
-but only those of one target file exist at a time.
+Nothing here opens a file. A plan of copying is lazy, one target file at a time: at dp 1024 with
+50,000 tensors the pieces are millions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from .dtypes import SIZES
+from .dtypes import FLOATS, SIZES
 from .errors import MissingData
 from .manifest import Entry, Fragment, Manifest, Slices
 
@@ -72,6 +72,102 @@ def _source_of(entry: Entry, source: Manifest, from_masters: bool) -> Entry:
             f"{entry.name} has shape {here.shape} in the source and {entry.shape} in the target"
         )
     return here
+
+
+WIDE = ("F64", "F32")
+"""What weights are rounded from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Two entries that are to hold the same elements; `b` is None where one is only read.
+
+    `how`: bits; rounded (the wider, a master weight, is rounded to the other's type first); values
+    (their types differ); shapes (they differ, so that nothing can be compared). `copy` where one is
+    another rank's copy of what is compared already.
+    """
+
+    a: Entry
+    b: Entry | None = None
+    how: str = "bits"
+    copy: bool = False
+
+    @property
+    def name(self) -> str:
+        """The entry that is compared, where one is what the other is rounded from."""
+        rounded = self.how == "rounded" and self.b is not None and self.a.dtype in WIDE
+        return self.b.name if rounded and self.b is not None else self.a.name
+
+
+def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
+    """The entries that two checkpoints share, in the order of `a`; what only `a` or `b` holds.
+
+    A master weight is the same as an F32 weight of a module whose engine keeps no masters, and what
+    a module's weight of fewer bits was rounded from. Names of tied weights are those of `a`.
+    """
+    ours, theirs = a.entries, _renamed(b, a)
+    found: list[Match] = []
+    for entry in ours.values():
+        same = _counterpart(entry, theirs, ours)
+        if same is not None:
+            found.append(same)
+    taken = {id(held) for item in found for held in (item.a, item.b)}
+    for entry in theirs.values():
+        if id(entry) in taken:
+            continue
+        same = _counterpart(entry, ours, theirs)
+        if same is not None and same.b is not None:
+            found.append(replace(same, a=same.b, b=same.a))
+            taken |= {id(same.a), id(same.b)}
+    only_a, only_b = (
+        [
+            name
+            for name, held in side.items()
+            # two weights of few bits, both rounded from one master, are not compared themselves
+            if id(held) not in taken and id(other.get(name)) not in taken
+        ]
+        for side, other in ((ours, theirs), (theirs, ours))
+    )
+    return found, only_a, only_b
+
+
+def _renamed(b: Manifest, a: Manifest) -> dict[str, Entry]:
+    """The entries of `b`, under the name that `a` has for a tied weight."""
+    owners = {alias: name for name, held in a.parameters.items() for alias in held.aliases}
+    found = {}
+    for entry in b.entries.values():
+        owner = owners.get(entry.parameter, entry.parameter)
+        name = f"{owner}/{entry.slot}"
+        known = entry.parameter in a.parameters or name in b.entries
+        found[entry.name if known else name] = entry
+    return found
+
+
+def _counterpart(
+    entry: Entry, others: Mapping[str, Entry], own: Mapping[str, Entry]
+) -> Match | None:
+    """What the other side holds of the same: of the same type, else what it was rounded from."""
+    same = others.get(entry.name)
+    if same is not None and same.dtype == entry.dtype:
+        return Match(entry, same, "bits" if same.shape == entry.shape else "shapes")
+    if entry.slot in ("param", "master"):
+        wide = [others.get(f"{entry.parameter}/{slot}") for slot in ("master", "param")]
+        for other in wide:
+            if other is None or other.shape != entry.shape:
+                continue
+            if other.dtype == entry.dtype:
+                return Match(entry, other)
+            if other.dtype in WIDE and entry.dtype in FLOATS and entry.slot == "param":
+                return Match(entry, other, "rounded")
+        narrow = others.get(f"{entry.parameter}/param")
+        if entry.dtype in WIDE and narrow is not None and narrow.shape == entry.shape:
+            alone = entry.slot == "master" or f"{entry.parameter}/master" not in own
+            if alone and narrow.dtype in FLOATS and narrow.dtype not in WIDE:
+                return Match(entry, narrow, "rounded")
+    master = own.get(f"{entry.parameter}/master")
+    if same is None or (entry.slot == "param" and master is not None and master.dtype in WIDE):
+        return None
+    return Match(entry, same, "values" if same.shape == entry.shape else "shapes")
 
 
 def files(pairs: Sequence[Pair]) -> Iterator[tuple[str, list[Piece]]]:

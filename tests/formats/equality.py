@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+import zckpt
+
 
 def load(universal: Path) -> dict[str, torch.Tensor]:
     """Every tensor by `parameter/slot`, with safetensors alone."""
@@ -69,6 +71,22 @@ def assert_is_what_the_engine_held(
                 expected_group = {key: expected_group[key] for key in held_group}
             assert held_group == expected_group
     assert manifest["state"]["counters"] == oracle["counters"]
+
+
+def assert_proven(run: Path, other: Path) -> None:
+    """`verify` finds nothing: alone, against the other, and gathered the engine's way."""
+    gathered = {"gather": True, "device": "cpu"}
+    for words, options in (
+        ([run], {}),
+        ([run, other], {}),
+        ([other, run], {}),
+        ([run, other], gathered),
+    ):
+        report = zckpt.verify(*words, **options)
+        assert report["equal"], report
+        assert report.get("only_a", []) == report.get("only_b", []) == []
+        told = [note for note in report["notes"] if "padding" not in note and "type" not in note]
+        assert told == []
 
 
 def expected_tensors(manifest: dict[str, Any], oracle: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import zckpt
 
 from ..engines.cases import CASES, Case
 from .contract import FormatContract
-from .equality import assert_is_what_the_engine_held, load, same_bits
+from .equality import assert_is_what_the_engine_held, assert_proven, load, same_bits
 
 Trained = Callable[[Case], Path]
 
@@ -42,6 +42,7 @@ def test_universal_is_what_the_engine_held(case: Case, trained: Trained, tmp_pat
     assert report["records"]["unchecked"] == 0
     assert report["left_out"] == []
     assert_is_what_the_engine_held(tmp_path / "universal", oracle)
+    assert_proven(root / "run", tmp_path / "universal")
 
 
 class TestContract(FormatContract):

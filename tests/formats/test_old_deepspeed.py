@@ -14,7 +14,7 @@ from zckpt import errors
 
 from ..engines.cases import CASES, Case
 from ..engines.old_deepspeed import VERSIONS, rewrite
-from .equality import assert_is_what_the_engine_held
+from .equality import assert_is_what_the_engine_held, assert_proven
 
 Trained = Callable[[Case], Path]
 READ = VERSIONS[VERSIONS.index("0.5.10") :]
@@ -48,6 +48,7 @@ def test_what_an_old_version_really_wrote(root: Path, tmp_path: Path) -> None:
     oracle = torch.load(root / "oracle.pt", weights_only=False)
     zckpt.convert(root / "run", tmp_path / "universal")
     assert_is_what_the_engine_held(tmp_path / "universal", oracle, older_torch=True)
+    assert_proven(root / "run", tmp_path / "universal")
 
 
 def test_there_are_real_old_files() -> None:
@@ -61,6 +62,7 @@ def test_an_old_layout(version: str, run: str, trained: Trained, tmp_path: Path)
     rewrite(root / "run", tmp_path / "run", version)
     report = zckpt.convert(tmp_path / "run", tmp_path / "universal")
     assert_is_what_the_engine_held(tmp_path / "universal", oracle, older_torch=True)
+    assert_proven(tmp_path / "run", tmp_path / "universal")
     assert report["source"]["version"] == version
     expected = CASES[run].stage
     assert report["source"]["zero_stage"] == expected
@@ -78,6 +80,7 @@ class TestOtherContainers:
         report = zckpt.convert(tmp_path / "run", tmp_path / "universal")
         oracle = torch.load(root / "oracle.pt", weights_only=False)
         assert_is_what_the_engine_held(tmp_path / "universal", oracle)
+        assert_proven(tmp_path / "run", tmp_path / "universal")
         assert report["records"]["checked"] == 0, "that container has no checksums"
 
     def test_saved_on_gpus(self, trained: Trained, tmp_path: Path) -> None:
@@ -86,6 +89,7 @@ class TestOtherContainers:
         zckpt.convert(tmp_path / "run", tmp_path / "universal")
         oracle = torch.load(root / "oracle.pt", weights_only=False)
         assert_is_what_the_engine_held(tmp_path / "universal", oracle)
+        assert_proven(tmp_path / "run", tmp_path / "universal")
 
     def test_a_python_int_as_step(self, trained: Trained, tmp_path: Path) -> None:
         root = trained(CASES["z2_dp2_bf16"])

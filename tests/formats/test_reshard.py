@@ -14,7 +14,7 @@ import zckpt
 
 from ..engines import deepspeed
 from ..engines.cases import CASES, Case, zero
-from .equality import plain, same_bits
+from .equality import assert_proven, plain, same_bits
 
 Trained = Callable[[Case], Path]
 
@@ -177,6 +177,12 @@ def test_the_engine_resumes(move: Move, trained: Trained, tmp_path: Path) -> Non
         case, directory, tmp_path, dp=move.dp, stage=move.stage, config=move.config
     )
     assert_same_state(before, after, weights=not move.dtype)
+    if move.dtype == "bf16" and CASES[move.case].dtype == "fp16":
+        # frozen weights have no masters to be rounded from: fp16 to bf16 loses digits
+        found = zckpt.verify(trained(CASES[move.case]) / "run", directory)["differences"]
+        assert {line["tensor"] for line in found} == {f"{name}/param" for name in before["frozen"]}
+    else:
+        assert_proven(trained(CASES[move.case]) / "run", directory)
     same = move.dp == case.dp and move.stage in (None, case.stage) and not move.dtype
     if same and move.config is None:
         assert after["losses"] == before["losses"]

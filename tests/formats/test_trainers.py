@@ -12,7 +12,7 @@ import torch
 import zckpt
 
 from ..engines import trainers
-from .equality import load, same_bits
+from .equality import assert_proven, load, same_bits
 
 pytestmark = [pytest.mark.engines]
 Saved = Callable[[str, int], Path]
@@ -63,6 +63,7 @@ class TestTrainer:
     def test_is_read(self, trainer: str, stage: int, saved: Saved, tmp_path: Path) -> None:
         directory = saved(trainer, stage)
         zckpt.convert(directory, tmp_path / "universal")
+        assert_proven(directory, tmp_path / "universal")
         held, oracle = load(tmp_path / "universal"), oracle_of(directory)
         for name, tensor in oracle["tensors"].items():
             if not (stage == 3 and name.endswith("/param")):

@@ -36,6 +36,7 @@ from ..manifest import (
     Fragments,
     Manifest,
     Parameter,
+    Record,
     Runs,
     Sibling,
     Sighting,
@@ -313,6 +314,7 @@ def _manifest(path: str, made: Mapping[str, Any]) -> Manifest:
             )
         digest = int(item["crc32"], 16) if "crc32" in item else None
         entries[name] = Entry(name, item["dtype"], shape, fragments, digest)
+    records = []
     for name, stated in made.get("files", {}).items():
         full = _inside(path, name)
         if not os.path.isfile(full) or os.path.getsize(full) != stated["size"]:
@@ -320,6 +322,8 @@ def _manifest(path: str, made: Mapping[str, Any]) -> Manifest:
                 f"{full} does not have the {stated['size']} bytes that the manifest states",
                 hint="the file is missing or was cut short",
             )
+        if "crc32" in stated:
+            records.append(Record(Extent(full, 0, stated["size"]), int(stated["crc32"], 16)))
     state = from_json(made["state"])
     tuples = set(made.get("tuples", ()))
     groups = made["groups"]
@@ -359,6 +363,7 @@ def _manifest(path: str, made: Mapping[str, Any]) -> Manifest:
         steps=tuple(
             Sighting(line["where"], line["step"], line["truth"]) for line in made.get("steps", ())
         ),
+        records=tuple(records),
         files=(os.path.join(path, MANIFEST), *files),
         siblings=_siblings(path),
         left_out=tuple(made.get("left_out", ())),

@@ -27,9 +27,10 @@ from .reading import read
 if TYPE_CHECKING:
     from ...manifest import Manifest
     from ...options import Options
+    from ...partition import Partition
     from ...staging import Layout
 
-__all__ = ["detect", "lay_out", "read", "seal"]
+__all__ = ["detect", "lay_out", "partitions", "read", "seal"]
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -44,3 +45,10 @@ def seal(root: str, manifest: Manifest, outcome: Any) -> None:
     from . import writing
 
     writing.seal(root, manifest, outcome)
+
+
+def partitions(path: str) -> list[Partition]:
+    """What the ranks would all-gather; see gathering.py, which only a proof has need of."""
+    from . import gathering
+
+    return gathering.partitions(path)

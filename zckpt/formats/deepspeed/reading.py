@@ -202,6 +202,8 @@ class _Tensors:
             self.enter(
                 f"{name}/param", tensors[0].dtype, shape, self.ranks.models[0].fragments(tensors[0])
             )
+            for file, tensor in zip(self.ranks.models[1:], tensors[1:], strict=True):
+                self._add_replica(f"{name}/param", tensor, file)
             return
         numel, size = prod(shape), SIZES[tensors[0].dtype]
         if any(tensor.numel * self.ranks.dp < numel for tensor in tensors):
@@ -264,6 +266,16 @@ class _Tensors:
             if owner in self.parameters:
                 held = self.parameters[owner]
                 self.parameters[owner] = replace(held, aliases=(*held.aliases, alias))
+                self._add_own_copy(alias, owner)
+
+    def _add_own_copy(self, alias: str, owner: str) -> None:
+        """A tied weight's second name may have been saved with memory of its own."""
+        held, first = self.module.get(alias), self.module.get(owner)
+        known = f"{owner}/param" in self.entries
+        if not (known and isinstance(held, Tensor) and isinstance(first, Tensor) and held.numel):
+            return
+        if held.place != first.place:
+            self._add_replica(f"{owner}/param", held, self.ranks.models[0])
 
     def kept(self, value: Any, path: str, file: TorchFile) -> Any:
         """`value` with its tensors as entries of slot `state`; 0-d ones by value."""

@@ -1,0 +1,116 @@
+"""`zckpt verify` against reading the same checkpoints once with zckpt's own reader.
+
+    python -m benchmarks.verify SRC --against DST --rounds 9
+    python -m benchmarks.verify --read PATH...            the reading alone, in this process
+
+DST is SRC in another format, as `zckpt convert` makes it. The reading has the threads and chunks of
+`verify`, but no checksum and no comparison: what is above it is what a proof costs. Warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zckpt.api import DEFAULT_COPYING, read
+from zckpt.dtypes import SIZES
+from zckpt.elements import Gatherer, Ledger, Wanted
+from zckpt.execute import chunk_size
+from zckpt.fileio import Buffer, Reader, files_per_thread
+from zckpt.manifest import Manifest
+from zckpt.threads import share
+
+TARGETS = {"pair": 1.6, "alone": 1.3}  # times the wall of the reading
+
+
+def read_once(paths: list[str]) -> None:
+    """Every element of every entry of all checkpoints, with what `verify` takes by default."""
+    manifests = [read(path) for path in paths]
+    jobs = DEFAULT_COPYING.jobs
+    dp = max(manifest.dp for manifest in manifests)
+    chunk = chunk_size(dp, jobs, DEFAULT_COPYING.memory // 2)
+    keep_open = files_per_thread(jobs)
+
+    @contextmanager
+    def worker() -> Iterator[Callable[[list[Wanted]], None]]:
+        reader, view = Reader(keep_open), Buffer(chunk).view
+        gatherer = Gatherer(reader, Ledger(()), chunk)
+        try:
+            yield lambda wanted: gatherer.gather(wanted, view)
+        finally:
+            reader.close()
+
+    tasks = (task for manifest in manifests for task in chunks(manifest, chunk))
+    share(tasks, jobs, worker)
+
+
+def chunks(manifest: Manifest, chunk: int) -> Iterator[list[Wanted]]:
+    """Elements one behind the other, at most `chunk` bytes together; one slot after the other."""
+    for entries in manifest.slots.values():
+        wanted: list[Wanted] = []
+        here = 0
+        for entry in entries:
+            size = SIZES[entry.dtype]
+            here = -(-here // size) * size
+            start = 0
+            while start < entry.numel:
+                stop = min(entry.numel, start + (chunk - here) // size)
+                if stop > start:
+                    wanted.append(Wanted(entry, start, stop, here))
+                    here, start = wanted[-1].end, stop
+                if chunk - here < size:
+                    yield wanted
+                    wanted, here = [], 0
+        if wanted:
+            yield wanted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("paths", type=Path, nargs="+", metavar="SRC")
+    parser.add_argument("--against", type=Path, metavar="DST")
+    parser.add_argument("--read", action="store_true", help="read the paths once, and no more")
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    paths = [str(path.resolve()) for path in arguments.paths]
+    if arguments.read:
+        read_once(paths)
+        return
+    if arguments.against is None or len(paths) != 1:
+        parser.error("give one SRC, and --against DST")
+    report(paths[0], str(arguments.against.resolve()), arguments.rounds)
+
+
+def report(source: str, other: str, rounds: int) -> None:
+    """Both costs of a proof, each beside the reading of the same bytes."""
+    from .measure import ZCKPT, Job, interleave, ratio, table  # the reading has no need of it
+
+    reading = (sys.executable, "-m", "benchmarks.verify", "--read")
+    pairs = {
+        "pair": (
+            Job("zckpt verify SRC --against DST", (*ZCKPT, "verify", source, "--against", other)),
+            Job("reading both once", (*reading, source, other)),
+        ),
+        "alone": (
+            Job("zckpt verify SRC", (*ZCKPT, "verify", source)),
+            Job("reading SRC once", (*reading, source)),
+        ),
+    }
+    for kind, jobs in pairs.items():
+        costs = interleave(jobs, rounds)
+        table(costs)
+        proof, once = (costs[job.name] for job in jobs)
+        wall, text = ratio(proof, once, lambda cost: cost.wall)
+        good = "met" if wall <= TARGETS[kind] else "MISSED"
+        print(f"wall, {' / '.join(job.name for job in jobs)}")
+        print(f"{'':34}{text:>25}   target <= {TARGETS[kind]}: {good}")
+        print(f"CPU{'':31}{ratio(proof, once, lambda cost: cost.cpu)[1]:>25}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""What is wrong in the files of a checkpoint; faults of real ones are in test_proof.py."""
+
+from __future__ import annotations
+
+from zckpt import damage
+from zckpt.manifest import Entry, Extent, Fragment, Manifest, Runs, Slices
+
+
+class TestCoverage:
+    """What a reader could get wrong without any byte being wrong."""
+
+    def manifest(self, *fragments: Fragment, numel: int = 6) -> Manifest:
+        entry = Entry("w/exp_avg", "F32", (numel,), Runs(fragments))
+        return Manifest("", "universal", {}, {entry.name: entry}, {})
+
+    def test_a_gap_and_an_overlap(self) -> None:
+        whole = [Fragment(0, 4, Extent("f", 0, 16)), Fragment(4, 6, Extent("f", 16, 8))]
+        assert damage.uncovered(self.manifest(*whole)) == []
+        assert damage.uncovered(self.manifest(whole[0]))
+        assert damage.uncovered(self.manifest(whole[0], Fragment(3, 6, Extent("f", 16, 12))))
+        overlapping = self.manifest(whole[0], Fragment(4, 6, Extent("f", 12, 8)))
+        assert "overlap" in damage.uncovered(overlapping)[0]
+
+    def test_slices_within_their_flats(self) -> None:
+        flats = (Extent("a", 0, 12), Extent("b", 0, 12))
+        for numel, fine in ((6, True), (5, True), (7, False)):
+            entry = Entry("w/exp_avg", "F32", (numel,), Slices(flats, 0, numel, 4))
+            made = Manifest("", "deepspeed", {}, {entry.name: entry}, {})
+            assert (damage.uncovered(made) == []) == fine
