@@ -70,8 +70,11 @@ def meaning(manifest: Manifest, found: Damage) -> Report:
 
 
 def not_zero(outcome: Outcome, manifest: Manifest) -> list[str]:
-    """Padding that is not zero. Stage 3 leaves there what was in memory, so it says nothing."""
-    if manifest.source.get("zero_stage") == 3 or manifest.format == "universal":
+    """Padding that is not zero, of DeepSpeed's stages 1 and 2: elsewhere it may hold anything.
+
+    Stage 3 leaves there what was in memory; ONNX Runtime has stale parts of weights instead.
+    """
+    if manifest.source.get("zero_stage") == 3 or manifest.format != "deepspeed":
         return []
     told = {found.record.extent for found in outcome.damage}
     return [

@@ -25,15 +25,17 @@ from torch import Tensor
 
 import zckpt
 from zckpt import errors
-from zckpt.formats.onnxruntime import partition
+from zckpt.formats.onnxruntime import partition, reading
+from zckpt.manifest import Entry, Runs
 
 from ..conftest import EXAMPLE, ROOT
 from ..engines import deepspeed
 from ..engines import onnxruntime_files as files
 from ..engines.cases import Case
 from ..engines.onnxruntime_files import FROZEN, State, make, owned
+from ..test_gather import check_broken_reader
 from .contract import FormatContract
-from .equality import load, plain, same_bits
+from .equality import assert_proven, load, plain, same_bits
 
 DATA = ROOT / "tests" / "data" / "onnxruntime"
 REAL = DATA / "real-ort-1.16.3__fp32__adam__dp1"
@@ -53,6 +55,11 @@ KINDS = [
 ]
 OPTIMIZERS = ("Adam", "Lamb")
 LAMB = "exact in state, not in trajectory"
+
+
+def sizes(*usual: int) -> list[Any]:
+    """All data-parallel sizes, some of them in the default run."""
+    return [pytest.param(dp, marks=engines(dp in usual)) for dp in SIZES]
 
 
 def engines(first: bool) -> list[Any]:
@@ -82,6 +89,7 @@ def assert_is(universal: Path, expected: dict[str, Tensor], step: int | None = 5
 def assert_reads(folder: Path, expected: dict[str, Tensor], tmp_path: Path) -> dict[str, Any]:
     report: dict[str, Any] = zckpt.convert(folder, tmp_path / "read")
     assert_is(tmp_path / "read", expected)
+    assert_proven(folder, tmp_path / "read", harmless=())
     shutil.rmtree(tmp_path / "read")
     return report
 
@@ -140,6 +148,11 @@ class TestSamples:
         if "legacy" in name:
             assert report["records"]["unchecked"] == 0
 
+    def test_records_without_checksums_are_counted(self, name: str) -> None:
+        records = zckpt.verify(DATA / name)["records"]
+        assert records["unchecked" if "hdf5" in name else "checked"]
+        assert not records["checked" if "hdf5" in name else "unchecked"]
+
     def test_are_what_the_generator_makes(self, name: str, tmp_path: Path) -> None:
         """Its partition, names and types are those of sets that ORT's aggregators have judged."""
         told = json.loads((DATA / name / "case.json").read_text())
@@ -166,6 +179,7 @@ class TestGenuine:
         zckpt.convert(REAL / "checkpoint_weights_only.ortcp", tmp_path / "read")
         expected = {n: t for n, t in expected_of(REAL).items() if n.endswith("/param")}
         assert_is(tmp_path / "read", expected, None)
+        assert_proven(REAL / "checkpoint_weights_only.ortcp", tmp_path / "read", harmless=())
 
     def test_three_in_one_folder_are_listed(self) -> None:
         with pytest.raises(errors.AmbiguousCheckpoint) as caught:
@@ -231,7 +245,7 @@ def test_every_dialect_is_read_exactly(
 
 
 class TestVariants:
-    @pytest.mark.parametrize("dp", SIZES)
+    @pytest.mark.parametrize("dp", sizes(1, 3))
     @pytest.mark.parametrize(("dialect", "precision"), [("l1", "fp16"), ("l2", "fp16")])
     def test_old_front_end(self, dialect: str, precision: str, dp: int, tmp_path: Path) -> None:
         """It adds stale weights, even beside the current pieces."""
@@ -239,7 +253,7 @@ class TestVariants:
         files.write(state, tmp_path / "made", dp, dialect, old_front_end=True)
         assert_reads(tmp_path / "made", state.expected(), tmp_path)
 
-    @pytest.mark.parametrize("dp", SIZES)
+    @pytest.mark.parametrize("dp", sizes(1, 3))
     @pytest.mark.parametrize("dialect", ["l1", "l2", "hdf5"])
     def test_weights_kept_in_fp32(self, dialect: str, dp: int, tmp_path: Path) -> None:
         """All ranks hold them whole, their moments are split; ORT's own reader fails on these."""
@@ -264,6 +278,8 @@ class TestVariants:
             if (dialect, precision, dp) == ("hdf5", "fp16", 1):  # which are frozen is not told
                 expected = {n.replace("/param", "/master"): t for n, t in expected.items()}
             assert_is(tmp_path / f"read{dp}", expected, None)
+            if (dialect, precision) != ("l1", "fp16") or dp == 1:
+                assert_proven(made, tmp_path / f"read{dp}", harmless=())
 
     @pytest.mark.parametrize(
         ("dialect", "old_front_end"),
@@ -289,6 +305,8 @@ class TestVariants:
         zckpt.convert(tmp_path / "made", tmp_path / "read")
         expected = state.expected(halves=dialect != "hdf5", moments=False)
         assert_is(tmp_path / "read", expected, None)
+        if dialect != "l1" and not old_front_end:
+            assert_proven(tmp_path / "made", tmp_path / "read", harmless=())
 
     @pytest.mark.parametrize("dialect", ["l1", "l2", "hdf5", "december"])
     def test_fp16_moments(self, dialect: str, tmp_path: Path) -> None:
@@ -387,6 +405,78 @@ class TestVariants:
             for place in range(200):
                 file.create_group(f"{place:050}")
         assert zckpt.read(tmp_path / "made").format == "onnxruntime"
+
+
+# -- proof
+
+
+def shift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that is wrong by one element in the first piece of every moment that is cut."""
+    right = reading._Tensors._enter
+
+    def wrong(self: Any, entry: Entry) -> None:
+        first, *others = entry.fragments
+        if entry.slot == "exp_avg" and others:
+            extent = dataclasses.replace(first.extent, offset=first.extent.offset + 4)
+            moved = dataclasses.replace(first, extent=extent)
+            entry = dataclasses.replace(entry, fragments=Runs([moved, *others]))
+        right(self, entry)
+
+    monkeypatch.setattr(reading._Tensors, "_enter", wrong)
+
+
+class TestProof:
+    """`verify` of samples and generated sets is in `assert_reads`."""
+
+    @pytest.mark.parametrize("dialect", ["l1", "l2", "hdf5"])
+    def test_a_broken_reader_is_found(self, dialect: str, tmp_path: Path) -> None:
+        state = make("fp16")
+        cut = next(n for n in owned(state.weights, 3)[0] if n in owned(state.weights, 3)[1])
+        check_broken_reader(files.write(state, tmp_path / "made", 3, dialect), tmp_path, shift, cut)
+
+    def test_what_the_engine_cannot_tell(self, tmp_path: Path) -> None:
+        """Before 1.7 its reader needs the moments' lengths: without them it takes stale parts."""
+        made = files.write(make("fp16"), tmp_path / "made", 3, "l1", without="optimizer")
+        zckpt.convert(made, tmp_path / "read")
+        assert zckpt.verify(made, tmp_path / "read")["equal"]
+        with pytest.raises(errors.UnsupportedCheckpoint, match="no optimizer state"):
+            zckpt.verify(made, tmp_path / "read", gather=True, device="cpu")
+
+    @pytest.mark.parametrize("dialect", ["l1", "l2"])
+    @pytest.mark.parametrize("precision", ["fp16", "bf16"])
+    def test_a_stale_weight(self, dialect: str, precision: str, tmp_path: Path) -> None:
+        state = make(precision)
+        files.write(state, tmp_path / "right", 3, dialect)
+        zckpt.convert(tmp_path / "right", tmp_path / "read")
+        half = state.half("layer.2.bias")
+        state.weights["layer.2.bias"] += 0.25
+        made = files.write(state, tmp_path / "made", 3, dialect)
+        for path in made.iterdir():  # the 16-bit copies are those of before
+            edit(path, lambda model: model[f"layer.2.bias_{precision}"].copy_(half))
+        for report in (
+            zckpt.verify(made),
+            zckpt.verify(made, tmp_path / "read"),
+            zckpt.verify(made, tmp_path / "read", gather=True, device="cpu"),
+        ):
+            (found,) = report["differences"]
+            assert found["tensor"].startswith("layer.2.bias/")
+            assert found["count"] == 12
+
+    def test_ranks_of_an_fp32_run_that_differ(self, tmp_path: Path) -> None:
+        made = files.write(make("fp32"), tmp_path / "made", 3, "hdf5")
+        with h5py.File(made / "checkpoint.rank2.ortcp", "a") as file:
+            file["model/full_precision/head.weight"][11, 2] += 1
+        (found,) = zckpt.verify(made)["differences"]
+        assert (found["tensor"], found["count"]) == ("head.weight/param", 1)
+
+    @pytest.mark.parametrize("dialect", ["l2", "hdf5"])
+    def test_another_size_is_the_same(self, dialect: str, tmp_path: Path) -> None:
+        source = DATA / "hdf5__fp16__adam__dp3"
+        zckpt.reshard(source, tmp_path / "target", dp=8, dialect=dialect)
+        report = zckpt.verify(tmp_path / "target", source, gather=True, device="cpu")
+        assert report["equal"], report
+        copies = [name for name in report["only_a"] if not name.endswith("/param")]
+        assert copies == report["only_b"] == []  # HDF5 files hold no 16-bit copies
 
 
 # -- what is refused
@@ -572,6 +662,7 @@ class TestRefused:
         zckpt.convert(tmp_path / "made", tmp_path / "read")
         expected = state.expected(halves=False, moments=False)
         assert_is(tmp_path / "read", expected, None)
+        assert_proven(tmp_path / "made", tmp_path / "read", harmless=())
 
     def test_16_bit_copies_left_out(self, refused: Any, tmp_path: Path) -> None:
         made = files.write(make("fp16"), tmp_path / "made", 2, "l2")
@@ -786,6 +877,9 @@ def test_what_is_written_is_what_the_rule_says(
         assert files.differences(tmp_path / target, tmp_path / f"right {target}") == []
         lamb = optimizer == "Lamb" and before != after
         assert any(LAMB in warning for warning in report["warnings"]) == lamb
+        alone = zckpt.verify(tmp_path / target)
+        assert (alone["equal"], alone["notes"]) == (True, [])
+        assert zckpt.verify(tmp_path / target, source, gather=True, device="cpu")["equal"]
 
 
 class TestWriting:

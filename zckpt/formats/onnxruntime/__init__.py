@@ -10,6 +10,7 @@
     partition.py    which elements of which weight each rank owns
     reading.py      the manifest: every weight from its owners
     checking.py     what only the bytes tell, before a copy
+    gathering.py    what ONNX Runtime's own aggregators would make of it
     writing.py      L2 and HDF5 files for any data-parallel size
 
 Facts in this package are of onnxruntime-training 1.16.3 and its sources back to 1.3.
@@ -25,9 +26,10 @@ from .reading import read
 if TYPE_CHECKING:
     from ...manifest import Manifest
     from ...options import Options
+    from ...partition import Partition
     from ...staging import Layout
 
-__all__ = ["check", "detect", "lay_out", "read", "read_shells", "seal"]
+__all__ = ["check", "detect", "lay_out", "partitions", "read", "read_shells", "seal"]
 
 
 def check(manifest: Manifest) -> None:
@@ -56,3 +58,10 @@ def seal(root: str, manifest: Manifest, outcome: Any) -> None:
     from . import writing
 
     writing.seal(root, manifest, outcome)
+
+
+def partitions(path: str) -> list[Partition]:
+    """What the ranks would all-gather; see gathering.py, which only a proof has need of."""
+    from . import gathering
+
+    return gathering.partitions(path)
