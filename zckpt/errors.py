@@ -64,6 +64,12 @@ class MissingPackage(ZckptError):
     """A package that only some commands need is not installed."""
 
 
+class ProcessFailed(ZckptError):
+    """Another of the processes that gather together has failed."""
+
+    usual_hint = "its own message says why"
+
+
 class WrongOption(ZckptError):
     """Options that contradict each other or this checkpoint (exit code 2)."""
 
