@@ -250,3 +250,32 @@ class TestGpu:
         assert comparable(report) == json.loads(json.dumps(comparable(alone)))
         _, report = launch(processes, EXAMPLE, *words)
         assert report["equal"]
+
+
+@pytest.mark.parametrize("json_asked", [True, False])
+def test_one_of_several_processes_fails(json_asked: bool, tmp_path: Path) -> None:
+    """Nothing hangs; its reason is on stderr, and the one document on stdout says that it failed."""
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    (tmp_path / "failing.py").write_text(
+        "import os\n"
+        "from zckpt import cli, gather\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    def fail(*_):\n"
+        "        raise OSError(5, 'Input/output error', 'a-file')\n"
+        "    gather._Gathering._compare = fail\n"
+        "cli.main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        + [str(tmp_path / "failing.py"), "verify", str(EXAMPLE), "--gather", "--device", "cpu"]
+        + ["--against", str(tmp_path / "universal"), *(["--json"] if json_asked else [])],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode
+    assert "Error: a-file: Input/output error" in ended.stderr
+    if ended.stdout and json_asked:  # unless torchrun stops rank 0 first
+        assert json.loads(ended.stdout)["error"] == "ProcessFailed"

@@ -441,11 +441,10 @@ def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoR
         import traceback
 
         traceback.print_exc()
-    if "--json" in words:
+    if "--json" in words and not int(os.environ.get("RANK", "0")):  # of several, one prints
         command = next((word for word in words if word in cli.commands), None)
         made = {"zckpt": 1, "command": command, "error": kind, "message": message, "hint": hint}
-        if not int(os.environ.get("RANK", "0")):  # of several processes one prints
-            print(json.dumps(made))
+        print(json.dumps(made))
     else:
         from .display import safe
 
