@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 
 import zckpt
 from zckpt.formats import zero
-from zckpt.formats.deepspeed import flats
+from zckpt.formats.deepspeed import flats, ranks
 from zckpt.manifest import Extent, Fragment, Runs, Slices
+from zckpt.partition import Partition, Partitioned
 
 from . import faults
 from .conftest import EXAMPLE, ROOT
@@ -76,6 +78,75 @@ def test_a_broken_reader_of_stage_3_is_found(trained: Trained, tmp_path: Path) -
     run = trained(CASES["z3_dp2_bf16"]) / "run"
     first = next(iter(zckpt.read(run).parameters))
     check_broken_reader(run, tmp_path, shift_slices, first)
+
+
+def test_a_reader_with_the_wrong_order_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not of the reader's fragments alone is the engine's rule independent, but of its names."""
+    right = ranks.Ranks.param_shapes
+
+    def wrong(self: ranks.Ranks) -> list[dict[str, tuple[int, ...]]]:
+        return [dict(reversed(group.items())) for group in right(self)]
+
+    monkeypatch.setattr(ranks.Ranks, "param_shapes", wrong)
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    planned = zckpt.verify(EXAMPLE, tmp_path / "universal")
+    assert planned["differences"] == []
+    report = zckpt.verify(EXAMPLE, tmp_path / "universal", gather=True)
+    assert {line["tensor"] for line in report["differences"]} >= {
+        "fc1.bias/master",
+        "fc2.bias/exp_avg",
+    }
+
+
+def test_a_rank_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By whatever rule: what no rank brings was not compared."""
+    from zckpt.formats import deepspeed
+    from zckpt.formats.deepspeed import gathering
+
+    def without_last(path: str) -> list[Partition]:
+        return [
+            replace(part, ranks=part.ranks[:-1])
+            if isinstance(part, Partitioned) and len(part.ranks) > 1
+            else part
+            for part in gathering.partitions(path)
+        ]
+
+    def without_moments(path: str) -> list[Partition]:
+        return [
+            part
+            for part in gathering.partitions(path)
+            if not (isinstance(part, Partitioned) and part.members[0].name.endswith("/exp_avg"))
+        ]
+
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    for rule, said in ((without_last, "does not cover"), (without_moments, "engine would gather")):
+        monkeypatch.setattr(deepspeed, "partitions", rule)
+        report = zckpt.verify(EXAMPLE, tmp_path / "universal", gather=True)
+        assert not report["equal"]
+        assert any(said in problem["message"] for problem in report["problems"])
+
+
+@pytest.mark.engines
+@pytest.mark.first
+def test_whole_momenta_on_several_ranks(trained: Trained, tmp_path: Path) -> None:
+    """Muon's copies: one wrong element is one, and its file is named."""
+    run = Path(shutil.copytree(trained(CASES["z2_dp2_muon"]) / "run", tmp_path / "run"))
+    zckpt.convert(run, tmp_path / "universal")
+    manifest = zckpt.read(run)
+    copy = next(item for item in manifest.replicas if item.slot == "momentum_buffer")
+    (fragment,) = copy.fragments
+    with open(fragment.extent.file, "r+b") as file:
+        file.seek(fragment.extent.offset)
+        file.write(b"\x01\x02")
+    faults.mend(fragment.extent.file)
+    for gather in (False, True):
+        report = zckpt.verify(run, tmp_path / "universal", gather=gather)
+        (line,) = report["differences"]
+        assert (line["tensor"], line["count"], line["first"]) == (copy.name, 1, 0)
+        assert line["copy"] == Path(fragment.extent.file).name
+    assert [line["tensor"] for line in zckpt.verify(run)["differences"]] == [copy.name]
 
 
 # -- several processes
@@ -179,3 +250,32 @@ class TestGpu:
         assert comparable(report) == json.loads(json.dumps(comparable(alone)))
         _, report = launch(processes, EXAMPLE, *words)
         assert report["equal"]
+
+
+@pytest.mark.parametrize("json_asked", [True, False])
+def test_one_of_several_processes_fails(json_asked: bool, tmp_path: Path) -> None:
+    """Nothing hangs; its reason is on stderr, and the one document on stdout says that it failed."""
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    (tmp_path / "failing.py").write_text(
+        "import os\n"
+        "from zckpt import cli, gather\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    def fail(*_):\n"
+        "        raise OSError(5, 'Input/output error', 'a-file')\n"
+        "    gather._Gathering._compare = fail\n"
+        "cli.main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        + [str(tmp_path / "failing.py"), "verify", str(EXAMPLE), "--gather", "--device", "cpu"]
+        + ["--against", str(tmp_path / "universal"), *(["--json"] if json_asked else [])],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode
+    assert "Error: a-file: Input/output error" in ended.stderr
+    if ended.stdout and json_asked:  # unless torchrun stops rank 0 first
+        assert json.loads(ended.stdout)["error"] == "ProcessFailed"

@@ -298,6 +298,89 @@ class TestUniversal:
         assert report["only_a"] == ["fc1.weight/exp_avg"]
         assert "fc1.weight/exp_avg" in report["problems"][0]["message"]
 
+    def test_another_shape(self, universal: Path) -> None:
+        path = universal / "manifest.json"
+        manifest = json.loads(path.read_text())
+        for slot in ("master", "exp_avg", "exp_avg_sq", "param"):
+            if f"fc1.weight/{slot}" in manifest["entries"]:
+                shape = manifest["entries"][f"fc1.weight/{slot}"]["shape"]
+                manifest["entries"][f"fc1.weight/{slot}"]["shape"] = shape[::-1]
+        path.write_text(json.dumps(manifest))
+        for file in universal.glob("*.safetensors"):
+            old = f'"shape":{json.dumps(shape, separators=(",", ":"))}'
+            data = file.read_bytes()
+            at = data.index(b'"fc1.weight"')
+            changed = data[at:].replace(
+                old.encode(),
+                old.encode().replace(
+                    json.dumps(shape, separators=(",", ":")).encode(),
+                    json.dumps(shape[::-1], separators=(",", ":")).encode(),
+                ),
+                1,
+            )
+            file.write_bytes(data[:at] + changed)
+        for gather in (False, True):
+            report = zckpt.verify(EXAMPLE, universal, gather=gather)
+            line = report["differences"][0]
+            assert (line["a_shape"], line["b_shape"]) == (shape, shape[::-1])
+        assert not zckpt.diff(EXAMPLE, universal)["equal"]
+
+    def test_what_a_manifest_lost(self, universal: Path) -> None:
+        """Of steps, numbers, groups: what it says of others and not of one."""
+        path = universal / "manifest.json"
+        manifest = json.loads(path.read_text())
+        manifest["parameters"]["fc1.weight"]["step"] = None
+        del manifest["groups"][1]["weight_decay"]
+        manifest["parameters"]["fc2.weight"]["trainable"] = False
+        path.write_text(json.dumps(manifest))
+        report = zckpt.verify(EXAMPLE, universal)
+        assert [(line["parameter"], line["b"]) for line in report["steps"]] == [
+            ("fc1.weight", None)
+        ]
+        assert {line["key"] for line in report["groups"]} == {
+            "weight_decay",
+            "trainable of fc2.weight",
+        }
+
+    def test_a_lost_weight_that_the_other_keeps_as_a_master(self, tmp_path: Path) -> None:
+        target = tmp_path / "weights"
+        zckpt.reshard(EXAMPLE, tmp_path / "z3", stage=3, dp=2)
+        zckpt.convert(EXAMPLE, target, weights_only=True, dtype="fp32")
+        path = target / "manifest.json"
+        manifest = json.loads(path.read_text())
+        del manifest["entries"]["fc1.weight/param"]
+        path.write_text(json.dumps(manifest))
+        for gather in (False, True):
+            report = zckpt.verify(tmp_path / "z3", target, gather=gather)
+            assert not report["equal"]
+            assert "fc1.weight/master" in report["problems"][0]["message"]
+
+    def test_a_tied_weight_that_one_side_holds_twice(self, universal: Path) -> None:
+        path = universal / "manifest.json"
+        manifest = json.loads(path.read_text())
+        ((owner, held),) = [(n, p) for n, p in manifest["parameters"].items() if p["aliases"]]
+        (alias,) = held["aliases"]
+        held["aliases"] = []
+        manifest["parameters"][alias] = {**held, "group": None, "trainable": False, "step": None}
+        source = manifest["entries"][f"{owner}/param"]
+        stored = zckpt.read(universal).entries[f"{owner}/param"].fragments[0]
+        manifest["entries"][f"{alias}/param"] = {
+            **source,
+            "fragments": [
+                {
+                    "file": os.path.basename(stored.extent.file),
+                    "offset": stored.extent.offset,
+                    "length": stored.extent.length,
+                    "start": stored.start,
+                    "stop": stored.stop,
+                }
+            ],
+        }
+        path.write_text(json.dumps(manifest))
+        report = zckpt.verify(EXAMPLE, universal)
+        assert report["only_b"] == []
+        assert report["differences"] == report["problems"] == []
+
     def test_nothing_in_common_is_an_error(self, universal: Path, zckpt: Zckpt) -> None:
         path = universal / "manifest.json"
         manifest = json.loads(path.read_text())
@@ -333,6 +416,54 @@ class TestProofFile:
         ended = zckpt("verify", example, "--against", file)
         assert ended.code == 3
         assert "step 8 against 7" in ended.out
+
+    @pytest.mark.parametrize("gather", [False, True])
+    def test_of_what_was_rounded(self, gather: bool, tmp_path: Path, zckpt: Zckpt) -> None:
+        """A proof of a bf16 export stands for the checkpoint that it was made of."""
+        words = ["--weights-only", "--dtype", "bf16"]
+        zckpt("reshard", EXAMPLE, tmp_path / "z3", "--stage", 3)
+        zckpt("convert", EXAMPLE, tmp_path / "half", *words)
+        file = tmp_path / "proof.json"
+        options = ["--gather", "--device", "cpu"] if gather else []
+        save = ["--save-proof", file]
+        ended = zckpt("verify", tmp_path / "z3", "--against", tmp_path / "half", *options, *save)
+        assert ended.code == 0
+        assert zckpt("verify", tmp_path / "z3", "--against", file).code == 0
+        faults.change(tmp_path / "z3", "fc1.weight/master", faults.flip(9, 4, 3))
+        assert zckpt("verify", tmp_path / "z3", "--against", file).code == 3
+
+    def test_notices_what_is_lost(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        file, universal = tmp_path / "proof.json", tmp_path / "universal"
+        zckpt("convert", EXAMPLE, universal)
+        zckpt("verify", EXAMPLE, "--save-proof", file)
+        assert zckpt("verify", universal, "--against", file).code == 0
+        path = universal / "manifest.json"
+        manifest = json.loads(path.read_text())
+        del manifest["entries"]["fc1.weight/exp_avg"]
+        manifest["groups"][0]["lr"] = 99
+        manifest["parameters"]["fc2.bias"]["step"] = 77
+        path.write_text(json.dumps(manifest))
+        made = zckpt("verify", universal, "--against", file, "--json").document
+        assert "fc1.weight/exp_avg" in made["problems"][0]["message"]
+        assert made["groups"][0]["key"] == "lr"
+        assert made["steps"][0]["a"] == 77
+
+    def test_of_a_difference_is_none(self, tmp_path: Path, example: Path, zckpt: Zckpt) -> None:
+        file = tmp_path / "proof.json"
+        faults.raise_step(example, ranks=4)
+        assert zckpt("verify", example, "--against", EXAMPLE, "--save-proof", file).code == 3
+        assert json.loads(file.read_text())["equal"] is False
+        ended = zckpt("verify", example, "--against", file)
+        assert ended.code == 3
+        assert "proves a difference" in ended.out
+        assert zckpt("verify", example, "--against", file, "--gather").code == 2
+
+    def test_cannot_be_written(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        for file in (tmp_path, tmp_path / "nowhere" / "proof.json"):
+            ended = zckpt("verify", EXAMPLE, "--save-proof", file)
+            assert ended.code == 2
+            assert "cannot be written" in ended.err
+        assert list(tmp_path.iterdir()) == []
 
 
 class TestDiff:

@@ -228,11 +228,16 @@ def verify(
         "device": "cpu",
         "gathered": gather,
         "world": 1,
+        "rank": int(os.environ.get("RANK", "0")),
     }
+    if not gather:
+        Copying(jobs, memory)  # raises where they do not fit together
     moving: dict[str, Any] = {"jobs": jobs, "memory": memory, "begin": begin}
     try:
         found = _verify(path, against, gather, device, tensors, (format, tag, step_policy), moving)
     except CONTRADICTIONS as error:
+        if report["rank"]:  # rank 0 tells its own; this may not be the same
+            raise
         found = {"problems": [_problem(error)], "differences": []}
     return report | found | {"seconds": round(time.monotonic() - started, 3)}
 
@@ -258,10 +263,12 @@ def _verify(
 
     format, tag, step_policy = reading
     manifest = read(path, format=format, tag=tag, step_policy=step_policy)
-    about = {"step": manifest.step}
+    about = {"step": manifest.step, "held": proof.described(manifest)}
     if against is None:
         return about | proof.verify_alone(manifest, pattern, **moving)
-    if not gather and proof.is_proof(os.fspath(against)):
+    if proof.is_proof(os.fspath(against)):
+        if gather:
+            raise WrongOption("--gather compares with a checkpoint", hint="leave --gather out")
         return about | proof.verify_proof(manifest, os.fspath(against), pattern, **moving)
     other = read(against)
     if not gather:
@@ -291,6 +298,7 @@ def diff(
     from . import proof
 
     started = time.monotonic()
+    Copying(jobs, memory)
     ours = read(a, format=format, tag=tag, step_policy=step_policy)
     found = proof.diff(ours, read(b), tensors, jobs=jobs, memory=memory, begin=begin)
     report: Report = {"zckpt": 1, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}

@@ -50,6 +50,8 @@ def numbers(view: memoryview, dtype: str) -> Any:
         values = (np.frombuffer(view, np.uint16).astype(np.uint32) << np.uint32(16)).view("f4")
     elif dtype in _NUMPY:
         values = np.frombuffer(view, _NUMPY[dtype])
+    elif dtype == "BOOL":
+        values = np.frombuffer(view, np.uint8)
     elif dtype[0] in "IU":
         values = np.frombuffer(view, f"{dtype[0].lower()}{SIZES[dtype]}")
     else:

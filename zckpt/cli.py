@@ -366,16 +366,18 @@ def verify(
     """
     from . import api, display
 
+    if save_proof:
+        display.can_save(save_proof)
     with display.progress(quiet or as_json) as begin:
         report = api.verify(path, against, begin=begin, **words)
-    if report.get("rank"):  # rank 0 tells what all have found
+    if report["rank"]:  # rank 0 tells what all have found
         return 0
-    if save_proof:
-        display.save(save_proof, report)
     if as_json:
         display.document(report)
     else:
         display.verified(report, quiet)
+    if save_proof:
+        display.save(save_proof, report)
     return 0 if report["equal"] else 3
 
 
@@ -470,7 +472,7 @@ def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoR
         import traceback
 
         traceback.print_exc()
-    if "--json" in words:
+    if "--json" in words and not int(os.environ.get("RANK", "0")):  # of several, one prints
         command = next((word for word in words if word in cli.commands), None)
         made = {"zckpt": 1, "command": command, "error": kind, "message": message, "hint": hint}
         print(json.dumps(made))

@@ -159,7 +159,7 @@ class _Comparison:
         self.first: dict[int, int] = {}  # the match that counts an entry's bytes, by identity
         for place, item in enumerate(matches):
             for entry in (item.a, item.b):
-                if entry is not None and item.how != "shapes":
+                if entry is not None and item.is_read:
                     self.covers.setdefault(id(entry), Cover(entry.length))
                     self.first.setdefault(id(entry), place)
         self.found: dict[int, Difference] = {}
@@ -178,7 +178,7 @@ class _Comparison:
                 if parts:
                     yield parts
                 parts, here, kind = [], 0, types
-            if item.how == "shapes":
+            if not item.is_read:
                 continue
             start = 0
             while start < item.a.numel:
@@ -299,7 +299,7 @@ class _Comparison:
             reader.close()
         for place, item in enumerate(self.matches):
             ours, theirs = (
-                None if entry is None or item.how == "shapes" else self.covers[id(entry)].crc
+                None if entry is None or not item.is_read else self.covers[id(entry)].crc
                 for entry in (item.a, item.b)
             )
             outcome.results.append(Result(item, (ours, theirs), self.found.get(place)))
@@ -351,9 +351,7 @@ def compare(
     chunk = chunk_size(max(a.dp, b.dp), jobs, memory * 2 // 5)  # up to five buffers a thread
     if a is not b:  # both sides are to stay in the processor's cache
         chunk = max(1 << 20, chunk // 2)
-    read = [
-        entry for item in matches if item.how != "shapes" for entry in (item.a, item.b) if entry
-    ]
+    read = [entry for item in matches if item.is_read for entry in (item.a, item.b) if entry]
     progress = begin(sum(entry.length for entry in read)) if begin else None
     running = _Comparison(matches, a, b, chunk, measure, progress)
     keep_open = files_per_thread(jobs)
@@ -430,6 +428,9 @@ def _measure(
         if known:
             ours, theirs = (held[places] for held in values)
             found.a, found.b = float(ours[0]), float(theirs[0])
+            if dtypes[0] == dtypes[1] and dtypes[0] not in FLOATS:  # past 2**53 too
+                raw = [np.frombuffer(view, _integer(dtypes[0])) for view in views]
+                found.a, found.b = (int(held[places[0]]) for held in raw)
             distance = np.abs(ours - theirs)
             # between equal infinities, or of a NaN to anything
             distance[np.isnan(distance)] = np.inf
@@ -438,6 +439,11 @@ def _measure(
             ranks = [ordered(held[places], dtypes[0]) for held in bits]
             found.max_ulp = max(abs(one - other) for one, other in _extremes(*ranks))
     return found
+
+
+def _integer(dtype: str) -> str:
+    """numpy's name of an integer type, or of BOOL's bytes."""
+    return "u1" if dtype == "BOOL" else f"{dtype[0].lower()}{SIZES[dtype]}"
 
 
 def _extremes(a: Any, b: Any) -> Iterator[tuple[int, int]]:

@@ -23,7 +23,7 @@ RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 def document(value: Any) -> None:
     """One JSON document on stdout."""
-    print(json.dumps(value, indent=2 if sys.stdout.isatty() else None))
+    print(json.dumps(value, indent=2 if sys.stdout.isatty() else None, allow_nan=False))
 
 
 def safe(text: object) -> str:
@@ -199,13 +199,26 @@ def _checked(records: dict[str, int] | None) -> str:
     return f", {records['checked']:,} records checked" if records and records["checked"] else ""
 
 
+def can_save(path: str) -> None:
+    """Raises WrongOption where no report could be written, before the work is done."""
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise WrongOption(f"{path} cannot be written", hint="name a file in a folder that is there")
+
+
 def save(path: str, report: dict[str, Any]) -> None:
     """A report as a file, whole or not at all."""
-    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
-    partial = f"{path}.partial"
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(partial, path)
+    partial = f"{path}.{os.getpid()}.partial"
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        if os.path.lexists(partial):
+            os.unlink(partial)
 
 
 def verified(report: dict[str, Any], quiet: bool) -> None:
@@ -263,9 +276,13 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
         where = line["key"] if line["group"] is None else f"group {line['group']}, {line['key']}"
         yield f"{safe(where)}: {_brief(line['a'])} against {_brief(line['b'])}"
     for line in report.get("states", ()):
+        if "only" in line:
+            yield safe(f"{line['key']}: only in {report[line['only']]}")
+            continue
         yield safe(f"{line['key']}: {_brief(line['a'])} against {_brief(line['b'])}")
     if report["differences"]:
-        yield f"{len(report['differences']):,} tensors differ"
+        names = {line["tensor"] for line in report["differences"]}
+        yield f"{len(names):,} tensors differ"
 
 
 def _one_sided(report: dict[str, Any], a: object, b: object) -> None:
@@ -280,8 +297,9 @@ def _differences(lines: Sequence[dict[str, Any]], all_lines: bool = False) -> No
     shown = lines if all_lines else lines[:12]
     cosine = any("cosine" in line for line in shown)
     rows = [
-        (line["tensor"], *(_measured(line, key) for key in MEASURES), _measured(line, "cosine"))
+        (_named(line), *(_measured(line, key) for key in MEASURES), _measured(line, "cosine"))
         for line in shown
+        if "count" in line
     ]
     if rows:
         heads = ("tensor", "differing", "first", "a", "b", "max abs", "max ulp", "cosine")
@@ -294,6 +312,10 @@ def _differences(lines: Sequence[dict[str, Any]], all_lines: bool = False) -> No
                 print(f"{safe(line['tensor'])}: {told}")
     if len(shown) < len(lines):
         print(f"and {len(lines) - len(shown):,} more: --json lists them")
+
+
+def _named(line: dict[str, Any]) -> str:
+    return f"{line['tensor']} in {line['copy']}" if line.get("copy") else str(line["tensor"])
 
 
 MEASURES = ("count", "first", "a", "b", "max_abs", "max_ulp")

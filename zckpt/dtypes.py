@@ -28,6 +28,9 @@ STORAGES = {
 OPTIONS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 """What `--dtype` accepts."""
 
+NUMBERS = frozenset(SIZES) - {"F8_E4M3", "F8_E5M2", "C64"}
+"""Whose values can be compared with those of other types."""
+
 FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
 _PACKED = {

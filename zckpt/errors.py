@@ -64,6 +64,12 @@ class NotEnoughSpace(ZckptError):
     """The target's filesystem cannot take the bytes."""
 
 
+class ProcessFailed(ZckptError):
+    """Another of the processes that gather together has failed."""
+
+    usual_hint = "its own message says why"
+
+
 class WrongOption(ZckptError):
     """Options that contradict each other or this checkpoint (exit code 2)."""
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, TypeGuard, TypeVar
 
 from . import formats, proof
@@ -25,9 +26,9 @@ from .checksum import Cover, crc32
 from .compare import Difference, Outcome, Result, measure, same
 from .dtypes import SIZES, TORCH_NAMES
 from .elements import Gatherer, Ledger, Wanted
-from .errors import MissingExtra, WrongOption
+from .errors import MissingExtra, ProcessFailed, WrongOption
 from .fileio import Reader, files_per_thread
-from .manifest import Entry, Extent, Lines, Manifest, Runs
+from .manifest import Entry, Extent, Lines, Manifest, Runs, solid
 from .partition import Block, Bucket, Member, Partition, Partitioned, Whole, buckets, share_of
 from .plan import Match, match
 
@@ -81,20 +82,41 @@ def join_world(asked: str | None) -> World:
     if asked == "cuda" and not gpus:
         raise WrongOption("--device cuda, but torch finds no GPU", hint="use --device cpu")
     cuda = bool(gpus) and asked != "cpu"
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local = _stated("LOCAL_RANK", "SLURM_LOCALID", default=0)
     device = torch.device("cuda", local % gpus) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = _stated("WORLD_SIZE", default=1)
     started = size > 1 and not dist.is_initialized()
     if started:
-        own = int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) <= gpus
+        if "MASTER_ADDR" not in os.environ:
+            raise WrongOption(
+                f"WORLD_SIZE is {size}, but MASTER_ADDR does not say where they meet",
+                hint="start it with `torchrun --nproc-per-node N -m zckpt verify ...`, or unset "
+                "WORLD_SIZE",
+            )
+        own = _stated("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=size) <= gpus
         dist.init_process_group("nccl" if cuda and own and dist.is_nccl_available() else "gloo")
     if not dist.is_initialized():
         return World(0, 1, device, device, started=False)
     on_device = dist.get_backend() == "nccl"
     transport = device if on_device else torch.device("cpu")
     return World(dist.get_rank(), dist.get_world_size(), device, transport, started)
+
+
+def _stated(*names: str, default: int) -> int:
+    """A number of the environment, by the first of these names that it has."""
+    told = next((os.environ[name] for name in names if name in os.environ), "")
+    return int(told) if told.isdecimal() else default
+
+
+@contextmanager
+def _together_with_others() -> Iterator[None]:
+    """Around what all processes take part in: it fails where one of them did."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ProcessFailed("another process of this gathering failed") from error
 
 
 # -- the work
@@ -244,7 +266,8 @@ class _Slot:
             self.near_other[:other].copy_(self.other[:other], non_blocking=True)
         whole = self.gathered[: self.rows(bucket)]
         if self.world.size > 1:
-            self._all_gather(whole, part)
+            with _together_with_others():
+                self._all_gather(whole, part)
         if self.near is not self.gathered:
             self.near[: len(whole)].copy_(whole, non_blocking=True)
 
@@ -289,18 +312,24 @@ class _Gathering:
     def __init__(
         self,
         world: World,
-        matches: Sequence[Match],
+        matches: Sequence[tuple[str, Match]],
         jobs: int,
         progress: Progress | None,
     ) -> None:
         self.world = world
         self.progress = progress
         self.readers = _Readers(jobs)
+        self.matches = [item for _, item in matches]
         self.places: dict[str, list[int]] = {}
-        for place, item in enumerate(matches):
-            if item.how != "shapes":
-                self.places.setdefault(item.a.name, []).append(place)
-        self.matches = matches
+        for place, (key, item) in enumerate(matches):
+            if item.is_read:
+                self.places.setdefault(key, []).append(place)
+        # tensors with nothing of their own bits to be compared with are hashed by themselves
+        self.apart = {
+            places[0]
+            for places in self.places.values()
+            if all(self.matches[place].how != "bits" for place in places)
+        }
         self.found: dict[int, Difference] = {}
         self.crcs: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         self.bytes = 0
@@ -401,17 +430,16 @@ class _Gathering:
         places = {id(item) for item in differing}
         for item, start, stop, crc in flight.seen:
             self._keep(item, 1, start, stop, crc)
-            if id(item) not in places:
+            if item.match.how == "bits" and id(item) not in places:
                 self._keep(item, 0, start, stop, crc)
-        for item in differing:
-            a, _ = flight.slot.sides(flight.bucket, item)
-            self._hash(a, item)
+        for item in flight.items:
+            if item.place in self.apart or (item.match.how == "bits" and id(item) in places):
+                self._hash(flight.slot.sides(flight.bucket, item)[0], item)
         if self.progress:
             self.progress(sum(item.end - item.at for item in flight.items) * 2)
 
     def _keep(self, item: Item, side: int, start: int, stop: int, crc: int) -> None:
-        if side or item.match.how == "bits":  # what is rounded has other bytes
-            self.crcs.setdefault((item.place, side), []).append((start, stop, crc))
+        self.crcs.setdefault((item.place, side), []).append((start, stop, crc))
 
     def _hash(self, a: torch.Tensor, item: Item) -> None:
         """The CRCs of a block that is not the other side's."""
@@ -434,7 +462,8 @@ class _Gathering:
                     self._keep(item, 1, start, stop, crc)
             b = held.view(BITS[SIZES[item.other.dtype]]).view(1, -1)
             self.found.setdefault(place, Difference()).add(_difference(a, b, item))
-            self._hash(a, item)
+            if item.match.how == "bits" or place in self.apart:
+                self._hash(a, item)
 
 
 def _lines(a: torch.Tensor, block: Block) -> list[torch.Tensor]:
@@ -553,15 +582,22 @@ def _verify(
     memory: int,
     begin: Callable[[int], Progress] | None,
 ) -> Report:
-    parts = _parts(manifest)
-    held = _entries(parts)
+    parts, held, copies = _named(_parts(manifest), manifest)
     known = [name for name in manifest.entries if name in held]  # in the order of the model
     ours = replace(manifest, entries={name: held[name] for name in (*known, *held)}, replicas=())
-    matches, only_a, only_b = match(ours, other)
-    matches = proof.chosen([item for item in matches if item.a.slot != "state"], pattern)
+    found, only_a, only_b = match(ours, other)
+    matches = [(item.a.name, item) for item in found if item.a.slot != "state"]
+    matches += [
+        (key, Match(entry, item.b, "bits" if _alike(entry, item.b) else "shapes", copy=True))
+        for key, entry in copies.items()
+        for item in found
+        if item.a.name == entry.name and item.how == "bits" and item.b and not item.copy
+    ]
+    chosen = {id(item) for item in proof.chosen([item for _, item in matches], pattern)}
+    matches = [(key, item) for key, item in matches if id(item) in chosen]
     if pattern is None:
-        proof.needs_weights(matches, manifest.root, other.root)
-    total = sum(2 * item.b.length for item in matches if item.b) // world.size
+        proof.needs_weights([item for _, item in matches], manifest.root, other.root)
+    total = sum(2 * item.b.length for _, item in matches if item.b) // world.size
     progress = begin(total) if begin and not world.rank else None
     gathering = _Gathering(world, matches, jobs, progress)
     try:
@@ -578,7 +614,10 @@ def _verify(
         gathering.readers.close()
     outcome = _together(world, gathering)
     told = proof.findings(outcome, manifest, other)
+    told["problems"] += _uncovered(outcome)
+    told["records"] = None  # CRCs of records are for the reading that is not gathered
     if pattern is None:
+        told["problems"] += _forgotten(manifest, held)
         only = [
             [name for name in names if not name.endswith("/state")] for names in (only_a, only_b)
         ]
@@ -592,6 +631,32 @@ def _verify(
         "rank": world.rank,
         "versions": versions,
     }
+
+
+def _alike(a: Entry, b: Entry | None) -> bool:
+    return b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
+
+
+def _uncovered(outcome: Outcome) -> list[Report]:
+    """Tensors of which some elements were not brought by any bucket."""
+    return [
+        {
+            "tensor": result.match.name,
+            "message": f"{result.match.name}: what the ranks hold does not cover its "
+            f"{result.match.a.numel} elements",
+        }
+        for result in outcome.results
+        if result.match.is_read and result.digests[1] is None
+    ]
+
+
+def _forgotten(manifest: Manifest, held: Mapping[str, Entry]) -> list[Report]:
+    """Tensors that our reader knows, and the engine's rule does not."""
+    return [
+        {"tensor": name, "message": f"{name} is not what the engine would gather"}
+        for name in manifest.entries
+        if name not in held and not name.endswith("/state")
+    ]
 
 
 def _parts(manifest: Manifest) -> list[Partition]:
@@ -617,13 +682,33 @@ def _own(entry: Entry) -> Partition:
     return Partitioned(entry.dtype, extents, [Member(entry.name, entry.shape, 0)])
 
 
-def _entries(parts: Sequence[Partition]) -> dict[str, Entry]:
-    """What is gathered, by name, type and shape."""
-    found: dict[str, Entry] = {}
+def _named(
+    parts: Sequence[Partition], manifest: Manifest
+) -> tuple[list[Partition], dict[str, Entry], dict[str, Entry]]:
+    """Parts under keys of their own, the tensors by name, and further copies of them by key.
+
+    A tied weight goes by its owner's name. Copies: whole momenta on several ranks, a tied weight
+    that was saved with memory of its own.
+    """
+    owners = {alias: name for name, held in manifest.parameters.items() for alias in held.aliases}
+    named: list[Partition] = []
+    entries: dict[str, Entry] = {}
+    copies: dict[str, Entry] = {}
     for part in parts:
-        for held in [part] if isinstance(part, Whole) else part.members:
-            found.setdefault(held.name, Entry(held.name, part.dtype, held.shape, Runs([])))
-    return found
+        if isinstance(part, Partitioned):
+            for member in part.members:
+                entry = Entry(member.name, part.dtype, member.shape, Runs([]))
+                entries.setdefault(member.name, entry)
+            named.append(part)
+            continue
+        parameter, _, slot = part.name.rpartition("/")
+        name = f"{owners.get(parameter, parameter)}/{slot}"
+        fragments = Runs([]) if part.strides else solid(prod(part.shape), part.extent)
+        entry = Entry(name, part.dtype, part.shape, fragments)
+        key = name if name not in entries else f"{name}#{len(copies)}"
+        (entries if key == name else copies)[key] = entry
+        named.append(replace(part, name=key))
+    return named, entries, copies
 
 
 def _is_flat(part: Partition) -> TypeGuard[Whole]:
@@ -654,7 +739,8 @@ def _together(world: World, own: _Gathering) -> Outcome:
     everyone: list[Any] = [mine]
     if world.size > 1:
         everyone = [None] * world.size
-        dist.all_gather_object(everyone, mine)
+        with _together_with_others():
+            dist.all_gather_object(everyone, mine)
     found: dict[int, Difference] = {}
     covers: dict[tuple[int, int], Cover] = {}
     for differences, crcs, _ in everyone:

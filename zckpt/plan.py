@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .dtypes import FLOATS, SIZES
+from .dtypes import FLOATS, NUMBERS, SIZES
 from .errors import MissingData
 from .manifest import Entry, Fragment, Manifest, Slices
 
@@ -83,14 +83,19 @@ class Match:
     """Two entries that are to hold the same elements; `b` is None where one is only read.
 
     `how`: bits; rounded (the wider, a master weight, is rounded to the other's type first); values
-    (their types differ); shapes (they differ, so that nothing can be compared). `copy` where one is
-    another rank's copy of what is compared already.
+    (their types differ); types or shapes (which differ so that nothing can be compared). `copy`
+    where one is a further copy of what is compared already: another rank's, a tied weight's.
     """
 
     a: Entry
     b: Entry | None = None
     how: str = "bits"
     copy: bool = False
+
+    @property
+    def is_read(self) -> bool:
+        """Whether elements can be compared."""
+        return self.how in ("bits", "rounded", "values")
 
     @property
     def name(self) -> str:
@@ -108,17 +113,28 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
     ours, theirs = a.entries, _renamed(b, a)
     found: list[Match] = []
     for entry in ours.values():
-        same = _counterpart(entry, theirs, ours)
-        if same is not None:
-            found.append(same)
+        counterpart = _counterpart(entry, theirs, ours)
+        if counterpart is not None:
+            found.append(counterpart)
     taken = {id(held) for item in found for held in (item.a, item.b)}
+    owners = {alias: name for side in (b, a) for name, alias in _aliases(side)}
+    for entry in ours.values():  # a tied weight that one side holds twice
+        same = theirs.get(f"{owners.get(entry.parameter)}/{entry.slot}")
+        if id(entry) not in taken and same is not None:
+            found.append(_copy(entry, same))
+            taken.add(id(entry))
+    for entry in theirs.values():
+        same = ours.get(f"{owners.get(entry.parameter)}/{entry.slot}")
+        if id(entry) not in taken and same is not None:
+            found.append(_copy(same, entry))
+            taken.add(id(entry))
     for entry in theirs.values():
         if id(entry) in taken:
             continue
-        same = _counterpart(entry, ours, theirs)
-        if same is not None and same.b is not None:
-            found.append(replace(same, a=same.b, b=same.a))
-            taken |= {id(same.a), id(same.b)}
+        counterpart = _counterpart(entry, ours, theirs)
+        if counterpart is not None and counterpart.b is not None:
+            found.append(replace(counterpart, a=counterpart.b, b=counterpart.a))
+            taken |= {id(counterpart.a), id(counterpart.b)}
     only_a, only_b = (
         [
             name
@@ -131,9 +147,21 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
     return found, only_a, only_b
 
 
+def _aliases(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Names of tied weights: the owner's, and each of the others."""
+    for name, held in manifest.parameters.items():
+        for alias in held.aliases:
+            yield name, alias
+
+
+def _copy(a: Entry, b: Entry) -> Match:
+    alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+    return Match(a, b, "bits" if alike else "shapes", copy=True)
+
+
 def _renamed(b: Manifest, a: Manifest) -> dict[str, Entry]:
     """The entries of `b`, under the name that `a` has for a tied weight."""
-    owners = {alias: name for name, held in a.parameters.items() for alias in held.aliases}
+    owners = {alias: name for name, alias in _aliases(a)}
     found = {}
     for entry in b.entries.values():
         owner = owners.get(entry.parameter, entry.parameter)
@@ -167,7 +195,9 @@ def _counterpart(
     master = own.get(f"{entry.parameter}/master")
     if same is None or (entry.slot == "param" and master is not None and master.dtype in WIDE):
         return None
-    return Match(entry, same, "values" if same.shape == entry.shape else "shapes")
+    if same.shape != entry.shape:
+        return Match(entry, same, "shapes")
+    return Match(entry, same, "values" if {entry.dtype, same.dtype} <= NUMBERS else "types")
 
 
 def files(pairs: Sequence[Pair]) -> Iterator[tuple[str, list[Piece]]]:

@@ -19,10 +19,12 @@ from . import __version__, compare, damage, values
 from .compare import Difference, Outcome, Result
 from .dtypes import FLOATS
 from .errors import CorruptCheckpoint, MissingData, WrongOption
-from .manifest import Entry, Manifest
+from .inert import Scalar, from_json, plain_group, to_json
+from .manifest import Entry, Manifest, Parameter, Runs
 from .plan import WIDE, Match, match
 
 Report = dict[str, Any]
+WEIGHTS = {"param", "master"}
 FINDINGS = ("differences", "problems", "steps", "scalars", "groups")
 
 
@@ -68,6 +70,7 @@ def diff(a: Manifest, b: Manifest, pattern: str | None = None, **moving: Any) ->
     matches, only_a, only_b = mutual_matches(a, b)
     matches = chosen([item for item in matches if not item.copy], pattern)
     outcome = compare.compare(matches, a, b, measure="first", **moving)
+    moving["begin"] = None  # the bar is through
     unequal = [result.match for result in outcome.results if result.difference]
     looked_at = compare.compare(unequal, a, b, measure="all", **moving).results
     by_match = {id(result.match): result for result in looked_at}
@@ -77,7 +80,7 @@ def diff(a: Manifest, b: Manifest, pattern: str | None = None, **moving: Any) ->
     for result in outcome.results:
         found = result.difference
         line = difference(result) or {"tensor": result.match.name, "count": 0}
-        if found is not None and result.match.how != "shapes":
+        if found is not None and result.match.is_read:
             line |= {"elements": result.match.a.numel, "cosine": found.cosine}
         lines.append(line)
     differing = [line for line in lines if line.get("count") != 0 or "a_dtype" in line]
@@ -101,7 +104,7 @@ def diff(a: Manifest, b: Manifest, pattern: str | None = None, **moving: Any) ->
 
 def needs_weights(matches: Iterable[Match], a: str, b: str) -> None:
     """Raises MissingData unless weights are compared: anything else proves nothing."""
-    if not any(item.a.slot in ("param", "master") and item.a.numel for item in matches):
+    if not any(item.a.slot in WEIGHTS and item.a.numel for item in matches):
         raise MissingData(
             f"{a} and {b} share no weights, so nothing can be compared",
             hint="see `zckpt inspect PATH --tensors '*'` for the names of each",
@@ -115,14 +118,14 @@ def with_values(
     lost = [
         {"message": f"{other.root} lacks {name}, which {here.root} holds", "tensor": name}
         for only, here, other in ((only_a, a, b), (only_b, b, a))
-        for name in missing(only, other)
+        for name in missing(only, here, other)
     ]
     made = {
         **told,
         "problems": told["problems"] + lost,
         "steps": values.steps(a, b),
         "scalars": values.scalars(a, b),
-        "groups": values.groups(a, b),
+        "groups": values.groups(a, b) + values.trainable(a, b),
         "only_a": list(only_a),
         "only_b": list(only_b),
         "versions": versions(a, b),
@@ -199,33 +202,92 @@ def is_proof(path: str) -> bool:
 def verify_proof(
     manifest: Manifest, path: str, pattern: str | None = None, **moving: Any
 ) -> Report:
-    """Whether a checkpoint still holds what a proof says: by the CRC-32 of every tensor."""
+    """Whether a checkpoint still is what a proof was made of: by the CRC-32 of every tensor.
+
+    Raises CorruptCheckpoint for a file that is no proof, or one that proved a difference.
+    """
+    stated = _read_proof(path)
+    matches, only_a, only_b = match(manifest, stated)
+    matches = chosen([item for item in matches if item.how in ("bits", "shapes", "types")], pattern)
+    if pattern is None:
+        needs_weights(matches, manifest.root, path)
+    outcome = compare.compare([Match(item.a) for item in matches], manifest, manifest, **moving)
+    told = findings(outcome, manifest, manifest)
+    for item, result in zip(matches, outcome.results, strict=True):
+        assert item.b is not None
+        crc = result.digests[0]
+        if item.how != "bits":
+            line = difference(Result(item, (None, None), None))
+        elif crc != item.b.digest:
+            line = {"tensor": item.name, "a_crc32": f"{crc:08x}", "b_crc32": _hex(item.b.digest)}
+        else:
+            continue
+        told["differences"].append(line)
+    if pattern is None:
+        return with_values(told, manifest, stated, only_a, only_b)
+    return {**told, "equal": nothing_found(told)}
+
+
+def _hex(crc: int | None) -> str | None:
+    return None if crc is None else f"{crc:08x}"
+
+
+def _read_proof(path: str) -> Manifest:
+    """What a proof says of the checkpoint that it was made of; its tensors are checksums alone."""
     try:
         with open(path, encoding="utf-8") as file:
-            stated = json.load(file)
-        known = {name: next(iter(sides.values())) for name, sides in stated["digests"].items()}
-    except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
+            made = json.load(file)
+        if made["equal"] is not True:
+            raise CorruptCheckpoint(f"{path} proves a difference", hint="take a proof of equality")
+        held = made["held"]
+        parameters = {
+            name: Parameter(
+                tuple(item["shape"]),
+                item["trainable"],
+                item["group"],
+                item["step"],
+                {key: Scalar(from_json(value), "F32") for key, value in item["scalars"].items()},
+                tuple(item["aliases"]),
+            )
+            for name, item in held["parameters"].items()
+        }
+        entries = {
+            name: Entry(name, item["dtype"], tuple(item["shape"]), Runs([]), int(item["a"], 16))
+            for name, item in made["digests"].items()
+            if "a" in item
+        }
+        groups = held["groups"]
+        return Manifest(
+            root=path,
+            format="proof",
+            source=made["versions"]["a"],
+            entries=entries,
+            parameters=parameters,
+            buffers=tuple(held["buffers"]),
+            groups=None if groups is None else tuple(map(from_json, groups)),
+        )
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{path} is no proof: {error!r}") from error
-    matches = chosen([Match(entry) for entry in manifest.entries.values()], pattern)
-    shared = [item for item in matches if item.a.name in known]
-    if pattern is None:
-        needs_weights(shared, manifest.root, path)
-    outcome = compare.compare(shared, manifest, manifest, **moving)
-    told = findings(outcome, manifest, manifest)
-    told["differences"] = [
-        {"tensor": name, "a_crc32": sides["a"], "b_crc32": known[name]}
-        for name, sides in told["digests"].items()
-        if sides["a"] != known[name]
-    ]
-    step = stated.get("step")
-    if None not in (step, manifest.step) and step != manifest.step:
-        told["steps"] = [{"parameters": len(manifest.parameters), "a": manifest.step, "b": step}]
+
+
+def described(manifest: Manifest) -> Report:
+    """What a proof has to say of a checkpoint beside the checksums of its tensors."""
     return {
-        **told,
-        "equal": nothing_found(told),
-        "only_a": [item.a.name for item in matches if item.a.name not in known],
-        "only_b": [name for name in known if name not in manifest.entries],
-        "versions": versions(manifest, None),
+        "parameters": {
+            name: {
+                "shape": list(held.shape),
+                "trainable": held.trainable,
+                "group": held.group,
+                "step": held.step,
+                "scalars": {key: to_json(scalar.value) for key, scalar in held.scalars.items()},
+                "aliases": list(held.aliases),
+            }
+            for name, held in manifest.parameters.items()
+        },
+        "buffers": list(manifest.buffers),
+        "groups": None
+        if manifest.groups is None
+        else [plain_group(group) for group in manifest.groups],
     }
 
 
@@ -281,10 +343,21 @@ def chosen(matches: Iterable[Match], pattern: str | None) -> list[Match]:
     return found
 
 
-def missing(only: Sequence[str], others: Manifest) -> list[str]:
-    """Of what one side lacks, that which is not a whole slot: single tensors were lost."""
-    slots = {entry.slot for entry in others.entries.values()} - {"state"}
-    return [name for name in only if name.rpartition("/")[2] in slots]
+def missing(only: Sequence[str], here: Manifest, other: Manifest) -> list[str]:
+    """Of what one side lacks, that which it holds for others: single tensors were lost.
+
+    A weight is one whether its module or its optimizer holds it; formats that keep only what is
+    trained are not blamed for the rest.
+    """
+    slots = {entry.slot for entry in other.entries.values()} - {"state"}
+    lost = []
+    for name in only:
+        parameter, _, slot = name.rpartition("/")
+        held = here.parameters.get(parameter)
+        weight = slot in WEIGHTS and held is not None and held.trainable
+        if slot in slots or (weight and slots & WEIGHTS):
+            lost.append(name)
+    return lost
 
 
 # -- what came of it
@@ -299,12 +372,16 @@ def difference(result: Result) -> Report | None:
     for side, entry in (("a", item.a), ("b", item.b)):
         if entry.name != item.name:
             about["rounded" if item.how == "rounded" else f"{side}_tensor"] = entry.name
+    if item.copy:
+        about["copy"] = _file_of(item.a)
     if item.how == "shapes":
         return about | {"a_shape": list(item.a.shape), "b_shape": list(item.b.shape)}
-    if item.how == "values":
+    if item.how in ("values", "types"):
         about |= {"a_dtype": item.a.dtype, "b_dtype": item.b.dtype}
     elif found is None or not found.count:
         return None
+    if item.how == "types":
+        return about
     found = found or Difference()
     return about | {
         "elements": item.a.numel,
@@ -315,6 +392,12 @@ def difference(result: Result) -> Report | None:
         "max_abs": number(found.max_abs),
         "max_ulp": found.max_ulp,
     }
+
+
+def _file_of(entry: Entry) -> str | None:
+    """The name of the file that an entry begins in."""
+    first = next(iter(entry.fragments), None)
+    return None if first is None else os.path.basename(first.extent.file)
 
 
 def number(value: float | int | None) -> float | int | str | None:
@@ -329,9 +412,12 @@ def digests(results: Iterable[Result]) -> dict[str, Report]:
     found: dict[str, Report] = {}
     for result in results:
         item = result.match
+        if item.copy:
+            continue
         for side, entry, digest in zip("ab", (item.a, item.b), result.digests, strict=True):
             if entry is not None and digest is not None:
-                found.setdefault(entry.name, {}).setdefault(side, f"{digest:08x}")
+                about = {"dtype": entry.dtype, "shape": list(entry.shape)}
+                found.setdefault(entry.name, about).setdefault(side, f"{digest:08x}")
     return found
 
 

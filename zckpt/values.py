@@ -26,11 +26,16 @@ def _parameters(a: Manifest, b: Manifest) -> Iterator[tuple[str, Parameter, Para
 
 
 def steps(a: Manifest, b: Manifest) -> list[Report]:
-    """Steps that both tell, and differently: one line per pair of steps."""
+    """Steps that differ, one line per pair of steps.
+
+    None where only one side tells a step, though it tells those of others.
+    """
+    telling = [any(held.step is not None for held in side.parameters.values()) for side in (a, b)]
     found: dict[tuple[Any, Any], Report] = {}
     for name, ours, theirs in _parameters(a, b):
         pair = ours.step, theirs.step
-        if None in pair or pair[0] == pair[1]:
+        silent = any(step is None and not tells for step, tells in zip(pair, telling, strict=True))
+        if silent or pair[0] == pair[1]:
             continue
         line = found.setdefault(
             pair, {"parameter": name, "parameters": 0, "a": pair[0], "b": pair[1]}
@@ -40,12 +45,26 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def scalars(a: Manifest, b: Manifest) -> list[Report]:
-    """0-d states, as NAdam's `mu_product`, that both hold."""
+    """0-d states, as NAdam's `mu_product`, that differ; None where one side alone lacks one."""
+    kept = [{key for held in side.parameters.values() for key in held.scalars} for side in (a, b)]
+    found = []
+    for name, ours, theirs in _parameters(a, b):
+        for key in sorted(kept[0] & kept[1] & {*ours.scalars, *theirs.scalars}):
+            pair = [
+                to_json(held.scalars[key].value) if key in held.scalars else None
+                for held in (ours, theirs)
+            ]
+            if not alike(*pair):
+                found.append({"parameter": name, "scalar": key, "a": pair[0], "b": pair[1]})
+    return found
+
+
+def trainable(a: Manifest, b: Manifest) -> list[Report]:
+    """Parameters that only one side trains."""
     return [
-        {"parameter": name, "scalar": key, "a": scalar.value, "b": theirs.scalars[key].value}
+        {"group": None, "key": f"trainable of {name}", "a": ours.trainable, "b": theirs.trainable}
         for name, ours, theirs in _parameters(a, b)
-        for key, scalar in ours.scalars.items()
-        if key in theirs.scalars and not alike(scalar.value, theirs.scalars[key].value)
+        if ours.trainable != theirs.trainable
     ]
 
 
@@ -56,12 +75,14 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
     found: list[Report] = []
     if len(a.groups) != len(b.groups):
         found.append({"group": None, "key": "groups", "a": len(a.groups), "b": len(b.groups)})
+    kept = [{key for group in side for key in group} for side in (a.groups, b.groups)]
     for place, (ours, theirs) in enumerate(zip(a.groups, b.groups, strict=False)):
         one, other = _hyper(ours), _hyper(theirs)
         found += [
-            {"group": place, "key": key, "a": value, "b": other[key]}
-            for key, value in one.items()
-            if key in other and not alike(value, other[key])
+            {"group": place, "key": key, "a": one.get(key), "b": other.get(key)}
+            for key in {**one, **other}
+            # what one side keeps for no group is another engine's
+            if key in kept[0] & kept[1] and not alike(one.get(key), other.get(key))
         ]
     found += [
         {"group": None, "key": f"group of {name}", "a": ours.group, "b": theirs.group}
@@ -79,7 +100,7 @@ def _hyper(group: dict[str, Any]) -> Report:
 
 
 def states(a: Manifest, b: Manifest) -> list[Report]:
-    """Counters, schedulers, loss scalers and client states that both hold.
+    """Counters, schedulers, loss scalers and client states of which both hold any.
 
     What they say of their engine (version, stage, size) is left out: that may differ.
     """
@@ -95,11 +116,11 @@ def _states(a: Any, b: Any, path: str) -> Iterator[Report]:
         for key in a:
             if key in b:
                 yield from _states(a[key], b[key], f"{path}.{key}")
-            else:
-                yield {"key": f"{path}.{key}", "a": a[key], "b": None}
+            elif path != "optimizer":  # stages keep different things there
+                yield {"key": f"{path}.{key}", "only": "a"}
         for key in b:
-            if key not in a:
-                yield {"key": f"{path}.{key}", "a": None, "b": b[key]}
+            if key not in a and path != "optimizer":
+                yield {"key": f"{path}.{key}", "only": "b"}
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         for place, (one, other) in enumerate(zip(a, b, strict=True)):
             yield from _states(one, other, f"{path}.{place}")

@@ -3,67 +3,160 @@
 Names and shapes stand in the order in which the engine flattened them (`param_shapes`). Stages 1
 and 2 (stage_1_and_2.py, bf16_optimizer.py) cut the flattened group; stage 3 (stage3.py) cuts every
 parameter, pads it, and lays a rank's slices one behind the other. DeepSpeed 0.19.8.
+
+Nothing of the reader is used but the parser of torch files: which file is whose rank, which keys
+hold what and where a parameter begins are said here once more, so that a proof does not repeat a
+reader's mistake. What is refused or damaged, the reader has told before.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ...manifest import Extent, slot_name
+from ...manifest import slot_name
 from ...partition import Member, Partition, Partitioned, Whole
-from ...torchfile import Tensor, TorchFile
-from .directory import locate, rank_files
-from .ranks import Ranks
-from .reading import is_extra
+from ...torchfile import Parsed, Tensor, TorchFile
 
 Shapes = Mapping[str, tuple[int, ...]]
+RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_?(optim|model)_states\.pt")
 
 
-def partitions(path: str) -> list[Partition]:
+def partitions(directory: str) -> list[Partition]:
     """Everything that the engine holds beside its state: weights, masters and moments."""
-    place = locate(path, None)
-    ranks = Ranks(place, rank_files(place))
+    engine = _Engine(directory)
     found: list[Partition] = []
-    for number, shapes in enumerate(ranks.param_shapes()):
-        found += _flat_group(ranks, number, shapes)
-    return [*found, *_frozen(ranks), *_module(ranks)]
+    for number, shapes in enumerate(engine.param_shapes()):
+        found += engine.flat_group(number, shapes)
+    return [*found, *engine.frozen(), *engine.module()]
 
 
-def _flat_group(ranks: Ranks, number: int, shapes: Shapes) -> Iterator[Partition]:
-    """Masters and optimizer states of one flattened group (stage 3: of one sub-group)."""
-    key = "fp32_flat_groups" if ranks.partitioned else "single_partition_of_fp32_groups"
-    masters = [state[key][number] for state in ranks.states]
-    firsts = _firsts(ranks, number, shapes)
-    kept = ranks.flat_states(number)
-    states = {name: [held.get(name) for held in kept] for held in kept for name in held}
-    for name, tensors in {"master": masters, **states}.items():
-        held = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.shape]
-        if name == "step" or not held:
-            continue
-        slot = name if name == "master" else slot_name(name)
-        if len(held) == ranks.dp and _is_partition(held, masters):
-            members = [
-                Member(f"{parameter}/{slot}", shape, firsts[parameter])
-                for parameter, shape in shapes.items()
-            ]
-            yield Partitioned(
-                held[0].dtype, _extents(ranks, held), members, interleaved=ranks.partitioned
-            )
-        else:
-            yield from _whole_momenta(ranks, slot, tensors, masters, firsts, shapes)
+class _Engine:
+    """The ranks' files, as each rank loads its own."""
 
+    def __init__(self, directory: str) -> None:
+        found: dict[str, dict[int, str]] = {"optim": {}, "model": {}}
+        for name in os.listdir(directory):
+            if told := RANK.fullmatch(name):
+                found[told[2]][int(told[1])] = os.path.join(directory, name)
+        if not found["model"]:  # stages 1 and 2: one file for all
+            found["model"][0] = os.path.join(directory, "mp_rank_00_model_states.pt")
+        parsed: Parsed = {}
+        self.optimizers, self.models = (
+            [TorchFile(path, parsed) for _, path in sorted(found[kind].items())]
+            for kind in ("optim", "model")
+        )
+        self.states = [file.value["optimizer_state_dict"] for file in self.optimizers]
+        self.model: dict[str, Any] = self.models[0].value
+        self.dp = len(self.optimizers)
+        self.cuts_each_parameter = "fp32_flat_groups" in self.states[0]  # stage 3
 
-def _firsts(ranks: Ranks, number: int, shapes: Shapes) -> dict[str, int]:
-    """Where each parameter begins: in the flattened group, or in every rank's part of it."""
-    paddings = (ranks.first.get("param_alignment_paddings") or {number: None})[number]
-    firsts, here = {}, 0
-    for place, (name, shape) in enumerate(shapes.items()):
-        firsts[name] = here
-        here += -(-prod(shape) // ranks.dp) if ranks.partitioned else prod(shape)
-        here += paddings[place] if paddings else 0
-    return firsts
+    def param_shapes(self) -> list[Shapes]:
+        """Of every flat group; in the optimizer files before 0.6.0, one dictionary before 0.5.4."""
+        places = (self.model, self.states[0], self.optimizers[0].value)
+        told = next(place["param_shapes"] for place in places if place.get("param_shapes"))
+        groups = [told] if isinstance(told, dict) else told
+        return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+
+    def flat_group(self, number: int, shapes: Shapes) -> Iterator[Partition]:
+        """Masters and optimizer states of one flattened group (stage 3: of one sub-group)."""
+        key = "fp32_flat_groups" if self.cuts_each_parameter else "single_partition_of_fp32_groups"
+        masters = [state[key][number] for state in self.states]
+        firsts = self._firsts(number, shapes)
+        kept = [self._kept(state, number) for state in self.states]
+        states = {name: [held.get(name) for held in kept] for held in kept for name in held}
+        for name, tensors in {"master": masters, **states}.items():
+            held = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.shape]
+            if name == "step" or not held:
+                continue
+            slot = name if name == "master" else slot_name(name)
+            if len(held) == self.dp and _is_partition(held, masters):
+                members = [
+                    Member(f"{parameter}/{slot}", shape, firsts[parameter])
+                    for parameter, shape in shapes.items()
+                ]
+                pairs = zip(self.optimizers, held, strict=True)
+                extents = tuple(file.extent(tensor) for file, tensor in pairs)
+                yield Partitioned(held[0].dtype, extents, members, self.cuts_each_parameter)
+            else:
+                yield from self._whole_momenta(slot, tensors, masters, firsts, shapes)
+
+    def _kept(self, state: Mapping[str, Any], number: int) -> dict[str, Any]:
+        """What a rank's base optimizer keeps for a flat group; elastic files list it."""
+        base = state.get(
+            "optimizer_state_dict" if self.cuts_each_parameter else "base_optimizer_state"
+        )
+        assert base is not None
+        found: dict[str, Any] = (
+            base[number] if isinstance(base, list) else base["state"].get(number) or {}
+        )
+        return found
+
+    def _firsts(self, number: int, shapes: Shapes) -> dict[str, int]:
+        """Where each parameter begins: in the flattened group, or in every rank's part of it."""
+        paddings = (self.states[0].get("param_alignment_paddings") or {number: None})[number]
+        firsts, here = {}, 0
+        for place, (name, shape) in enumerate(shapes.items()):
+            firsts[name] = here
+            here += -(-prod(shape) // self.dp) if self.cuts_each_parameter else prod(shape)
+            here += paddings[place] if paddings else 0
+        return firsts
+
+    def _whole_momenta(
+        self,
+        slot: str,
+        tensors: Sequence[Any],
+        masters: Sequence[Tensor],
+        firsts: Mapping[str, int],
+        shapes: Shapes,
+    ) -> Iterator[Whole]:
+        """Muon in stages 1 and 2: a rank has all of each parameter that reaches into its part."""
+        start = 0
+        for file, tensor, master in zip(self.optimizers, tensors, masters, strict=True):
+            stop, here = start + master.numel, 0
+            for name, shape in shapes.items():
+                first, numel = firsts[name], prod(shape)
+                if first < stop and first + numel > start and numel:
+                    extent = file.extent(tensor.part(here, here + numel))
+                    yield Whole(f"{name}/{slot}", tensor.dtype, shape, extent)
+                    here += numel
+            start = stop
+
+    def frozen(self) -> Iterator[Partition]:
+        """Stage 3 cuts frozen parameters too, each by itself."""
+        if not self.cuts_each_parameter:
+            return
+        shapes = self.model.get("frozen_param_shapes") or {}
+        held = [file.value.get("frozen_param_fragments") or {} for file in self.models]
+        for name, size in shapes.items():
+            shape = tuple(size)
+            tensors = [tensor for each in held if isinstance(tensor := each.get(name), Tensor)]
+            if len(tensors) != self.dp:
+                continue
+            pairs = list(zip(self.models, tensors, strict=True))
+            width = -(-prod(shape) // self.dp)
+            if any(tensor.numel != width for tensor in tensors):  # not managed by the engine
+                for file, tensor in pairs:
+                    yield _whole(f"{name}/param", file, tensor)
+                continue
+            extents = tuple(file.extent(tensor) for file, tensor in pairs)
+            member = Member(f"{name}/param", shape, 0)
+            yield Partitioned(tensors[0].dtype, extents, [member], interleaved=True)
+
+    def module(self) -> Iterator[Whole]:
+        """What the module itself holds: all of it, but in stage 3 buffers alone."""
+        buffers = self.model.get("buffer_names") or ()
+        seen = set()
+        for name, held in self.model["module"].items():
+            if not isinstance(held, Tensor) or name.endswith("_extra_state"):
+                continue
+            wanted = name in buffers or not self.cuts_each_parameter
+            if wanted and held.place not in seen:
+                seen.add(held.place)  # a tied weight has two names
+                yield _whole(f"{name}/param", self.models[0], held)
 
 
 def _is_partition(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
@@ -77,66 +170,6 @@ def _is_partition(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
     )
     alike = len({tensor.numel for tensor in tensors}) == 1
     return more == 0 or (longer and alike and more < 2 * len(masters))
-
-
-def _extents(ranks: Ranks, tensors: Sequence[Tensor]) -> tuple[Extent, ...]:
-    pairs = zip(ranks.optimizers, tensors, strict=True)
-    return tuple(file.extent(tensor) for file, tensor in pairs)
-
-
-def _whole_momenta(
-    ranks: Ranks,
-    slot: str,
-    tensors: Sequence[Any],
-    masters: Sequence[Tensor],
-    firsts: Mapping[str, int],
-    shapes: Shapes,
-) -> Iterator[Whole]:
-    """Muon in stages 1 and 2: every rank has all of each parameter that reaches into its part."""
-    start = 0
-    for file, tensor, master in zip(ranks.optimizers, tensors, masters, strict=True):
-        stop, here = start + master.numel, 0
-        for name, shape in shapes.items():
-            first, numel = firsts[name], prod(shape)
-            if first < stop and first + numel > start and numel:
-                extent = file.extent(tensor.part(here, here + numel))
-                yield Whole(f"{name}/{slot}", tensor.dtype, shape, extent)
-                here += numel
-        start = stop
-
-
-def _frozen(ranks: Ranks) -> Iterator[Partition]:
-    """Stage 3 cuts frozen parameters too, each by itself."""
-    if not ranks.partitioned:
-        return
-    shapes = ranks.model.get("frozen_param_shapes") or {}
-    held = [file.value.get("frozen_param_fragments") or {} for file in ranks.models]
-    for name, size in shapes.items():
-        shape = tuple(size)
-        tensors = [tensor for each in held if isinstance(tensor := each.get(name), Tensor)]
-        if len(tensors) != ranks.dp:
-            continue
-        pairs = list(zip(ranks.models, tensors, strict=True))
-        width = -(-prod(shape) // ranks.dp)
-        if any(tensor.numel != width for tensor in tensors):  # not managed by the engine
-            for file, tensor in pairs:
-                yield _whole(f"{name}/param", file, tensor)
-            continue
-        extents = tuple(file.extent(tensor) for file, tensor in pairs)
-        member = Member(f"{name}/param", shape, 0)
-        yield Partitioned(tensors[0].dtype, extents, [member], interleaved=True)
-
-
-def _module(ranks: Ranks) -> Iterator[Whole]:
-    """What the module itself holds: all of it, but in stage 3 buffers alone."""
-    buffers = ranks.model.get("buffer_names") or ()
-    seen = set()
-    for name, held in ranks.model["module"].items():
-        if is_extra(name, held) or not held.numel or held.place in seen:
-            continue
-        if name in buffers or not ranks.partitioned:
-            seen.add(held.place)  # a tied weight has two names
-            yield _whole(f"{name}/param", ranks.models[0], held)
 
 
 def _whole(name: str, file: TorchFile, tensor: Tensor) -> Whole:
