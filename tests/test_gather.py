@@ -254,7 +254,7 @@ class TestGpu:
 
 @pytest.mark.parametrize("json_asked", [True, False])
 def test_one_of_several_processes_fails(json_asked: bool, tmp_path: Path) -> None:
-    """Nothing hangs; its reason is on stderr, and the one document on stdout says that it failed."""
+    """Nothing hangs; its reason is on stderr, and the document on stdout says that one failed."""
     zckpt.convert(EXAMPLE, tmp_path / "universal")
     (tmp_path / "failing.py").write_text(
         "import os\n"
@@ -266,10 +266,11 @@ def test_one_of_several_processes_fails(json_asked: bool, tmp_path: Path) -> Non
         "cli.main()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = ["verify", EXAMPLE, "--gather", "--device", "cpu", "--against", tmp_path / "universal"]
+    words += ["--json"] if json_asked else []
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        + [str(tmp_path / "failing.py"), "verify", str(EXAMPLE), "--gather", "--device", "cpu"]
-        + ["--against", str(tmp_path / "universal"), *(["--json"] if json_asked else [])],
+        [*launcher, "--nproc-per-node", "2", tmp_path / "failing.py", *words],
         env=environment,
         capture_output=True,
         text=True,
