@@ -519,6 +519,16 @@ class TestDiff:
 
 
 class TestOptions:
+    def test_a_rank_of_no_launcher_is_none(
+        self, monkeypatch: pytest.MonkeyPatch, example: Path, zckpt: Zckpt
+    ) -> None:
+        """Shells in a cluster's containers have one."""
+        monkeypatch.setenv("RANK", "3")
+        assert "is consistent" in zckpt("verify", EXAMPLE).out
+        faults.swap_ranks(example)
+        assert zckpt("verify", example).code == 3
+        assert zckpt("verify", example / "nothing", "--json").document["error"] == "NotACheckpoint"
+
     def test_gather_needs_another_checkpoint(self, zckpt: Zckpt) -> None:
         ended = zckpt("verify", EXAMPLE, "--gather")
         assert ended.code == 2

@@ -228,7 +228,7 @@ def verify(
         "device": "cpu",
         "gathered": gather,
         "world": 1,
-        "rank": int(os.environ.get("RANK", "0")),
+        "rank": own_rank(),
     }
     if not gather:
         Copying(jobs, memory)  # raises where they do not fit together
@@ -240,6 +240,14 @@ def verify(
             raise
         found = {"problems": [_problem(error)], "differences": []}
     return report | found | {"seconds": round(time.monotonic() - started, 3)}
+
+
+def own_rank() -> int:
+    """This process's number among those that torchrun started; 0 where it did not.
+
+    RANK alone says nothing: in many clusters every shell has one.
+    """
+    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 CONTRADICTIONS = (CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint)

@@ -472,7 +472,9 @@ def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoR
         import traceback
 
         traceback.print_exc()
-    if "--json" in words and not int(os.environ.get("RANK", "0")):  # of several, one prints
+    from .api import own_rank
+
+    if "--json" in words and not own_rank():  # of several processes one prints a document
         command = next((word for word in words if word in cli.commands), None)
         made = {"zckpt": 1, "command": command, "error": kind, "message": message, "hint": hint}
         print(json.dumps(made))
