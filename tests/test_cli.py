@@ -230,3 +230,16 @@ def test_python_api_is_what_the_readme_says() -> None:
     assert json.dumps(zckpt.inspect(zckpt.read(EXAMPLE)))
     with pytest.raises(AttributeError):
         zckpt.nothing  # noqa: B018
+
+
+def test_hostile_names_are_printed_without_their_control_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from zckpt import display
+
+    report = {"path": "a", "against": "b", "tensors": 1, "bytes": 1, "seconds": 0.0, "step": None}
+    report |= {"gathered": False, "differences": [], "only_a": ["\x1b[2Jw/param"]}
+    display.verified(report, quiet=False)
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert "\\x1b[2Jw/param" in printed

@@ -2,8 +2,38 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from zckpt import damage
-from zckpt.manifest import Entry, Extent, Fragment, Manifest, Runs, Slices
+from zckpt.manifest import Entry, Extent, Fragment, Manifest, Runs, Slices, solid
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_lies_in_records(seed: int) -> None:
+    chosen = random.Random(seed)
+    edges = sorted(chosen.sample(range(200), 8))
+    records = [
+        Extent(file, start, stop - start)
+        for file in ("f", "g")
+        for start, stop in zip(edges[::2], edges[1::2], strict=True)
+    ]
+    entries = {}
+    for number in range(12):
+        extent = Extent(chosen.choice("fgh"), chosen.randrange(200), chosen.randrange(1, 40))
+        entry = Entry(f"w{number}/x", "U8", (extent.length,), solid(extent.length, extent))
+        entries[entry.name] = entry
+    found = damage.holders(Manifest("", "x", {}, entries, {}), records)
+    for record in records:
+        assert {entry.name for entry, _, _ in found[record]} == {
+            entry.name
+            for entry in entries.values()
+            for piece in [entry.fragments[0].extent]
+            if piece.file == record.file
+            and max(piece.offset, record.offset)
+            < min(piece.offset + piece.length, record.offset + record.length)
+        }
 
 
 class TestCoverage:

@@ -6,7 +6,8 @@ A wrong CRC-32 tells which bit was flipped, if it was one; what lies there tells
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,24 +23,39 @@ SURE = 4 << 20  # bytes; in more, damage of many bits looks like one bit more of
 SHOWN = 8  # names in one sentence
 
 
-def holding(manifest: Manifest, extent: Extent) -> list[tuple[Entry, Extent, int]]:
-    """Entries with bytes in the extent: each piece's own extent and first element."""
-    end = extent.offset + extent.length
-    return [
-        (entry, fragment.extent, fragment.start)
-        for entry in (*manifest.entries.values(), *manifest.replicas)
-        for fragment in entry.fragments
-        if fragment.extent.file == extent.file
-        and fragment.extent.offset < end
-        and fragment.extent.offset + fragment.extent.length > extent.offset
-    ]
+Held = list[tuple[Entry, Extent, int]]
+"""Entries with bytes in a record: each piece's own extent and first element."""
 
 
-def meaning(manifest: Manifest, found: Damage) -> Report:
+def holders(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, Held]:
+    """What lies in each of the extents, which are records: none overlaps another.
+
+    In one pass over all fragments: at a large dp these are millions.
+    """
+    found: dict[Extent, Held] = {extent: [] for extent in extents}
+    by_file: dict[str, list[Extent]] = {}
+    for extent in sorted(found, key=lambda extent: extent.offset):
+        by_file.setdefault(extent.file, []).append(extent)
+    starts = {file: [extent.offset for extent in held] for file, held in by_file.items()}
+    for entry in (*manifest.entries.values(), *manifest.replicas) if found else ():
+        for fragment in entry.fragments:
+            piece = fragment.extent
+            if piece.file not in by_file:
+                continue
+            place = bisect_left(starts[piece.file], piece.offset + piece.length) - 1
+            while place >= 0:
+                record = by_file[piece.file][place]
+                if record.offset + record.length <= piece.offset:
+                    break
+                found[record].append((entry, piece, fragment.start))
+                place -= 1
+    return found
+
+
+def meaning(manifest: Manifest, found: Damage, held: Held) -> Report:
     """What a record's wrong CRC-32 means: the flipped bit, if it is one, and whose it is."""
     extent, stated = found.record.extent, found.record.crc
     assert stated is not None
-    held = holding(manifest, extent)
     about: Report = {
         "file": extent.file,
         "offset": extent.offset,
@@ -101,20 +117,18 @@ def other_padding(a: Manifest, b: Manifest, outcome: Outcome) -> list[str]:
         for result in outcome.results
         if result.match.how == "bits" and result.difference is None
     }
-    found = []
+    names = {}
     for record in a.records:
-        extent = record.extent
-        name = os.path.relpath(extent.file, a.root)
-        crc = known.get((name, extent.offset, extent.length))
-        if None in (crc, record.crc) or crc == record.crc:
-            continue
-        held = {entry.name for entry, _, _ in holding(a, extent)}
-        if held and held <= equal:
-            found.append(
-                f"{name}: the {extent.length} bytes at {extent.offset} differ in padding alone: "
-                "harmless, no tensor lies there"
-            )
-    return found
+        name = os.path.relpath(record.extent.file, a.root)
+        crc = known.get((name, record.extent.offset, record.extent.length))
+        if None not in (crc, record.crc) and crc != record.crc:
+            names[record.extent] = name
+    return [
+        f"{names[extent]}: the {extent.length} bytes at {extent.offset} differ in padding alone: "
+        "harmless, no tensor lies there"
+        for extent, held in holders(a, names).items()
+        if held and {entry.name for entry, _, _ in held} <= equal
+    ]
 
 
 def uncovered(manifest: Manifest) -> list[str]:

@@ -289,7 +289,8 @@ def _one_sided(report: dict[str, Any], a: object, b: object) -> None:
     for where, names in ((a, report.get("only_a")), (b, report.get("only_b"))):
         if names:
             slots = ", ".join(dict.fromkeys(name.rpartition("/")[2] for name in names))
-            print(f"only {safe(where)} holds {len(names):,} tensors ({safe(slots)}), as {names[0]}")
+            told = f"{len(names):,} tensors ({safe(slots)}), as {safe(names[0])}"
+            print(f"only {safe(where)} holds {told}")
 
 
 def _differences(lines: Sequence[dict[str, Any]], all_lines: bool = False) -> None:

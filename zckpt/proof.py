@@ -163,10 +163,10 @@ def findings(outcome: Outcome, a: Manifest, b: Manifest) -> Report:
         problems += damaged
         names = {line["tensor"] for line in damaged}
         files = {record.extent.file for record in manifest.records}
-        for found in outcome.damage:
-            if found.record.extent.file not in files:
-                continue
-            about = damage.meaning(manifest, found)
+        wrong = [found for found in outcome.damage if found.record.extent.file in files]
+        held = damage.holders(manifest, (found.record.extent for found in wrong))
+        for found in wrong:
+            about = damage.meaning(manifest, found, held[found.record.extent])
             if about["harmless"]:
                 notes.append(about["message"])
             elif not names.intersection(about["tensors"]):  # else it is told already
