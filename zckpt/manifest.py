@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from .dtypes import SIZES
-from .inert import Scalar
+from .inert import Scalar, from_json, to_json
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
 
@@ -243,6 +243,42 @@ class Parameter:
     step: float | int | None = None
     scalars: dict[str, Scalar] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
+
+
+def parameters_to_json(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+    """As a universal manifest and a proof hold them."""
+    return {
+        name: {
+            "shape": list(held.shape),
+            "trainable": held.trainable,
+            "group": held.group,
+            "step": held.step,
+            "scalars": {
+                key: {"value": to_json(scalar.value), "dtype": scalar.dtype}
+                for key, scalar in held.scalars.items()
+            },
+            "aliases": list(held.aliases),
+        }
+        for name, held in parameters.items()
+    }
+
+
+def parameters_from_json(made: Mapping[str, Any]) -> dict[str, Parameter]:
+    """What `parameters_to_json` was given; raises KeyError, TypeError or the like for others."""
+    return {
+        name: Parameter(
+            tuple(item["shape"]),
+            item["trainable"],
+            item["group"],
+            item["step"],
+            {
+                key: Scalar(from_json(scalar["value"]), scalar["dtype"])
+                for key, scalar in item.get("scalars", {}).items()
+            },
+            tuple(item.get("aliases", ())),
+        )
+        for name, item in made.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from . import __version__, compare, damage, values
 from .compare import Difference, Outcome, Result
 from .dtypes import FLOATS
 from .errors import CorruptCheckpoint, MissingData, WrongOption
-from .inert import Scalar, from_json, plain_group, to_json
-from .manifest import Entry, Manifest, Parameter, Runs
+from .inert import from_json, plain_group
+from .manifest import Entry, Manifest, Runs, parameters_from_json, parameters_to_json
 from .plan import WIDE, Match, match
 
 Report = dict[str, Any]
@@ -240,17 +240,6 @@ def _read_proof(path: str) -> Manifest:
         if made["equal"] is not True:
             raise CorruptCheckpoint(f"{path} proves a difference", hint="take a proof of equality")
         held = made["held"]
-        parameters = {
-            name: Parameter(
-                tuple(item["shape"]),
-                item["trainable"],
-                item["group"],
-                item["step"],
-                {key: Scalar(from_json(value), "F32") for key, value in item["scalars"].items()},
-                tuple(item["aliases"]),
-            )
-            for name, item in held["parameters"].items()
-        }
         entries = {
             name: Entry(name, item["dtype"], tuple(item["shape"]), Runs([]), int(item["a"], 16))
             for name, item in made["digests"].items()
@@ -262,7 +251,7 @@ def _read_proof(path: str) -> Manifest:
             format="proof",
             source=made["versions"]["a"],
             entries=entries,
-            parameters=parameters,
+            parameters=parameters_from_json(held["parameters"]),
             buffers=tuple(held["buffers"]),
             groups=None if groups is None else tuple(map(from_json, groups)),
         )
@@ -273,17 +262,7 @@ def _read_proof(path: str) -> Manifest:
 def described(manifest: Manifest) -> Report:
     """What a proof has to say of a checkpoint beside the checksums of its tensors."""
     return {
-        "parameters": {
-            name: {
-                "shape": list(held.shape),
-                "trainable": held.trainable,
-                "group": held.group,
-                "step": held.step,
-                "scalars": {key: to_json(scalar.value) for key, scalar in held.scalars.items()},
-                "aliases": list(held.aliases),
-            }
-            for name, held in manifest.parameters.items()
-        },
+        "parameters": parameters_to_json(manifest.parameters),
         "buffers": list(manifest.buffers),
         "groups": None
         if manifest.groups is None

@@ -28,18 +28,19 @@ from ..errors import (
     NotACheckpoint,
     UnsupportedCheckpoint,
 )
-from ..inert import Scalar, from_json, plain_group, to_json
+from ..inert import from_json, plain_group, to_json
 from ..manifest import (
     Entry,
     Extent,
     Fragment,
     Fragments,
     Manifest,
-    Parameter,
     Record,
     Runs,
     Sibling,
     Sighting,
+    parameters_from_json,
+    parameters_to_json,
     solid,
 )
 from ..options import Options
@@ -177,20 +178,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         "optimizer": manifest.optimizer,
         "groups": None if manifest.groups is None else [plain_group(group) for group in groups],
         "tuples": sorted(tuples),  # hyper-parameters that were tuples, as betas
-        "parameters": {
-            name: {
-                "shape": list(held.shape),
-                "trainable": held.trainable,
-                "group": held.group,
-                "step": held.step,
-                "scalars": {
-                    key: {"value": to_json(scalar.value), "dtype": scalar.dtype}
-                    for key, scalar in held.scalars.items()
-                },
-                "aliases": list(held.aliases),
-            }
-            for name, held in manifest.parameters.items()
-        },
+        "parameters": parameters_to_json(manifest.parameters),
         "buffers": list(manifest.buffers),
         "entries": {
             name: {"dtype": entry.dtype, "shape": list(entry.shape)}
@@ -332,20 +320,7 @@ def _manifest(path: str, made: Mapping[str, Any]) -> Manifest:
         format="universal",
         source=made["source"],
         entries=entries,
-        parameters={
-            name: Parameter(
-                tuple(item["shape"]),
-                item["trainable"],
-                item["group"],
-                item["step"],
-                {
-                    key: Scalar(from_json(scalar["value"]), scalar["dtype"])
-                    for key, scalar in item.get("scalars", {}).items()
-                },
-                tuple(item.get("aliases", ())),
-            )
-            for name, item in made["parameters"].items()
-        },
+        parameters=parameters_from_json(made["parameters"]),
         buffers=tuple(made["buffers"]),
         groups=None
         if groups is None
