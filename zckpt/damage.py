@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -15,12 +15,12 @@ from .checksum import flipped_bit
 from .compare import Outcome, Result
 from .dtypes import SIZES
 from .elements import Damage
+from .errors import listed
 from .manifest import Entry, Extent, Manifest, Runs, Slices
 
 Report = dict[str, Any]
 PADDING = ", in padding: harmless, no tensor lies there"
 SURE = 4 << 20  # bytes; in more, damage of many bits looks like one bit more often than 1 in 100
-SHOWN = 8  # names in one sentence
 
 
 Held = list[tuple[Entry, Extent, int]]
@@ -195,8 +195,3 @@ def digest(result: Result, manifest: Manifest) -> list[Report]:
             )
         found.append({**about, "message": what})
     return found
-
-
-def listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

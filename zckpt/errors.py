@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Names in one sentence."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
 
 class ZckptError(Exception):
     """Every error that zckpt raises on purpose; `hint` says the next thing to do."""

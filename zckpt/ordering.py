@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .errors import MissingData, WrongOption
+from .errors import MissingData, WrongOption, listed
 from .manifest import Manifest
 
 
@@ -48,8 +48,7 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
         ("names {} twice", [name for place, name in enumerate(names) if places[name] != place]),
     ):
         if wrong:
-            told = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if wrong[4:] else "")
-            raise WrongOption(f"--param-names {what.format(told)}")
+            raise WrongOption(f"--param-names {what.format(listed(wrong, 4))}")
 
     def place(name: str) -> tuple[bool, int]:
         held = manifest.parameters.get(name)

@@ -18,7 +18,7 @@ from typing import Any
 from . import __version__, compare, damage, values
 from .compare import Difference, Outcome, Result
 from .dtypes import FLOATS
-from .errors import CorruptCheckpoint, MissingData, WrongOption
+from .errors import CorruptCheckpoint, MissingData, WrongOption, listed
 from .inert import from_json, plain_group
 from .manifest import Entry, Manifest, Runs, parameters_from_json, parameters_to_json
 from .plan import WIDE, Match, match
@@ -157,7 +157,7 @@ def findings(outcome: Outcome, a: Manifest, b: Manifest) -> Report:
         else:
             differences.append(line)
     if cast:
-        notes.append(f"of another type, and equal by value: {damage.listed(cast)}")
+        notes.append(f"of another type, and equal by value: {listed(cast)}")
     for manifest in (a,) if a is b else (a, b):
         damaged = [line for result in outcome.results for line in damage.digest(result, manifest)]
         problems += damaged

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from ..errors import AmbiguousCheckpoint, NotACheckpoint, WrongOption
+from ..errors import AmbiguousCheckpoint, NotACheckpoint, WrongOption, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +72,23 @@ def recognise(path: str, name: str | None = None, tag: str | None = None) -> For
         if (tags := item.load().detect(path))
     }
     if len(found) > 1:
-        listed = ", ".join(item.name for item in found)
+        names = ", ".join(item.name for item in found)
         raise AmbiguousCheckpoint(
-            f"{path} holds checkpoints of several formats: {listed}",
+            f"{path} holds checkpoints of several formats: {names}",
             hint=f"choose with --from {next(iter(found)).name}",
         )
     for item, tags in found.items():
         if len(tags) > 1 and tag is None:
             raise AmbiguousCheckpoint(
                 f"{path} holds {len(tags)} checkpoints and no file says which is meant: "
-                f"{_listed(tags)}",
+                f"{listed(tags)}",
                 hint=f"choose with --tag {tags[-1]}",
             )
         return item
     inside = _inside(path)
     if len(inside) > 1:
         raise AmbiguousCheckpoint(
-            f"{path} holds {len(inside)} checkpoints: {_listed(inside)}",
+            f"{path} holds {len(inside)} checkpoints: {listed(inside)}",
             hint=f"choose one: {os.path.join(path, inside[-1])}",
         )
     what = f" of format {name}" if name else ""
@@ -118,7 +118,7 @@ def _looks(path: str) -> str:
         return "it is empty"
     if any(name.endswith(".safetensors") or name == "pytorch_model.bin" for name in names):
         return "it holds weights alone, without an optimizer's state"
-    return f"it holds {_listed(names)}"
+    return f"it holds {listed(names)}"
 
 
 def _near(path: str, inside: Sequence[str]) -> str:
@@ -136,8 +136,4 @@ def _neighbours(path: str) -> str:
     if not os.path.isdir(above):
         return f"{above} does not exist either"
     names = sorted(os.listdir(above))
-    return f"{above} holds {_listed(names)}" if names else f"{above} is empty"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f"{above} holds {listed(names)}" if names else f"{above} is empty"
