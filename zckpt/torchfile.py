@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from .dtypes import SIZES, STORAGES, TORCH_NAMES, decode
 from .errors import CorruptCheckpoint, UnsupportedCheckpoint
 from .inert import Foreign, Global, Scalar
-from .manifest import Extent, Fragments, Record, lines, solid
+from .manifest import Box, Extent, Fragments, Record, boxes, solid
 from .unpickle import BUILTINS, Build, Unpickler
 
 TORCH_DTYPES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
@@ -121,7 +121,10 @@ class TorchFile:
         size = SIZES[tensor.dtype]
         record = self._record(tensor)
         whole = record.extent.part(tensor.storage.start, record.extent.length)
-        return lines(tensor.shape, tensor.strides, tensor.offset, size, whole)
+        at = (0,) * len(tensor.shape)
+        return boxes(
+            [Box(tensor.shape, at, tensor.shape, tensor.strides, tensor.offset, size, whole)]
+        )
 
     def read(self, tensor: Tensor) -> bytes:
         """The bytes of a small contiguous tensor; raises CorruptCheckpoint.
