@@ -20,7 +20,7 @@ from typing import Any
 from .checksum import crc_of_zeros
 from .dtypes import SIZES, STORAGES, TORCH_NAMES, encode
 from .inert import Foreign, Global, Scalar
-from .manifest import Manifest
+from .manifest import Extent, Manifest
 from .pickling import Persistent, dumps
 from .staging import Shell
 from .torchfile import Storage, Tensor, read_directory
@@ -157,14 +157,14 @@ def seal_records(manifest: Manifest, outcome: Any) -> None:
             found = record.crc or crc_of_zeros(extent.length)
         by_file.setdefault(extent.file, {})[extent.offset] = found
     for file, crcs in by_file.items():
-        state_checksums(file, crcs)
+        state_checksums(Extent(file, 0, os.path.getsize(file)), crcs)
 
 
-def state_checksums(path: str, crcs: Mapping[int, int]) -> None:
-    """Writes the CRC-32 of members, by the offset of their data, into a finished file."""
-    file = os.open(path, os.O_RDWR)
+def state_checksums(within: Extent, crcs: Mapping[int, int]) -> None:
+    """Writes the CRC-32 of a zip's members, by the offset of their data, into a finished file."""
+    file = os.open(within.file, os.O_RDWR)
     try:
-        for member in read_directory(file, os.fstat(file).st_size, path).values():
+        for member in read_directory(file, within).values():
             crc = crcs.get(member.offset)
             if crc is not None:
                 stated = struct.pack("<I", crc)
