@@ -13,7 +13,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import prod
 
 from ...errors import MissingData, WrongOption, listed
 
@@ -61,7 +60,7 @@ def match(
     for group in sorted(set(of_group)):
         places = [place for place, of in enumerate(of_group) if of == group]
         stop = start + sum(len(orders[place]) for place in places)
-        matched = _only([orders[place] for place in places], chosen[start:stop])
+        matched = _only([orders[place] for place in places], chosen[start:stop], start)
         found.update(zip(places, matched, strict=True))
         start = stop
     return [found[place] for place in range(len(orders))]
@@ -82,17 +81,17 @@ def candidates(names: Sequence[Named]) -> list[Named]:
     return [named for named in names if not is_statistic(named[0])]
 
 
-def _only(orders: Sequence[Order], names: Sequence[Named]) -> list[list[str]]:
+def _only(orders: Sequence[Order], names: Sequence[Named], base: int = 0) -> list[list[str]]:
     """The one match; orders that share no shape are matched apart, which keeps each search small.
 
-    Raises MissingData.
+    `base` is the number of the first parameter. Raises MissingData.
     """
     found: list[list[str]] = [[] for _ in orders]
     ways = 1
     for places, among in _independent(orders, names):
         count, matched = _count([orders[place] for place in places], among)
         if not count:
-            raise MissingData(_stuck(orders, places, names, among), hint=HINT)
+            raise MissingData(_stuck(orders, places, names, among, base), hint=HINT)
         ways = 0 if count < 0 else ways * count
         for place, chosen in zip(places, matched, strict=True):
             found[place] = chosen
@@ -146,7 +145,9 @@ def _count(orders: Sequence[Order], names: Sequence[Named]) -> tuple[int, list[l
         after: dict[tuple[int, ...], int] = {}
         how: dict[tuple[int, ...], int] = {}
         for state, ways in states.items():
-            needed = sum(_after(each.get(shape), at) for each, at in zip(places, state, strict=True))
+            needed = sum(
+                _after(each.get(shape), at) for each, at in zip(places, state, strict=True)
+            )
             spare = len(names) - here > wanted - sum(state) and needed <= left[shape]
             if spare and all(
                 at == len(order) or here < last[at]
@@ -214,7 +215,11 @@ def _after(places: list[int] | None, at: int) -> int:
 
 
 def _stuck(
-    orders: Sequence[Order], places: Sequence[int], names: Sequence[Named], among: Sequence[Named]
+    orders: Sequence[Order],
+    places: Sequence[int],
+    names: Sequence[Named],
+    among: Sequence[Named],
+    base: int,
 ) -> str:
     """What does not fit: the first parameter that finds no name of its shape, if it shows."""
     total = sum(map(len, orders))
@@ -224,11 +229,11 @@ def _stuck(
         at = len(_earliest(orders[place], [shape for _, shape in among]))
         if at < len(orders[place]):
             shape = orders[place][at]
-            number = sum(map(len, orders[:place])) + at
+            number = base + sum(map(len, orders[:place])) + at
+            told = "unknown shape" if shape is None else f"shape {list(shape)}"
             return (
-                f"the optimizer's parameter {number} (of {total}), of shape "
-                f"{'unknown' if shape is None else list(shape)} ({prod(shape or ())} elements), "
-                "has no counterpart among the model's weights in their order"
+                f"the optimizer's parameter {number}, of {told}, has no counterpart among the "
+                "model's weights in their order"
             )
     return (
         f"the optimizer knows its {total} parameters by number, and their shapes do not fit the "

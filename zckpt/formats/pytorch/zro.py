@@ -13,6 +13,7 @@ itself, `overlap_with_ddp`, follows another rule).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from ...errors import InconsistentCheckpoint
@@ -82,5 +83,5 @@ def dealt(ranks: Sequence[Sequence[Sequence[int]]]) -> list[list[Place]]:
 
 def runs(numels: Sequence[int]) -> list[tuple[int, int]]:
     """Ranges [start, stop) of equal numel: these parameters stand in the program's own order."""
-    starts = [p for p in range(len(numels)) if p == 0 or numels[p] != numels[p - 1]]
-    return list(zip(starts, [*starts[1:], len(numels)], strict=True))
+    cuts = [place for place in range(1, len(numels)) if numels[place] != numels[place - 1]]
+    return list(pairwise([0, *cuts, len(numels)])) if numels else []
