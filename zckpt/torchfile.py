@@ -124,13 +124,14 @@ class TorchFile:
         """The bytes of any tensor, in runs of row-major elements."""
         if tensor.contiguous:
             return solid(tensor.numel, self.extent(tensor))
-        size = SIZES[tensor.dtype]
+        shape, at = tensor.shape, (0,) * len(tensor.shape)
+        size, extent = SIZES[tensor.dtype], self.whole(tensor)
+        return boxes([Box(shape, at, shape, tensor.strides, tensor.offset, size, extent)])
+
+    def whole(self, tensor: Tensor) -> Extent:
+        """All bytes of the storage that the tensor looks into."""
         record = self._record(tensor)
-        whole = record.extent.part(tensor.storage.start, record.extent.length)
-        at = (0,) * len(tensor.shape)
-        return boxes(
-            [Box(tensor.shape, at, tensor.shape, tensor.strides, tensor.offset, size, whole)]
-        )
+        return record.extent.part(tensor.storage.start, record.extent.length)
 
     def read(self, tensor: Tensor) -> bytes:
         """The bytes of a small contiguous tensor; raises CorruptCheckpoint.

@@ -44,6 +44,12 @@ TABLE = (
         "ONNX Runtime Training ZeRO-1, 1.3 to 1.16 (HDF5, .ort.pt)",
         writes=True,
     ),
+    Format(
+        "dcp",
+        "pytorch.dcp",
+        "torch.distributed.checkpoint of FSDP1, FSDP2, plain torch",
+        writes=True,
+    ),
     Format("universal", "universal", "zckpt's own: whole tensors as safetensors", writes=True),
 )
 

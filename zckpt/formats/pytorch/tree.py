@@ -6,13 +6,16 @@ lists and plain values, with a `Leaf` for every tensor, however many files hold 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from math import prod
 from typing import Any
 
-from ...inert import Scalar
-from ...manifest import Fragments, Record, Sibling
+from ...dtypes import SIZES
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint
+from ...inert import Scalar, map_values
+from ...manifest import Box, Extent, Fragments, Record, Runs, Sibling, boxes
 from ...torchfile import Tensor, TorchFile
 
 
@@ -67,8 +70,71 @@ def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
 
 def leaves(file: TorchFile, value: Any) -> Any:
     """The same value with a leaf for every tensor."""
-    from ...inert import map_values
-
     if isinstance(value, Tensor):
         return leaf(file, value)
     return map_values(value, lambda item, _: leaves(file, item))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [offset, offset + size) along every axis of a tensor, as one rank holds them.
+
+    They lie in `extent` from element `first` on, with `strides` in elements.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    extent: Extent
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+
+def assembled(what: str, dtype: str, shape: Sequence[int], pieces: Sequence[Piece]) -> Fragments:
+    """The fragments of a tensor of which `pieces` are to hold every element once.
+
+    Empty pieces count for nothing. Raises IncompleteCheckpoint and InconsistentCheckpoint, which
+    name `what`.
+    """
+    held = [piece for piece in pieces if piece.numel]
+    for piece in held:
+        fits = len(piece.offsets) == len(piece.sizes) == len(piece.strides) == len(shape)
+        if not fits or any(
+            offset < 0 or offset + size > whole
+            for offset, size, whole in zip(piece.offsets, piece.sizes, shape, strict=True)
+        ):
+            raise InconsistentCheckpoint(
+                f"{piece.extent.file} holds a piece of {what} of shape {list(piece.sizes)} at "
+                f"{list(piece.offsets)}, outside of its shape {list(shape)}"
+            )
+    made = boxes(
+        Box(shape, p.offsets, p.sizes, p.strides, p.first, SIZES[dtype], p.extent) for p in held
+    )
+    total = sum(piece.numel for piece in held)
+    if total < prod(shape):
+        raise IncompleteCheckpoint(
+            f"{what} has {prod(shape)} elements, the files hold {total}",
+            hint="a rank's file is missing, or the save did not finish",
+        )
+    if total > prod(shape) or _overlap(made, held):
+        raise InconsistentCheckpoint(f"pieces of {what} overlap")
+    return made
+
+
+def _overlap(made: Fragments, pieces: Sequence[Piece]) -> bool:
+    """Whether pieces hold an element twice."""
+    if isinstance(made, Runs):
+        ends = [fragment.stop for fragment in made]
+        return ends[:-1] != made.starts[1:]
+    return any(
+        all(
+            a < b + many and b < a + much
+            for a, much, b, many in zip(
+                one.offsets, one.sizes, other.offsets, other.sizes, strict=True
+            )
+        )
+        for one, other in combinations(pieces, 2)
+    )
