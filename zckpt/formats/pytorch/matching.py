@@ -30,17 +30,17 @@ HINT = (
 def match(
     orders: Sequence[Order],
     names: Sequence[Named],
-    *,
     param_names: Sequence[str] | None = None,
+    *,
     groups: Sequence[int] | None = None,
 ) -> list[list[str]]:
     """The names of every order's parameters.
 
     An order lists shapes, None for a parameter without state, which may have any. `groups` says to
     which group an order belongs, each to its own by default. As many `param_names` as there are
-    parameters are the optimizer's own order, group by group; otherwise they are what to choose
-    from, in that order. Raises MissingData where no way fits, or more than one, and WrongOption
-    where `param_names` holds a name that the model does not.
+    parameters are the optimizer's own order, group by group, if all shapes fit; otherwise they are
+    what to choose from, in that order. Raises MissingData where no way fits, or more than one, and
+    WrongOption where `param_names` holds a name that the model does not.
     """
     if param_names is None:
         return _only(orders, candidates(names))
@@ -54,13 +54,25 @@ def match(
     chosen = [(name, shapes[name]) for name in param_names]
     if len(chosen) != sum(map(len, orders)):
         return _only(orders, chosen)
-    of_group = list(range(len(orders)) if groups is None else groups)
+    try:
+        return _group_by_group(orders, chosen, range(len(orders)) if groups is None else groups)
+    except MissingData as error:
+        try:
+            return _only(orders, chosen)
+        except MissingData:
+            raise error from None
+
+
+def _group_by_group(
+    orders: Sequence[Order], names: Sequence[Named], groups: Sequence[int]
+) -> list[list[str]]:
+    """The match where every group's names stand together, the groups one behind the other."""
     found: dict[int, list[str]] = {}
     start = 0
-    for group in sorted(set(of_group)):
-        places = [place for place, of in enumerate(of_group) if of == group]
+    for group in sorted(set(groups)):
+        places = [place for place, of in enumerate(groups) if of == group]
         stop = start + sum(len(orders[place]) for place in places)
-        matched = _only([orders[place] for place in places], chosen[start:stop], start)
+        matched = _only([orders[place] for place in places], names[start:stop], start)
         found.update(zip(places, matched, strict=True))
         start = stop
     return [found[place] for place in range(len(orders))]

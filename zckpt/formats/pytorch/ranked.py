@@ -15,7 +15,6 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -29,9 +28,8 @@ from ...errors import (
     listed,
 )
 from ...inert import Foreign, Global, Scalar, map_values, to_json
-from ...manifest import Box, boxes
 from ...torchfile import TORCH_DTYPES, Tensor, TorchFile
-from .tree import Leaf, leaf, leaves
+from .tree import Leaf, Piece, assembled, leaf, leaves
 
 Path = tuple[Any, ...]
 REBUILD = "torch._tensor._rebuild_from_type_v2"
@@ -146,7 +144,7 @@ def read_sharded(value: Foreign, rank: int, file: TorchFile) -> Sharded:
         reader = {"DTensor": _read_dtensor, "ShardedTensor": _read_sharded_tensor}.get(kind)
         if reader is None:
             raise UnsupportedCheckpoint(
-                f"{file.path} holds a tensor of class {getattr(cls, 'name', cls)}, which is not read"
+                f"{file.path} holds a tensor of class {getattr(cls, 'name', cls)}"
             )
         dtype, shape = TORCH_DTYPES[arguments[1].name], _ints(arguments[2])
         parts, world = reader(state, shape, rank, file)
@@ -155,8 +153,9 @@ def read_sharded(value: Foreign, rank: int, file: TorchFile) -> Sharded:
     for part in parts:
         if part.tensor.dtype != dtype or part.tensor.shape != part.sizes:
             raise InconsistentCheckpoint(
-                f"{file.path} holds {part.tensor.dtype} {list(part.tensor.shape)} where rank {rank} "
-                f"of {world} should have {dtype} {list(part.sizes)} of a tensor {list(shape)}",
+                f"{file.path} holds {part.tensor.dtype} {list(part.tensor.shape)} of a tensor "
+                f"{list(shape)}, of which rank {rank} of {world} should have {dtype} "
+                f"{list(part.sizes)}",
                 hint="was a rank's file renamed, or made with another number of ranks?",
             )
     return Sharded(dtype, shape, tuple(part for part in parts if prod(part.sizes)), world)
@@ -249,7 +248,7 @@ def _coordinate(mesh: Any, place: int, file: TorchFile) -> list[tuple[int, int]]
     layout = _attribute(mesh, "_layout", None)
     if layout is None:  # torch < 2.9: a tensor of ranks
         sizes = _attribute(mesh, "mesh").shape
-        axes = [((size,), (prod(sizes[axis + 1 :]),)) for axis, size in enumerate(sizes)]
+        axes = [(_ints(size), _ints(prod(sizes[axis + 1 :]))) for axis, size in enumerate(sizes)]
     elif (held := _attribute(layout, "axes", None)) is not None:
         axes = [(_ints(_attribute(a, "shape")), _ints(_attribute(a, "stride"))) for a in held]
     else:
@@ -397,49 +396,15 @@ class _Merging:
                         "values of the same elements",
                         hint=MIXED,
                     )
-        _check_cover(_dotted(path), some.shape, list(parts.values()), self.files)
-        return _leaf(some.dtype, some.shape, list(parts.values()))
+        return _leaf(_dotted(path), some, list(parts.values()))
 
 
-def _check_cover(
-    name: str, shape: tuple[int, ...], parts: Sequence[Part], files: Mapping[int, TorchFile]
-) -> None:
-    """Every element once."""
-    held, whole = sum(prod(part.sizes) for part in parts), prod(shape)
-    if held < whole:
-        raise IncompleteCheckpoint(
-            f"the {len(files)} ranks' files hold {held} of the {whole} elements of {name}",
-            hint="files of different saves seem to be mixed, or a rank's was changed",
-        )
-    rows = sorted(parts, key=lambda part: part.offsets)
-    overlap = held > whole
-    if shape and all(part.sizes[1:] == shape[1:] for part in rows):
-        overlap |= any(a.offsets[0] + a.sizes[0] > b.offsets[0] for a, b in pairwise(rows))
-    else:
-        overlap |= any(_meet(a, b) for place, a in enumerate(rows) for b in rows[place + 1 :])
-    if overlap:
-        raise InconsistentCheckpoint(f"ranks hold the same elements of {name}", hint=MIXED)
-
-
-def _meet(a: Part, b: Part) -> bool:
-    """Whether two parts share an element."""
-    return all(
-        start < other + count and other < start + size
-        for start, size, other, count in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    )
-
-
-def _leaf(dtype: str, shape: tuple[int, ...], parts: Sequence[Part]) -> Leaf:
-    size = SIZES[dtype]
-    made = []
+def _leaf(name: str, whole: Sharded, parts: Sequence[Part]) -> Leaf:
+    pieces = []
     for part in parts:
         tensor = part.tensor
-        whole = Tensor(tensor.storage, dtype, 0, (tensor.storage.length // size,), (1,))
-        extent = part.file.extent(whole)
-        part.file.extent(tensor)  # raises where it reaches past its storage
-        made.append(
-            Box(shape, part.offsets, part.sizes, tensor.strides, tensor.offset, size, extent)
-        )
+        extent = part.file.whole(tensor)  # which raises where the tensor reaches past it
+        pieces.append(Piece(part.offsets, part.sizes, tensor.strides, tensor.offset, extent))
     twin = tuple(
         (p.file.path, *p.tensor.place, p.tensor.shape, p.tensor.strides, p.offsets) for p in parts
     )
@@ -447,7 +412,8 @@ def _leaf(dtype: str, shape: tuple[int, ...], parts: Sequence[Part]) -> Leaf:
     def number() -> Scalar:
         return parts[0].file.scalar(parts[0].tensor)
 
-    return Leaf(dtype, shape, boxes(made), number, twin or None)
+    fragments = assembled(name, whole.dtype, whole.shape, pieces)
+    return Leaf(whole.dtype, whole.shape, fragments, number, twin or None)
 
 
 def _same(a: Part, b: Part) -> bool:
@@ -472,26 +438,19 @@ def _same(a: Part, b: Part) -> bool:
 
 
 def _crc(part: Part) -> int:
-    """CRC-32 of the row-major elements; the bytes are read."""
-    crc = 0
-    size = SIZES[part.tensor.dtype]
-    runs = (
-        sorted(
-            (run.start, run.extent)
-            for fragment in part.file.fragments(part.tensor)
-            for run in fragment.runs(0, part.tensor.numel)
-        )
-        if not part.tensor.contiguous
-        else [(0, part.file.extent(part.tensor))]
-    )
+    """CRC-32 of the row-major elements, whose bytes are read."""
+    tensor, crc = part.tensor, 0
+    runs = [
+        run for fragment in part.file.fragments(tensor) for run in fragment.runs(0, tensor.numel)
+    ]
     with open(part.file.path, "rb") as file:
-        for _, extent in runs:
-            file.seek(extent.offset)
-            left = extent.length
+        for run in sorted(runs, key=lambda run: run.start):
+            file.seek(run.extent.offset)
+            left = run.extent.length
             while left and (data := file.read(min(left, 1 << 20))):
                 crc = zlib.crc32(data, crc)
                 left -= len(data)
-    return crc if size else 0
+    return crc
 
 
 def _text(value: Any, file: TorchFile) -> str:
