@@ -342,7 +342,7 @@ class _Merging:
             same = all(_same(copies[0], other) for other in copies[1:])
             made = leaf(self.files[first], held[0])
         else:
-            same = len(held) == 1 or len({_text(v, self.files[r]) for r, v in values.items()}) == 1
+            same = len(held) == 1 or len({text(v, self.files[r]) for r, v in values.items()}) == 1
             made = leaves(self.files[first], held[0])
         if not same:
             self.different.append(path)
@@ -453,7 +453,7 @@ def _crc(part: Part) -> int:
     return crc
 
 
-def _text(value: Any, file: TorchFile) -> str:
+def text(value: Any, file: TorchFile) -> str:
     """Equal for equal values that are no tensors; tensors in them by their checksums."""
 
     def plain(item: Any) -> Any:
