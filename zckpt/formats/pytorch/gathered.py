@@ -17,6 +17,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ... import safefile, steps
@@ -170,7 +172,8 @@ def find(path: str) -> Files:
         ]
         return _of_ranks(folder, names, {})
     names = _names(path)
-    whole = {key: os.path.join(path, name) for key, name in _whole(names).items()}
+    whole: dict[str | None, str] = {}
+    whole |= {key: os.path.join(path, name) for key, name in _whole(names).items()}
     of_ranks = [name for name in names if _rank_of(name)]
     if of_ranks:
         return _of_ranks(path, of_ranks, whole)
@@ -178,10 +181,10 @@ def find(path: str) -> Files:
         whole["model"] = os.path.join(path, alone[0])
     if "model" not in whole:
         raise NotACheckpoint(f"{path} holds no file with a model's state")
-    return Files(dict(whole))
+    return Files(whole)
 
 
-def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str, str]) -> Files:
+def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> Files:
     """Ranks' files by what they hold; whole ones of what no rank's hold."""
     found: dict[str, dict[int, str]] = {}
     worlds: set[str] = set()
@@ -245,9 +248,9 @@ def read(
     CorruptCheckpoint, UnsupportedCheckpoint (flat parameters).
     """
     try:
-        reading = _Reading(path, find(path), step_policy)
-        made = manifest(reading.found, step_policy, param_names)
-        return made if reading.found.orders is None else _in_order(made, param_names)
+        found = _Reading(path, find(path), step_policy, param_names).found
+        made = manifest(found, step_policy, param_names)
+        return made if found.orders is None else _in_order(made, param_names)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{path} is malformed: {error!r}") from error
 
@@ -269,14 +272,22 @@ def _in_order(made: Manifest, names: Sequence[str] | None) -> Manifest:
 class _Reading:
     """The tree of all files."""
 
-    def __init__(self, path: str, files: Files, step_policy: str | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        files: Files,
+        step_policy: str | None,
+        param_names: Sequence[str] | None,
+    ) -> None:
         self.path = path
         self.files = files
         self.step_policy = step_policy
+        self.param_names = param_names
         self.parsed: Parsed = {}
         source = {"format": "gathered", "version": None, "dp": files.world, "tag": None}
         self.found = Found(path, source, {})
         trees = {key: self._whole(name) for key, name in files.whole.items()}
+        self.found.tree = dict(trees)  # what the local states are matched with
         trees |= {key: self._ranks(paths) for key, paths in files.ranks.items()}
         self.found.tree = self._tree(trees)
         if os.path.isdir(path):
@@ -301,11 +312,7 @@ class _Reading:
             return {name: held for part in self._parts(path) for name, held in part.items()}
         if path.endswith(".safetensors"):
             return self._weights(path)
-        file = self._open(path)
-        if next(ranked.sharded_in(file.value), None) is not None:
-            return self._merge({0: file})
-        ranked.refuse_flat(file)
-        return leaves(file, file.value)
+        return self._merge({0: self._open(path)})
 
     def _parts(self, path: str) -> Iterator[dict[str, Any]]:
         """The files that an index of Hugging Face names."""
@@ -340,47 +347,86 @@ class _Reading:
 
     def _local(self, files: dict[int, TorchFile]) -> dict[Any, Any]:
         """One optimizer's state of the local ones, in which every rank counts anew."""
-        states = [file.value["state"] for file in files.values()]
-        groups = [file.value["param_groups"] for file in files.values()]
         self._check_alike(files)
-        numels = [
-            [
-                [self._numel(file, states[rank].get(number), number) for number in group["params"]]
-                for group in groups[rank]
-            ]
-            for rank, file in files.items()
-        ]
+        groups = [file.value["param_groups"] for file in files.values()]
+        dealt = self._named(files) or self._dealt(files)
         state: dict[int, Any] = {}
         made: list[dict[str, Any]] = []
-        orders: list[list[int]] = []
+        for place, order in enumerate(dealt):
+            first = len(state)
+            for rank, position in order:
+                held = files[rank].value["state"].get(groups[rank][place]["params"][position], {})
+                state[len(state)] = leaves(files[rank], held)
+            numbers = list(range(first, len(state)))
+            made.append({**leaves(files[0], groups[0][place]), "params": numbers})
+        return {"state": state, "param_groups": made}
+
+    def _named(self, files: Mapping[int, TorchFile]) -> list[list[zro.Place]] | None:
+        """Where every group's parameters are, in the program's order, if all their names are told.
+
+        Their sizes are then the model's, and no state is needed to tell them.
+        """
+        counts = [
+            [len(group["params"]) for group in f.value["param_groups"]] for f in files.values()
+        ]
+        names = list(self.param_names or ())
+        shapes = next((s for s in _shapes(self.found.tree) if s.keys() >= set(names)), {})
+        if len(names) != sum(map(sum, counts)) or not shapes or len(set(map(len, counts))) > 1:
+            return None
+        sizes = [sum(each) for each in zip(*counts, strict=True)]
+        of_group = [
+            names[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)
+        ]
+        numels = [[prod(shapes[name]) for name in each] for each in of_group]
+        found = [[zro.Place(0, 0)] * size for size in sizes]
+        for rank, parts in enumerate(zro.partition(numels, len(files))):
+            for group, part in enumerate(parts):
+                if len(part) != counts[rank][group]:
+                    raise InconsistentCheckpoint(
+                        f"{files[rank].path} holds {counts[rank][group]} parameters of group "
+                        f"{group}, where ZeroRedundancyOptimizer gives rank {rank} {len(part)} of "
+                        "those that --param-names names",
+                        hint="their order is that of the optimizer's groups, one behind the other",
+                    )
+                for position, place in enumerate(part):
+                    found[group][place] = zro.Place(rank, position)
+        return found
+
+    def _dealt(self, files: Mapping[int, TorchFile]) -> list[list[zro.Place]]:
+        """Where every group's parameters are, the largest first; equal ones in their order."""
+        numels = [
+            [
+                [self._numel(file, number) for number in group["params"]]
+                for group in file.value["param_groups"]
+            ]
+            for file in files.values()
+        ]
         try:
             dealt = zro.dealt(numels)
         except InconsistentCheckpoint as error:
             raise InconsistentCheckpoint(f"{self.path}: {error.message}", error.hint) from error
+        self.found.orders = orders = []
+        first = 0
         for place, order in enumerate(dealt):
-            first = len(state)
-            for rank, position in order:
-                number = groups[rank][place]["params"][position]
-                state[len(state)] = leaves(files[rank], states[rank][number])
-            numbers = list(range(first, len(state)))
             sizes = [numels[rank][place][position] for rank, position in order]
-            orders += [numbers[start:stop] for start, stop in zro.runs(sizes)]
-            made.append({**leaves(files[0], groups[0][place]), "params": numbers})
-        self.found.orders = orders
-        return {"state": state, "param_groups": made}
+            for start, stop in zro.runs(sizes):
+                orders.append(list(range(first + start, first + stop)))
+            first += len(order)
+        return dealt
 
-    def _numel(self, file: TorchFile, held: Any, number: int) -> int:
+    def _numel(self, file: TorchFile, number: int) -> int:
         """Of a parameter, as its states tell it."""
         sizes = [
             value.numel
-            for key, value in (held or {}).items()
+            for key, value in file.value["state"].get(number, {}).items()
             if isinstance(value, Tensor) and key != "step"
         ]
         if not sizes:
             raise MissingData(
                 f"{file.path} holds no state of its parameter {number}, whose size nothing else "
                 "tells: ZeroRedundancyOptimizer deals parameters to ranks by size",
-                hint="save after consolidate_state_dict(), or write the weights alone",
+                hint="name the optimizer's parameters with --param-names FILE (one per line, group "
+                "by group), or save after consolidate_state_dict()",
             )
         return max(sizes)
 
@@ -397,17 +443,9 @@ class _Reading:
                 raise InconsistentCheckpoint(
                     f"{file.path} and {files[0].path} have different hyper-parameters",
                 )
-        places = [
-            (file.path, max(found))
-            for file in files.values()
-            if (
-                found := [
-                    step for held in file.value["state"].values() if (step := _step(file, held))
-                ]
-            )
-        ]
+        last = [(file.path, step) for file in files.values() if (step := _last_step(file))]
         if self.step_policy != steps.KEEP:
-            steps.agree(places, self.step_policy)
+            steps.agree(last, self.step_policy)
 
     # -- what is beside
 
@@ -425,8 +463,7 @@ def _stored(stored: safefile.Stored) -> Leaf:
             data = os.pread(file.fileno(), stored.extent.length, stored.extent.offset)
         return Scalar(decode(stored.dtype, data), stored.dtype)
 
-    numel = stored.extent.length // max(1, safefile.SIZES[stored.dtype])
-    return Leaf(stored.dtype, stored.shape, solid(numel, stored.extent), number)
+    return Leaf(stored.dtype, stored.shape, solid(prod(stored.shape), stored.extent), number)
 
 
 def _is_local(files: Mapping[int, TorchFile]) -> bool:
@@ -450,11 +487,19 @@ def _is_local(files: Mapping[int, TorchFile]) -> bool:
     return len(texts) > 1
 
 
-def _step(file: TorchFile, held: Mapping[str, Any]) -> steps.Step | None:
-    step = held.get("step")
-    if isinstance(step, Tensor):
-        return steps.step_of(file.scalar(step)) if step.numel == 1 else None
-    return steps.step_of(step)
+def _shapes(tree: Any) -> Iterator[dict[str, tuple[int, ...]]]:
+    """The tensors by name of every dictionary in a tree."""
+    if isinstance(tree, dict):
+        yield {key: held.shape for key, held in tree.items() if isinstance(held, Leaf)}
+        for held in tree.values():
+            yield from _shapes(held)
+
+
+def _last_step(file: TorchFile) -> steps.Step | None:
+    """The step of what an optimizer has stepped most often."""
+    held = [state.get("step") for state in file.value["state"].values()]
+    told = [file.scalar(step) if isinstance(step, Tensor) else step for step in held]
+    return max((s for s in map(steps.step_of, told) if s is not None), default=None)
 
 
 # -- writing
