@@ -334,7 +334,7 @@ class _Reading:
         world = self.files.world or max(files) + 1
         ranked.refuse_missing(files, world)
         self.found.source["dp"] = max(world, self.found.source["dp"] or 1)
-        if _is_local(files):
+        if "model" in self.files.whole and _is_local(files):
             return self._local(files)
         return self._merge(files)
 
@@ -415,20 +415,15 @@ class _Reading:
         return dealt
 
     def _numel(self, file: TorchFile, number: int) -> int:
-        """Of a parameter, as its states tell it."""
-        sizes = [
-            value.numel
-            for key, value in file.value["state"].get(number, {}).items()
-            if isinstance(value, Tensor) and key != "step"
-        ]
-        if not sizes:
+        numel = _numel(file.value["state"].get(number, {}))
+        if numel is None:
             raise MissingData(
                 f"{file.path} holds no state of its parameter {number}, whose size nothing else "
                 "tells: ZeroRedundancyOptimizer deals parameters to ranks by size",
                 hint="name the optimizer's parameters with --param-names FILE (one per line, group "
                 "by group), or save after consolidate_state_dict()",
             )
-        return max(sizes)
+        return numel
 
     def _check_alike(self, files: Mapping[int, TorchFile]) -> None:
         """Ranks agree on hyper-parameters and on how often they were stepped."""
@@ -469,22 +464,32 @@ def _stored(stored: safefile.Stored) -> Leaf:
 def _is_local(files: Mapping[int, TorchFile]) -> bool:
     """Whether the ranks' optimizers count parameters of their own: whole ones, but not the same."""
     values = [file.value for file in files.values()]
-    if len(files) < 2 or not all(isinstance(v, dict) and "param_groups" in v for v in values):
+    if not all(isinstance(v, dict) and "param_groups" in v and "state" in v for v in values):
         return False
     if any(next(ranked.sharded_in(value), None) is not None for value in values):
         return False
     members = [[m for group in value["param_groups"] for m in group["params"]] for value in values]
     if not all(type(member) is int for each in members for member in each):
         return False
-    shapes = [
-        [[getattr(held, "shape", None) for held in state.values()] for state in v["state"].values()]
-        for v in values
-    ]
+    if len(values) == 1:  # sorted by size, or by chance: that says less of the order
+        return all(_is_sorted(values[0]["state"], group) for group in values[0]["param_groups"])
+    shapes = [[_numel(held) for held in value["state"].values()] for value in values]
     if any((m, s) != (members[0], shapes[0]) for m, s in zip(members, shapes, strict=True)):
         return True
-    # as many of the same shapes on every rank: copies of one state, or parts by chance
+    # as many of the same sizes on every rank: copies of one state, or parts by chance
     texts = {ranked.text(file.value["state"], file) for file in files.values()}
     return len(texts) > 1
+
+
+def _is_sorted(state: Mapping[int, Any], group: Mapping[str, Any]) -> bool:
+    numels = [_numel(state.get(number, {})) or 0 for number in group["params"]]
+    return numels == sorted(numels, reverse=True)
+
+
+def _numel(held: Mapping[str, Any]) -> int | None:
+    """Of a parameter, as its states tell it; None without any."""
+    tensors = [t for key, t in held.items() if isinstance(t, Tensor) and key != "step"]
+    return max((tensor.numel for tensor in tensors), default=None)
 
 
 def _shapes(tree: Any) -> Iterator[dict[str, tuple[int, ...]]]:
