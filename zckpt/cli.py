@@ -20,7 +20,7 @@ import click
 from . import __version__
 from .dtypes import OPTIONS as DTYPES
 from .errors import WrongOption, ZckptError
-from .options import DIALECTS, OPTIMIZERS
+from .options import DCP_LAYOUTS, DIALECTS, OPTIMIZERS
 
 UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
@@ -174,6 +174,11 @@ def writing(command: Command) -> Command:
             "--dialect",
             type=click.Choice(DIALECTS),
             help="Which files of ONNX Runtime to write [default: hdf5]",
+        ),
+        click.option(
+            "--dcp-layout",
+            type=click.Choice(DCP_LAYOUTS),
+            help="How torch.distributed.checkpoint's keys are made [default: the source's]",
         ),
         click.option(
             "--param-names",

@@ -164,16 +164,17 @@ def _model(found: Found, models: Mapping[Path, Any], optimizer: _Optimizer | Non
         whole = {path: held for path, held in models.items() if names <= held.keys()}
         fitting = whole or fitting
     for likely in MODELS:
-        for path in fitting:
-            if _dotted(path) == likely:
-                return path
+        named = [path for path in fitting if _dotted(path) == likely]
+        if named:
+            return named[0]
     if () in fitting:
         return ()
     if len(fitting) > 1:
         raise AmbiguousCheckpoint(
             f"{found.root} holds several models: {listed([*map(_dotted, fitting)])}"
         )
-    return next(iter(fitting))
+    (path,) = fitting
+    return path
 
 
 def _at(tree: Any, path: Path) -> Any:
@@ -296,7 +297,8 @@ class _Reading:
     def manifest(self) -> Manifest:
         optimizer, found = self.optimizer, self.found
         trained = [name for members in optimizer.members for name in members] if optimizer else []
-        aliases = self._aliases(trained)
+        known = found.known
+        aliases = self._aliases(trained) if known is None else dict(known["aliases"])
         stepped = self._steps()
         scalars = self._scalar_keys()
         for group, members in enumerate(optimizer.members if optimizer else ()):
@@ -306,11 +308,21 @@ class _Reading:
                 )
                 self._states(name, scalars)
         rest = [name for name in self.model if name not in trained and name not in aliases]
-        self.buffers = [name for name in rest if _is_buffer(name, self.model[name])]
+        sharded = any(self.model[name].sharded for name in trained)
+        self.buffers = [
+            name
+            for name in rest
+            if (
+                _is_buffer(name, self.model[name], sharded)
+                if known is None
+                else name in known["buffers"]
+            )
+        ]
         for name in rest:
             if name not in self.buffers:
                 # without an optimizer nothing tells which are frozen
-                self._weight(name, Parameter(self.model[name].shape, optimizer is None))
+                frozen = optimizer is not None if known is None else name in known["frozen"]
+                self._weight(name, Parameter(self.model[name].shape, not frozen))
         for name in self.buffers:
             self._enter(f"{name}/param", self.model[name])
         for alias, owner in aliases.items():
@@ -462,7 +474,7 @@ class _Reading:
             "optimizer": None if self.at is None else list(self.at),
             "layout": self.optimizer.layout if self.optimizer else None,
             "scheduler": scheduler,
-            "guessed": not self.found.source.get("exact"),
+            "guessed": self.found.known is None,
         }
         state: dict[str, Any] = {
             "engine": engine,
@@ -497,8 +509,9 @@ class _Reading:
         if isinstance(value, Leaf):
             if not value.shape and value.dtype != "C64":
                 return value.number()
-            self._enter(f"{path}/state", value)
-            return TensorName(path)
+            name = value.name or path
+            self._enter(f"{name}/state", value)
+            return TensorName(name)
         return map_values(value, lambda held, key: self._kept(held, f"{path}.{_plain_key(key)}"))
 
 
@@ -521,9 +534,14 @@ def _step(held: Any) -> tuple[steps.Step, str] | None:
     return None if step is None else (step, kind)
 
 
-def _is_buffer(name: str, held: Leaf) -> bool:
-    """State dicts do not tell: what no optimizer could train, or is called as buffers are."""
-    return held.dtype not in FLOATS or bool(BUFFERS.fullmatch(name))
+def _is_buffer(name: str, held: Leaf, sharded: bool) -> bool:
+    """What is no parameter, where state dicts do not say it.
+
+    What no optimizer could train; what is called as modules call theirs; what is whole where ranks
+    hold parts of the parameters (those of one row may be whole).
+    """
+    whole = sharded and held.sharded is False and held.shape[:1] != (1,)
+    return held.dtype not in FLOATS or whole or bool(BUFFERS.fullmatch(name))
 
 
 def _is_extra(key: Any) -> bool:

@@ -6,8 +6,8 @@ lists and plain values, with a `Leaf` for every tensor, however many files hold 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -25,6 +25,8 @@ class Leaf:
 
     `twin` is equal for leaves that hold the same bytes (one memory, or pieces cut alike with equal
     checksums) and None where that is not known. `number` reads the value of a 0-d tensor.
+    `sharded` says whether ranks hold parts of it; None where that does not show. `name` is the
+    manifest's, where a writer of ours has stated it.
     """
 
     dtype: str
@@ -32,10 +34,17 @@ class Leaf:
     fragments: Fragments
     number: Callable[[], Scalar]
     twin: Any = None
+    sharded: bool | None = None
+    name: str | None = None
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def copied(self) -> bool:
+        """Whether leaves with the same twin have bytes of their own."""
+        return self.twin is not None and self.twin[0] == "crc"
 
 
 @dataclass(slots=True)
@@ -44,6 +53,7 @@ class Found:
 
     `source` is the manifest's; `orders` lists, for an optimizer that knows its parameters by
     number, the numbers whose order is that of the model's parameters: by default each group's.
+    `known` is what a writer of ours has stated: aliases, buffers, frozen weights.
     """
 
     root: str
@@ -55,6 +65,7 @@ class Found:
     left_out: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     orders: list[list[int]] | None = None
+    known: dict[str, Any] | None = None
 
 
 def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
@@ -68,11 +79,12 @@ def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
     )
 
 
-def leaves(file: TorchFile, value: Any) -> Any:
-    """The same value with a leaf for every tensor."""
+def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> Any:
+    """The same value with a leaf for every tensor; `names` are those of all that are not 0-d."""
     if isinstance(value, Tensor):
-        return leaf(file, value)
-    return map_values(value, lambda item, _: leaves(file, item))
+        made = leaf(file, value)
+        return replace(made, name=next(names, None)) if names and value.shape else made
+    return map_values(value, lambda item, _: leaves(file, item, names))
 
 
 @dataclass(frozen=True, slots=True)
