@@ -50,6 +50,12 @@ TABLE = (
         "torch.distributed.checkpoint of FSDP1, FSDP2, plain torch",
         writes=True,
     ),
+    Format(
+        "gathered",
+        "pytorch.gathered",
+        "files of torch.save, whole or one per rank: FSDP, ZeroRedundancyOptimizer, plain torch",
+        writes=True,
+    ),
     Format("universal", "universal", "zckpt's own: whole tensors as safetensors", writes=True),
 )
 
