@@ -83,7 +83,7 @@ def _by_rule(wanted: Collection[str], held: Collection[str]) -> tuple[Rule, dict
 
 def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:
     """The names of both sides that no rule brings together, in one sentence."""
-    there = f"; of the source nothing matches {listed(unused)}" if unused else ""
+    there = f"; nothing asks for its {listed(unused)}" if unused else ""
     what = listed(wanted) if wanted else "several names become one"
     return f"names that the source does not hold: {what}{there}"
 
@@ -109,7 +109,7 @@ def _prefixes(
     for chain in found:  # grows while it is walked
         for prefix in known:
             longer = chain + prefix
-            if prefix not in chain and names and which(n.startswith(longer) for n in names):
+            if names and which(n.startswith(longer) for n in names):
                 found.append(longer)
     return found
 
@@ -129,23 +129,23 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
     """
     if not rules:
         return manifest
-    patterns = [(_compiled(regex), regex, replacement) for regex, replacement in rules]
-    used: set[str] = set()
+    patterns = [(_compiled(regex), replacement) for regex, replacement in rules]
+    used: set[int] = set()
 
     def rewrite(name: str) -> str:
-        for pattern, regex, replacement in patterns:
+        for place, (pattern, replacement) in enumerate(patterns):
             try:
                 name, count = pattern.subn(replacement, name)
             except (re.error, IndexError) as error:
                 raise WrongOption(f"--rename: {replacement!r} is no replacement: {error}") from None
             if count:
-                used.add(regex)
+                used.add(place)
         return name
 
     names = _names(manifest)
     changed = dict(zip(names, map(rewrite, names), strict=True))
-    for _, regex, _ in patterns:
-        if regex not in used:
+    for place, (regex, _) in enumerate(rules):
+        if place not in used:
             raise WrongOption(
                 f"--rename: {regex!r} matches no name", hint=f"the names are {listed(names)}"
             )
@@ -247,12 +247,3 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
         buffers=tuple(names[name] for name in manifest.buffers),
         state=state,
     )
-
-
-def read_rule(text: str) -> tuple[str, str]:
-    """`REGEX=REPL`; the last `=` separates. Raises WrongOption."""
-    regex, equals, replacement = text.rpartition("=")
-    if not equals:
-        raise WrongOption(f"--rename {text!r} is no REGEX=REPL")
-    _compiled(regex)
-    return regex, replacement

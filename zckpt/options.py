@@ -21,6 +21,7 @@ class Options:
     `stage` and `optimizer` are the source's where they are None; `config` is a ds_config that
     replaces the source's; `group_defaults` are hyper-parameters that the source does not hold;
     `param_names` is the order of the module's parameters, where the source does not tell it;
+    `rename` are pairs of a regular expression and what names become by it, one after the other;
     `dialect` is the kind of an ONNX Runtime target's files.
     """
 
@@ -34,6 +35,7 @@ class Options:
     group_defaults: dict[str, Any] = field(default_factory=dict)
     param_names: tuple[str, ...] | None = None
     dialect: str | None = None
+    rename: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.dp is not None and self.dp < 1:
