@@ -94,7 +94,32 @@ class Names(click.ParamType[tuple[str, ...]]):
         return tuple(name.strip() for name in made if name.strip())
 
 
+class Rename(click.ParamType[tuple[str, str]]):
+    """REGEX=REPL; the last `=` separates."""
+
+    name = "rule"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        regex, equals, replacement = value.rpartition("=")
+        if not equals:
+            self.fail(f"{value!r} is no REGEX=REPL", param, ctx)
+        return regex, replacement
+
+
 Command = Callable[..., Any]
+
+
+def renaming(command: Command) -> Command:
+    """Other names for what the source, PATH or A holds."""
+    return click.option(
+        "--rename",
+        type=Rename(),
+        multiple=True,
+        metavar="REGEX=REPL",
+        help="Rewrite the names of parameters, as re.sub does; in order, if repeated.",
+    )(command)
 
 
 def common(command: Command) -> Command:
@@ -157,6 +182,7 @@ def copying(command: Command) -> Command:
 def writing(command: Command) -> Command:
     """What commands that write a checkpoint understand."""
     for option in (
+        renaming,
         click.option(
             "--max-file-size",
             type=Size(),
@@ -345,6 +371,7 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
 )
 @click.option("--tensors", metavar="GLOB", help="Only the tensors whose name matches.")
 @click.option("--save-proof", metavar="FILE", help="Write the report with all checksums.")
+@renaming
 @moving
 @common
 def verify(
@@ -390,6 +417,7 @@ def verify(
 @click.argument("a")
 @click.argument("b")
 @click.option("--tensors", metavar="GLOB", help="Only these tensors, the equal ones too.")
+@renaming
 @moving
 @common
 def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:

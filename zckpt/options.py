@@ -24,6 +24,8 @@ class Options:
     `param_names` is the order of the module's parameters, where the source does not tell it;
     `dialect` is the kind of an ONNX Runtime target's files; `dcp_layout` says how a target of
     torch.distributed.checkpoint names the optimizer's state (None: as the source, or nested).
+    `rename` are pairs of a regular expression and what names become by it, one after the other;
+    `dialect` is the kind of an ONNX Runtime target's files.
     """
 
     weights_only: bool = False
@@ -37,6 +39,7 @@ class Options:
     param_names: tuple[str, ...] | None = None
     dialect: str | None = None
     dcp_layout: str | None = None
+    rename: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.dp is not None and self.dp < 1:
