@@ -1,8 +1,8 @@
 """A tiny model that is awkward on purpose, with its data and its parameter groups.
 
 Shapes that force padding, a 3-D weight, a one-element parameter, a tied weight, frozen
-parameters, buffers that change while training. No 0-dim parameters: DeepSpeed 0.19.8 cannot
-broadcast them over gloo.
+parameters, buffers that change while training. A 0-dim parameter only in the variant `scalar`:
+DeepSpeed 0.19.8 cannot broadcast it over gloo.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Variant(NamedTuple):
     unused: bool = False
     strided: bool = False
     filtered: bool = True  # has a 3-D weight
+    scalar: bool = False  # has a 0-dim parameter
 
 
 VARIANTS = {
@@ -34,6 +35,8 @@ VARIANTS = {
     "unused": Variant(unused=True),
     "strided": Variant(strided=True),
     "matrices": Variant(filtered=False),
+    "scalar": Variant(scalar=True),
+    "scalar plain": Variant(tied=False, frozen=False, scalar=True),
 }
 
 
@@ -92,6 +95,8 @@ class Model(nn.Module):
             self.spare = Unused()
         self.readout = nn.Linear(SMALL, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if variant.scalar:
+            self.temperature = nn.Parameter(torch.rand(()) + 1)
         nn.init.normal_(self.embedding.weight, std=0.3)
         if variant.tied:
             self.head.weight = self.embedding.weight
@@ -109,7 +114,7 @@ class Model(nn.Module):
         hidden = self.scale(hidden)
         hidden = hidden + self.readout(torch.tanh(self.bottleneck(hidden)))
         logits: Tensor = self.head(hidden)
-        return logits
+        return logits * self.temperature if hasattr(self, "temperature") else logits
 
 
 def build(name: str, seed: int) -> Model:
@@ -127,32 +132,38 @@ def transpose_frozen(model: Model) -> None:
 
 
 def parameter_groups(model: Model, count: int) -> list[dict[str, Any]]:
+    """The groups of `named_groups` with their parameters."""
+    named = dict(model.named_parameters())
+    return [
+        {"params": [named[name] for name in names], **group}
+        for names, group in named_groups(model, count)
+    ]
+
+
+def named_groups(model: Model, count: int) -> list[tuple[list[str], dict[str, Any]]]:
     """1 to 4 groups: with decay (in reversed order), without decay, the readout, one element.
 
-    Frozen parameters are handed over as well, as `model.parameters()` would.
+    Frozen parameters are among them as well, as in `model.parameters()`.
     """
     named = dict(model.named_parameters())
-    if count == 1:
-        return [{"params": list(named.values()), "weight_decay": 0.1, "lr": LEARNING_RATE}]
-    readout = [name for name in named if count > 2 and name.startswith("readout.")]
-    gain = [name for name in named if count > 3 and name == "scale.gain"]
-    others = [name for name in named if name not in readout + gain]
     groups: list[dict[str, Any]] = [
         {"weight_decay": 0.1, "lr": LEARNING_RATE},
         {"weight_decay": 0.0, "lr": LEARNING_RATE / 4},
         {"weight_decay": 0.05, "lr": LEARNING_RATE * 2},
         {"weight_decay": 0.0, "lr": LEARNING_RATE / 2},
     ]
+    if count == 1:
+        return [(list(named), groups[0])]
+    readout = [name for name in named if count > 2 and name.startswith("readout.")]
+    gain = [name for name in named if count > 3 and name == "scale.gain"]
+    others = [name for name in named if name not in readout + gain]
     members = [
         [name for name in reversed(others) if named[name].ndim > 1],
-        [name for name in others if named[name].ndim == 1],
+        [name for name in others if named[name].ndim < 2],
         readout,
         gain,
     ]
-    return [
-        {"params": [named[name] for name in names], **group}
-        for names, group in zip(members[:count], groups, strict=False)
-    ]
+    return list(zip(members[:count], groups, strict=False))
 
 
 def loss(model: nn.Module, step: int, rank: int, ranks: int) -> Tensor:
