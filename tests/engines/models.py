@@ -27,6 +27,8 @@ class Variant(NamedTuple):
     strided: bool = False
     filtered: bool = True  # has a 3-D weight
     scalar: bool = False  # has a 0-dim parameter
+    counted: bool = True  # has an integer buffer
+    even: bool = False  # has a weight whose second dimension 1, 2, 3 and 4 ranks can share
 
 
 VARIANTS = {
@@ -37,6 +39,8 @@ VARIANTS = {
     "matrices": Variant(filtered=False),
     "scalar": Variant(scalar=True),
     "scalar plain": Variant(tied=False, frozen=False, scalar=True),
+    "floats": Variant(tied=False, frozen=False, scalar=True, counted=False),
+    "even": Variant(scalar=True, even=True),
 }
 
 
@@ -47,10 +51,10 @@ class RunningMean(nn.Module):
     seen: Tensor
     rate: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, counted: bool) -> None:
         super().__init__()
         self.register_buffer("mean", torch.randn(WIDTH))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64), persistent=counted)
         self.register_buffer("rate", torch.tensor(0.5), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -85,7 +89,7 @@ class Model(nn.Module):
     def __init__(self, variant: Variant) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.center = RunningMean()
+        self.center = RunningMean(variant.counted)
         self.trunk = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
         self.bottleneck = nn.Linear(WIDTH, SMALL)
         if variant.filtered:
@@ -97,6 +101,8 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if variant.scalar:
             self.temperature = nn.Parameter(torch.rand(()) + 1)
+        if variant.even:
+            self.mixer = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH))
         nn.init.normal_(self.embedding.weight, std=0.3)
         if variant.tied:
             self.head.weight = self.embedding.weight
@@ -113,6 +119,8 @@ class Model(nn.Module):
             hidden = hidden + self.filter(hidden.unsqueeze(1)).mean(1)
         hidden = self.scale(hidden)
         hidden = hidden + self.readout(torch.tanh(self.bottleneck(hidden)))
+        if hasattr(self, "mixer"):
+            hidden = hidden + self.mixer(hidden)
         logits: Tensor = self.head(hidden)
         return logits * self.temperature if hasattr(self, "temperature") else logits
 
@@ -129,6 +137,12 @@ def transpose_frozen(model: Model) -> None:
     """
     weight = model.bottleneck.weight
     weight.data = weight.data.t().contiguous().t()
+
+
+def transpose_trunk(model: Model) -> None:
+    """Lays out trained weights by columns; their moments follow them."""
+    for weight in (model.trunk[0].weight, model.trunk[2].weight):
+        weight.data = weight.data.t().contiguous().t()
 
 
 def parameter_groups(model: Model, count: int) -> list[dict[str, Any]]:

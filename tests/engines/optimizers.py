@@ -117,6 +117,7 @@ FACTORIES: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "adam": lambda groups: torch.optim.Adam(groups, betas=(0.8, 0.95)),
     "amsgrad": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.5), amsgrad=True),
     "tensor lr": tensor_lr,
+    "torch fused adamw": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.95), fused=True),
     "nadam": torch.optim.NAdam,
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, centered=True, momentum=0.9),
     "adagrad": torch.optim.Adagrad,

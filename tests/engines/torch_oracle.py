@@ -93,7 +93,7 @@ def gather(run: Any) -> Gathered:
     names = {id(parameter): name for name, parameter in named.items()}
     held = {
         names[id(parameter)]: {key: whole(value) for key, value in state.items()}
-        for parameter, state in run.optimizer.state.items()
+        for parameter, state in getattr(run.optimizer, "optim", run.optimizer).state.items()
     }
     ranks: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(ranks, held)

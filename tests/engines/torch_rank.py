@@ -12,6 +12,13 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from . import models, optimizers, torch_oracle
@@ -75,10 +82,21 @@ def resume(
         factory = getattr(importlib.import_module(module), name)
         options["reader"] = lambda path: factory(path, **reader[1])
     LAYOUTS[case.layout].load(run, Loading(checkpoint, **options))
-    run.step = case.steps
-    if run.scheduler is not None:
-        run.scheduler.last_epoch = case.steps
+    if run.step == 0:
+        go_forward(run, case.steps)
     finish(run, output, losses)
+
+
+def go_forward(run: Run, step: int) -> None:
+    """Where the checkpoint holds neither the place in the data nor the scheduler."""
+    run.step = step
+    if run.scheduler is not None:
+        state = {
+            "last_epoch": step,
+            "_step_count": step + 1,
+            "_last_lr": [group["lr"] for group in run.optimizer.param_groups],
+        }
+        run.scheduler.load_state_dict({**run.scheduler.state_dict(), **state})
 
 
 def finish(run: Run, output: Path, losses: int) -> None:
@@ -101,19 +119,21 @@ def build(case: Case, seed: int) -> Run:
     mesh = build_mesh(case)
     wrapped, named = ENGINES[case.engine](model, case, mesh)
     if case.engine == "fsdp1_flat":
-        groups = [(list(names), options) for names, (_, options) in zip(unit_names(named), groups)]
+        options = [options for _, options in groups]
+        groups = list(zip(unit_names(named), options, strict=True))
     parameters = [
         {"params": [named[name] for name in names], **options} for names, options in groups
     ]
-    optimizer = optimizers.FACTORIES[case.optimizer](parameters)
-    scheduler = decaying(optimizer) if case.scheduler else None
-    batches = mesh["dp"] if case.parallel else None
-    part = (
-        (batches.get_local_rank(), batches.size())
-        if batches is not None
-        else (distributed.get_rank(), distributed.get_world_size())
+    optimizer = (
+        ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, betas=(0.8, 0.95))
+        if case.engine == "zro"
+        else optimizers.FACTORIES[case.optimizer](parameters)
     )
-    return Run(wrapped, model, optimizer, scheduler, facts, part)
+    scheduler = decaying(optimizer) if case.scheduler else None
+    share = (distributed.get_rank(), distributed.get_world_size())
+    if case.parallel:
+        share = (mesh["dp"].get_local_rank(), mesh["dp"].size())
+    return Run(wrapped, model, optimizer, scheduler, facts, share)
 
 
 def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
@@ -136,11 +156,27 @@ def scalars(model: nn.Module) -> set[nn.Parameter]:
 
 
 def fsdp2(model: models.Model, case: Case, mesh: DeviceMesh) -> Wrapped:
+    if case.parallel:
+        split_over_tensors(model, mesh["tp"])
+        mesh = mesh["dp"]
     options: dict[str, Any] = {"mesh": mesh, "ignored_params": scalars(model)}
+    if case.inner:
+        inner = model.mixer[2].weight
+        options["shard_placement_fn"] = lambda each: Shard(1) if each is inner else None
     for unit in UNITS:
         fully_shard(model.get_submodule(unit), **options)
     fully_shard(model, **options)
     return model, dict(model.named_parameters())
+
+
+def split_over_tensors(model: models.Model, mesh: DeviceMesh) -> None:
+    """Weights that FSDP cuts once more: in the other dimension, and in the same one."""
+    plan = {
+        "trunk.0": ColwiseParallel(use_local_output=False),  # its parts are not equal
+        "trunk.2": RowwiseParallel(),
+        "readout": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)
 
 
 def fsdp1(model: models.Model, case: Case, mesh: DeviceMesh) -> Wrapped:
@@ -167,7 +203,11 @@ def unit_names(named: dict[str, Tensor]) -> tuple[list[str], list[str]]:
 
 
 def plain(model: models.Model, case: Case, mesh: DeviceMesh) -> Wrapped:
-    return DistributedDataParallel(model), dict(model.named_parameters())
+    if models.VARIANTS[case.model].strided:
+        models.transpose_trunk(model)
+    return DistributedDataParallel(model, find_unused_parameters=True), dict(
+        model.named_parameters()
+    )
 
 
 ENGINES: dict[str, Callable[[models.Model, Case, DeviceMesh], Wrapped]] = {
@@ -175,6 +215,7 @@ ENGINES: dict[str, Callable[[models.Model, Case, DeviceMesh], Wrapped]] = {
     "fsdp1": fsdp1,
     "fsdp1_flat": fsdp1,
     "plain": plain,
+    "zro": plain,
 }
 
 
