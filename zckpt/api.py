@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -53,15 +53,18 @@ def read(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
+    param_names: Sequence[str] | None = None,
 ) -> Manifest:
     """The manifest of the checkpoint at `path`, recognised by content. No tensor is read.
 
-    Raises a ZckptError of the kind that fits: NotACheckpoint, IncompleteCheckpoint, ...
+    `param_names` are for an optimizer that knows its parameters by number alone. Raises a ZckptError
+    of the kind that fits: NotACheckpoint, IncompleteCheckpoint, ...
     """
     steps.check_policy(step_policy)
     where = os.fspath(path)
     found = formats.recognise(where, format, tag)
-    manifest: Manifest = found.load().read(where, tag, step_policy)
+    names = {"param_names": param_names} if found.numbers else {}
+    manifest: Manifest = found.load().read(where, tag, step_policy, **names)
     return manifest
 
 
@@ -165,7 +168,7 @@ def convert(
     then there is no `target`.
     """
     asked = Options(**options)
-    manifest = _source_for(target, source, format, tag, step_policy)
+    manifest = _source_for(target, source, format, tag, step_policy, asked)
     return _write("convert", manifest, os.fspath(target), to, asked, copying, dry_run, begin)
 
 
@@ -186,7 +189,7 @@ def reshard(
     A universal source goes back to the engine that its manifest names. Otherwise as `convert`.
     """
     asked = Options(**options)
-    manifest = _source_for(target, source, format, tag, step_policy)
+    manifest = _source_for(target, source, format, tag, step_policy, asked)
     engine = str(manifest.source.get("format"))
     return _write("reshard", manifest, os.fspath(target), engine, asked, copying, dry_run, begin)
 
@@ -325,11 +328,18 @@ def _source_for(
     format: str | None,
     tag: str | None,
     step_policy: str | None,
+    options: Options,
 ) -> Manifest:
     from .staging import refuse_existing
 
     refuse_existing(os.fspath(target))  # before a large source is read
-    return read(source, format=format, tag=tag, step_policy=step_policy)
+    return read(
+        source,
+        format=format,
+        tag=tag,
+        step_policy=step_policy,
+        param_names=options.param_names,
+    )
 
 
 def _named_for(to: str, manifest: Manifest, options: Options) -> Manifest:

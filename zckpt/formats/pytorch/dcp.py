@@ -28,7 +28,7 @@ from ...manifest import Extent, Manifest, Sibling
 from ...torchfile import TORCH_DTYPES, Parsed, Tensor, TorchFile
 from ...unpickle import Unpickler
 from .state import manifest
-from .tree import Found, Leaf, Piece, assembled, leaves
+from .tree import Found, Leaf, Piece, assembled, identities, leaves
 
 if TYPE_CHECKING:
     from ...options import Options
@@ -166,7 +166,7 @@ class _Folder:
         shape = tuple(fields["size"])
         dtype = _dtype(fields["properties"])
         pieces: list[Piece] = []
-        crcs: list[Any] = []
+        parts: list[tuple[tuple[int, ...], Tensor, TorchFile]] = []
         number = None
         for chunk in map(_fields, fields["chunks"]):
             offsets, sizes = tuple(chunk["offsets"]), tuple(chunk["sizes"])
@@ -187,14 +187,21 @@ class _Folder:
             self.found.records += file.records.values()
             extent = file.whole(tensor)
             pieces.append(Piece(offsets, sizes, tensor.strides, tensor.offset, extent))
-            crcs.append((offsets, tensor.strides, file.crc(tensor)))
+            parts.append((offsets, tensor, file))
             if not shape:
                 number = _reader(file, tensor)
         fragments = assembled(key, dtype, shape, pieces)
-        told = bool(crcs) and all(crc is not None for _, _, (_, crc) in crcs)
-        twin = ("crc", dtype, shape, tuple(sorted(crcs))) if told else None
+        _, twin = identities(dtype, shape, parts)  # every item has memory of its own
         sharded = len(fields["chunks"]) > 1
-        return Leaf(dtype, shape, fragments, number or _no_number, twin, sharded, next(names, None))
+        return Leaf(
+            dtype,
+            shape,
+            fragments,
+            number or _no_number,
+            twin=twin,
+            sharded=sharded,
+            name=next(names, None),
+        )
 
     def _file(self, place: _Place) -> TorchFile:
         """An item as the file of torch.save that it is."""

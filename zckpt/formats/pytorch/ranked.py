@@ -14,7 +14,7 @@ from __future__ import annotations
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -29,7 +29,7 @@ from ...errors import (
 )
 from ...inert import Foreign, Global, Scalar, map_values, to_json
 from ...torchfile import TORCH_DTYPES, Tensor, TorchFile
-from .tree import Leaf, Piece, assembled, leaf, leaves
+from .tree import Leaf, Piece, assembled, identities, leaf, leaves
 
 Path = tuple[Any, ...]
 REBUILD = "torch._tensor._rebuild_from_type_v2"
@@ -340,7 +340,7 @@ class _Merging:
         if kinds == {Tensor}:
             copies = [Part((), tensor.shape, tensor, self.files[r]) for r, tensor in values.items()]
             same = all(_same(copies[0], other) for other in copies[1:])
-            made = leaf(self.files[first], held[0])
+            made = replace(leaf(self.files[first], held[0]), sharded=False)
         else:
             same = len(held) == 1 or len({text(v, self.files[r]) for r, v in values.items()}) == 1
             made = leaves(self.files[first], held[0])
@@ -366,7 +366,7 @@ class _Merging:
             return leaves(self.files[first], values[first]) if step is None else step
         made = leaf(self.files[first], values[first])
         number = Scalar(step, made.dtype)
-        return Leaf(made.dtype, made.shape, made.fragments, lambda: number, made.twin)
+        return replace(made, number=lambda: number)
 
     def _sharded(self, values: dict[int, Any], path: Path) -> Leaf:
         """One leaf of the parts of all ranks; every element is held, and copies are equal."""
@@ -405,15 +405,14 @@ def _leaf(name: str, whole: Sharded, parts: Sequence[Part]) -> Leaf:
         tensor = part.tensor
         extent = part.file.whole(tensor)  # which raises where the tensor reaches past it
         pieces.append(Piece(part.offsets, part.sizes, tensor.strides, tensor.offset, extent))
-    twin = tuple(
-        (p.file.path, *p.tensor.place, p.tensor.shape, p.tensor.strides, p.offsets) for p in parts
-    )
 
     def number() -> Scalar:
         return parts[0].file.scalar(parts[0].tensor)
 
     fragments = assembled(name, whole.dtype, whole.shape, pieces)
-    return Leaf(whole.dtype, whole.shape, fragments, number, twin or None)
+    held = [(part.offsets, part.tensor, part.file) for part in parts]
+    place, twin = identities(whole.dtype, whole.shape, held)
+    return Leaf(whole.dtype, whole.shape, fragments, number, place, twin, sharded=True)
 
 
 def _same(a: Part, b: Part) -> bool:

@@ -137,7 +137,7 @@ def _flat(held: dict[Any, Any]) -> _Optimizer:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Leaf):
-        return value.number() if not value.shape else repr(value.twin or id(value))
+        return value.number() if not value.shape else repr(value.place or value.twin or id(value))
     return map_values(value, lambda item, _: _plain(item))
 
 
@@ -151,7 +151,9 @@ def _models(tree: Any, optimizer: Path | None, path: Path = ()) -> Iterator[tupl
         yield from _models(held, optimizer, (*path, key))
 
 
-def _model(found: Found, models: Mapping[Path, Any], optimizer: _Optimizer | None) -> Path:
+def _model(
+    found: Found, models: Mapping[Path, dict[Any, Any]], optimizer: _Optimizer | None
+) -> Path:
     """The path of the one state dict that is the model's."""
     if not models:
         raise MissingData(
@@ -242,20 +244,43 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 def _owners(model: Mapping[str, Any]) -> list[str]:
     """Names of weights; of several that hold the same the first."""
-    seen: dict[Any, str] = {}
-    found = []
-    for name, held in model.items():
-        if not isinstance(held, Leaf) or held.dtype not in FLOATS:
-            continue
-        if held.twin is None or seen.setdefault(held.twin, name) == name or not _is_telling(held):
-            found.append(name)
-    return found
+    seen = _Seen()
+    return [
+        name
+        for name, held in model.items()
+        if isinstance(held, Leaf) and held.dtype in FLOATS and seen.owner(name, held) == name
+    ]
+
+
+class _Seen:
+    """Leaves by what they hold, so that the second names of tied weights are found."""
+
+    def __init__(self) -> None:
+        self.places: dict[Any, str] = {}
+        self.twins: dict[Any, str] = {}
+
+    def add(self, name: str, held: Leaf) -> None:
+        self.places.setdefault(held.place, name)
+        self.twins.setdefault(held.twin, name)
+
+    def find(self, held: Leaf) -> str | None:
+        """Who holds the same: one memory, or equal bytes that are no chance."""
+        if held.place is not None and held.place in self.places:
+            return self.places[held.place]
+        if held.twin is not None and held.twin in self.twins and _is_telling(held):
+            return self.twins[held.twin]
+        return None
+
+    def owner(self, name: str, held: Leaf) -> str:
+        """Who held the same before; itself, and then it is remembered."""
+        found = self.find(held)
+        if found is None:
+            self.add(name, held)
+        return found or name
 
 
 def _is_telling(held: Leaf) -> bool:
     """Whether two tensors with these bytes are one: zeros and ones are met by chance."""
-    if held.twin is not None and held.twin[0] != "crc":
-        return True  # one memory
     first = next(iter(held.fragments), None)
     if first is None or held.numel < 2:
         return False
@@ -364,15 +389,16 @@ class _Reading:
 
         A tied weight's state is under its first name, so the second is no parameter of its own.
         """
-        owners: dict[Any, str] = {}
-        for name in (*trained, *self.model):
-            twin = self.model[name].twin
-            if twin is not None and (name in trained or twin[0] != "crc"):
-                owners.setdefault(twin, name)
-        found = {}
-        for name, held in self.model.items():
-            owner = owners.get(held.twin, name) if held.twin is not None else name
-            if owner != name and name not in trained and _is_telling(held):
+        seen = _Seen()
+        for name in trained:
+            seen.add(name, self.model[name])
+        rest = [name for name in self.model if name not in trained]
+        found: dict[str, str] = {}
+        for name in rest:
+            owner = seen.find(self.model[name])
+            if owner is None:  # of what no optimizer owns one memory alone tells
+                owner = seen.owner(name, replace(self.model[name], twin=None))
+            if owner != name:
                 found[name] = owner
         return found
 

@@ -23,8 +23,8 @@ from ...torchfile import Tensor, TorchFile
 class Leaf:
     """One whole tensor.
 
-    `twin` is equal for leaves that hold the same bytes (one memory, or pieces cut alike with equal
-    checksums) and None where that is not known. `number` reads the value of a 0-d tensor.
+    `place` is equal for leaves that look at one memory, `twin` for those that are cut alike and
+    have equal checksums; None where that is not known. `number` reads the value of a 0-d tensor.
     `sharded` says whether ranks hold parts of it; None where that does not show. `name` is the
     manifest's, where a writer of ours has stated it.
     """
@@ -33,6 +33,7 @@ class Leaf:
     shape: tuple[int, ...]
     fragments: Fragments
     number: Callable[[], Scalar]
+    place: Any = None
     twin: Any = None
     sharded: bool | None = None
     name: str | None = None
@@ -40,11 +41,6 @@ class Leaf:
     @property
     def numel(self) -> int:
         return prod(self.shape)
-
-    @property
-    def copied(self) -> bool:
-        """Whether leaves with the same twin have bytes of their own."""
-        return self.twin is not None and self.twin[0] == "crc"
 
 
 @dataclass(slots=True)
@@ -70,13 +66,31 @@ class Found:
 
 def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
     """A tensor that one file holds whole."""
+    part = (0,) * len(tensor.shape), tensor, file
     return Leaf(
         tensor.dtype,
         tensor.shape,
         file.fragments(tensor),
         lambda: file.scalar(tensor),
-        (file.path, *tensor.place, tensor.shape, tensor.strides) if tensor.numel else None,
+        *identities(tensor.dtype, tensor.shape, [part]),
     )
+
+
+def identities(
+    dtype: str,
+    shape: tuple[int, ...],
+    parts: Sequence[tuple[tuple[int, ...], Tensor, TorchFile]],
+) -> tuple[Any, Any]:
+    """`place` and `twin` of a leaf whose parts are tensors of files, each at its offsets."""
+    held = [part for part in parts if part[1].numel]
+    places, crcs = [], []
+    for offsets, tensor, file in held:
+        length, crc = file.crc(tensor)
+        places.append((offsets, file.path, *tensor.place, tensor.shape, tensor.strides))
+        if crc is not None and length == tensor.numel * SIZES[dtype]:  # it is all of its storage
+            crcs.append((offsets, tensor.strides, crc))
+    twin = (dtype, shape, tuple(sorted(crcs))) if held and len(crcs) == len(held) else None
+    return (tuple(sorted(places)) or None), twin
 
 
 def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> Any:
