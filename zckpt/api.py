@@ -57,8 +57,8 @@ def read(
 ) -> Manifest:
     """The manifest of the checkpoint at `path`, recognised by content. No tensor is read.
 
-    `param_names` are for an optimizer that knows its parameters by number alone. Raises a ZckptError
-    of the kind that fits: NotACheckpoint, IncompleteCheckpoint, ...
+    `param_names` are for an optimizer that knows its parameters by number alone. Raises the
+    ZckptError that fits: NotACheckpoint, IncompleteCheckpoint, ...
     """
     steps.check_policy(step_policy)
     where = os.fspath(path)

@@ -60,6 +60,7 @@ TABLE = (
         "pytorch.gathered",
         "files of torch.save, whole or one per rank: FSDP, ZeroRedundancyOptimizer, plain torch",
         writes=True,
+        numbers=True,
     ),
     Format("universal", "universal", "zckpt's own: whole tensors as safetensors", writes=True),
 )

@@ -85,10 +85,11 @@ def identities(
     held = [part for part in parts if part[1].numel]
     places, crcs = [], []
     for offsets, tensor, file in held:
-        length, crc = file.crc(tensor)
-        places.append((offsets, file.path, *tensor.place, tensor.shape, tensor.strides))
-        if crc is not None and length == tensor.numel * SIZES[dtype]:  # it is all of its storage
-            crcs.append((offsets, tensor.strides, crc))
+        storage = file.crc(tensor)
+        seen = offsets, tensor.place[1], tensor.shape, tensor.strides
+        places.append((*seen, file.path, tensor.place[0]))
+        if storage[1] is not None:  # equal storages, equally looked at
+            crcs.append((*seen, storage))
     twin = (dtype, shape, tuple(sorted(crcs))) if held and len(crcs) == len(held) else None
     return (tuple(sorted(places)) or None), twin
 
