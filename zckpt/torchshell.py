@@ -19,8 +19,8 @@ from typing import Any
 
 from .checksum import crc_of_zeros
 from .dtypes import SIZES, STORAGES, TORCH_NAMES, encode
-from .inert import Foreign, Global, Scalar
-from .manifest import Extent, Manifest
+from .inert import Foreign, Global, Scalar, TensorName, map_values
+from .manifest import Entry, Extent, Manifest
 from .pickling import Persistent, dumps
 from .staging import Shell
 from .torchfile import Storage, Tensor, read_directory
@@ -49,6 +49,16 @@ class Storages:
         made = self.tensor(value.dtype, shape)
         self.known[made.storage.key] = encode(value.dtype, value.value)
         return made
+
+
+def thawed(value: Any, entries: Mapping[str, Entry], storages: Storages) -> Any:
+    """`value` of a manifest's state, with tensors in the place of their names and values."""
+    if isinstance(value, Scalar):
+        return storages.scalar(value)
+    if isinstance(value, TensorName):
+        entry = entries[f"{value.name}/state"]
+        return storages.tensor(entry.dtype, entry.shape)
+    return map_values(value, lambda item, _: thawed(item, entries, storages))
 
 
 def shell(name: str, value: Any, storages: Storages) -> Shell:

@@ -19,12 +19,16 @@ from ..errors import AmbiguousCheckpoint, NotACheckpoint, WrongOption, listed
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One line of the table; `module` is imported on use."""
+    """One line of the table; `module` is imported on use.
+
+    `numbers` where files may know parameters by number alone, so that `read` takes `param_names`.
+    """
 
     name: str
     module: str
     about: str
     writes: bool = False
+    numbers: bool = False
 
     def load(self) -> Any:
         return import_module(f".{self.module}", __name__)
@@ -49,12 +53,14 @@ TABLE = (
         "pytorch.dcp",
         "torch.distributed.checkpoint of FSDP1, FSDP2, plain torch",
         writes=True,
+        numbers=True,
     ),
     Format(
         "gathered",
         "pytorch.gathered",
         "files of torch.save, whole or one per rank: FSDP, ZeroRedundancyOptimizer, plain torch",
         writes=True,
+        numbers=True,
     ),
     Format("universal", "universal", "zckpt's own: whole tensors as safetensors", writes=True),
 )

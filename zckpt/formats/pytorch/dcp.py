@@ -28,7 +28,7 @@ from ...manifest import Extent, Manifest, Sibling
 from ...torchfile import TORCH_DTYPES, Parsed, Tensor, TorchFile
 from ...unpickle import Unpickler
 from .state import manifest
-from .tree import Found, Leaf, Piece, assembled, leaves
+from .tree import Found, Leaf, Piece, assembled, identities, leaves
 
 if TYPE_CHECKING:
     from ...options import Options
@@ -134,72 +134,39 @@ class _Folder:
         self.found = found
         self.parsed: Parsed = {}
         self.sizes: dict[str, int] = {}
+        self.names: Mapping[str, list[str]] = {}
 
     def read(self) -> None:
         """Puts every item into the tree, in the order of the saved state."""
-        held = self._metadata()
-        fields = _fields(held)
+        fields = _metadata(self.folder)
         items: dict[str, Any] = fields["state_dict_metadata"]
         paths: Mapping[str, Any] = fields.get("planner_data") or {}
-        places = self._places(fields["storage_data"])
+        places = _places(self.folder, fields["storage_data"])
         if not self.found.source["version"]:
             self.found.source["version"] = fields.get("version")
         self.found.files.append(os.path.join(self.folder, METADATA))
+        known = fields.get("zckpt")
+        if isinstance(known, dict):
+            self.found.known = known
+            self.names = known["names"]
         for key in [*(key for key in paths if key in items), *(k for k in items if k not in paths)]:
             value = self._item(key, items[key], places)
             _put(self.found.tree, paths.get(key) or (key,), value)
         self.found.files += sorted(self.sizes)
 
-    def _metadata(self) -> Foreign:
-        name = os.path.join(self.folder, METADATA)
-        if not os.path.isfile(name):
-            raise IncompleteCheckpoint(
-                f"{self.folder} holds items, but no {METADATA}, which is written last",
-                hint="the save did not finish; take an earlier checkpoint",
-            )
-        with open(name, "rb") as file:
-            text = file.read()
-        try:
-            made = Unpickler(text).load()
-        except CorruptCheckpoint as error:
-            raise CorruptCheckpoint(f"{name}: {error.message}", error.hint) from error
-        if not isinstance(made, Foreign) or "state_dict_metadata" not in _fields(made):
-            raise CorruptCheckpoint(f"{name} is no metadata of torch.distributed.checkpoint")
-        return made
-
-    def _places(self, storage: Mapping[Any, Any]) -> dict[tuple[str, Any], _Place]:
-        """By key and offsets (None of what is no tensor)."""
-        places = {}
-        for index, info in storage.items():
-            of, at = _fields(index), _fields(info)
-            if at.get("transform_descriptors"):
-                raise UnsupportedCheckpoint(
-                    f"{self.folder}: {of['fqn']} is stored compressed or encrypted "
-                    f"({at['transform_descriptors']})"
-                )
-            name = at["relative_path"]
-            if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
-                raise CorruptCheckpoint(f"{self.folder}: {METADATA} names a file outside: {name!r}")
-            offset = of.get("offset")
-            where = None if offset is None else tuple(offset)
-            places[of["fqn"], where] = _Place(
-                os.path.join(self.folder, name), at["offset"], at["length"]
-            )
-        return places
-
     def _item(self, key: str, item: Foreign, places: Mapping[Any, _Place]) -> Any:
-        fields = _fields(item)
+        fields, names = _fields(item), iter(self.names.get(key, ()))
         if "chunks" not in fields:
             place = places.get((key, None))
             if place is None:
                 raise IncompleteCheckpoint(f"{self.folder}: {METADATA} does not say where {key} is")
             file = self._file(place)
             self.found.records += file.records.values()
-            return leaves(file, file.value)
+            return leaves(file, file.value, names)
         shape = tuple(fields["size"])
         dtype = _dtype(fields["properties"])
         pieces: list[Piece] = []
-        crcs: list[Any] = []
+        parts: list[tuple[tuple[int, ...], Tensor, TorchFile]] = []
         number = None
         for chunk in map(_fields, fields["chunks"]):
             offsets, sizes = tuple(chunk["offsets"]), tuple(chunk["sizes"])
@@ -220,13 +187,21 @@ class _Folder:
             self.found.records += file.records.values()
             extent = file.whole(tensor)
             pieces.append(Piece(offsets, sizes, tensor.strides, tensor.offset, extent))
-            crcs.append((offsets, tensor.strides, file.crc(tensor)))
+            parts.append((offsets, tensor, file))
             if not shape:
                 number = _reader(file, tensor)
         fragments = assembled(key, dtype, shape, pieces)
-        told = bool(crcs) and all(crc is not None for _, _, (_, crc) in crcs)
-        twin = ("crc", dtype, shape, tuple(sorted(crcs))) if told else None
-        return Leaf(dtype, shape, fragments, number or _no_number, twin)
+        _, twin = identities(dtype, shape, parts)  # every item has memory of its own
+        sharded = len(fields["chunks"]) > 1
+        return Leaf(
+            dtype,
+            shape,
+            fragments,
+            number or _no_number,
+            twin=twin,
+            sharded=sharded,
+            name=next(names, None),
+        )
 
     def _file(self, place: _Place) -> TorchFile:
         """An item as the file of torch.save that it is."""
@@ -244,6 +219,53 @@ class _Folder:
                 hint="it was cut short; take another copy of it",
             )
         return TorchFile(place.file, self.parsed, Extent(place.file, place.offset, place.length))
+
+
+def _metadata(folder: str) -> dict[str, Any]:
+    """The fields of `.metadata`."""
+    name = os.path.join(folder, METADATA)
+    if not os.path.isfile(name):
+        raise IncompleteCheckpoint(
+            f"{folder} holds items, but no {METADATA}, which is written last",
+            hint="the save did not finish; take an earlier checkpoint",
+        )
+    with open(name, "rb") as file:
+        text = file.read()
+    try:
+        fields = _fields(Unpickler(text).load())
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(f"{name}: {error.message}", error.hint) from error
+    if not {"state_dict_metadata", "storage_data"} <= fields.keys():
+        raise CorruptCheckpoint(f"{name} is no metadata of torch.distributed.checkpoint")
+    return fields
+
+
+def _places(folder: str, storage: Mapping[Any, Any]) -> dict[tuple[str, Any], _Place]:
+    """Where items are, by key and offsets (None of what is no tensor)."""
+    places = {}
+    for index, info in storage.items():
+        of, at = _fields(index), _fields(info)
+        if at.get("transform_descriptors"):
+            raise UnsupportedCheckpoint(
+                f"{folder}: {of['fqn']} is stored compressed or encrypted "
+                f"({at['transform_descriptors']})"
+            )
+        name = at["relative_path"]
+        if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
+            raise CorruptCheckpoint(f"{folder}: {METADATA} names a file outside: {name!r}")
+        offset = of.get("offset")
+        where = None if offset is None else tuple(offset)
+        places[of["fqn"], where] = _Place(os.path.join(folder, name), at["offset"], at["length"])
+    return places
+
+
+def items(root: str) -> list[Extent]:
+    """Every item of a checkpoint."""
+    return [
+        Extent(place.file, place.offset, place.length)
+        for folder in folders(root)
+        for place in _places(folder, _metadata(folder)["storage_data"]).values()
+    ]
 
 
 def _fields(made: Any) -> dict[str, Any]:

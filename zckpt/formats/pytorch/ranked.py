@@ -12,7 +12,7 @@ states, data loaders) is told, and rank 0's is kept.
 from __future__ import annotations
 
 import zlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -29,7 +29,7 @@ from ...errors import (
 )
 from ...inert import Foreign, Global, Scalar, map_values, to_json
 from ...torchfile import TORCH_DTYPES, Tensor, TorchFile
-from .tree import Leaf, Piece, assembled, leaf, leaves
+from .tree import Leaf, Piece, assembled, identities, leaf, leaves
 
 Path = tuple[Any, ...]
 REBUILD = "torch._tensor._rebuild_from_type_v2"
@@ -315,11 +315,9 @@ class _Merging:
         self.files = files
         self.step_policy = step_policy
         self.different: list[Path] = []
-        self.shared = {rank: _shared(file.value) for rank, file in files.items()}
 
     def merge(self, values: dict[int, Any], path: Path) -> Any:
         """The one value of several ranks, by rank."""
-        made: Any
         first = min(values)
         held = list(values.values())
         kinds = {type(value) for value in held}
@@ -342,7 +340,7 @@ class _Merging:
         if kinds == {Tensor}:
             copies = [Part((), tensor.shape, tensor, self.files[r]) for r, tensor in values.items()]
             same = all(_same(copies[0], other) for other in copies[1:])
-            made = self._whole(first, held[0])
+            made = replace(leaf(self.files[first], held[0]), sharded=False)
         else:
             same = len(held) == 1 or len({text(v, self.files[r]) for r, v in values.items()}) == 1
             made = leaves(self.files[first], held[0])
@@ -366,29 +364,9 @@ class _Merging:
         step = steps.agree(told, self.step_policy)
         if step is None or not isinstance(values[first], Tensor):
             return leaves(self.files[first], values[first]) if step is None else step
-        made = self._whole(first, values[first])
+        made = leaf(self.files[first], values[first])
         number = Scalar(step, made.dtype)
-        return Leaf(made.dtype, made.shape, made.fragments, lambda: number, made.twin)
-
-    def _whole(self, rank: int, tensor: Tensor) -> Leaf:
-        part = Part((0,) * len(tensor.shape), tensor.shape, tensor, self.files[rank])
-        return replace(leaf(self.files[rank], tensor), twin=self._twin([part]))
-
-    def _twin(self, parts: Sequence[Part]) -> Any:
-        """Where the tensor lies, if others lie there too; else what the files say of its bytes."""
-        held = [part for part in parts if part.tensor.numel]
-        ranks = {file.path: rank for rank, file in self.files.items()}
-        if any(part.tensor.place in self.shared[ranks[part.file.path]] for part in held):
-            return tuple(
-                (p.file.path, *p.tensor.place, p.tensor.shape, p.tensor.strides) for p in held
-            )
-        # equal records are equal in what tensors see of them
-        told = [
-            (p.offsets, p.tensor.shape, p.tensor.strides, p.tensor.place[1], p.file.crc(p.tensor))
-            for p in held
-        ]
-        known = bool(held) and all(crc is not None for *_, (_, crc) in told)
-        return ("crc", held[0].tensor.dtype, *sorted(told)) if known else None
+        return replace(made, number=lambda: number)
 
     def _sharded(self, values: dict[int, Any], path: Path) -> Leaf:
         """One leaf of the parts of all ranks; every element is held, and copies are equal."""
@@ -418,44 +396,23 @@ class _Merging:
                         "values of the same elements",
                         hint=MIXED,
                     )
-        return self._assembled(_dotted(path), some, list(parts.values()))
-
-    def _assembled(self, name: str, whole: Sharded, parts: Sequence[Part]) -> Leaf:
-        pieces = []
-        for part in parts:
-            tensor = part.tensor
-            extent = part.file.whole(tensor)  # which raises where the tensor reaches past it
-            pieces.append(Piece(part.offsets, part.sizes, tensor.strides, tensor.offset, extent))
-
-        def number() -> Scalar:
-            return parts[0].file.scalar(parts[0].tensor)
-
-        fragments = assembled(name, whole.dtype, whole.shape, pieces)
-        return Leaf(whole.dtype, whole.shape, fragments, number, self._twin(parts))
+        return _leaf(_dotted(path), some, list(parts.values()))
 
 
-def _shared(value: Any) -> set[tuple[str, int]]:
-    """The places in a file at which more than one tensor lies: tied weights."""
-    seen = Counter(tensor.place for tensor in _tensors(value) if tensor.numel)
-    return {place for place, count in seen.items() if count > 1}
+def _leaf(name: str, whole: Sharded, parts: Sequence[Part]) -> Leaf:
+    pieces = []
+    for part in parts:
+        tensor = part.tensor
+        extent = part.file.whole(tensor)  # which raises where the tensor reaches past it
+        pieces.append(Piece(part.offsets, part.sizes, tensor.strides, tensor.offset, extent))
 
+    def number() -> Scalar:
+        return parts[0].file.scalar(parts[0].tensor)
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors of a tree; of sharded ones the parts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif is_sharded(value):
-        state = value.arguments[3]
-        if isinstance(state, tuple) and state and isinstance(state[0], list):
-            yield from _tensors([_merged_state(each.state).get("tensor") for each in state[0]])
-        else:
-            yield from _tensors(_merged_state(state).get("_local_tensor"))
+    fragments = assembled(name, whole.dtype, whole.shape, pieces)
+    held = [(part.offsets, part.tensor, part.file) for part in parts]
+    place, twin = identities(whole.dtype, whole.shape, held)
+    return Leaf(whole.dtype, whole.shape, fragments, number, place, twin, sharded=True)
 
 
 def _same(a: Part, b: Part) -> bool:

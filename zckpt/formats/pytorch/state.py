@@ -137,7 +137,7 @@ def _flat(held: dict[Any, Any]) -> _Optimizer:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Leaf):
-        return value.number() if not value.shape else repr(value.twin or id(value))
+        return value.number() if not value.shape else repr(value.place or value.twin or id(value))
     return map_values(value, lambda item, _: _plain(item))
 
 
@@ -151,7 +151,9 @@ def _models(tree: Any, optimizer: Path | None, path: Path = ()) -> Iterator[tupl
         yield from _models(held, optimizer, (*path, key))
 
 
-def _model(found: Found, models: Mapping[Path, Any], optimizer: _Optimizer | None) -> Path:
+def _model(
+    found: Found, models: Mapping[Path, dict[Any, Any]], optimizer: _Optimizer | None
+) -> Path:
     """The path of the one state dict that is the model's."""
     if not models:
         raise MissingData(
@@ -164,16 +166,17 @@ def _model(found: Found, models: Mapping[Path, Any], optimizer: _Optimizer | Non
         whole = {path: held for path, held in models.items() if names <= held.keys()}
         fitting = whole or fitting
     for likely in MODELS:
-        for path in fitting:
-            if _dotted(path) == likely:
-                return path
+        named = [path for path in fitting if _dotted(path) == likely]
+        if named:
+            return named[0]
     if () in fitting:
         return ()
     if len(fitting) > 1:
         raise AmbiguousCheckpoint(
             f"{found.root} holds several models: {listed([*map(_dotted, fitting)])}"
         )
-    return next(iter(fitting))
+    (path,) = fitting
+    return path
 
 
 def _at(tree: Any, path: Path) -> Any:
@@ -241,20 +244,43 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 def _owners(model: Mapping[str, Any]) -> list[str]:
     """Names of weights; of several that hold the same the first."""
-    seen: dict[Any, str] = {}
-    found = []
-    for name, held in model.items():
-        if not isinstance(held, Leaf) or held.dtype not in FLOATS:
-            continue
-        if held.twin is None or seen.setdefault(held.twin, name) == name or not _is_telling(held):
-            found.append(name)
-    return found
+    seen = _Seen()
+    return [
+        name
+        for name, held in model.items()
+        if isinstance(held, Leaf) and held.dtype in FLOATS and seen.owner(name, held) == name
+    ]
+
+
+class _Seen:
+    """Leaves by what they hold, so that the second names of tied weights are found."""
+
+    def __init__(self) -> None:
+        self.places: dict[Any, str] = {}
+        self.twins: dict[Any, str] = {}
+
+    def add(self, name: str, held: Leaf) -> None:
+        self.places.setdefault(held.place, name)
+        self.twins.setdefault(held.twin, name)
+
+    def find(self, held: Leaf) -> str | None:
+        """Who holds the same: one memory, or equal bytes that are no chance."""
+        if held.place is not None and held.place in self.places:
+            return self.places[held.place]
+        if held.twin is not None and held.twin in self.twins and _is_telling(held):
+            return self.twins[held.twin]
+        return None
+
+    def owner(self, name: str, held: Leaf) -> str:
+        """Who held the same before; itself, and then it is remembered."""
+        found = self.find(held)
+        if found is None:
+            self.add(name, held)
+        return found or name
 
 
 def _is_telling(held: Leaf) -> bool:
     """Whether two tensors with these bytes are one: zeros and ones are met by chance."""
-    if held.twin is not None and held.twin[0] != "crc":
-        return True  # one memory
     first = next(iter(held.fragments), None)
     if first is None or held.numel < 2:
         return False
@@ -296,7 +322,8 @@ class _Reading:
     def manifest(self) -> Manifest:
         optimizer, found = self.optimizer, self.found
         trained = [name for members in optimizer.members for name in members] if optimizer else []
-        aliases = self._aliases(trained)
+        known = found.known
+        aliases = self._aliases(trained) if known is None else dict(known["aliases"])
         stepped = self._steps()
         scalars = self._scalar_keys()
         for group, members in enumerate(optimizer.members if optimizer else ()):
@@ -306,11 +333,21 @@ class _Reading:
                 )
                 self._states(name, scalars)
         rest = [name for name in self.model if name not in trained and name not in aliases]
-        self.buffers = [name for name in rest if _is_buffer(name, self.model[name])]
+        sharded = any(self.model[name].sharded for name in trained)
+        self.buffers = [
+            name
+            for name in rest
+            if (
+                _is_buffer(name, self.model[name], sharded)
+                if known is None
+                else name in known["buffers"]
+            )
+        ]
         for name in rest:
             if name not in self.buffers:
                 # without an optimizer nothing tells which are frozen
-                self._weight(name, Parameter(self.model[name].shape, optimizer is None))
+                frozen = optimizer is not None if known is None else name in known["frozen"]
+                self._weight(name, Parameter(self.model[name].shape, not frozen))
         for name in self.buffers:
             self._enter(f"{name}/param", self.model[name])
         for alias, owner in aliases.items():
@@ -352,15 +389,16 @@ class _Reading:
 
         A tied weight's state is under its first name, so the second is no parameter of its own.
         """
-        owners: dict[Any, str] = {}
-        for name in (*trained, *self.model):
-            twin = self.model[name].twin
-            if twin is not None and (name in trained or twin[0] != "crc"):
-                owners.setdefault(twin, name)
-        found = {}
-        for name, held in self.model.items():
-            owner = owners.get(held.twin, name) if held.twin is not None else name
-            if owner != name and name not in trained and _is_telling(held):
+        seen = _Seen()
+        for name in trained:
+            seen.add(name, self.model[name])
+        rest = [name for name in self.model if name not in trained]
+        found: dict[str, str] = {}
+        for name in rest:
+            owner = seen.find(self.model[name])
+            if owner is None:  # of what no optimizer owns one memory alone tells
+                owner = seen.owner(name, replace(self.model[name], twin=None))
+            if owner != name:
                 found[name] = owner
         return found
 
@@ -462,7 +500,7 @@ class _Reading:
             "optimizer": None if self.at is None else list(self.at),
             "layout": self.optimizer.layout if self.optimizer else None,
             "scheduler": scheduler,
-            "guessed": not self.found.source.get("exact"),
+            "guessed": self.found.known is None,
         }
         state: dict[str, Any] = {
             "engine": engine,
@@ -497,8 +535,9 @@ class _Reading:
         if isinstance(value, Leaf):
             if not value.shape and value.dtype != "C64":
                 return value.number()
-            self._enter(f"{path}/state", value)
-            return TensorName(path)
+            name = value.name or path
+            self._enter(f"{name}/state", value)
+            return TensorName(name)
         return map_values(value, lambda held, key: self._kept(held, f"{path}.{_plain_key(key)}"))
 
 
@@ -521,9 +560,14 @@ def _step(held: Any) -> tuple[steps.Step, str] | None:
     return None if step is None else (step, kind)
 
 
-def _is_buffer(name: str, held: Leaf) -> bool:
-    """State dicts do not tell: what no optimizer could train, or is called as buffers are."""
-    return held.dtype not in FLOATS or bool(BUFFERS.fullmatch(name))
+def _is_buffer(name: str, held: Leaf, sharded: bool) -> bool:
+    """What is no parameter, where state dicts do not say it.
+
+    What no optimizer could train; what is called as modules call theirs; what is whole where ranks
+    hold parts of the parameters (those of one row may be whole).
+    """
+    whole = sharded and held.sharded is False and held.shape[:1] != (1,)
+    return held.dtype not in FLOATS or whole or bool(BUFFERS.fullmatch(name))
 
 
 def _is_extra(key: Any) -> bool:

@@ -6,8 +6,8 @@ lists and plain values, with a `Leaf` for every tensor, however many files hold 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -23,15 +23,20 @@ from ...torchfile import Tensor, TorchFile
 class Leaf:
     """One whole tensor.
 
-    `twin` is equal for leaves that hold the same bytes (one memory, or pieces cut alike with equal
-    checksums) and None where that is not known. `number` reads the value of a 0-d tensor.
+    `place` is equal for leaves that look at one memory, `twin` for those that are cut alike and
+    have equal checksums; None where that is not known. `number` reads the value of a 0-d tensor.
+    `sharded` says whether ranks hold parts of it; None where that does not show. `name` is the
+    manifest's, where a writer of ours has stated it.
     """
 
     dtype: str
     shape: tuple[int, ...]
     fragments: Fragments
     number: Callable[[], Scalar]
+    place: Any = None
     twin: Any = None
+    sharded: bool | None = None
+    name: str | None = None
 
     @property
     def numel(self) -> int:
@@ -44,6 +49,7 @@ class Found:
 
     `source` is the manifest's; `orders` lists, for an optimizer that knows its parameters by
     number, the numbers whose order is that of the model's parameters: by default each group's.
+    `known` is what a writer of ours has stated: aliases, buffers, frozen weights.
     """
 
     root: str
@@ -55,24 +61,45 @@ class Found:
     left_out: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     orders: list[list[int]] | None = None
+    known: dict[str, Any] | None = None
 
 
 def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
     """A tensor that one file holds whole."""
+    part = (0,) * len(tensor.shape), tensor, file
     return Leaf(
         tensor.dtype,
         tensor.shape,
         file.fragments(tensor),
         lambda: file.scalar(tensor),
-        (file.path, *tensor.place, tensor.shape, tensor.strides) if tensor.numel else None,
+        *identities(tensor.dtype, tensor.shape, [part]),
     )
 
 
-def leaves(file: TorchFile, value: Any) -> Any:
-    """The same value with a leaf for every tensor."""
+def identities(
+    dtype: str,
+    shape: tuple[int, ...],
+    parts: Sequence[tuple[tuple[int, ...], Tensor, TorchFile]],
+) -> tuple[Any, Any]:
+    """`place` and `twin` of a leaf whose parts are tensors of files, each at its offsets."""
+    held = [part for part in parts if part[1].numel]
+    places, crcs = [], []
+    for offsets, tensor, file in held:
+        storage = file.crc(tensor)
+        seen = offsets, tensor.place[1], tensor.shape, tensor.strides
+        places.append((*seen, file.path, tensor.place[0]))
+        if storage[1] is not None:  # equal storages, equally looked at
+            crcs.append((*seen, storage))
+    twin = (dtype, shape, tuple(sorted(crcs))) if held and len(crcs) == len(held) else None
+    return (tuple(sorted(places)) or None), twin
+
+
+def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> Any:
+    """The same value with a leaf for every tensor; `names` are those of all that are not 0-d."""
     if isinstance(value, Tensor):
-        return leaf(file, value)
-    return map_values(value, lambda item, _: leaves(file, item))
+        made = leaf(file, value)
+        return replace(made, name=next(names, None)) if names and value.shape else made
+    return map_values(value, lambda item, _: leaves(file, item, names))
 
 
 @dataclass(frozen=True, slots=True)
