@@ -286,7 +286,10 @@ class _Reading:
         self.parsed: Parsed = {}
         source = {"format": "gathered", "version": None, "dp": files.world, "tag": None}
         self.found = Found(path, source, {})
-        trees = {key: self._whole(name) for key, name in files.whole.items()}
+        self.names: Mapping[str, list[str]] = {}
+        extra = self._extra(files.whole)
+        trees = {key: self._whole(name) for key, name in files.whole.items() if key != "extra"}
+        trees |= extra
         self.found.tree = dict(trees)  # what the local states are matched with
         trees |= {key: self._ranks(paths) for key, paths in files.ranks.items()}
         self.found.tree = self._tree(trees)
@@ -299,7 +302,28 @@ class _Reading:
         alone = trees.pop(None, {})
         if not isinstance(alone, dict) or not isinstance(extra, dict):
             raise CorruptCheckpoint(f"{self.path} holds no state dicts")
+        model = trees.get("model")
+        if self.found.known and isinstance(model, dict):
+            known = self.found.known
+            for alias, owner in known["aliases"].items():  # safetensors hold tied weights once
+                if alias not in model and owner in model:
+                    model[alias] = model[owner]
+            if not model.keys() >= {*known["aliases"], *known["buffers"], *known["frozen"]}:
+                self.found.known = None  # other files have taken the place of those it was told of
         return {**alone, **trees, **extra}
+
+    def _extra(self, whole: Mapping[str | None, str]) -> dict[str | None, Any]:
+        """What is beside model and optimizer; of our own writer's also what it knew of them."""
+        if "extra" not in whole:
+            return {}
+        file = self._open(whole["extra"])
+        value = dict(file.value) if isinstance(file.value, dict) else {}
+        known = value.pop("zckpt", None)
+        if isinstance(known, dict):
+            self.found.known = known
+            self.names = known["names"]
+        names = iter(self.names.get(os.path.basename(file.path), ()))
+        return {"extra": leaves(file, value, names)}
 
     def _open(self, path: str) -> TorchFile:
         file = TorchFile(path, self.parsed)
@@ -312,7 +336,11 @@ class _Reading:
             return {name: held for part in self._parts(path) for name, held in part.items()}
         if path.endswith(".safetensors"):
             return self._weights(path)
-        return self._merge({0: self._open(path)})
+        file = self._open(path)
+        if next(ranked.sharded_in(file.value), None) is not None:
+            return self._merge({0: file})
+        ranked.refuse_flat(file)
+        return leaves(file, file.value, iter(self.names.get(os.path.basename(path), ())))
 
     def _parts(self, path: str) -> Iterator[dict[str, Any]]:
         """The files that an index of Hugging Face names."""
@@ -515,6 +543,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     from . import gathered_writing
 
     return gathered_writing.lay_out(source, options)
+
+
+def read_shells(path: str) -> Manifest:
+    """What was laid out, in which every parameter has its own step."""
+    return read(path, step_policy=steps.KEEP)
 
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:
