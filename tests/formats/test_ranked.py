@@ -21,6 +21,7 @@ from zckpt.torchfile import TorchFile
 from zckpt.torchshell import Storages, shell
 
 PLACEMENTS = "torch.distributed.tensor.placement_types"
+MESH = "torch.distributed.device_mesh"
 Mesh = Callable[[Storages, Sequence[int]], Foreign]
 
 
@@ -117,12 +118,12 @@ def with_layout(storages: Storages, sizes: Sequence[int]) -> Foreign:
     shape, stride = (tuple(sizes), strides) if len(sizes) > 1 else (sizes[0], strides[0])
     layout = record("torch.distributed._mesh_layout._MeshLayout", shape=shape, stride=stride)
     ranks = _ranks(storages, [int(torch.tensor(sizes).prod())])
-    return record("torch.distributed.device_mesh.DeviceMesh", _layout=layout, _rank_map=ranks)
+    return record(f"{MESH}.DeviceMesh", _layout=layout, _rank_map=ranks)
 
 
 def of_old(storages: Storages, sizes: Sequence[int]) -> Foreign:
     """As torch 2.4: the mesh is a tensor of ranks."""
-    return record("torch.distributed.device_mesh.DeviceMesh", mesh=_ranks(storages, sizes))
+    return record(f"{MESH}.DeviceMesh", mesh=_ranks(storages, sizes))
 
 
 def _ranks(storages: Storages, sizes: Sequence[int]) -> Any:
@@ -270,13 +271,13 @@ class TestRefused:
 
     def test_a_rank_too_many(self, tmp_path: Path) -> None:
         files = cut(tmp_path, WHOLE, (3,), [0])
-        with pytest.raises(errors.InconsistentCheckpoint, match="is of rank 3, .* there are 3"):
+        with pytest.raises(errors.InconsistentCheckpoint, match=r"is of rank 3, .* there are 3"):
             ranked.merge({**files, 3: files[2]})
 
     def test_another_number_of_ranks(self, tmp_path: Path) -> None:
         (tmp_path / "b").mkdir()
         files, others = cut(tmp_path, WHOLE, (2,), [0]), cut(tmp_path / "b", WHOLE, (3,), [0])
-        with pytest.raises(errors.ZckptError, match="2 ranks|of 3|there are"):
+        with pytest.raises(errors.ZckptError, match=r"2 ranks|of 3|there are"):
             ranked.merge({0: files[0], 1: others[1]})
 
     def test_parts_of_another_size(self, tmp_path: Path) -> None:
@@ -314,7 +315,7 @@ class TestRefused:
             saved = Saved()
             value = {"state": {0: {"step": saved.tensor(torch.tensor(3.0 + rank))}}}
             files[rank] = saved.file(tmp_path / f"optim_rank_{rank}.pt", value)
-        with pytest.raises(errors.InconsistentCheckpoint, match="3 .*4 "):
+        with pytest.raises(errors.InconsistentCheckpoint, match=r"3 .*4 "):
             ranked.merge(files)
         decided = ranked.merge(files, "max").tree["state"][0]["step"]
         assert decided.number().value == 4
