@@ -356,11 +356,10 @@ class _Reading:
                 self._enter(f"{alias}/param", self.model[alias])
                 continue
             self.parameters[owner] = replace(held, aliases=(*held.aliases, alias))
-            if self.model[alias].twin[0] == "crc":
-                copy = replace(
-                    self.entries[f"{owner}/param"], fragments=self.model[alias].fragments
-                )
-                self.replicas.append(copy)
+            place = self.model[alias].place
+            if place is None or place != self.model[owner].place:
+                copy = self.model[alias].fragments
+                self.replicas.append(replace(self.entries[f"{owner}/param"], fragments=copy))
         groups = self._groups() if optimizer else None
         state = self._state()
         keys = {key for held in (optimizer.state if optimizer else {}).values() for key in held}
