@@ -10,7 +10,7 @@ from .errors import WrongOption
 
 MAX_DP = 1 << 16
 DCP_LAYOUTS = ("nested", "flat")
-DIALECTS = ("hdf5", "l2")
+DIALECTS = ("hdf5", "l2", "safetensors")
 OPTIMIZERS = ("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam")
 
 
@@ -22,10 +22,10 @@ class Options:
     `stage` and `optimizer` are the source's where they are None; `config` is a ds_config that
     replaces the source's; `group_defaults` are hyper-parameters that the source does not hold;
     `param_names` is the order of the module's parameters, where the source does not tell it;
-    `dialect` is the kind of an ONNX Runtime target's files; `dcp_layout` says how a target of
-    torch.distributed.checkpoint names the optimizer's state (None: as the source, or nested).
-    `rename` are pairs of a regular expression and what names become by it, one after the other;
-    `dialect` is the kind of an ONNX Runtime target's files.
+    `dcp_layout` says how a target of torch.distributed.checkpoint names the optimizer's state
+    (None: as the source, or nested). `rename` are pairs of a regular expression and what names
+    become by it, one after the other. `dialect` is the kind of a target's files: hdf5 or l2 of
+    ONNX Runtime's, safetensors of gathered.
     """
 
     weights_only: bool = False

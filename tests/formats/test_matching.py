@@ -84,17 +84,11 @@ def test_as_many_names_as_numbers_are_the_order(data: Any, held: list[Any]) -> N
     assert found == [[name for name, _ in group] for group in groups]
 
 
-def test_orders_of_one_group_share_its_names() -> None:
-    names = [("a", A), ("b", C), ("c", B), ("d", A), ("e", C)]
-    orders = [[C, C], [A], [A], [B]]  # two groups: the first has its larger ones apart
-    groups = [0, 0, 1, 1]
-    told = ["b", "d", "e", "a", "c"]
-    assert match(orders, names, param_names=told, groups=groups) == [
-        ["b", "e"],
-        ["d"],
-        ["a"],
-        ["c"],
-    ]
+def test_names_in_another_order_are_what_there_is_to_choose_from() -> None:
+    names = [("a", A), ("b", C), ("c", B)]
+    assert match([[C], [A, B]], names, param_names=["a", "b", "c"]) == [["b"], ["a", "c"]]
+    with pytest.raises(errors.MissingData, match="parameter 0, of shape .2, 3."):
+        match([[C], [A, B]], names, param_names=["c", "b", "a"])
 
 
 def test_fewer_names_are_what_there_is_to_choose_from() -> None:

@@ -17,6 +17,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ... import safefile, steps
@@ -170,7 +172,8 @@ def find(path: str) -> Files:
         ]
         return _of_ranks(folder, names, {})
     names = _names(path)
-    whole = {key: os.path.join(path, name) for key, name in _whole(names).items()}
+    whole: dict[str | None, str] = {}
+    whole |= {key: os.path.join(path, name) for key, name in _whole(names).items()}
     of_ranks = [name for name in names if _rank_of(name)]
     if of_ranks:
         return _of_ranks(path, of_ranks, whole)
@@ -178,10 +181,10 @@ def find(path: str) -> Files:
         whole["model"] = os.path.join(path, alone[0])
     if "model" not in whole:
         raise NotACheckpoint(f"{path} holds no file with a model's state")
-    return Files(dict(whole))
+    return Files(whole)
 
 
-def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str, str]) -> Files:
+def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> Files:
     """Ranks' files by what they hold; whole ones of what no rank's hold."""
     found: dict[str, dict[int, str]] = {}
     worlds: set[str] = set()
@@ -245,9 +248,9 @@ def read(
     CorruptCheckpoint, UnsupportedCheckpoint (flat parameters).
     """
     try:
-        reading = _Reading(path, find(path), step_policy)
-        made = manifest(reading.found, step_policy, param_names)
-        return made if reading.found.orders is None else _in_order(made, param_names)
+        found = _Reading(path, find(path), step_policy, param_names).found
+        made = manifest(found, step_policy, param_names)
+        return made if found.orders is None else _in_order(made, param_names)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{path} is malformed: {error!r}") from error
 
@@ -269,14 +272,25 @@ def _in_order(made: Manifest, names: Sequence[str] | None) -> Manifest:
 class _Reading:
     """The tree of all files."""
 
-    def __init__(self, path: str, files: Files, step_policy: str | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        files: Files,
+        step_policy: str | None,
+        param_names: Sequence[str] | None,
+    ) -> None:
         self.path = path
         self.files = files
         self.step_policy = step_policy
+        self.param_names = param_names
         self.parsed: Parsed = {}
         source = {"format": "gathered", "version": None, "dp": files.world, "tag": None}
         self.found = Found(path, source, {})
-        trees = {key: self._whole(name) for key, name in files.whole.items()}
+        self.names: Mapping[str, list[str]] = {}
+        extra = self._extra(files.whole)
+        trees = {key: self._whole(name) for key, name in files.whole.items() if key != "extra"}
+        trees |= extra
+        self.found.tree = dict(trees)  # what the local states are matched with
         trees |= {key: self._ranks(paths) for key, paths in files.ranks.items()}
         self.found.tree = self._tree(trees)
         if os.path.isdir(path):
@@ -288,7 +302,28 @@ class _Reading:
         alone = trees.pop(None, {})
         if not isinstance(alone, dict) or not isinstance(extra, dict):
             raise CorruptCheckpoint(f"{self.path} holds no state dicts")
+        model = trees.get("model")
+        if self.found.known and isinstance(model, dict):
+            known = self.found.known
+            for alias, owner in known["aliases"].items():  # safetensors hold tied weights once
+                if alias not in model and owner in model:
+                    model[alias] = model[owner]
+            if not model.keys() >= {*known["aliases"], *known["buffers"], *known["frozen"]}:
+                self.found.known = None  # other files have taken the place of those it was told of
         return {**alone, **trees, **extra}
+
+    def _extra(self, whole: Mapping[str | None, str]) -> dict[str | None, Any]:
+        """What is beside model and optimizer; of our own writer's also what it knew of them."""
+        if "extra" not in whole:
+            return {}
+        file = self._open(whole["extra"])
+        value = dict(file.value) if isinstance(file.value, dict) else {}
+        known = value.pop("zckpt", None)
+        if isinstance(known, dict):
+            self.found.known = known
+            self.names = known["names"]
+        names = iter(self.names.get(os.path.basename(file.path), ()))
+        return {"extra": leaves(file, value, names)}
 
     def _open(self, path: str) -> TorchFile:
         file = TorchFile(path, self.parsed)
@@ -305,7 +340,7 @@ class _Reading:
         if next(ranked.sharded_in(file.value), None) is not None:
             return self._merge({0: file})
         ranked.refuse_flat(file)
-        return leaves(file, file.value)
+        return leaves(file, file.value, iter(self.names.get(os.path.basename(path), ())))
 
     def _parts(self, path: str) -> Iterator[dict[str, Any]]:
         """The files that an index of Hugging Face names."""
@@ -327,7 +362,7 @@ class _Reading:
         world = self.files.world or max(files) + 1
         ranked.refuse_missing(files, world)
         self.found.source["dp"] = max(world, self.found.source["dp"] or 1)
-        if _is_local(files):
+        if "model" in self.files.whole and _is_local(files):
             return self._local(files)
         return self._merge(files)
 
@@ -340,49 +375,83 @@ class _Reading:
 
     def _local(self, files: dict[int, TorchFile]) -> dict[Any, Any]:
         """One optimizer's state of the local ones, in which every rank counts anew."""
-        states = [file.value["state"] for file in files.values()]
-        groups = [file.value["param_groups"] for file in files.values()]
         self._check_alike(files)
-        numels = [
-            [
-                [self._numel(file, states[rank].get(number), number) for number in group["params"]]
-                for group in groups[rank]
-            ]
-            for rank, file in files.items()
-        ]
+        groups = [file.value["param_groups"] for file in files.values()]
+        dealt = self._named(files) or self._dealt(files)
         state: dict[int, Any] = {}
         made: list[dict[str, Any]] = []
-        orders: list[list[int]] = []
+        for place, order in enumerate(dealt):
+            first = len(state)
+            for rank, position in order:
+                held = files[rank].value["state"].get(groups[rank][place]["params"][position], {})
+                state[len(state)] = leaves(files[rank], held)
+            numbers = list(range(first, len(state)))
+            made.append({**leaves(files[0], groups[0][place]), "params": numbers})
+        return {"state": state, "param_groups": made}
+
+    def _named(self, files: Mapping[int, TorchFile]) -> list[list[zro.Place]] | None:
+        """Where every group's parameters are, in the program's order, if all their names are told.
+
+        Their sizes are then the model's, and no state is needed to tell them.
+        """
+        counts = [
+            [len(group["params"]) for group in f.value["param_groups"]] for f in files.values()
+        ]
+        names = list(self.param_names or ())
+        shapes = next((s for s in _shapes(self.found.tree) if s.keys() >= set(names)), {})
+        if len(names) != sum(map(sum, counts)) or not shapes or len(set(map(len, counts))) > 1:
+            return None
+        sizes = [sum(each) for each in zip(*counts, strict=True)]
+        of_group = [
+            names[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)
+        ]
+        numels = [[prod(shapes[name]) for name in each] for each in of_group]
+        found = [[zro.Place(0, 0)] * size for size in sizes]
+        for rank, parts in enumerate(zro.partition(numels, len(files))):
+            for group, part in enumerate(parts):
+                if len(part) != counts[rank][group]:
+                    raise InconsistentCheckpoint(
+                        f"{files[rank].path} holds {counts[rank][group]} parameters of group "
+                        f"{group}, where ZeroRedundancyOptimizer gives rank {rank} {len(part)} of "
+                        "those that --param-names names",
+                        hint="their order is that of the optimizer's groups, one behind the other",
+                    )
+                for position, place in enumerate(part):
+                    found[group][place] = zro.Place(rank, position)
+        return found
+
+    def _dealt(self, files: Mapping[int, TorchFile]) -> list[list[zro.Place]]:
+        """Where every group's parameters are, the largest first; equal ones in their order."""
+        numels = [
+            [
+                [self._numel(file, number) for number in group["params"]]
+                for group in file.value["param_groups"]
+            ]
+            for file in files.values()
+        ]
         try:
             dealt = zro.dealt(numels)
         except InconsistentCheckpoint as error:
             raise InconsistentCheckpoint(f"{self.path}: {error.message}", error.hint) from error
+        self.found.orders = orders = []
+        first = 0
         for place, order in enumerate(dealt):
-            first = len(state)
-            for rank, position in order:
-                number = groups[rank][place]["params"][position]
-                state[len(state)] = leaves(files[rank], states[rank][number])
-            numbers = list(range(first, len(state)))
             sizes = [numels[rank][place][position] for rank, position in order]
-            orders += [numbers[start:stop] for start, stop in zro.runs(sizes)]
-            made.append({**leaves(files[0], groups[0][place]), "params": numbers})
-        self.found.orders = orders
-        return {"state": state, "param_groups": made}
+            for start, stop in zro.runs(sizes):
+                orders.append(list(range(first + start, first + stop)))
+            first += len(order)
+        return dealt
 
-    def _numel(self, file: TorchFile, held: Any, number: int) -> int:
-        """Of a parameter, as its states tell it."""
-        sizes = [
-            value.numel
-            for key, value in (held or {}).items()
-            if isinstance(value, Tensor) and key != "step"
-        ]
-        if not sizes:
+    def _numel(self, file: TorchFile, number: int) -> int:
+        numel = _numel(file.value["state"].get(number, {}))
+        if numel is None:
             raise MissingData(
                 f"{file.path} holds no state of its parameter {number}, whose size nothing else "
                 "tells: ZeroRedundancyOptimizer deals parameters to ranks by size",
-                hint="save after consolidate_state_dict(), or write the weights alone",
+                hint="name the optimizer's parameters with --param-names FILE (one per line, group "
+                "by group), or save after consolidate_state_dict()",
             )
-        return max(sizes)
+        return numel
 
     def _check_alike(self, files: Mapping[int, TorchFile]) -> None:
         """Ranks agree on hyper-parameters and on how often they were stepped."""
@@ -397,17 +466,9 @@ class _Reading:
                 raise InconsistentCheckpoint(
                     f"{file.path} and {files[0].path} have different hyper-parameters",
                 )
-        places = [
-            (file.path, max(found))
-            for file in files.values()
-            if (
-                found := [
-                    step for held in file.value["state"].values() if (step := _step(file, held))
-                ]
-            )
-        ]
+        last = [(file.path, step) for file in files.values() if (step := _last_step(file))]
         if self.step_policy != steps.KEEP:
-            steps.agree(places, self.step_policy)
+            steps.agree(last, self.step_policy)
 
     # -- what is beside
 
@@ -425,36 +486,53 @@ def _stored(stored: safefile.Stored) -> Leaf:
             data = os.pread(file.fileno(), stored.extent.length, stored.extent.offset)
         return Scalar(decode(stored.dtype, data), stored.dtype)
 
-    numel = stored.extent.length // max(1, safefile.SIZES[stored.dtype])
-    return Leaf(stored.dtype, stored.shape, solid(numel, stored.extent), number)
+    return Leaf(stored.dtype, stored.shape, solid(prod(stored.shape), stored.extent), number)
 
 
 def _is_local(files: Mapping[int, TorchFile]) -> bool:
     """Whether the ranks' optimizers count parameters of their own: whole ones, but not the same."""
     values = [file.value for file in files.values()]
-    if len(files) < 2 or not all(isinstance(v, dict) and "param_groups" in v for v in values):
+    if not all(isinstance(v, dict) and "param_groups" in v and "state" in v for v in values):
         return False
     if any(next(ranked.sharded_in(value), None) is not None for value in values):
         return False
     members = [[m for group in value["param_groups"] for m in group["params"]] for value in values]
     if not all(type(member) is int for each in members for member in each):
         return False
-    shapes = [
-        [[getattr(held, "shape", None) for held in state.values()] for state in v["state"].values()]
-        for v in values
-    ]
+    if len(values) == 1:  # sorted by size, or by chance: that says less of the order
+        return all(_is_sorted(values[0]["state"], group) for group in values[0]["param_groups"])
+    shapes = [[_numel(held) for held in value["state"].values()] for value in values]
     if any((m, s) != (members[0], shapes[0]) for m, s in zip(members, shapes, strict=True)):
         return True
-    # as many of the same shapes on every rank: copies of one state, or parts by chance
+    # as many of the same sizes on every rank: copies of one state, or parts by chance
     texts = {ranked.text(file.value["state"], file) for file in files.values()}
     return len(texts) > 1
 
 
-def _step(file: TorchFile, held: Mapping[str, Any]) -> steps.Step | None:
-    step = held.get("step")
-    if isinstance(step, Tensor):
-        return steps.step_of(file.scalar(step)) if step.numel == 1 else None
-    return steps.step_of(step)
+def _is_sorted(state: Mapping[int, Any], group: Mapping[str, Any]) -> bool:
+    numels = [_numel(state.get(number, {})) or 0 for number in group["params"]]
+    return numels == sorted(numels, reverse=True)
+
+
+def _numel(held: Mapping[str, Any]) -> int | None:
+    """Of a parameter, as its states tell it; None without any."""
+    tensors = [t for key, t in held.items() if isinstance(t, Tensor) and key != "step"]
+    return max((tensor.numel for tensor in tensors), default=None)
+
+
+def _shapes(tree: Any) -> Iterator[dict[str, tuple[int, ...]]]:
+    """The tensors by name of every dictionary in a tree."""
+    if isinstance(tree, dict):
+        yield {key: held.shape for key, held in tree.items() if isinstance(held, Leaf)}
+        for held in tree.values():
+            yield from _shapes(held)
+
+
+def _last_step(file: TorchFile) -> steps.Step | None:
+    """The step of what an optimizer has stepped most often."""
+    held = [state.get("step") for state in file.value["state"].values()]
+    told = [file.scalar(step) if isinstance(step, Tensor) else step for step in held]
+    return max((s for s in map(steps.step_of, told) if s is not None), default=None)
 
 
 # -- writing
@@ -465,6 +543,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     from . import gathered_writing
 
     return gathered_writing.lay_out(source, options)
+
+
+def read_shells(path: str) -> Manifest:
+    """What was laid out, in which every parameter has its own step."""
+    return read(path, step_policy=steps.KEEP)
 
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:

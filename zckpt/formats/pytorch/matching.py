@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from ...errors import MissingData, WrongOption, listed
 
@@ -31,16 +32,14 @@ def match(
     orders: Sequence[Order],
     names: Sequence[Named],
     param_names: Sequence[str] | None = None,
-    *,
-    groups: Sequence[int] | None = None,
 ) -> list[list[str]]:
     """The names of every order's parameters.
 
-    An order lists shapes, None for a parameter without state, which may have any. `groups` says to
-    which group an order belongs, each to its own by default. As many `param_names` as there are
-    parameters are the optimizer's own order, group by group, if all shapes fit; otherwise they are
-    what to choose from, in that order. Raises MissingData where no way fits, or more than one, and
-    WrongOption where `param_names` holds a name that the model does not.
+    An order lists shapes, None for a parameter without state, which may have any. As many
+    `param_names` as there are parameters are the optimizer's own, order by order, if all shapes
+    fit; otherwise they are what to choose from, in that order. Raises MissingData where no way
+    fits, or more than one, and WrongOption where `param_names` holds a name that the model does
+    not.
     """
     if param_names is None:
         return _only(orders, candidates(names))
@@ -54,28 +53,17 @@ def match(
     chosen = [(name, shapes[name]) for name in param_names]
     if len(chosen) != sum(map(len, orders)):
         return _only(orders, chosen)
+    stops = list(accumulate(map(len, orders)))
     try:
-        return _group_by_group(orders, chosen, range(len(orders)) if groups is None else groups)
+        return [
+            _only([order], chosen[stop - len(order) : stop], stop - len(order))[0]
+            for order, stop in zip(orders, stops, strict=True)
+        ]
     except MissingData as error:
         try:
             return _only(orders, chosen)
         except MissingData:
             raise error from None
-
-
-def _group_by_group(
-    orders: Sequence[Order], names: Sequence[Named], groups: Sequence[int]
-) -> list[list[str]]:
-    """The match where every group's names stand together, the groups one behind the other."""
-    found: dict[int, list[str]] = {}
-    start = 0
-    for group in sorted(set(groups)):
-        places = [place for place, of in enumerate(groups) if of == group]
-        stop = start + sum(len(orders[place]) for place in places)
-        matched = _only([orders[place] for place in places], names[start:stop], start)
-        found.update(zip(places, matched, strict=True))
-        start = stop
-    return [found[place] for place in range(len(orders))]
 
 
 def candidates(names: Sequence[Named]) -> list[Named]:
