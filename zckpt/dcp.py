@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Any
 
@@ -140,8 +140,8 @@ class Place:
     """What a key of the target's state dict stands for.
 
     `kind` is weight, state or group; `name` the source's parameter or buffer, empty for a whole
-    group; `key` a state's or hyper-parameter's name; `front` what stood before `state` or
-    `param_groups.`(number); `rule` how the name was found.
+    group; `key` a state's or hyper-parameter's name; `front` what comes before the parameter or,
+    for a group, what its keys begin with; `rule` how the name was found.
     """
 
     kind: str
@@ -204,7 +204,7 @@ class Keys(Mapping[str, Any]):
         return [entry for entry in held if entry is not None]
 
     def _place(self, key: str) -> Place | None:
-        """Of an optimizer's part, or a weight: a module's buffer may be called `step`."""
+        """An optimizer's part before a weight: a module's buffer may be called `step`."""
         for found in re.finditer(r"(?:^|\.)(state|param_groups)\.", key):
             front, rest = key[: found.end()], key[found.end() :]
             name, _, last = rest.rpartition(".")
@@ -216,8 +216,8 @@ class Keys(Mapping[str, Any]):
                 return Place(kind, owner[0], last, front, owner[1])
         own = naming.plain(key)
         cuts = ["", *(own[: found.end()] for found in re.finditer(r"\.", own))]
-        rules = [Rule(cut, add) for cut in cuts for add in self._leading]
-        weight = self._lookup(own, (*self._rules, *rules))
+        rules = (Rule(cut, add) for cut in cuts for add in self._leading)
+        weight = self._lookup(own, chain(tuple(self._rules), rules))
         if weight is None:
             return None
         self._rules[weight[1]] = None
@@ -232,7 +232,7 @@ class Keys(Mapping[str, Any]):
             name = self.numbered[number]
         own = naming.plain(name)
         fronts = naming.leading([own])
-        return self._lookup(own, [Rule(cut, add) for cut in fronts for add in self._leading])
+        return self._lookup(own, (Rule(cut, add) for cut in fronts for add in self._leading))
 
     def _lookup(self, name: str, rules: Iterable[Rule]) -> tuple[str, Rule] | None:
         """The source's name by the first rule that fits; a tied weight's is its owner's."""
