@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import models, oracle
+from . import fsdp_trainers, models, oracle
 from .zygote import run as run_ranks
 
 SAVED_AT, LOSSES = 3, 5
@@ -29,7 +29,7 @@ class Job:
 
     trainer: str
     root: str
-    stage: int
+    stage: int  # of ZeRO; 0 is FSDP
     dp: int
     directory: str | None  # resume from here
     output: str
@@ -46,7 +46,11 @@ class Job:
         return Path(self.root) / "run"
 
     def record(self, engine: Any) -> None:
-        self.state = oracle.record(engine)
+        """What a DeepSpeed engine holds."""
+        self.keep(oracle.record(engine))
+
+    def keep(self, state: dict[str, Any] | None) -> None:
+        self.state = state
         self.losses.clear()
 
     def add(self, loss: torch.Tensor) -> None:
@@ -240,7 +244,12 @@ def lightning(job: Job) -> None:
     trainer.fit(Module(), steps, ckpt_path=job.directory, weights_only=False)
 
 
-TRAINERS = {"hf_trainer": hf_trainer, "accelerate": accelerate, "lightning": lightning}
+TRAINERS = {
+    "hf_trainer": hf_trainer,
+    "accelerate": accelerate,
+    "lightning": lightning,
+    **fsdp_trainers.TRAINERS,
+}
 
 
 def work(rank: int, job: Job, port: int) -> None:
@@ -258,11 +267,12 @@ def work(rank: int, job: Job, port: int) -> None:
 
 
 def main() -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
-
-    # It would compile a shared memory op and leave 69 MB per rank in /dev/shm.
-    vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
     job = Job(**json.loads(sys.argv[1]))
+    if job.stage:
+        import deepspeed  # noqa: F401  imported once, before the ranks are forked
+
+        # It would compile a shared memory op and leave 69 MB per rank in /dev/shm.
+        vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
