@@ -180,13 +180,92 @@ def hf_trainer(kind: str) -> Callable[[Any], None]:
     return work
 
 
+def lightning(kind: str) -> Callable[[Any], None]:
+    def work(job: Any) -> None:
+        import lightning.pytorch as pl
+        from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+        from torch.distributed.fsdp import fully_shard
+
+        from .trainer_rank import processor
+
+        class Module(pl.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.network = models.build("full", job.seed)
+
+            def configure_model(self) -> None:
+                if "fsdp1" in kind:
+                    return
+                mesh = self.device_mesh["data_parallel"]
+                fully_shard(self.network.trunk, mesh=mesh)
+                fully_shard(self.network, mesh=mesh)
+
+            def configure_optimizers(self) -> Any:
+                optimizer = torch.optim.AdamW(groups_of(self, facts))
+                scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20)
+                return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+            def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+                # Lightning starts its data anew when it resumes within an epoch.
+                step = self.trainer.global_step
+                loss = models.loss(self.network, step, self.global_rank, job.dp)
+                job.add(loss)
+                return loss
+
+        class Recorder(pl.Callback):
+            def keep(self, trainer: Any) -> None:
+                optimizer = trainer.optimizers[0]
+                scheduler = trainer.lr_scheduler_configs[0].scheduler
+                record(job, facts, trainer.strategy.model, optimizer, scheduler)
+
+            def on_train_start(self, trainer: Any, module: Any) -> None:
+                if job.directory:
+                    self.keep(trainer)
+
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                if not job.directory and trainer.global_step == SAVED_AT:
+                    job.saved = str(job.run / "x.ckpt")
+                    trainer.save_checkpoint(job.saved)
+                    self.keep(trainer)
+
+        module = Module()
+        facts = torch_oracle.Facts.of(module)
+        strategy = (
+            FSDPStrategy(
+                process_group_backend="gloo",
+                use_orig_params=True,
+                state_dict_type="full" if kind.endswith("full") else "sharded",
+            )
+            if "fsdp1" in kind
+            else ModelParallelStrategy(
+                data_parallel_size=job.dp,
+                tensor_parallel_size=1,
+                save_distributed_checkpoint=not kind.endswith("full"),
+                process_group_backend="gloo",
+            )
+        )
+        trainer = pl.Trainer(
+            accelerator=processor(job.dp),
+            devices=job.dp,
+            strategy=strategy,
+            max_steps=SAVED_AT + LOSSES,
+            default_root_dir=job.root,
+            callbacks=[Recorder()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        steps: Any = torch.utils.data.DataLoader(range(SAVED_AT + LOSSES))
+        trainer.fit(module, steps, ckpt_path=job.directory, weights_only=False)
+
+    return work
+
+
+KINDS = ("fsdp", "fsdp_full", "fsdp1", "fsdp1_full")
 TRAINERS = {
-    **{
-        f"accelerate_{kind}": accelerate(kind)
-        for kind in ("fsdp", "fsdp_full", "fsdp1", "fsdp1_full")
-    },
-    **{
-        f"hf_trainer_{kind}": hf_trainer(kind)
-        for kind in ("fsdp", "fsdp_full", "fsdp1", "fsdp1_full")
-    },
+    f"{trainer.__name__}_{kind}": trainer(kind)
+    for trainer in (accelerate, hf_trainer, lightning)
+    for kind in KINDS
 }

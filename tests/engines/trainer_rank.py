@@ -167,13 +167,12 @@ def accelerate(job: Job) -> None:
     train(SAVED_AT, SAVED_AT + LOSSES)
 
 
-def lightning(job: Job) -> None:
-    import lightning.pytorch as pl
+def processor(count: int) -> Any:
+    """A Lightning accelerator: so many processes on the processor, which pretends to be CUDA."""
     from lightning.pytorch.accelerators import CUDAAccelerator
-    from lightning.pytorch.strategies import DeepSpeedStrategy
 
     class Processor(CUDAAccelerator):
-        """DeepSpeedStrategy refuses everything but CUDA; nothing else in it needs CUDA."""
+        """Lightning shards only with CUDA; nothing else in its strategies needs CUDA."""
 
         def setup_device(self, device: torch.device) -> None: ...
 
@@ -187,15 +186,22 @@ def lightning(job: Job) -> None:
 
         @staticmethod
         def get_parallel_devices(devices: Any) -> list[torch.device]:
-            return [torch.device("cpu", number) for number in range(job.dp)]
+            return [torch.device("cpu", number) for number in range(count)]
 
         @staticmethod
         def auto_device_count() -> int:
-            return job.dp
+            return count
 
         @staticmethod
         def is_available() -> bool:
             return True
+
+    return Processor()
+
+
+def lightning(job: Job) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DeepSpeedStrategy
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -227,7 +233,7 @@ def lightning(job: Job) -> None:
     config = job.config()
     del config["gradient_accumulation_steps"]  # Lightning's own affair
     trainer = pl.Trainer(
-        accelerator=Processor(),
+        accelerator=processor(job.dp),
         devices=job.dp,
         strategy=DeepSpeedStrategy(config=config, process_group_backend="gloo"),
         precision="bf16-true",
