@@ -21,7 +21,8 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cached_property
+from itertools import chain, product
 from math import prod
 from typing import Any
 
@@ -35,6 +36,7 @@ from .inert import Scalar
 from .manifest import Entry, Manifest, slot_name
 from .naming import Rule
 from .plan import WIDE
+from .values import alike
 
 try:
     import torch
@@ -57,7 +59,7 @@ class StorageReader(storage.StorageReader):
 
     `format`, `tag` and `step_policy` are those of `zckpt.read`, `rename` the (regex, replacement)
     pairs of `--rename`. A state dict of `optimizer.state_dict()` itself, whose parameters are
-    numbers, needs `model` and `optimizer`.
+    numbers, needs `model` and `optimizer`, which also tell the groups of frozen parameters.
 
     A float32 weight is filled from the fp32 master where there is one; another is what the module
     held, or its master, rounded. Hyper-parameters go by parameter, not by the number of a group;
@@ -80,13 +82,13 @@ class StorageReader(storage.StorageReader):
     ) -> None:
         self._reading = {"format": format, "tag": tag, "step_policy": step_policy}
         self._rename = tuple(rename)
-        self._numbered = _numbered(model, optimizer)
+        self._groups = _groups(model, optimizer)
         self._open(path)
 
     def _open(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self.manifest = naming.renamed(api.read(path, **self._reading), self._rename)
-        self._keys = Keys(self.manifest, self._numbered)
+        self._keys = Keys(self.manifest, self._groups)
 
     @property
     def checkpoint_id(self) -> str:
@@ -106,7 +108,7 @@ class StorageReader(storage.StorageReader):
             self._open(checkpoint_id)
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
-        self._keys = Keys(self.manifest, self._numbered)  # every load asks for its own
+        self._keys = Keys(self.manifest, self._groups)  # every load asks for its own
         return metadata.Metadata(self._keys)  # type: ignore[arg-type]  # a mapping, no dict
 
     def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
@@ -138,8 +140,8 @@ class Place:
     """What a key of the target's state dict stands for.
 
     `kind` is weight, state or group; `name` the source's parameter or buffer, empty for a whole
-    group; `key` a state's or hyper-parameter's name; `front` what stood before `state` or
-    `param_groups.`(number); `rule` how the name was found.
+    group; `key` a state's or hyper-parameter's name; `front` what comes before the parameter or,
+    for a group, what its keys begin with; `rule` how the name was found.
     """
 
     kind: str
@@ -156,9 +158,10 @@ class Keys(Mapping[str, Any]):
     only once everything has been asked for and can be named together.
     """
 
-    def __init__(self, manifest: Manifest, numbered: Sequence[str]) -> None:
+    def __init__(self, manifest: Manifest, groups: Sequence[Sequence[str]]) -> None:
         self.manifest = manifest
-        self.numbered = numbered
+        self.groups = groups  # of the target's optimizer, where it was given
+        self.numbered = [name for group in groups for name in group]
         names = naming.names_of(manifest)
         self._held = naming.by_plain_name(names)
         self._leading = naming.leading(self._held)
@@ -201,7 +204,7 @@ class Keys(Mapping[str, Any]):
         return [entry for entry in held if entry is not None]
 
     def _place(self, key: str) -> Place | None:
-        """Of an optimizer's part, or a weight: a module's buffer may be called `step`."""
+        """An optimizer's part before a weight: a module's buffer may be called `step`."""
         for found in re.finditer(r"(?:^|\.)(state|param_groups)\.", key):
             front, rest = key[: found.end()], key[found.end() :]
             name, _, last = rest.rpartition(".")
@@ -213,8 +216,8 @@ class Keys(Mapping[str, Any]):
                 return Place(kind, owner[0], last, front, owner[1])
         own = naming.plain(key)
         cuts = ["", *(own[: found.end()] for found in re.finditer(r"\.", own))]
-        rules = [Rule(cut, add) for cut in cuts for add in self._leading]
-        weight = self._lookup(own, (*self._rules, *rules))
+        rules = (Rule(cut, add) for cut in cuts for add in self._leading)
+        weight = self._lookup(own, chain(tuple(self._rules), rules))
         if weight is None:
             return None
         self._rules[weight[1]] = None
@@ -229,7 +232,7 @@ class Keys(Mapping[str, Any]):
             name = self.numbered[number]
         own = naming.plain(name)
         fronts = naming.leading([own])
-        return self._lookup(own, [Rule(cut, add) for cut in fronts for add in self._leading])
+        return self._lookup(own, (Rule(cut, add) for cut in fronts for add in self._leading))
 
     def _lookup(self, name: str, rules: Iterable[Rule]) -> tuple[str, Rule] | None:
         """The source's name by the first rule that fits; a tied weight's is its owner's."""
@@ -247,14 +250,18 @@ class Keys(Mapping[str, Any]):
         return [name for name in held if name not in asked]
 
 
-def _numbered(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> list[str]:
-    """Names of an optimizer's parameters in the order in which its state dict numbers them."""
+def _groups(
+    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> list[list[str]]:
+    """Names of the parameters in an optimizer's groups; its state dict numbers them in order."""
     if (model is None) != (optimizer is None):
         raise WrongOption("model and optimizer are given together, or neither")
     if model is None or optimizer is None:
         return []
     names = {id(held): name for name, held in model.named_parameters()}
-    return [names.get(id(held), "") for group in optimizer.param_groups for held in group["params"]]
+    return [
+        [names.get(id(held), "") for held in group["params"]] for group in optimizer.param_groups
+    ]
 
 
 # -- filling
@@ -331,6 +338,7 @@ class Target:
         self.partial = bool(getattr(planner, "allow_partial_load", False))
         self.tensors = [item for item in items if item.type != BYTES]
         self.others = [item for item in items if item.type == BYTES]
+        self._known: dict[str, dict[int, str]] = {}
 
     def check(self) -> None:
         """Raises MissingData for what the source lacks; InconsistentCheckpoint, WrongOption."""
@@ -390,18 +398,31 @@ class Target:
 
     def fill_values(self) -> None:
         """Steps, 0-d states and hyper-parameters."""
+        groups = self.manifest.groups or ()
+        values: list[tuple[planner.ReadItem, Any]] = []
         kept: dict[str, None] = {}
         for item in self.others:
             key = item.dest_index.fqn
             place = self.keys.places[key]
-            if place is None or (place.kind == "group" and place.key == "params"):
+            if place is None or place.key == "params":
                 continue  # which parameters a group has is the target's
-            value = self._hyper(place) if place.kind == "group" else self._number(place)
-            if value is None:
-                if place.kind == "group":
-                    kept[place.key] = None
+            if place.kind == "state":
+                number = self._number(place)
+                if number is not None:
+                    values.append((item, number))
                 continue
-            self._put(item, value[0] if isinstance(value, tuple) else value)
+            members = self._members(place)
+            told = [
+                (name, groups[number][place.key])
+                for number, name in members.items()
+                if number < len(groups) and place.key in groups[number]
+            ]
+            if told:
+                values.append((item, self._agreed(told, place)))
+            elif members or not groups:
+                kept[place.key] = None
+        for item, value in values:
+            self._put(item, value)
         if kept:
             warnings.warn(
                 f"{self.manifest.root} does not hold the hyper-parameters {some(list(kept))}: they "
@@ -409,40 +430,63 @@ class Target:
                 stacklevel=2,
             )
 
-    def _hyper(self, place: Place) -> tuple[Any] | None:
-        """The value that a group's parameters have in the source; None where it holds none."""
-        groups = self.manifest.groups or ()
-        told: dict[int, tuple[str, Any]] = {}
-        for name, number in self._members(place):
-            if number < len(groups) and place.key in groups[number]:
-                told[number] = name, groups[number][place.key]
-        if not told:
-            return None
-        (first, value), *others = told.values()
+    def _agreed(self, told: Sequence[tuple[str, Any]], place: Place) -> Any:
+        """The value that the source's groups have, of each of which one parameter is named."""
+        (first, value), *others = told
         for name, other in others:
-            if not alike(value, other):
+            if not alike(plain(value), plain(other)):
+                group = f"one group of the target holds {first} and {name}"
+                way_out = "build the optimizer with the source's groups"
+                if place.name:
+                    group = f"the frozen {place.name} may be in the group of {first} or of {name}"
+                    way_out = "leave it out of the optimizer, or give model= and optimizer="
                 raise InconsistentCheckpoint(
-                    f"one group of the target holds {first} and {name}, whose {place.key} differ "
-                    f"in the source ({plain(value)} and {plain(other)}): build the optimizer with "
-                    "the source's groups"
+                    f"{group}, whose {place.key} differ in the source ({plain(value)} and "
+                    f"{plain(other)}): {way_out}"
                 )
-        return (value,)
+        return value
 
-    def _members(self, place: Place) -> Iterator[tuple[str, int]]:
-        """Parameters of the target's group that the source's optimizer has, with their group."""
+    def _members(self, place: Place) -> dict[int, str]:
+        """The source's groups that the target's group is of, with one parameter of each."""
+        own = self.manifest.parameters.get(place.name)
+        if own is not None and own.group is not None:
+            return {own.group: place.name}
+        known = place.name or place.front
+        if known not in self._known:
+            held = self.manifest.parameters
+            groups = ((held[name].group, name) for name in self._companions(place) if name in held)
+            self._known[known] = {n: name for n, name in groups if n is not None}
+        return self._known[known]
+
+    def _companions(self, place: Place) -> Sequence[str]:
+        """Names of what is in one group with a parameter, or in the group of a number.
+
+        torch takes a flattened group's values from its first parameter, which may be frozen: no
+        file tells its group. Without the optimizer, what has the same values now may be it.
+        """
         if place.name:
-            names = [place.name]
-        else:
-            listed = self.held.get(f"{place.front}params")
-            if listed is None:  # unknown: the group of the same number
-                yield place.front, int(place.front.split(".")[-2])
-                return
-            found = map(self.keys.parameter, listed)
-            names = [pair[0] for pair in found if pair is not None]
-        for name in names:
-            held = self.manifest.parameters.get(name)
-            if held is not None and held.group is not None:
-                yield name, held.group
+            for group in map(self._names, self.keys.groups):
+                if place.name in group:
+                    return group
+            return next(group for group in self._alike if place.name in group)
+        return self._names(self.held.get(f"{place.front}params") or ())
+
+    def _names(self, listed: Iterable[str | int]) -> list[str]:
+        return [pair[0] for pair in map(self.keys.parameter, listed) if pair is not None]
+
+    @cached_property
+    def _alike(self) -> list[list[str]]:
+        """Parameters of a flattened optimizer by equal hyper-parameters, as the target has them."""
+        values: dict[str, dict[str, str]] = {}
+        for item in self.others:
+            place = self.keys.places[item.dest_index.fqn]
+            if place is not None and place.kind == "group" and place.name:
+                value = repr(self.held.get(item.dest_index.fqn))
+                values.setdefault(place.name, {})[place.key] = value
+        groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+        for name, hyper in values.items():
+            groups.setdefault(tuple(sorted(hyper.items())), []).append(name)
+        return list(groups.values())
 
     def _put(self, item: planner.ReadItem, value: Any) -> None:
         """A value in the type that the target has for it: a tensor is filled in place."""
@@ -493,7 +537,9 @@ class Target:
             place = self.keys.places[item.dest_index.fqn]
             assert place is not None
             entry = self._entry(place, tensor)
-            if entry.dtype not in WIDE and DTYPES.get(tensor.dtype) in WIDE:
+            held = self.manifest.parameters.get(place.name)
+            trained = place.kind == "weight" and held is not None and held.trainable
+            if trained and entry.dtype not in WIDE and DTYPES.get(tensor.dtype) in WIDE:
                 rounded[entry.dtype] = None
             box = Box(entry, tuple(item.storage_offsets), tuple(item.lengths), tensor)
             memory = tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device
@@ -520,12 +566,6 @@ class Target:
 
 
 BYTES = planner.LoadItemType.BYTE_IO
-
-
-def alike(a: Any, b: Any) -> bool:
-    from .values import alike as equal
-
-    return equal(plain(a), plain(b))
 
 
 def plain(value: Any) -> Any:

@@ -62,7 +62,7 @@ FSDP2 = [
     Case("fsdp2_raw_frozen_in_groups", frozen_in_groups=True, layout="raw"),
     Case("fsdp2_scheduler", scheduler=True),
     Case("fsdp2_flat_scheduler", layout="flat", scheduler=True),
-    Case("fsdp2_as_deepspeed", model="full"),
+    Case("fsdp2_as_deepspeed", model="full"),  # trained like the DeepSpeed cases z*_as_torch
 ]
 
 WRITERS = [

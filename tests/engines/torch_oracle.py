@@ -89,7 +89,7 @@ Gathered = tuple[dict[str, Tensor], dict[str, dict[str, Any]], list[dict[str, An
 
 def gather(run: Any) -> Gathered:
     """Weights, states by name, groups; what only some ranks hold is collected from them."""
-    named = dict(run.module.named_parameters())
+    named = {clean(name): each for name, each in run.module.named_parameters()}
     names = {id(parameter): name for name, parameter in named.items()}
     held = {
         names[id(parameter)]: {key: whole(value) for key, value in state.items()}

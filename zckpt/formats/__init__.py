@@ -1,9 +1,10 @@
 """The table of formats, and how a path is recognised.
 
 A format is a module with `detect(path)`, which lists the tags of the checkpoints there (one empty
-tag where the format has none), and `read(path, tag, step_policy)`, which gives a Manifest. One that
-can be written also has `lay_out` (the files without tensors) and `seal` (what is known afterwards).
-Modules are imported when they are needed.
+tag where the format has none), and `read(path, tag, step_policy)`, which gives a Manifest.
+`detect_weights(path)` is asked where no format has found anything. One that can be written also has
+`lay_out` (the files without tensors) and `seal` (what is known afterwards). Modules are imported
+when they are needed.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ def recognise(path: str, name: str | None = None, tag: str | None = None) -> For
         for item in ([named(name)] if name else TABLE)
         if (tags := item.load().detect(path))
     }
+    if not found:
+        found = _weights(path, name)
     if len(found) > 1:
         names = ", ".join(item.name for item in found)
         raise AmbiguousCheckpoint(
@@ -111,6 +114,15 @@ def recognise(path: str, name: str | None = None, tag: str | None = None) -> For
         )
     what = f" of format {name}" if name else ""
     raise NotACheckpoint(f"{path} is no checkpoint{what}: {_looks(path)}", hint=_near(path, inside))
+
+
+def _weights(path: str, name: str | None) -> dict[Format, list[str]]:
+    """The first format that finds weights alone there, which many a folder holds beside others."""
+    for item in [named(name)] if name else TABLE:
+        detect = getattr(item.load(), "detect_weights", None)
+        if detect is not None and (tags := detect(path)) and not _inside(path):
+            return {item: tags}
+    return {}
 
 
 def _inside(path: str) -> list[str]:

@@ -1,7 +1,11 @@
 """torch.distributed.checkpoint's directories: `.metadata`, and items in `.distcp` files.
 
     <dir>/.metadata             one pickle, written last: which item is where, and the state's keys
-    <dir>/__R_K.distcp          items one behind the other, each a whole file of torch.save
+    <dir>/__R_K.distcp          items one behind the other, each a whole file of torch.save; or
+                                values so, and behind them all tensors as one safetensors file
+
+Hugging Face's storage has no `.metadata`: `shard-R-model-F-of-N.safetensors`, whose headers say at
+which offsets of the whole tensors theirs begin (`DCP_SHARDING_INFO`).
 
 `.metadata` names every tensor's shape and the boxes that ranks hold of it (torch 2.1 to 2.13; it
 moves its classes, not its fields). torch reads it with plain pickle, here no class is imported.
@@ -25,10 +29,12 @@ from ...errors import (
 )
 from ...inert import Foreign, Global
 from ...manifest import Extent, Manifest, Sibling
+from ...safefile import Stored, read_with_metadata
 from ...torchfile import TORCH_DTYPES, Parsed, Tensor, TorchFile
 from ...unpickle import Unpickler
+from . import hf
 from .state import manifest
-from .tree import Found, Leaf, Piece, assembled, identities, leaves
+from .tree import Found, Leaf, Piece, assembled, identities, leaves, number_of, solid_piece
 
 if TYPE_CHECKING:
     from ...options import Options
@@ -51,6 +57,11 @@ def detect(path: str) -> list[str]:
         steps = [item.name for item in items if STEP.fullmatch(item.name)]
     found = [name for name in steps if is_dcp(os.path.join(path, name))]
     return sorted(found, key=lambda name: int(name.removeprefix("step-")))
+
+
+def detect_weights(path: str) -> list[str]:
+    """Hugging Face's storage: weights alone, which are looked for where nothing else is found."""
+    return [""] if os.path.isdir(path) and hf.files(path) else []
 
 
 def is_dcp(path: str) -> bool:
@@ -88,14 +99,16 @@ def read(
     if not parts and len(steps) == 1 and steps[0]:
         root = os.path.join(path, steps[0])
         parts = folders(root)
-    if not parts:
+    shards = hf.files(root) if os.path.isdir(root) and not parts else []
+    if not parts and not shards:
         raise NotACheckpoint(f"{root} holds no {METADATA}")
     found = Found(root, {"format": "dcp", "version": None, "dp": None, "tag": None}, {})
     try:
         for folder in parts:
             _refuse_megatron(folder)
             _Folder(folder, found).read()
-        found.siblings += _siblings(root, parts)
+        hf.read(shards, found)
+        found.siblings += _siblings(root, [*parts, *shards])
         return manifest(found, step_policy, param_names)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{root} is malformed: {error!r}") from error
@@ -110,9 +123,8 @@ def _siblings(root: str, parts: list[str]) -> Iterator[Sibling]:
     """Files beside the checkpoint's own: a trainer's state, Lightning's meta.pt."""
     with os.scandir(root) as items:
         for item in sorted(items, key=lambda item: item.name):
-            own = root in parts and (
-                item.name.startswith(METADATA) or item.name.endswith((ITEMS, ".tmp"))
-            )
+            dcp = item.name.startswith(METADATA) or item.name.endswith((ITEMS, ".tmp"))
+            own = item.path in parts or (dcp and root in parts)
             if item.is_file() and not own:
                 yield Sibling(item.name, item.path, item.stat().st_size)
 
@@ -135,6 +147,7 @@ class _Folder:
         self.parsed: Parsed = {}
         self.sizes: dict[str, int] = {}
         self.names: Mapping[str, list[str]] = {}
+        self.safe: dict[tuple[str, int], dict[str, Stored]] = {}
 
     def read(self) -> None:
         """Puts every item into the tree, in the order of the saved state."""
@@ -177,21 +190,24 @@ class _Folder:
                 raise IncompleteCheckpoint(
                     f"{self.folder}: {METADATA} does not say where {key} at {list(offsets)} is"
                 )
+            stored = self._stored(place, key)
+            if stored is not None:
+                _agree(place, key, (stored.dtype, stored.shape), (dtype, sizes))
+                pieces.append(solid_piece(stored, offsets))
+                number = number_of(stored)
+                continue
             file = self._file(place)
             tensor = file.value
-            if not isinstance(tensor, Tensor) or (tensor.dtype, tensor.shape) != (dtype, sizes):
-                raise InconsistentCheckpoint(
-                    f"{place.file} holds something else at {place.offset} than the {dtype} "
-                    f"{list(sizes)} of {key} that {METADATA} says"
-                )
+            held = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
+            _agree(place, key, held, (dtype, sizes))
             self.found.records += file.records.values()
             extent = file.whole(tensor)
             pieces.append(Piece(offsets, sizes, tensor.strides, tensor.offset, extent))
             parts.append((offsets, tensor, file))
-            if not shape:
-                number = _reader(file, tensor)
+            number = _reader(file, tensor)
         fragments = assembled(key, dtype, shape, pieces)
-        _, twin = identities(dtype, shape, parts)  # every item has memory of its own
+        # every item has memory of its own; safetensors have no checksums
+        twin = identities(dtype, shape, parts)[1] if len(parts) == len(pieces) else None
         sharded = len(fields["chunks"]) > 1
         return Leaf(
             dtype,
@@ -203,8 +219,29 @@ class _Folder:
             name=next(names, None),
         )
 
+    def _stored(self, place: _Place, key: str) -> Stored | None:
+        """A tensor of the safetensors file that begins at the place, where one does."""
+        where = place.file, place.offset
+        if where not in self.safe:
+            self._need(place, 1)
+            with open(place.file, "rb") as file:
+                file.seek(place.offset)
+                is_torch = file.read(2) == b"PK"
+            if is_torch:
+                return None
+            listed, _ = read_with_metadata(place.file, place.offset)
+            self.safe[where] = {stored.name: stored for stored in listed}
+        if key not in self.safe[where]:
+            raise IncompleteCheckpoint(f"{place.file} lacks {key}, which {METADATA} says it holds")
+        return self.safe[where][key]
+
     def _file(self, place: _Place) -> TorchFile:
         """An item as the file of torch.save that it is."""
+        self._need(place, place.length)
+        return TorchFile(place.file, self.parsed, Extent(place.file, place.offset, place.length))
+
+    def _need(self, place: _Place, length: int) -> None:
+        """Raises unless the file is there and has these bytes."""
         if place.file not in self.sizes:
             if not os.path.isfile(place.file):
                 raise IncompleteCheckpoint(
@@ -212,13 +249,12 @@ class _Folder:
                     hint="copy the whole directory; every rank writes files of its own",
                 )
             self.sizes[place.file] = os.path.getsize(place.file)
-        if place.offset < 0 or place.offset + place.length > self.sizes[place.file]:
+        if place.offset < 0 or place.offset + length > self.sizes[place.file]:
             raise IncompleteCheckpoint(
                 f"{place.file} has {self.sizes[place.file]} bytes, {METADATA} says at least "
-                f"{place.offset + place.length}",
+                f"{place.offset + length}",
                 hint="it was cut short; take another copy of it",
             )
-        return TorchFile(place.file, self.parsed, Extent(place.file, place.offset, place.length))
 
 
 def _metadata(folder: str) -> dict[str, Any]:
@@ -286,6 +322,14 @@ def _dtype(properties: Any) -> str:
     if name is None:
         raise UnsupportedCheckpoint(f"a tensor of type {getattr(dtype, 'name', dtype)}")
     return name
+
+
+def _agree(place: _Place, key: str, held: Any, stated: tuple[str, tuple[int, ...]]) -> None:
+    if held != stated:
+        raise InconsistentCheckpoint(
+            f"{place.file} holds something else at {place.offset} than the {stated[0]} "
+            f"{list(stated[1])} of {key} that {METADATA} says"
+        )
 
 
 def _reader(file: TorchFile, tensor: Tensor) -> Any:

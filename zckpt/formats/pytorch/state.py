@@ -53,7 +53,7 @@ def manifest(
         )
     at = optimizers[0] if optimizers else None
     optimizer = None if at is None else _optimizer(_at(found.tree, at))
-    models = dict(_models(found.tree, at))
+    models: dict[Path, dict[Any, Any]] = dict(_models(found.tree, at))
     path = _model(found, models, optimizer)
     model = models[path]
     if optimizer is not None:
@@ -160,23 +160,22 @@ def _model(
             f"{found.root} holds an optimizer's state, but no model's",
             hint="give the folder that holds both; names and weights are in the model's",
         )
-    fitting = dict(models)
+    fitting: dict[Path, dict[Any, Any]] = dict(models)
     if optimizer is not None and not optimizer.is_numbered:
         names = {name for members in optimizer.members for name in members}
         whole = {path: held for path, held in models.items() if names <= held.keys()}
         fitting = whole or fitting
     for likely in MODELS:
-        named = [path for path in fitting if _dotted(path) == likely]
-        if named:
-            return named[0]
+        for path in fitting:
+            if _dotted(path) == likely:
+                return path
     if () in fitting:
         return ()
     if len(fitting) > 1:
         raise AmbiguousCheckpoint(
             f"{found.root} holds several models: {listed([*map(_dotted, fitting)])}"
         )
-    (path,) = fitting
-    return path
+    return next(iter(fitting))
 
 
 def _at(tree: Any, path: Path) -> Any:
@@ -357,11 +356,10 @@ class _Reading:
                 self._enter(f"{alias}/param", self.model[alias])
                 continue
             self.parameters[owner] = replace(held, aliases=(*held.aliases, alias))
-            if self.model[alias].twin[0] == "crc":
-                copy = replace(
-                    self.entries[f"{owner}/param"], fragments=self.model[alias].fragments
-                )
-                self.replicas.append(copy)
+            place = self.model[alias].place
+            if place is None or place != self.model[owner].place:
+                copy = self.model[alias].fragments
+                self.replicas.append(replace(self.entries[f"{owner}/param"], fragments=copy))
         groups = self._groups() if optimizer else None
         state = self._state()
         keys = {key for held in (optimizer.state if optimizer else {}).values() for key in held}

@@ -6,16 +6,18 @@ lists and plain values, with a `Leaf` for every tensor, however many files hold 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import prod
 from typing import Any
 
-from ...dtypes import SIZES
+from ...dtypes import SIZES, decode
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint
 from ...inert import Scalar, map_values
 from ...manifest import Box, Extent, Fragments, Record, Runs, Sibling, boxes
+from ...safefile import Stored
 from ...torchfile import Tensor, TorchFile
 
 
@@ -102,6 +104,17 @@ def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> A
     return map_values(value, lambda item, _: leaves(file, item, names))
 
 
+def number_of(stored: Stored) -> Callable[[], Scalar]:
+    """Reads the value of a 0-d tensor of a safetensors file."""
+
+    def number() -> Scalar:
+        with open(stored.extent.file, "rb") as file:
+            data = os.pread(file.fileno(), stored.extent.length, stored.extent.offset)
+        return Scalar(decode(stored.dtype, data), stored.dtype)
+
+    return number
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Elements [offset, offset + size) along every axis of a tensor, as one rank holds them.
@@ -118,6 +131,13 @@ class Piece:
     @property
     def numel(self) -> int:
         return prod(self.sizes)
+
+
+def solid_piece(stored: Stored, offsets: tuple[int, ...]) -> Piece:
+    """A piece that a safetensors file holds, which has rows one behind the other."""
+    shape = stored.shape
+    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return Piece(offsets, shape, strides, 0, stored.extent)
 
 
 def assembled(what: str, dtype: str, shape: Sequence[int], pieces: Sequence[Piece]) -> Fragments:
