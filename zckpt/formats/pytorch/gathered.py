@@ -248,11 +248,30 @@ def read(
     CorruptCheckpoint, UnsupportedCheckpoint (flat parameters).
     """
     try:
-        found = _Reading(path, find(path), step_policy, param_names).found
-        made = manifest(found, step_policy, param_names)
-        return made if found.orders is None else _in_order(made, param_names)
+        reading = _Reading(path, find(path), step_policy, param_names)
+        made = manifest(reading.found, step_policy, param_names)
+        if reading.is_local:
+            _refuse_lost(made, param_names)
+        return made if reading.found.orders is None else _in_order(made, param_names)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{path} is malformed: {error!r}") from error
+
+
+def _refuse_lost(made: Manifest, names: Sequence[str] | None) -> None:
+    """Raises IncompleteCheckpoint where the last ranks may be missing, which no file tells."""
+    trained = [name for name, held in made.parameters.items() if held.trainable]
+    if names is not None and len(names) != len(trained):
+        raise IncompleteCheckpoint(
+            f"--param-names names {len(names)} parameters, the ranks hold {len(trained)} of them",
+            hint="put all ranks' files into one directory",
+        )
+    lost = [name for name in made.parameters if name not in trained]
+    if names is None and lost:
+        raise IncompleteCheckpoint(
+            f"no rank holds a state of {listed(lost, 4)}: the last ranks' files may be missing",
+            hint="if these weights are frozen, name the others with --param-names FILE (one per "
+            "line, group by group)",
+        )
 
 
 def _in_order(made: Manifest, names: Sequence[str] | None) -> Manifest:
@@ -287,6 +306,7 @@ class _Reading:
         source = {"format": "gathered", "version": None, "dp": files.world, "tag": None}
         self.found = Found(path, source, {})
         self.names: Mapping[str, list[str]] = {}
+        self.is_local = False
         extra = self._extra(files.whole)
         trees = {key: self._whole(name) for key, name in files.whole.items() if key != "extra"}
         trees |= extra
@@ -375,6 +395,7 @@ class _Reading:
 
     def _local(self, files: dict[int, TorchFile]) -> dict[Any, Any]:
         """One optimizer's state of the local ones, in which every rank counts anew."""
+        self.is_local = True
         self._check_alike(files)
         groups = [file.value["param_groups"] for file in files.values()]
         dealt = self._named(files) or self._dealt(files)
