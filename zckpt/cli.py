@@ -199,7 +199,8 @@ def writing(command: Command) -> Command:
         click.option(
             "--dialect",
             type=click.Choice(DIALECTS),
-            help="Which files of ONNX Runtime to write [default: hdf5]",
+            help="Kind of files: hdf5 (default) or l2 for onnxruntime, safetensors for gathered, "
+            "accelerate for dcp.",
         ),
         click.option(
             "--dcp-layout",

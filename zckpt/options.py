@@ -10,7 +10,7 @@ from .errors import WrongOption
 
 MAX_DP = 1 << 16
 DCP_LAYOUTS = ("nested", "flat")
-DIALECTS = ("hdf5", "l2", "safetensors")
+DIALECTS = ("hdf5", "l2", "safetensors", "accelerate")
 OPTIMIZERS = ("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam")
 
 

@@ -104,6 +104,8 @@ def read(
         raise NotACheckpoint(f"{root} holds no {METADATA}")
     found = Found(root, {"format": "dcp", "version": None, "dp": None, "tag": None}, {})
     try:
+        if parts and parts != [root]:
+            found.folders = [os.path.basename(folder) for folder in parts]
         for folder in parts:
             _refuse_megatron(folder)
             _Folder(folder, found).read()

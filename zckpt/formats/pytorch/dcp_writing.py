@@ -9,29 +9,25 @@ Every rank's items are files of their own, `__R_K.distcp`, as if N ranks had sav
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ...dtypes import SIZES, TORCH_NAMES
-from ...errors import MissingData
+from ...errors import WrongOption
 from ...fileio import align
-from ...hyper import torch_groups
 from ...inert import Foreign, Global, Scalar, Size, TensorName, map_values
-from ...manifest import Manifest, slot_key
+from ...manifest import Manifest
 from ...options import Options
 from ...pickling import dumps
 from ...staging import Layout, Shell
 from ...torchshell import ALIGNMENT, Storages, shell, state_checksums, thawed
+from .state_dicts import Hole, Path, StateDicts, left_out
 
 VERSION = "1.0.0"  # of the metadata, torch 2.13
 SMALL = 64 << 10  # bytes; smaller pieces would cost a rank more to find than to read
-OF_TORCH = (
-    "engine", "module", "module_extra", "module_metadata",
-    "lr_scheduler", "client_state", "optimizer",
-)  # fmt: skip
-Path = tuple[Any, ...]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes along every axis."""
 
@@ -41,18 +37,13 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises WrongOption and MissingData before anything is written.
     """
-    options.refuse("torch.distributed.checkpoint", "stage", "config", "dialect")
+    what = "torch.distributed.checkpoint"
+    options.refuse(what, "stage", "config", "optimizer")
+    if options.dialect not in (None, "accelerate"):
+        raise WrongOption(f"--dialect {options.dialect} has no meaning for {what}")
     target = Target(source, options)
     siblings = [(item.name, item) for item in source.siblings]
     return Layout(target.shells, siblings, target.left_out, target.warnings)
-
-
-@dataclass(frozen=True, slots=True)
-class Hole:
-    """A tensor that is to be filled later."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,145 +63,6 @@ class _Placed:
     extent: tuple[int, int]  # offset and length in bytes
 
 
-class StateDicts:
-    """A manifest as the state dicts that torch's programs save: values and holes by path."""
-
-    def __init__(self, source: Manifest, options: Options) -> None:
-        self.source = source
-        self.options = options
-        self.engine = source.state.get("engine") or {}
-        own = self.engine if self.engine.get("name") == "torch" else {}
-        self.model: Path = tuple(own.get("model", ("model",)))
-        self.optimizer: Path = tuple(own.get("optimizer") or ("optim",))
-        self.scheduler = own.get("scheduler") or "lr_scheduler"
-        kept = own.get("layout")
-        self.layout = options.dcp_layout or ("flat" if kept == "flat" else "nested")
-        self.warnings = list(source.warnings)
-        self.left_out = list(source.left_out)
-        self.aliases = {
-            alias: name for name, held in source.parameters.items() for alias in held.aliases
-        }
-        self.groups: list[dict[str, Any]] = []
-        states = set(source.slots) - {"param", "master", "state"}
-        self.optimizes = not options.weights_only and bool(source.groups is not None or states)
-        if self.optimizes:
-            self.groups, assumed = torch_groups(source, options)
-            self.warnings += assumed
-
-    def items(self) -> Iterator[tuple[Path, Any]]:
-        """Every value with its path, in the order in which a program would save them."""
-        for name, held in self._weights():
-            yield (*self.model, name), held
-        if self.options.weights_only:
-            return
-        if self.optimizes:
-            yield from self._optimizer()
-        state = self.source.state
-        if state.get("lr_scheduler") is not None:
-            yield from flattened((self.scheduler,), state["lr_scheduler"])
-        for key, held in (state.get("client_state") or {}).items():
-            yield from flattened((str(key),), held)
-
-    # -- the model
-
-    def _weights(self) -> Iterator[tuple[str, Any]]:
-        source = self.source
-        extra = source.state.get("module_extra") or {}
-        names = source.state.get("module") or [
-            *source.parameters, *source.buffers, *self.aliases
-        ]  # fmt: skip
-        for name in names:
-            owner = self.aliases.get(name, name)
-            if name in extra:
-                yield name, extra[name]
-            elif owner in source.parameters:
-                yield name, Hole(self._dtype(owner), source.parameters[owner].shape)
-            elif f"{owner}/param" in source.entries:
-                entry = source.entries[f"{owner}/param"]
-                yield name, Hole(entry.dtype, entry.shape)
-
-    def _dtype(self, name: str) -> str:
-        """What the module holds: what its optimizer updates, which are masters where there are."""
-        entries = self.source.entries
-        held = entries.get(f"{name}/master") or entries.get(f"{name}/param")
-        if held is None:
-            raise MissingData(f"the source holds no weights of {name}")
-        return self.options.module_dtype or held.dtype
-
-    # -- the optimizer
-
-    def _optimizer(self) -> Iterator[tuple[Path, Any]]:
-        for name, held in self._states():
-            for key, value in held.items():
-                yield from flattened(self._state_path(name, key), value)
-        for place, group in enumerate(self.groups):
-            members = self.members(place)
-            if self.layout == "nested":
-                for key, value in group.items():
-                    yield from flattened((*self.optimizer, "param_groups", place, key), value)
-                yield (*self.optimizer, "param_groups", place, "params"), members
-                continue
-            for name in members:
-                for key, value in group.items():
-                    yield from flattened((*self.optimizer, f"param_groups.{name}.{key}"), value)
-
-    def members(self, group: int) -> list[str]:
-        """The names of a group's parameters, in the optimizer's order."""
-        return [
-            name
-            for name, held in self.source.parameters.items()
-            if held.trainable and (held.group or 0) == group
-        ]
-
-    def _state_path(self, name: str, key: str) -> Path:
-        if self.layout == "flat":
-            return (*self.optimizer, f"state.{name}.{key}")
-        return (*self.optimizer, "state", name, key)
-
-    def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every trainable parameter's state, as torch's optimizers keep it."""
-        source = self.source
-        slots = [slot for slot in source.slots if slot not in ("param", "master", "state")]
-        kept = source.state.get("optimizer") or {}
-        own = self.engine.get("name") == "torch"
-        kind = (kept.get("step") or {}).get("type", "F32") if own else "F32"
-        other = kept.get("other") or {}
-        for name, held in source.parameters.items():
-            state: dict[str, Any] = {}
-            if held.step is not None:
-                number = Scalar(held.step, kind) if kind in SIZES else int(held.step)
-                state["step"] = number
-            state |= held.scalars
-            for slot in slots:
-                entry = source.entries.get(f"{name}/{slot}")
-                if entry is not None:
-                    state[slot_key(slot)] = Hole(entry.dtype, entry.shape)
-            state |= other.get(name) or {}
-            if state:
-                yield name, state
-
-
-def flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    """Values by path, as torch.distributed.checkpoint flattens state dicts (torch 2.4 to 2.13).
-
-    Dictionaries are entered, and lists that hold dictionaries or tensors.
-    """
-    if isinstance(value, dict):
-        for key, held in value.items():
-            yield from flattened((*path, str(key)), held)
-    elif isinstance(value, list) and any(map(_is_entered, value)):
-        for place, held in enumerate(value):
-            yield from flattened((*path, place), held)
-    else:
-        yield path, value
-
-
-def _is_entered(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(map(_is_entered, value))
-    return isinstance(value, (dict, Hole, Scalar, TensorName))
-
-
 class Target:
     """What is decided before the first byte is written."""
 
@@ -221,14 +73,37 @@ class Target:
         self.dicts = StateDicts(source, options)
         self.warnings = self.dicts.warnings
         self.left_out = [*self.dicts.left_out, *left_out(source, options)]
-        self.items = list(self.dicts.items())
+        self.parts = self._parts()
         self._made: dict[tuple[str, tuple[int, ...]], Shell] = {}
 
+    def _parts(self) -> dict[str, list[tuple[Path, Any]]]:
+        """Items by folder: one for all, or Accelerate's for the model and for the optimizer."""
+        dicts = self.dicts
+        before = (self.source.state.get("engine") or {}).get("folders")
+        if self.options.dialect != "accelerate" and not before:
+            return {"": list(dicts.items())}
+        if not before:  # Accelerate's own keys
+            dicts.model, dicts.optimizer = ("model",), ("optimizer",)
+        folders = {dicts.model: "pytorch_model_fsdp_0", dicts.optimizer: "optimizer_0"}
+        parts: dict[str, list[tuple[Path, Any]]] = {}
+        for path, value in dicts.items():
+            root = next((folder for at, folder in folders.items() if path[: len(at)] == at), None)
+            if root is None:
+                self.left_out.append(f"{_key(path)}: Accelerate keeps such things in other files")
+            else:
+                parts.setdefault(root, []).append((path, value))
+        return parts
+
     def shells(self) -> Iterator[Shell]:
-        """Every file, one at a time; `.metadata` last."""
+        """Every file, one at a time; a folder's `.metadata` last."""
+        for folder, items in self.parts.items():
+            for made in self._folder(items):
+                yield Shell(os.path.join(folder, made.name), made.size, made.parts)
+
+    def _folder(self, listed: Sequence[tuple[Path, Any]]) -> Iterator[Shell]:
         placed: list[_Placed] = []
         for rank in range(self.world):
-            for place, items in enumerate(self._files(rank)):
+            for place, items in enumerate(self._files(listed, rank)):
                 name = f"__{rank}_{place}.distcp"
                 size, parts = 0, []
                 for item, made in items:
@@ -237,15 +112,17 @@ class Target:
                     size = start + made.size
                     placed.append(_Placed(item, name, (start, made.size)))
                 yield Shell(name, size, tuple(parts))
-        text = dumps(self._metadata(placed), lambda _: None)
+        text = dumps(self._metadata(listed, placed), lambda _: None)
         yield Shell(".metadata", len(text), ((0, text),))
 
-    def _files(self, rank: int) -> Iterator[list[tuple[_Item, Shell]]]:
+    def _files(
+        self, listed: Sequence[tuple[Path, Any]], rank: int
+    ) -> Iterator[list[tuple[_Item, Shell]]]:
         """A rank's items with their shells, in files of at most `--max-file-size`."""
         held: list[tuple[_Item, Shell]] = []
         size = 0
-        for path, value in self.items:
-            for item, made in self._of_rank(".".join(map(str, path)), value, rank):
+        for path, value in listed:
+            for item, made in self._of_rank(_key(path), value, rank):
                 if held and size + made.size > self.options.max_file_size:
                     yield held
                     held, size = [], 0
@@ -301,7 +178,7 @@ class Target:
 
     # -- .metadata
 
-    def _metadata(self, placed: Sequence[_Placed]) -> Foreign:
+    def _metadata(self, items: Sequence[tuple[Path, Any]], placed: Sequence[_Placed]) -> Foreign:
         chunks: dict[str, list[Box]] = {}
         for each in placed:
             if each.item.box is not None:
@@ -309,8 +186,8 @@ class Target:
         listed: dict[str, Any] = {}
         paths: dict[str, Path] = {}
         names: dict[str, list[str]] = {}
-        for path, value in self.items:
-            key = ".".join(map(str, path))
+        for path, value in items:
+            key = _key(path)
             paths[key] = path
             if (hole := self._hole(value)) is not None:
                 listed[key] = _tensor_metadata(hole, chunks[key])
@@ -355,17 +232,8 @@ def _tensor_names(value: Any) -> Iterator[str]:
     yield from found
 
 
-def left_out(source: Manifest, options: Options) -> list[str]:
-    """What of the source's state torch's programs have no place for."""
-    if options.weights_only:
-        return []
-    kept = dict(source.state.get("optimizer") or {})
-    for key in ("other", "step", "group_step"):
-        kept.pop(key, None)
-    lost = [f"optimizer.{key}" for key, held in kept.items() if held is not None]
-    lost += [key for key, held in source.state.items() if held and key not in OF_TORCH]
-    engine = (source.state.get("engine") or {}).get("name")
-    return [f"{', '.join(lost)}: {engine}'s own"] if lost else []
+def _key(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 def _item(value: Any, storages: Storages) -> Shell:

@@ -24,7 +24,7 @@ from ...options import Options
 from ...staging import Layout, Shell
 from ...torchfile import Tensor
 from ...torchshell import Storages, shell
-from .dcp_writing import Hole, StateDicts, left_out
+from .state_dicts import Hole, StateDicts, left_out
 
 MODEL, WEIGHTS, OPTIMIZER, EXTRA = "model.pt", "model.safetensors", "optim.pt", "extra.pt"
 KNOWN = "zckpt"
@@ -37,7 +37,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     Raises WrongOption and MissingData before anything is written.
     """
     target = "files of torch.save"
-    options.refuse(target, "dp", "stage", "config", "optimizer", "dcp_layout")
+    options.refuse(target, "stage", "config", "optimizer", "dcp_layout")
     if options.dialect not in (None, "safetensors"):
         raise WrongOption(f"--dialect {options.dialect} has no meaning for {target}")
     made = Target(source, options)
@@ -107,14 +107,12 @@ class Target(StateDicts):
             )
 
     def _optimizer_state(self) -> dict[str, Any]:
-        numbers: dict[str, int] = {}
         groups = []
         for place, group in enumerate(self.groups):
             members = self.members(place)
-            numbers |= {name: len(numbers) + number for number, name in enumerate(members)}
-            ids = [numbers[name] for name in members]
+            ids = [self.numbers[name] for name in members]
             groups.append({**group, "param_names": members, "params": ids})
-        state = {numbers[name]: held for name, held in self._states() if name in numbers}
+        state = {self.numbers[name]: held for name, held in self._states() if name in self.numbers}
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def _extra(self) -> dict[Any, Any]:

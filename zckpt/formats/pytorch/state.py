@@ -216,6 +216,10 @@ def _matched(
     told = [name for group in optimizer.groups for name in group.get("param_names") or ()]
     if len(told) == len(numbers) and all(name in model for name in told):
         return dict(zip(numbers, told, strict=True))
+    if param_names is not None and not set(param_names) <= model.keys():
+        from ...naming import matched
+
+        param_names = list(matched(param_names, list(model)).values())
     from .matching import match
 
     orders = found.orders or optimizer.members
@@ -498,6 +502,7 @@ class _Reading:
             "optimizer": None if self.at is None else list(self.at),
             "layout": self.optimizer.layout if self.optimizer else None,
             "scheduler": scheduler,
+            "folders": self.found.folders,
             "guessed": self.found.known is None,
         }
         state: dict[str, Any] = {

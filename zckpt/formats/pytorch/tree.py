@@ -51,7 +51,8 @@ class Found:
 
     `source` is the manifest's; `orders` lists, for an optimizer that knows its parameters by
     number, the numbers whose order is that of the model's parameters: by default each group's.
-    `known` is what a writer of ours has stated: aliases, buffers, frozen weights.
+    `known` is what a writer of ours has stated: aliases, buffers, frozen weights. `folders` are
+    Accelerate's, where model and optimizer lie apart.
     """
 
     root: str
@@ -64,6 +65,7 @@ class Found:
     warnings: list[str] = field(default_factory=list)
     orders: list[list[int]] | None = None
     known: dict[str, Any] | None = None
+    folders: list[str] | None = None
 
 
 def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
