@@ -698,9 +698,7 @@ class TestWritten:
         for path in (tmp_path / "t").iterdir():
             subprocess.run([sys.executable, "-m", "zipfile", "-t", path], check=True)
 
-    @pytest.mark.parametrize(
-        "options", [{"dp": 2}, {"stage": 1}, {"dialect": "hdf5"}, {"optimizer": "torch"}]
-    )
+    @pytest.mark.parametrize("options", [{"stage": 1}, {"dialect": "hdf5"}, {"optimizer": "torch"}])
     def test_options_of_others(self, options: dict[str, Any], tmp_path: Path) -> None:
         with pytest.raises(errors.WrongOption, match=r"no meaning for files of torch\.save"):
             zckpt.convert(EXAMPLE, tmp_path / "t", to="gathered", **options)
