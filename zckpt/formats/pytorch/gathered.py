@@ -252,7 +252,11 @@ def read(
         made = manifest(reading.found, step_policy, param_names)
         if reading.is_local:
             _refuse_lost(made, param_names)
-        return made if reading.found.orders is None else _in_order(made, param_names)
+        if reading.found.orders is not None:
+            made = _in_order(made, param_names)
+        # of these files numbers are the rule: that says nothing of a directory of DCP
+        engine = {**made.state["engine"], "layout": None}
+        return replace(made, state={**made.state, "engine": engine})
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{path} is malformed: {error!r}") from error
 
