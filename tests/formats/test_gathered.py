@@ -456,7 +456,7 @@ def test_weights_alone(name: str, tmp_path: Path) -> None:
     pair = trained_pair()
     (save(tmp_path / "run", pair, model=name) / "optim.pt").unlink()
     for path in (tmp_path / "run", tmp_path / "run" / name):
-        assert gathered.detect(str(path)) or gathered.detect_weights(str(path))
+        assert gathered.detect(str(path)) or gathered.detect_weak(str(path))
         manifest = gathered.read(str(path))
         assert manifest.groups is None
         assert [e.name for e in manifest.entries.values()] == [
@@ -478,6 +478,54 @@ def test_weights_alone(name: str, tmp_path: Path) -> None:
 def test_files_of_others_are_left_to_them(name: str, tmp_path: Path) -> None:
     torch.save(trained_pair()[0].state_dict(), tmp_path / name)
     assert gathered.detect(str(tmp_path)) == gathered.detect(str(tmp_path / name)) == []
+
+
+def test_a_folder_of_files(tmp_path: Path) -> None:
+    model, optimizer = trained_pair(named=True)
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(states, tmp_path / "a.pt")
+    (tmp_path / "log.txt").write_text("")
+    assert gathered.detect(str(tmp_path)) == []
+    assert gathered.detect_weak(str(tmp_path)) == [""]
+    assert gathered.read(str(tmp_path)).step == 3
+    torch.save(states, tmp_path / "b.pt")
+    assert gathered.detect_weak(str(tmp_path)) == ["a.pt", "b.pt"]
+    assert gathered.read(str(tmp_path), "b.pt").step == 3
+    with pytest.raises(errors.AmbiguousCheckpoint, match=r"2 checkpoints: a\.pt, b\.pt"):
+        gathered.read(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [
+        ("model_rank_0.pt", "model"),
+        ("pytorch_model_fsdp_0_rank0.bin", "model"),
+        ("ckpt.rank_0.pth", "both"),
+        ("rank0.pt", "both"),
+        ("noise_rank_0.pt", "neither"),
+    ],
+)
+def test_names_of_ranks_files(name: str, holds: str, tmp_path: Path) -> None:
+    model, optimizer = trained_pair(named=True)
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    value = {"both": states, "model": states["model"], "neither": {"rng": torch.get_rng_state()}}
+    torch.save(value[holds], tmp_path / name)
+    assert gathered.detect(str(tmp_path)) == ([] if holds == "neither" else [""])
+    if holds != "neither":
+        for path in (tmp_path, tmp_path / name):
+            assert len(zckpt.read(path).parameters) == 8
+            assert (zckpt.read(path).groups is not None) == (holds == "both")
+
+
+def test_accelerates_ranks(tmp_path: Path) -> None:
+    pair = trained_pair(named=True)
+    for rank in range(2):
+        torch.save(pair[0].state_dict(), tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin")
+        torch.save(pair[1].state_dict(), tmp_path / f"optimizer_0_rank{rank}.bin")
+    torch.save({"last_epoch": 1}, tmp_path / "scheduler.bin")
+    manifest = zckpt.read(tmp_path)
+    assert (manifest.step, len(manifest.files), manifest.left_out) == (3, 4, ())
+    assert [sibling.name for sibling in manifest.siblings] == ["scheduler.bin"]
 
 
 def test_no_format_takes_the_files_of_another(tmp_path: Path) -> None:
