@@ -320,6 +320,27 @@ class TestRefused:
         decided = ranked.merge(files, "max").tree["state"][0]["step"]
         assert decided.number().value == 4
 
+    @pytest.mark.parametrize("world", [1 << 40, -1, "2", None])
+    def test_worlds_that_none_can_have(self, world: Any, tmp_path: Path) -> None:
+        saved = Saved()
+        made = saved.sharded([((0, 0), WHOLE)], WHOLE.shape, 0, world)
+        with pytest.raises(errors.CorruptCheckpoint):
+            ranked.merge({0: saved.file(tmp_path / "model_rank_0.pt", {"w": made})})
+
+    @pytest.mark.parametrize("axis", [2, -3, "0", None])
+    def test_axes_that_no_tensor_has(self, axis: Any, tmp_path: Path) -> None:
+        saved = Saved()
+        mesh = today(saved.storages, (1,))
+        made = saved.dtensor(WHOLE, WHOLE.shape, mesh, placed("Shard", dim=axis))
+        with pytest.raises(errors.CorruptCheckpoint, match="malformed sharded tensor"):
+            ranked.merge({0: saved.file(tmp_path / "model_rank_0.pt", {"w": made})})
+
+    def test_a_mesh_without_ranks(self, tmp_path: Path) -> None:
+        saved = Saved()
+        made = saved.dtensor(WHOLE, WHOLE.shape, today(saved.storages, (0,)), placed("Shard", dim=0))
+        with pytest.raises(errors.ZckptError):
+            ranked.merge({0: saved.file(tmp_path / "model_rank_0.pt", {"w": made})})
+
     def test_malformed_records(self, tmp_path: Path) -> None:
         saved = Saved()
         bad = rebuilt("torch.distributed.tensor.DTensor", (7, 5), {"_spec": None})
