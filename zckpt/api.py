@@ -204,6 +204,7 @@ def verify(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
+    param_names: Sequence[str] | None = None,
     rename: naming.Renames = (),
     jobs: int = 4,
     memory: int = 256 << 20,
@@ -241,10 +242,9 @@ def verify(
         Copying(jobs, memory)  # raises where they do not fit together
     moving: dict[str, Any] = {"jobs": jobs, "memory": memory, "begin": begin}
     try:
-        manifest = naming.renamed(
-            read(path, format=format, tag=tag, step_policy=step_policy), rename
-        )
-        found = _verify(manifest, against, gather, device, tensors, moving)
+        held = read(path, format=format, tag=tag, step_policy=step_policy, param_names=param_names)
+        manifest = naming.renamed(held, rename)
+        found = _verify(manifest, against, gather, device, tensors, param_names, moving)
     except CONTRADICTIONS as error:
         if report["rank"]:  # rank 0 tells its own; this may not be the same
             raise
@@ -274,6 +274,7 @@ def _verify(
     gather: bool,
     device: str | None,
     pattern: str | None,
+    param_names: Sequence[str] | None,
     moving: dict[str, Any],
 ) -> Report:
     from . import proof
@@ -285,7 +286,7 @@ def _verify(
         if gather:
             raise WrongOption("--gather compares with a checkpoint", hint="leave --gather out")
         return about | proof.verify_proof(manifest, os.fspath(against), pattern, **moving)
-    other = naming.called_as(read(against), naming.names_of(manifest))
+    other = naming.called_as(read(against, param_names=param_names), naming.names_of(manifest))
     if not gather:
         return about | proof.verify_against(manifest, other, pattern, **moving)
     from .gather import verify_gathered
@@ -301,6 +302,7 @@ def diff(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
+    param_names: Sequence[str] | None = None,
     rename: naming.Renames = (),
     jobs: int = 4,
     memory: int = 256 << 20,
@@ -309,14 +311,15 @@ def diff(
     """In what two checkpoints differ, of any two formats: tensors, steps, groups, states.
 
     `tensors` is a glob; then only the tensors that match are compared, and equal ones are listed
-    too. `format`, `tag`, `step_policy` and `rename` are those of `a`.
+    too. `format`, `tag`, `step_policy` and `rename` are those of `a`, `param_names` of both.
     """
     from . import proof
 
     started = time.monotonic()
     Copying(jobs, memory)
-    ours = naming.renamed(read(a, format=format, tag=tag, step_policy=step_policy), rename)
-    theirs = naming.called_as(read(b), naming.names_of(ours))
+    held = read(a, format=format, tag=tag, step_policy=step_policy, param_names=param_names)
+    ours = naming.renamed(held, rename)
+    theirs = naming.called_as(read(b, param_names=param_names), naming.names_of(ours))
     found = proof.diff(ours, theirs, tensors, jobs=jobs, memory=memory, begin=begin)
     report: Report = {"zckpt": 1, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
     return report | found | {"seconds": round(time.monotonic() - started, 3)}

@@ -132,6 +132,13 @@ def common(command: Command) -> Command:
             metavar="max|min|keep|N",
             help="The step to take where ranks or weights disagree, which is an error otherwise.",
         ),
+        click.option(
+            "--param-names",
+            type=Names(),
+            metavar="FILE",
+            help="Names of parameters, one per line, where the source tells no order of them or "
+            "knows them by number alone: those of model.named_parameters().",
+        ),
         click.option("--tag", help="The tag, where a run directory holds several."),
         click.option("--from", "format", metavar="FORMAT", help="The source's format."),
     ):
@@ -208,12 +215,6 @@ def writing(command: Command) -> Command:
             help="How torch.distributed.checkpoint's keys are made [default: the source's]",
         ),
         click.option(
-            "--param-names",
-            type=Names(),
-            metavar="FILE",
-            help="Names in the order of model.named_parameters(), where SRC does not tell it.",
-        ),
-        click.option(
             "--ds-config",
             "config",
             type=Config(),
@@ -259,21 +260,19 @@ def inspect(
     steps: bool,
     layout: bool,
     state: bool,
-    format: str | None,
-    tag: str | None,
-    step_policy: str | None,
     as_json: bool,
     quiet: bool,
+    **reading: Any,
 ) -> None:
     """What a checkpoint holds. No tensor is read.
 
-    PATH: a DeepSpeed run or tag directory, a Hugging Face Trainer, Accelerate or Lightning
-    directory around one, a directory of ONNX Runtime's rank files or one such file, or a universal
-    checkpoint.
+    PATH: a directory of DeepSpeed, of torch.distributed.checkpoint, of files of torch.save (whole
+    ones or one per rank), of ONNX Runtime's rank files, a Hugging Face Trainer, Accelerate,
+    Lightning or torchtitan directory around one, a single file, or a universal checkpoint.
     """
     from . import api, display
 
-    manifest = api.read(path, format=format, tag=tag, step_policy=step_policy)
+    manifest = api.read(path, **reading)
     if as_json:
         report = api.inspect(manifest)
         if tensors or layout:

@@ -670,7 +670,7 @@ def _parts(manifest: Manifest) -> list[Partition]:
 
 def _own(entry: Entry) -> Partition:
     fragments = entry.fragments
-    if isinstance(fragments, Box):
+    if isinstance(fragments, Box):  # alone it is all of the tensor
         size = fragments.size
         last = sum(
             (count - 1) * step
@@ -678,7 +678,9 @@ def _own(entry: Entry) -> Partition:
         )
         extent = fragments.extent.part(fragments.first * size, (fragments.first + last + 1) * size)
         return Whole(entry.name, entry.dtype, fragments.sizes, extent, fragments.strides)
-    extents = tuple(fragment.extent for fragment in fragments)
+    # pieces that are cut along an inner axis are as many runs, between those of others
+    runs = (run for fragment in fragments for run in fragment.runs(0, entry.numel))
+    extents = tuple(run.extent for run in sorted(runs, key=lambda run: run.start))
     return Partitioned(entry.dtype, extents, [Member(entry.name, entry.shape, 0)])
 
 
