@@ -337,7 +337,9 @@ class TestRefused:
 
     def test_a_mesh_without_ranks(self, tmp_path: Path) -> None:
         saved = Saved()
-        made = saved.dtensor(WHOLE, WHOLE.shape, today(saved.storages, (0,)), placed("Shard", dim=0))
+        made = saved.dtensor(
+            WHOLE, WHOLE.shape, today(saved.storages, (0,)), placed("Shard", dim=0)
+        )
         with pytest.raises(errors.ZckptError):
             ranked.merge({0: saved.file(tmp_path / "model_rank_0.pt", {"w": made})})
 
