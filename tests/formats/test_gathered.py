@@ -23,7 +23,7 @@ from zckpt.formats.pytorch import gathered, zro
 from zckpt.manifest import Manifest
 
 from ..conftest import EXAMPLE, Result
-from ..engines import torch_engine
+from ..engines import torch_engine, trainers
 from ..engines.torch_cases import CASES
 from .contract import FormatContract
 from .equality import load, plain, same_bits
@@ -145,6 +145,21 @@ def test_plain_torch_goes_on(
     for ours, theirs in zip(resumed["groups"], oracle["groups"], strict=True):
         assert {k: v for k, v in ours.items() if k != "param_names"} == theirs
     assert resumed["losses"] == pytest.approx(oracle["losses"], abs=1e-4)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("trainer", ["hf_trainer", "accelerate", "lightning"])
+def test_reads_what_trainers_save(trainer: str, tmp_path: Path) -> None:
+    """With FSDP2 and whole state dicts."""
+    if not trainers.available(f"{trainer}_fsdp_full"):
+        pytest.skip(f"{trainer} is not installed")
+    checkpoint = trainers.fsdp(f"{trainer}_fsdp_full", tmp_path / "trained", 2)
+    oracle = oracle_of(tmp_path / "trained")
+    manifest = zckpt.read(checkpoint)
+    beside = {sibling.name for sibling in manifest.siblings}
+    assert beside >= {"hf_trainer": {"trainer_state.json"}}.get(trainer, set())
+    zckpt.convert(checkpoint, tmp_path / "universal")
+    assert_holds(tmp_path / "universal", oracle)
 
 
 @pytest.mark.engines
