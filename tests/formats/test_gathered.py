@@ -775,6 +775,37 @@ class TestWritten:
         zckpt.convert(tmp_path / "t", tmp_path / "d", to="deepspeed", stage=2, dp=3, dtype="bf16")
         assert zckpt.verify(tmp_path / "d", EXAMPLE)["equal"]
 
+    def test_weights_of_16_bits_without_masters_stay(self, tmp_path: Path) -> None:
+        model, optimizer = build(named=True)
+        pair = model.bfloat16(), optimizer
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        zckpt.convert(save(tmp_path / "run", pair), tmp_path / "t", to="gathered")
+        state = torch.load(tmp_path / "t" / "model.pt")
+        assert all(same_bits(state[name], held) for name, held in model.state_dict().items())
+        assert state["first.weight"].dtype == torch.bfloat16
+        optim = torch.load(tmp_path / "t" / "optim.pt")
+        assert optim["state"][0]["exp_avg"].dtype == torch.bfloat16
+
+    def test_files_of_the_program_are_carried(self, tmp_path: Path) -> None:
+        """Though they may be called as ours: those are told, not lost."""
+        folder = save(tmp_path / "run", trained_pair(named=True))
+        torch.save([1, 2], folder / "extra.pt")
+        (folder / "notes.txt").write_text("mine")
+        assert [s.name for s in zckpt.read(folder).siblings] == ["extra.pt", "notes.txt"]
+        report = zckpt.convert(folder, tmp_path / "t", to="gathered")
+        assert (tmp_path / "t" / "notes.txt").read_text() == "mine"
+        assert report["left_out"] == ["extra.pt: a file of the target has this name"]
+
+    def test_files_that_were_saved_again(self, tmp_path: Path) -> None:
+        """What extra.pt tells is of other files then."""
+        zckpt.convert(EXAMPLE, tmp_path / "t", to="gathered")
+        save(tmp_path / "t", trained_pair(named=True))
+        manifest = zckpt.read(tmp_path / "t")
+        assert len(manifest.parameters) == 8
+        assert all(not held.aliases for held in manifest.parameters.values())
+
     def test_the_programs_own_state(self, tmp_path: Path) -> None:
         model, optimizer = trained_pair()
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

@@ -378,14 +378,17 @@ class _Reading:
                     model[alias] = model[owner]
             if not model.keys() >= {*known["aliases"], *known["buffers"], *known["frozen"]}:
                 self.found.known = None  # other files have taken the place of those it was told of
-        return {**alone, **trees, **extra}
+        return {**extra, **alone, **trees}
 
     def _extra(self, whole: Mapping[str | None, str]) -> dict[str | None, Any]:
         """What is beside model and optimizer; of our own writer's also what it knew of them."""
         if "extra" not in whole:
             return {}
-        file = self._open(whole["extra"])
-        value = dict(file.value) if isinstance(file.value, dict) else {}
+        file = TorchFile(whole["extra"], self.parsed)
+        if not isinstance(file.value, dict):  # of the program's own, which is carried as it is
+            return {}
+        self._open(file.path)
+        value = dict(file.value)
         known = value.pop("zckpt", None)
         if isinstance(known, dict):
             self.found.known = known
