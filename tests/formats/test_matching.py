@@ -87,7 +87,7 @@ def test_as_many_names_as_numbers_are_the_order(data: Any, held: list[Any]) -> N
 def test_names_in_another_order_are_what_there_is_to_choose_from() -> None:
     names = [("a", A), ("b", C), ("c", B)]
     assert match([[C], [A, B]], names, param_names=["a", "b", "c"]) == [["b"], ["a", "c"]]
-    with pytest.raises(errors.MissingData, match="parameter 0, of shape .2, 3."):
+    with pytest.raises(errors.MissingData, match=r"parameter 0, of shape .2, 3."):
         match([[C], [A, B]], names, param_names=["c", "b", "a"])
 
 

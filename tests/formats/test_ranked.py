@@ -270,13 +270,13 @@ class TestRefused:
 
     def test_a_rank_too_many(self, tmp_path: Path) -> None:
         files = cut(tmp_path, WHOLE, (3,), [0])
-        with pytest.raises(errors.InconsistentCheckpoint, match="is of rank 3, .* there are 3"):
+        with pytest.raises(errors.InconsistentCheckpoint, match=r"is of rank 3, .* there are 3"):
             ranked.merge({**files, 3: files[2]})
 
     def test_another_number_of_ranks(self, tmp_path: Path) -> None:
         (tmp_path / "b").mkdir()
         files, others = cut(tmp_path, WHOLE, (2,), [0]), cut(tmp_path / "b", WHOLE, (3,), [0])
-        with pytest.raises(errors.ZckptError, match="2 ranks|of 3|there are"):
+        with pytest.raises(errors.ZckptError, match=r"2 ranks|of 3|there are"):
             ranked.merge({0: files[0], 1: others[1]})
 
     def test_parts_of_another_size(self, tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ class TestRefused:
             saved = Saved()
             value = {"state": {0: {"step": saved.tensor(torch.tensor(3.0 + rank))}}}
             files[rank] = saved.file(tmp_path / f"optim_rank_{rank}.pt", value)
-        with pytest.raises(errors.InconsistentCheckpoint, match="3 .*4 "):
+        with pytest.raises(errors.InconsistentCheckpoint, match=r"3 .*4 "):
             ranked.merge(files)
         decided = ranked.merge(files, "max").tree["state"][0]["step"]
         assert decided.number().value == 4
