@@ -21,6 +21,7 @@ from zckpt.torchfile import TorchFile
 from zckpt.torchshell import Storages, shell
 
 PLACEMENTS = "torch.distributed.tensor.placement_types"
+MESH = "torch.distributed.device_mesh"
 Mesh = Callable[[Storages, Sequence[int]], Foreign]
 
 
@@ -117,12 +118,12 @@ def with_layout(storages: Storages, sizes: Sequence[int]) -> Foreign:
     shape, stride = (tuple(sizes), strides) if len(sizes) > 1 else (sizes[0], strides[0])
     layout = record("torch.distributed._mesh_layout._MeshLayout", shape=shape, stride=stride)
     ranks = _ranks(storages, [int(torch.tensor(sizes).prod())])
-    return record("torch.distributed.device_mesh.DeviceMesh", _layout=layout, _rank_map=ranks)
+    return record(f"{MESH}.DeviceMesh", _layout=layout, _rank_map=ranks)
 
 
 def of_old(storages: Storages, sizes: Sequence[int]) -> Foreign:
     """As torch 2.4: the mesh is a tensor of ranks."""
-    return record("torch.distributed.device_mesh.DeviceMesh", mesh=_ranks(storages, sizes))
+    return record(f"{MESH}.DeviceMesh", mesh=_ranks(storages, sizes))
 
 
 def _ranks(storages: Storages, sizes: Sequence[int]) -> Any:
@@ -318,6 +319,29 @@ class TestRefused:
             ranked.merge(files)
         decided = ranked.merge(files, "max").tree["state"][0]["step"]
         assert decided.number().value == 4
+
+    @pytest.mark.parametrize("world", [1 << 40, -1, "2", None])
+    def test_worlds_that_none_can_have(self, world: Any, tmp_path: Path) -> None:
+        saved = Saved()
+        made = saved.sharded([((0, 0), WHOLE)], WHOLE.shape, 0, world)
+        with pytest.raises(errors.CorruptCheckpoint):
+            ranked.merge({0: saved.file(tmp_path / "model_rank_0.pt", {"w": made})})
+
+    @pytest.mark.parametrize("axis", [2, -3, "0", None])
+    def test_axes_that_no_tensor_has(self, axis: Any, tmp_path: Path) -> None:
+        saved = Saved()
+        mesh = today(saved.storages, (1,))
+        made = saved.dtensor(WHOLE, WHOLE.shape, mesh, placed("Shard", dim=axis))
+        with pytest.raises(errors.CorruptCheckpoint, match="malformed sharded tensor"):
+            ranked.merge({0: saved.file(tmp_path / "model_rank_0.pt", {"w": made})})
+
+    def test_a_mesh_without_ranks(self, tmp_path: Path) -> None:
+        saved = Saved()
+        made = saved.dtensor(
+            WHOLE, WHOLE.shape, today(saved.storages, (0,)), placed("Shard", dim=0)
+        )
+        with pytest.raises(errors.ZckptError):
+            ranked.merge({0: saved.file(tmp_path / "model_rank_0.pt", {"w": made})})
 
     def test_malformed_records(self, tmp_path: Path) -> None:
         saved = Saved()

@@ -88,20 +88,26 @@ def detect(path: str) -> list[str]:
     if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):
         return []
     names = _names(path)
-    if any(_rank_of(name) and _is_torch(os.path.join(path, name)) for name in names):
-        return [""]
     found = _whole(names)
-    return [""] if "optim" in found and "model" in found else []
+    if "optim" in found and "model" in found:
+        return [""]
+    return [""] if any(_is_part(path, name) for name in names) else []
 
 
-def detect_weights(path: str) -> list[str]:
-    """One nameless checkpoint where a model's weights lie alone, which any format may hold too."""
+def detect_weak(path: str) -> list[str]:
+    """What other formats hold too, so that it is one only where these are not.
+
+    A model's weights alone, or a folder of files of any names, by which they are told apart.
+    """
     if os.path.isfile(path):
         return [""] if path.endswith(".safetensors") else []
     if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):
         return []
     names = _names(path)
-    return [""] if "model" in _whole(names) or len(_safetensors(names)) == 1 else []
+    if "model" in _whole(names) or len(_safetensors(names)) == 1:
+        return [""]
+    single = _singles(path, names)
+    return single if len(single) > 1 else [""] * len(single)
 
 
 def _names(folder: str) -> list[str]:
@@ -123,8 +129,36 @@ def _safetensors(names: Sequence[str]) -> list[str]:
     return [name for name in names if name.endswith(".safetensors")]
 
 
+def _singles(folder: str, names: Sequence[str]) -> list[str]:
+    """Files that hold everything, by the endings that people give them."""
+    return [
+        name for name in names if name.endswith(ENDINGS) and _is_one(os.path.join(folder, name))
+    ]
+
+
 def _rank_of(name: str) -> re.Match[str] | None:
     return None if OTHERS.fullmatch(name) else RANK.fullmatch(name)
+
+
+def _is_part(folder: str, name: str) -> bool:
+    """Whether a rank's file is one of a model or an optimizer: by its name, or what it holds."""
+    told, path = _rank_of(name), os.path.join(folder, name)
+    if told is None or not _is_torch(path):
+        return False
+    if _kind(told["stem"]):
+        return True
+    try:
+        value = TorchFile(path).value
+    except (ZckptError, OSError):
+        return False
+    return next(ranked.sharded_in(value), None) is not None or _has_groups(value)
+
+
+def _has_groups(value: Any, depth: int = DEPTH) -> bool:
+    """Whether an optimizer's state is in it."""
+    if not isinstance(value, dict) or not depth:
+        return False
+    return "param_groups" in value or any(_has_groups(held, depth - 1) for held in value.values())
 
 
 def _is_torch(path: str) -> bool:
@@ -177,11 +211,19 @@ def find(path: str) -> Files:
     of_ranks = [name for name in names if _rank_of(name)]
     if of_ranks:
         return _of_ranks(path, of_ranks, whole)
-    if "model" not in whole and len(alone := _safetensors(names)) == 1:
-        whole["model"] = os.path.join(path, alone[0])
-    if "model" not in whole:
+    if "model" in whole:
+        return Files(whole)
+    if len(alone := _safetensors(names)) == 1:
+        return Files({**whole, "model": os.path.join(path, alone[0])})
+    single = _singles(path, names)
+    if len(single) > 1:
+        raise AmbiguousCheckpoint(
+            f"{path} holds {len(single)} checkpoints: {listed(single)}",
+            hint=f"name the file: {os.path.join(path, single[-1])}",
+        )
+    if not single:
         raise NotACheckpoint(f"{path} holds no file with a model's state")
-    return Files(whole)
+    return Files({None: os.path.join(path, single[0])})
 
 
 def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> Files:
@@ -207,16 +249,16 @@ def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]
             hint="keep those of one save in a directory",
         )
     made = Files(world=int(worlds.pop()) if worlds else None)
+    if len(found) == 1 and not {"model", "optim"} & whole.keys():
+        made.ranks[None] = next(iter(found.values()))
+        return made
     kinds = {stem: _kind(stem) for stem in found}
     others = [stem for stem, kind in kinds.items() if kind is None]
-    if len(others) == len(found):  # each file holds model and optimizer
-        if len(found) > 1:
-            raise AmbiguousCheckpoint(
-                f"{folder} holds ranks' files of {len(found)} kinds: {listed(others)}",
-                hint=f"name a file of one of them: {found[others[0]][min(found[others[0]])]}",
-            )
-        made.ranks[None] = found[others[0]]
-        return made
+    if len(others) == len(found):
+        raise AmbiguousCheckpoint(
+            f"{folder} holds ranks' files of {len(found)} kinds: {listed(others)}",
+            hint=f"name a file of one of them: {found[others[0]][min(found[others[0]])]}",
+        )
     for stem, files in found.items():
         kind = kinds[stem]
         alone = kind and list(kinds.values()).count(kind) == 1
@@ -241,18 +283,43 @@ def read(
     step_policy: str | None = None,
     param_names: tuple[str, ...] | None = None,
 ) -> Manifest:
-    """The manifest of files of torch.save; `tag` has no meaning here.
+    """The manifest of files of torch.save; `tag` is the name of one of a folder's files.
 
     Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank or a part is missing),
     InconsistentCheckpoint (ranks contradict each other), MissingData (numbers without names),
     CorruptCheckpoint, UnsupportedCheckpoint (flat parameters).
     """
+    if tag:
+        path = os.path.join(path, tag)
     try:
-        found = _Reading(path, find(path), step_policy, param_names).found
-        made = manifest(found, step_policy, param_names)
-        return made if found.orders is None else _in_order(made, param_names)
+        reading = _Reading(path, find(path), step_policy, param_names)
+        made = manifest(reading.found, step_policy, param_names)
+        if reading.is_local:
+            _refuse_lost(made, param_names)
+        if reading.found.orders is not None:
+            made = _in_order(made, param_names)
+        # of these files numbers are the rule: that says nothing of a directory of DCP
+        engine = {**made.state["engine"], "layout": None}
+        return replace(made, state={**made.state, "engine": engine})
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{path} is malformed: {error!r}") from error
+
+
+def _refuse_lost(made: Manifest, names: Sequence[str] | None) -> None:
+    """Raises IncompleteCheckpoint where the last ranks may be missing, which no file tells."""
+    trained = [name for name, held in made.parameters.items() if held.trainable]
+    if names is not None and len(names) != len(trained):
+        raise IncompleteCheckpoint(
+            f"--param-names names {len(names)} parameters, the ranks hold {len(trained)} of them",
+            hint="put all ranks' files into one directory",
+        )
+    lost = [name for name in made.parameters if name not in trained]
+    if names is None and lost:
+        raise IncompleteCheckpoint(
+            f"no rank holds a state of {listed(lost, 4)}: the last ranks' files may be missing",
+            hint="if these weights are frozen, name the others with --param-names FILE (one per "
+            "line, group by group)",
+        )
 
 
 def _in_order(made: Manifest, names: Sequence[str] | None) -> Manifest:
@@ -287,6 +354,7 @@ class _Reading:
         source = {"format": "gathered", "version": None, "dp": files.world, "tag": None}
         self.found = Found(path, source, {})
         self.names: Mapping[str, list[str]] = {}
+        self.is_local = False
         extra = self._extra(files.whole)
         trees = {key: self._whole(name) for key, name in files.whole.items() if key != "extra"}
         trees |= extra
@@ -375,6 +443,7 @@ class _Reading:
 
     def _local(self, files: dict[int, TorchFile]) -> dict[Any, Any]:
         """One optimizer's state of the local ones, in which every rank counts anew."""
+        self.is_local = True
         self._check_alike(files)
         groups = [file.value["param_groups"] for file in files.values()]
         dealt = self._named(files) or self._dealt(files)

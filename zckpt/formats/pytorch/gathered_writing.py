@@ -58,7 +58,6 @@ class Target(StateDicts):
         super().__init__(source, options)
         self.left_out += left_out(source, options)
         self.safetensors = options.dialect == "safetensors"
-        self.names: dict[str, list[str]] = {}
         self.weights = self._model_state()
         if self.safetensors:
             self._check_safetensors()

@@ -28,14 +28,15 @@ from ...errors import (
     listed,
 )
 from ...inert import Foreign, Global, Scalar, map_values, to_json
+from ...options import MAX_DP
 from ...torchfile import TORCH_DTYPES, Tensor, TorchFile
 from .tree import Leaf, Piece, assembled, identities, leaf, leaves
 
 Path = tuple[Any, ...]
 REBUILD = "torch._tensor._rebuild_from_type_v2"
 MIXED = "files of different saves seem to be mixed; take those of one save"
-MISSING = object()
-"""What a rank holds under a key that only others have."""
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading a record of another kind than torch pickles may raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,8 @@ def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
             f"{files[max(files)].path} is of rank {max(files)}, {some} says that there are {world}",
             hint=MIXED,
         )
+    if world > MAX_DP:
+        raise CorruptCheckpoint(f"{some} states {world} ranks")
     missing = [str(rank) for rank in range(world) if rank not in files]
     if missing:
         raise IncompleteCheckpoint(
@@ -136,7 +139,7 @@ def _values(value: Any) -> Iterable[Any]:
 # -- one rank's part
 
 
-def read_sharded(value: Foreign, rank: int, file: TorchFile) -> Sharded:
+def read_sharded(value: Foreign, rank: int, file: TorchFile, meshes: Meshes) -> Sharded:
     """What a rank's record says; raises CorruptCheckpoint and UnsupportedCheckpoint."""
     try:
         _, cls, arguments, state = value.arguments
@@ -147,8 +150,8 @@ def read_sharded(value: Foreign, rank: int, file: TorchFile) -> Sharded:
                 f"{file.path} holds a tensor of class {getattr(cls, 'name', cls)}"
             )
         dtype, shape = TORCH_DTYPES[arguments[1].name], _ints(arguments[2])
-        parts, world = reader(state, shape, rank, file)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        parts, world = reader(state, shape, rank, file, meshes)
+    except MALFORMED as error:
         raise CorruptCheckpoint(f"{file.path}: a malformed sharded tensor: {error!r}") from error
     for part in parts:
         if part.tensor.dtype != dtype or part.tensor.shape != part.sizes:
@@ -162,12 +165,12 @@ def read_sharded(value: Foreign, rank: int, file: TorchFile) -> Sharded:
 
 
 def _read_sharded_tensor(
-    state: Any, shape: tuple[int, ...], rank: int, file: TorchFile
+    state: Any, shape: tuple[int, ...], rank: int, file: TorchFile, _: Meshes
 ) -> tuple[list[Part], int]:
     local, about, group = state[:3]  # then the sharding spec, and whether RRefs were made
     if _ints(_attribute(about, "size")) != shape:
         raise ValueError("two global sizes")
-    here, world = _attribute(group, "global_rank"), _attribute(group, "global_world_size")
+    here, world = _ints([_attribute(group, f"global_{key}") for key in ("rank", "world_size")])
     if here != rank:
         raise InconsistentCheckpoint(
             f"{file.path} is named as rank {rank}'s, but was written by rank {here} of {world}",
@@ -187,15 +190,14 @@ def _read_sharded_tensor(
 
 
 def _read_dtensor(
-    state: Any, shape: tuple[int, ...], rank: int, file: TorchFile
+    state: Any, shape: tuple[int, ...], rank: int, file: TorchFile, meshes: Meshes
 ) -> tuple[list[Part], int]:
     held = _merged_state(state)
     tensor, spec = _tensor(held["_local_tensor"]), held["_spec"]
-    mesh = _attribute(spec, "mesh")
-    ranks = _mesh_ranks(mesh, file)
-    if rank not in ranks:
+    mesh = _mesh(_attribute(spec, "mesh"), file, meshes)
+    if rank not in mesh.places:
         raise InconsistentCheckpoint(
-            f"{file.path} is named as rank {rank}'s, but its mesh is of {len(ranks)} ranks",
+            f"{file.path} is named as rank {rank}'s, but its mesh is of {len(mesh.places)} ranks",
             hint=MIXED,
         )
     offsets, sizes = [0] * len(shape), list(shape)
@@ -204,9 +206,7 @@ def _read_dtensor(
         list(_axes_of(entry)) == sorted(_axes_of(entry))
         for entry in _attribute(spec, "shard_order", None) or ()
     )
-    for placement, (at, count) in zip(
-        placements, _coordinate(mesh, ranks.index(rank), file), strict=True
-    ):
+    for placement, (at, count) in zip(placements, mesh.coordinate(rank), strict=True):
         kind = placement.name.rpartition(".")[2]
         if kind == "Replicate":
             continue
@@ -221,12 +221,44 @@ def _read_dtensor(
         start = min(at * width, sizes[axis])
         offsets[axis] += start
         sizes[axis] = min(width, sizes[axis] - start)
-    return [Part(tuple(offsets), tuple(sizes), tensor, file)], len(ranks)
+    return [Part(tuple(offsets), tuple(sizes), tensor, file)], len(mesh.places)
 
 
 def _axes_of(entry: Any) -> tuple[int, ...]:
     """Mesh axes that cut one axis of a tensor, in order: a ShardOrderEntry (torch >= 2.10)."""
     return _ints(entry.arguments[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks on axes: `places` numbers them row-major, `axes` are counts and strides of these."""
+
+    made_of: Any
+    places: dict[int, int]
+    axes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+    def coordinate(self, rank: int) -> list[tuple[int, int]]:
+        """Where a rank stands on every axis, and how many stand there."""
+        found = []
+        for counts, strides in self.axes:
+            at = 0
+            for count, stride in zip(counts, strides, strict=True):
+                at = at * count + self.places[rank] // stride % count
+            found.append((at, prod(counts)))
+        return found
+
+
+Meshes = dict[int, Mesh]
+"""Meshes by the identity of their records, which thousands of tensors share."""
+
+
+def _mesh(record: Any, file: TorchFile, known: Meshes) -> Mesh:
+    found = known.get(id(record))
+    if found is None:
+        ranks = enumerate(_mesh_ranks(record, file))
+        found = Mesh(record, {rank: place for place, rank in ranks}, _mesh_axes(record))
+        known[id(record)] = found
+    return found
 
 
 def _mesh_ranks(mesh: Any, file: TorchFile) -> list[int]:
@@ -243,26 +275,17 @@ def _mesh_ranks(mesh: Any, file: TorchFile) -> list[int]:
     ]
 
 
-def _coordinate(mesh: Any, place: int, file: TorchFile) -> list[tuple[int, int]]:
-    """Where the rank at `place` stands on each axis of the mesh, and how many stand there."""
+def _mesh_axes(mesh: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     layout = _attribute(mesh, "_layout", None)
     if layout is None:  # torch < 2.9: a tensor of ranks
         sizes = _attribute(mesh, "mesh").shape
-        axes = [(_ints(size), _ints(prod(sizes[axis + 1 :]))) for axis, size in enumerate(sizes)]
-    elif (held := _attribute(layout, "axes", None)) is not None:
-        axes = [(_ints(_attribute(a, "shape")), _ints(_attribute(a, "stride"))) for a in held]
-    else:
-        shape, strides = _attribute(layout, "shape"), _attribute(layout, "stride")
-        if isinstance(shape, int):
-            shape, strides = (shape,), (strides,)
-        axes = [(_ints(a), _ints(b)) for a, b in zip(shape, strides, strict=True)]
-    found = []
-    for counts, strides in axes:
-        at = 0
-        for count, stride in zip(counts, strides, strict=True):
-            at = at * count + place // stride % count
-        found.append((at, prod(counts)))
-    return found
+        return [(_ints(size), _ints(prod(sizes[axis + 1 :]))) for axis, size in enumerate(sizes)]
+    if (held := _attribute(layout, "axes", None)) is not None:
+        return [(_ints(_attribute(a, "shape")), _ints(_attribute(a, "stride"))) for a in held]
+    shape, strides = _attribute(layout, "shape"), _attribute(layout, "stride")
+    if isinstance(shape, int):
+        shape, strides = (shape,), (strides,)
+    return [(_ints(a), _ints(b)) for a, b in zip(shape, strides, strict=True)]
 
 
 def _world(value: Foreign, file: TorchFile) -> int:
@@ -270,9 +293,10 @@ def _world(value: Foreign, file: TorchFile) -> int:
     try:
         state = value.arguments[3]
         if isinstance(state, tuple) and len(state) > 2:
-            return int(_attribute(state[2], "global_world_size"))
+            (world,) = _ints(_attribute(state[2], "global_world_size"))
+            return world
         return len(_mesh_ranks(_attribute(_merged_state(state)["_spec"], "mesh"), file))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise CorruptCheckpoint(f"{file.path}: a malformed sharded tensor: {error!r}") from error
 
 
@@ -315,6 +339,7 @@ class _Merging:
         self.files = files
         self.step_policy = step_policy
         self.different: list[Path] = []
+        self.meshes: Meshes = {}
 
     def merge(self, values: dict[int, Any], path: Path) -> Any:
         """The one value of several ranks, by rank."""
@@ -376,7 +401,9 @@ class _Merging:
                     f"{self.files[rank].path} holds {_dotted(path)} whole, other ranks a part",
                     hint=MIXED,
                 )
-        read = {rank: read_sharded(v, rank, self.files[rank]) for rank, v in values.items()}
+        read = {
+            rank: read_sharded(v, rank, self.files[rank], self.meshes) for rank, v in values.items()
+        }
         some = read[min(read)]
         for rank, other in read.items():
             if (other.dtype, other.shape, other.world) != (some.dtype, some.shape, some.world):
