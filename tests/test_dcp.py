@@ -471,8 +471,8 @@ def test_torch_is_an_extra(tmp_path: Path) -> None:
     paths = f"{tmp_path}{os.pathsep}{ROOT}"
     for line in (
         "import zckpt; zckpt.read('examples/run')",
-        "import zckpt.errors\n"
-        "try:\n    import zckpt.dcp\n    raise SystemExit(1)\n"
+        "import zckpt\nimport zckpt.errors\n"
+        "try:\n    zckpt.dcp.StorageReader\n    raise SystemExit(1)\n"
         "except zckpt.errors.MissingExtra as error:\n    assert 'needs torch' in str(error)",
     ):
         environment = {**os.environ, "PYTHONPATH": paths}
