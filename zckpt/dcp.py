@@ -344,7 +344,7 @@ class Target:
         self._known: dict[str, dict[int, str]] = {}
 
     def check(self) -> None:
-        """Raises MissingData for what the source lacks; InconsistentCheckpoint, WrongOption."""
+        """Raises MissingData, which names all that the source lacks."""
         places = self.keys.places
         unknown = [key for key, place in places.items() if place is None]
         asked = {item.dest_index.fqn for item in (*self.tensors, *self.others)}
