@@ -167,8 +167,8 @@ def accelerate(job: Job) -> None:
     train(SAVED_AT, SAVED_AT + LOSSES)
 
 
-def processor(count: int) -> Any:
-    """A Lightning accelerator: so many processes on the processor, which pretends to be CUDA."""
+def processor(devices: list[torch.device]) -> Any:
+    """A Lightning accelerator: processes on the processor, which pretends to be CUDA."""
     from lightning.pytorch.accelerators import CUDAAccelerator
 
     class Processor(CUDAAccelerator):
@@ -185,12 +185,12 @@ def processor(count: int) -> Any:
             return devices
 
         @staticmethod
-        def get_parallel_devices(devices: Any) -> list[torch.device]:
-            return [torch.device("cpu", number) for number in range(count)]
+        def get_parallel_devices(_: Any) -> list[torch.device]:
+            return devices
 
         @staticmethod
         def auto_device_count() -> int:
-            return count
+            return len(devices)
 
         @staticmethod
         def is_available() -> bool:
@@ -233,7 +233,7 @@ def lightning(job: Job) -> None:
     config = job.config()
     del config["gradient_accumulation_steps"]  # Lightning's own affair
     trainer = pl.Trainer(
-        accelerator=processor(job.dp),
+        accelerator=processor([torch.device("cpu", number) for number in range(job.dp)]),
         devices=job.dp,
         strategy=DeepSpeedStrategy(config=config, process_group_backend="gloo"),
         precision="bf16-true",
