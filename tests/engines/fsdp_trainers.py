@@ -90,12 +90,12 @@ def accelerate(kind: str) -> Callable[[Any], None]:
         if kind == "fsdp_ranks":
             prepared = (plugin, accelerator, model)
             if job.directory:
+                for _ in range(SAVED_AT):  # these files do not have the scheduler
+                    scheduler.step()
                 load_fsdp_model(*prepared, job.directory, use_dcp=False)
                 load_fsdp_optimizer(
                     plugin, accelerator, optimizer, model, job.directory, use_dcp=False
                 )
-                for _ in range(SAVED_AT):
-                    scheduler.step()
             else:
                 train(0, SAVED_AT)
                 save_fsdp_model(*prepared, job.saved, use_dcp=False)

@@ -6,8 +6,8 @@
 
     *_fsdp       the same with FSDP2      pytorch_model_fsdp_0/, optimizer_0/; Lightning: x.ckpt/
     *_fsdp_full  whole state dicts        pytorch_model_fsdp.bin, optimizer.bin; Lightning: x.ckpt
-    *_fsdp1      with FSDP1               accelerate 1.15 does not load the moments of these: it asks
-                                          an optimizer that has not stepped which ones there are
+    *_fsdp1      with FSDP1               accelerate 1.15 loads no moments of it: it asks what an
+                                          optimizer has that has not stepped
     *_fsdp_ranks one file per rank        pytorch_model_fsdp_0_rank0.bin, optimizer_0_rank0.bin
 
 All run unmodified on a processor, except that Lightning, and all with FSDP, are told that it is a
