@@ -13,26 +13,19 @@ from typing import Any
 import torch
 
 from . import models, torch_oracle
+from .torch_rank import Run
 
 SAVED_AT, LOSSES = 3, 5
 
 
-class Watched:
-    """What `torch_oracle.record` wants to know of a run."""
-
-    def __init__(
-        self,
-        facts: torch_oracle.Facts,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-    ) -> None:
-        self.facts, self.model, self.module = facts, model, model
-        self.optimizer, self.scheduler = optimizer, scheduler
-
-
-def record(job: Any, *run: Any) -> None:
-    state = torch_oracle.record(Watched(*run))
+def record(
+    job: Any,
+    facts: torch_oracle.Facts,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+) -> None:
+    state = torch_oracle.record(Run(model, model, optimizer, scheduler, facts))
     job.keep(state if torch.distributed.get_rank() == 0 else None)
 
 
@@ -184,19 +177,8 @@ def hf_trainer(kind: str) -> Callable[[Any], None]:
             dataloader_pin_memory=False,
             seed=3,
         )
-        torch.manual_seed(job.seed)
-        config = transformers.LlamaConfig(
-            vocab_size=models.VOCABULARY,
-            hidden_size=16,
-            intermediate_size=22,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            tie_word_embeddings=True,
-        )
-        model = transformers.LlamaForCausalLM(config)
+        model, data = models.build_llama(job.seed)
         facts = torch_oracle.Facts.of(model)
-        rows = torch.randint(models.VOCABULARY, (4 * models.ROWS, 9), generator=torch.Generator())
-        data = [{"input_ids": row, "labels": row} for row in rows]
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Recorder()])
         trainer.train(resume_from_checkpoint=job.directory)
 

@@ -118,19 +118,8 @@ def hf_trainer(job: Job) -> None:
         dataloader_pin_memory=False,
         seed=3,
     )
-    torch.manual_seed(job.seed)
-    config = transformers.LlamaConfig(
-        vocab_size=models.VOCABULARY,
-        hidden_size=16,
-        intermediate_size=22,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model, data = models.build_llama(job.seed)
     model.model.layers[0].mlp.requires_grad_(False)
-    rows = torch.randint(models.VOCABULARY, (4 * models.ROWS, 9), generator=torch.Generator())
-    data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Recorder()])
     trainer.train(resume_from_checkpoint=job.directory)
 
