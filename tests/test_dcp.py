@@ -371,6 +371,16 @@ def test_a_state_that_is_lacking_is_named() -> None:
     assert torch.equal(state["optim"]["state"]["fc1.bias"]["slow"], torch.ones(29))
 
 
+def test_weights_alone_fill_no_optimizer(tmp_path: Path) -> None:
+    zckpt.convert(EXAMPLE, tmp_path / "weights", weights_only=True, dtype="fp32")
+    moments = {"exp_avg": torch.zeros(29), "step": torch.zeros(())}
+    state = {"model": {"fc1.bias": torch.zeros(29)}, "optim": {"state": {"fc1.bias": moments}}}
+    with pytest.raises(CheckpointException, match=r"holds no exp_avg of fc1\.bias, step of fc1"):
+        load(state, dcp.StorageReader(tmp_path / "weights"))
+    load({"model": state["model"]}, dcp.StorageReader(tmp_path / "weights"))
+    assert state["model"]["fc1.bias"].any()
+
+
 def test_one_load_fills_one_model() -> None:
     """An average of weights beside the model would get the same values, unasked."""
     states = {"fc1.bias": torch.zeros(29)}
@@ -471,8 +481,8 @@ def test_torch_is_an_extra(tmp_path: Path) -> None:
     paths = f"{tmp_path}{os.pathsep}{ROOT}"
     for line in (
         "import zckpt; zckpt.read('examples/run')",
-        "import zckpt.errors\n"
-        "try:\n    import zckpt.dcp\n    raise SystemExit(1)\n"
+        "import zckpt\nimport zckpt.errors\n"
+        "try:\n    zckpt.dcp.StorageReader\n    raise SystemExit(1)\n"
         "except zckpt.errors.MissingExtra as error:\n    assert 'needs torch' in str(error)",
     ):
         environment = {**os.environ, "PYTHONPATH": paths}

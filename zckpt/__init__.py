@@ -41,6 +41,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # on use: `zckpt --help` needs none of them
+    if name == "dcp":  # which needs torch
+        return import_module(".dcp", __name__)
     if name in _PUBLIC:
         return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -169,6 +169,7 @@ class Keys(Mapping[str, Any]):
             alias: name for name, held in manifest.parameters.items() for alias in held.aliases
         }
         self._rules: dict[Rule, None] = {}  # by which weights were found so far
+        self._found: dict[str, tuple[str, Rule] | None] = {}  # names of an optimizer's parameters
         self.places: dict[str, Place | None] = {}
 
     def __contains__(self, key: object) -> bool:
@@ -216,7 +217,7 @@ class Keys(Mapping[str, Any]):
                 return Place(kind, owner[0], last, front, owner[1])
         own = naming.plain(key)
         cuts = ["", *(own[: found.end()] for found in re.finditer(r"\.", own))]
-        rules = (Rule(cut, add) for cut in cuts for add in self._leading)
+        rules = (Rule(*rule) for rule in product(cuts, self._leading))
         weight = self._lookup(own, chain(tuple(self._rules), rules))
         if weight is None:
             return None
@@ -230,9 +231,11 @@ class Keys(Mapping[str, Any]):
             if number >= len(self.numbered):
                 return None
             name = self.numbered[number]
-        own = naming.plain(name)
-        fronts = naming.leading([own])
-        return self._lookup(own, (Rule(cut, add) for cut in fronts for add in self._leading))
+        if name not in self._found:  # each has a dozen hyper-parameters
+            own = naming.plain(name)
+            rules = product(naming.leading([own]), self._leading)
+            self._found[name] = self._lookup(own, (Rule(*rule) for rule in rules))
+        return self._found[name]
 
     def _lookup(self, name: str, rules: Iterable[Rule]) -> tuple[str, Rule] | None:
         """The source's name by the first rule that fits; a tied weight's is its owner's."""
@@ -341,7 +344,7 @@ class Target:
         self._known: dict[str, dict[int, str]] = {}
 
     def check(self) -> None:
-        """Raises MissingData for what the source lacks; InconsistentCheckpoint, WrongOption."""
+        """Raises MissingData, which names all that the source lacks."""
         places = self.keys.places
         unknown = [key for key, place in places.items() if place is None]
         asked = {item.dest_index.fqn for item in (*self.tensors, *self.others)}

@@ -77,7 +77,8 @@ def _by_rule(wanted: Collection[str], held: Collection[str]) -> tuple[Rule, dict
         if len(found) > len(best[1]):
             best = rule, found
     lost = [name for name in wanted if name not in best[1]]
-    unused = [name for name in held if name not in best[1].values()]
+    used = set(best[1].values())
+    unused = [name for name in held if name not in used]
     raise MissingData(left_over(lost, unused), hint=RENAME)
 
 
@@ -177,10 +178,10 @@ def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
         return manifest
     try:
         rule = rule_between(wanted, names).back
-    except MissingData:
+    except (MissingData, WrongOption):
         try:  # the other side may know more names
             rule = rule_between(names, wanted)
-        except MissingData:
+        except (MissingData, WrongOption):
             return manifest
     exact = by_plain_name(wanted)
 

@@ -2,6 +2,7 @@
 
 None of them shards on a processor: accelerate 1.15 only where the processes have GPUs, Lightning
 2.6 only with a CUDA accelerator. Each is told that it has them; all else in them is as it is.
+Lightning's FSDPStrategy (FSDP1) says the number of a GPU to FSDP, so that it cannot run here.
 """
 
 from __future__ import annotations
@@ -12,27 +13,19 @@ from typing import Any
 import torch
 
 from . import models, torch_oracle
+from .torch_rank import Run
 
 SAVED_AT, LOSSES = 3, 5
 
 
-class Watched:
-    """What `torch_oracle.record` wants to know of a run."""
-
-    def __init__(
-        self,
-        facts: torch_oracle.Facts,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any = None,
-        prefix: str = "",
-    ) -> None:
-        self.facts, self.model, self.module = facts, model, model
-        self.optimizer, self.scheduler = optimizer, scheduler
-
-
-def record(job: Any, *run: Any) -> None:
-    state = torch_oracle.record(Watched(*run))
+def record(
+    job: Any,
+    facts: torch_oracle.Facts,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+) -> None:
+    state = torch_oracle.record(Run(model, model, optimizer, scheduler, facts))
     job.keep(state if torch.distributed.get_rank() == 0 else None)
 
 
@@ -40,12 +33,20 @@ def pretend_gpus() -> None:
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
-    PartialState(cpu=True, backend="gloo").distributed_type = DistributedType.MULTI_GPU
+    state = PartialState(cpu=True, backend="gloo")
+    state.distributed_type = DistributedType.MULTI_GPU
+    state.device = torch.device("cpu")  # without a number, which FSDP1 does not know
 
 
 def accelerate(kind: str) -> Callable[[Any], None]:
     def work(job: Any) -> None:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
+        from accelerate.utils import (
+            load_fsdp_model,
+            load_fsdp_optimizer,
+            save_fsdp_model,
+            save_fsdp_optimizer,
+        )
 
         pretend_gpus()
         version = 1 if "fsdp1" in kind else 2
@@ -53,6 +54,7 @@ def accelerate(kind: str) -> Callable[[Any], None]:
             fsdp_version=version,
             state_dict_type=state_dict_type(kind),
             auto_wrap_policy="transformer_based_wrap",
+            use_orig_params=True if version == 1 else None,
             transformer_cls_names_to_wrap=["Sequential"],
             cpu_ram_efficient_loading=False,
         )
@@ -77,11 +79,24 @@ def accelerate(kind: str) -> Callable[[Any], None]:
                 optimizer.zero_grad()
                 job.add(loss)
 
-        if job.directory:
+        job.saved = str(job.run / "state")
+        if kind == "fsdp_ranks":
+            prepared = (plugin, accelerator, model)
+            if job.directory:
+                for _ in range(SAVED_AT):  # these files do not have the scheduler
+                    scheduler.step()
+                load_fsdp_model(*prepared, job.directory, use_dcp=False)
+                load_fsdp_optimizer(
+                    plugin, accelerator, optimizer, model, job.directory, use_dcp=False
+                )
+            else:
+                train(0, SAVED_AT)
+                save_fsdp_model(*prepared, job.saved, use_dcp=False)
+                save_fsdp_optimizer(plugin, accelerator, optimizer, model, job.saved, use_dcp=False)
+        elif job.directory:
             accelerator.load_state(job.directory)
         else:
             train(0, SAVED_AT)
-            job.saved = str(job.run / "state")
             accelerator.save_state(job.saved)
         record(job, facts, model, optimizer.optimizer, scheduler)
         train(SAVED_AT, SAVED_AT + LOSSES)
@@ -144,6 +159,7 @@ def hf_trainer(kind: str) -> Callable[[Any], None]:
             fsdp=True,
             fsdp_config={
                 "version": 1 if "fsdp1" in kind else 2,
+                "sync_module_states": False,
                 "state_dict_type": state_dict_type(kind),
                 "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
             },
@@ -161,19 +177,8 @@ def hf_trainer(kind: str) -> Callable[[Any], None]:
             dataloader_pin_memory=False,
             seed=3,
         )
-        torch.manual_seed(job.seed)
-        config = transformers.LlamaConfig(
-            vocab_size=models.VOCABULARY,
-            hidden_size=16,
-            intermediate_size=22,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            tie_word_embeddings=True,
-        )
-        model = transformers.LlamaForCausalLM(config)
+        model, data = models.build_llama(job.seed)
         facts = torch_oracle.Facts.of(model)
-        rows = torch.randint(models.VOCABULARY, (4 * models.ROWS, 9), generator=torch.Generator())
-        data = [{"input_ids": row, "labels": row} for row in rows]
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Recorder()])
         trainer.train(resume_from_checkpoint=job.directory)
 
@@ -183,7 +188,7 @@ def hf_trainer(kind: str) -> Callable[[Any], None]:
 def lightning(kind: str) -> Callable[[Any], None]:
     def work(job: Any) -> None:
         import lightning.pytorch as pl
-        from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+        from lightning.pytorch.strategies import ModelParallelStrategy
         from torch.distributed.fsdp import fully_shard
 
         from .trainer_rank import processor
@@ -194,8 +199,6 @@ def lightning(kind: str) -> Callable[[Any], None]:
                 self.network = models.build("full", job.seed)
 
             def configure_model(self) -> None:
-                if "fsdp1" in kind:
-                    return
                 mesh = self.device_mesh["data_parallel"]
                 fully_shard(self.network.trunk, mesh=mesh)
                 fully_shard(self.network, mesh=mesh)
@@ -230,22 +233,14 @@ def lightning(kind: str) -> Callable[[Any], None]:
 
         module = Module()
         facts = torch_oracle.Facts.of(module)
-        strategy = (
-            FSDPStrategy(
-                process_group_backend="gloo",
-                use_orig_params=True,
-                state_dict_type="full" if kind.endswith("full") else "sharded",
-            )
-            if "fsdp1" in kind
-            else ModelParallelStrategy(
-                data_parallel_size=job.dp,
-                tensor_parallel_size=1,
-                save_distributed_checkpoint=not kind.endswith("full"),
-                process_group_backend="gloo",
-            )
+        strategy = ModelParallelStrategy(
+            data_parallel_size=job.dp,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=not kind.endswith("full"),
+            process_group_backend="gloo",
         )
         trainer = pl.Trainer(
-            accelerator=processor(job.dp),
+            accelerator=processor([torch.device("cpu")] * job.dp),
             devices=job.dp,
             strategy=strategy,
             max_steps=SAVED_AT + LOSSES,
@@ -263,9 +258,14 @@ def lightning(kind: str) -> Callable[[Any], None]:
     return work
 
 
-KINDS = ("fsdp", "fsdp_full", "fsdp1", "fsdp1_full")
 TRAINERS = {
-    f"{trainer.__name__}_{kind}": trainer(kind)
-    for trainer in (accelerate, hf_trainer, lightning)
-    for kind in KINDS
+    "accelerate_fsdp": accelerate("fsdp"),
+    "accelerate_fsdp_full": accelerate("fsdp_full"),
+    "accelerate_fsdp1": accelerate("fsdp1"),
+    "accelerate_fsdp_ranks": accelerate("fsdp_ranks"),
+    "hf_trainer_fsdp": hf_trainer("fsdp"),
+    "hf_trainer_fsdp_full": hf_trainer("fsdp_full"),
+    "hf_trainer_fsdp1": hf_trainer("fsdp1"),
+    "lightning_fsdp": lightning("fsdp"),
+    "lightning_fsdp_full": lightning("fsdp_full"),
 }

@@ -130,6 +130,24 @@ def build(name: str, seed: int) -> Model:
     return Model(VARIANTS[name])
 
 
+def build_llama(seed: int) -> tuple[Any, list[dict[str, Tensor]]]:
+    """A tiny tied Llama and its data, for trainers that want a model of transformers."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=22,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    rows = torch.randint(VOCABULARY, (4 * ROWS, 9), generator=torch.Generator())
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    return transformers.LlamaForCausalLM(config), data
+
+
 def transpose_frozen(model: Model) -> None:
     """Lays out a frozen weight by columns, as after loading a transposed one.
 

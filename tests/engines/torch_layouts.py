@@ -33,6 +33,7 @@ class Loading(NamedTuple):
     model: str = "model"  # the root key of the model's state dict; "" is none
     optim: str = "optim"
     reader: Callable[[str], dcp.StorageReader] | None = None  # by default torch's own
+    partial: bool = False  # leave alone what the checkpoint does not have
 
 
 class Layout(NamedTuple):
@@ -53,7 +54,9 @@ def read(state: dict[str, Any], loading: Loading) -> None:
     dcp.load(
         state,
         storage_reader=loading.reader(path) if loading.reader else dcp.FileSystemReader(path),
-        planner=dcp.DefaultLoadPlanner(flatten_sharded_tensors=False),
+        planner=dcp.DefaultLoadPlanner(
+            flatten_sharded_tensors=False, allow_partial_load=loading.partial
+        ),
     )
 
 
@@ -174,6 +177,24 @@ def load_titan(run: Any, loading: Loading) -> None:
     set_state_dicts(run, states, optim, FLAT)
     run.scheduler.load_state_dict(scheduler)
     run.step = int(train["step"])
+
+
+def save_lightning(run: Any, path: Path, writer: Mapping[str, Any]) -> None:
+    """What Lightning's FSDPStrategy saves, which itself needs a GPU (2.6)."""
+    states = state_dicts(run)
+    write({"model": states["model"], "optimizer_0": states["optim"]}, path, writer)
+    if distributed.get_rank() == 0:
+        rest = {
+            "epoch": 0,
+            "global_step": run.step,
+            "pytorch-lightning_version": "2.6.6",
+            "lr_schedulers": [run.scheduler.state_dict()] if run.scheduler else [],
+        }
+        torch.save(rest, path / "meta.pt")
+
+
+def load_lightning(run: Any, loading: Loading) -> None:
+    load_nested(run, loading._replace(optim="optimizer_0"))
 
 
 TITAN_KEYS = ("optimizer", "lr_scheduler", "train_state")
@@ -320,6 +341,7 @@ LAYOUTS = {
     "raw": Layout(save_raw, load_raw),
     "app": Layout(save_app, load_app),
     "titan": Layout(save_titan, load_titan),
+    "lightning": Layout(save_lightning, load_lightning),
     "async": Layout(save_async, load_nested),
     "weights": Layout(save_nested, load_weights),
     "hf sharded": Layout(hf_writer(False), load_hf),

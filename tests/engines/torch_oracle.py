@@ -78,6 +78,7 @@ def record(run: Any) -> dict[str, Any]:
         "groups": groups,
         "trainable": run.facts.trainable,
         "frozen": run.facts.frozen,
+        "never": [name for name in run.facts.trainable if not states.get(name)],  # stepped
         "buffers": {name: buffers[name] for name in run.facts.buffers},
         "aliases": run.facts.aliases,
         "lr_scheduler": copy.deepcopy(run.scheduler.state_dict()) if run.scheduler else None,

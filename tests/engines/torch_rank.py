@@ -37,7 +37,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR | None
     facts: torch_oracle.Facts
-    share: tuple[int, int]  # this rank's part of the global batch: (part, parts)
+    share: tuple[int, int] = (0, 1)  # this rank's part of the global batch: (part, parts)
     step: int = 0
 
 

@@ -118,19 +118,8 @@ def hf_trainer(job: Job) -> None:
         dataloader_pin_memory=False,
         seed=3,
     )
-    torch.manual_seed(job.seed)
-    config = transformers.LlamaConfig(
-        vocab_size=models.VOCABULARY,
-        hidden_size=16,
-        intermediate_size=22,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model, data = models.build_llama(job.seed)
     model.model.layers[0].mlp.requires_grad_(False)
-    rows = torch.randint(models.VOCABULARY, (4 * models.ROWS, 9), generator=torch.Generator())
-    data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Recorder()])
     trainer.train(resume_from_checkpoint=job.directory)
 
@@ -167,8 +156,8 @@ def accelerate(job: Job) -> None:
     train(SAVED_AT, SAVED_AT + LOSSES)
 
 
-def processor(count: int) -> Any:
-    """A Lightning accelerator: so many processes on the processor, which pretends to be CUDA."""
+def processor(devices: list[torch.device]) -> Any:
+    """A Lightning accelerator: processes on the processor, which pretends to be CUDA."""
     from lightning.pytorch.accelerators import CUDAAccelerator
 
     class Processor(CUDAAccelerator):
@@ -185,12 +174,12 @@ def processor(count: int) -> Any:
             return devices
 
         @staticmethod
-        def get_parallel_devices(devices: Any) -> list[torch.device]:
-            return [torch.device("cpu", number) for number in range(count)]
+        def get_parallel_devices(_: Any) -> list[torch.device]:
+            return devices
 
         @staticmethod
         def auto_device_count() -> int:
-            return count
+            return len(devices)
 
         @staticmethod
         def is_available() -> bool:
@@ -233,7 +222,7 @@ def lightning(job: Job) -> None:
     config = job.config()
     del config["gradient_accumulation_steps"]  # Lightning's own affair
     trainer = pl.Trainer(
-        accelerator=processor(job.dp),
+        accelerator=processor([torch.device("cpu", number) for number in range(job.dp)]),
         devices=job.dp,
         strategy=DeepSpeedStrategy(config=config, process_group_backend="gloo"),
         precision="bf16-true",

@@ -154,14 +154,16 @@ class Target:
         )
 
     def _states(self, name: str) -> tuple[tuple[str, str], ...]:
-        """Optimizer states of a parameter with their dtypes."""
+        """Optimizer states of a parameter with their dtypes, as wide as its master."""
         if self.options.weights_only:
             return ()
-        prefix = f"{name}/"
+        entries, prefix = self.source.entries, f"{name}/"
+        made = f"{name}/master" not in entries  # of a weight, and so are its states
         return tuple(
-            (slot, self.source.entries[prefix + slot].dtype)
+            (slot, "F32" if made and dtype in ("BF16", "F16") else dtype)
             for slot in self.states
-            if prefix + slot in self.source.entries
+            if prefix + slot in entries
+            for dtype in [entries[prefix + slot].dtype]
         )
 
     def _master(self, name: str) -> str:
