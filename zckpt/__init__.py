@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import Copying, convert, diff, inspect, read, reshard, verify
+    from .api import Copying, convert, diff, inspect, read, reshard, stats, verify
     from .errors import ZckptError
     from .manifest import Manifest
     from .options import Options
@@ -20,6 +20,7 @@ _PUBLIC = {
     "reshard": "api",
     "verify": "api",
     "diff": "api",
+    "stats": "api",
     "Copying": "api",
     "Manifest": "manifest",
     "Options": "options",
@@ -35,6 +36,7 @@ __all__ = [
     "inspect",
     "read",
     "reshard",
+    "stats",
     "verify",
 ]
 

@@ -405,6 +405,29 @@ def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
 
 
 @cli.command()
+@click.argument("path")
+@click.option("--tensors", metavar="GLOB", help="Only the tensors whose name matches.")
+@moving
+@common
+def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
+    """What the numbers in PATH look like, and which are dead or impossible.
+
+    In float64, over finite numbers: min, max, mean, std (with n - 1, as torch.std), L2 norm; counts
+    of NaN, infinite, negative, zero and positive ones; how many have which magnitude, in powers of
+    two. Warnings name second moments that are zero or negative, constant weights, NaN, infinities,
+    steps that low precision has stopped.
+    """
+    from . import api, display
+
+    with display.progress(quiet or as_json) as begin:
+        report = api.stats(path, begin=begin, **words)
+    if as_json:
+        display.document(report)
+    else:
+        display.statistics(report, quiet)
+
+
+@cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def formats(as_json: bool) -> None:
     """What is read and written."""

@@ -329,6 +329,51 @@ def _measured(line: dict[str, Any], key: str) -> object:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
+def statistics(report: dict[str, Any], quiet: bool) -> None:
+    """What `stats` found: a line per tensor."""
+    lines = report["tensors"]
+    rare = [key for key in ("nan", "inf") if any(line[key] for line in lines)]
+    shown = ("min", "max", "mean", "std", "norm", *rare, "negative", "zero", "positive")
+    table(
+        ("tensor", "dtype", "shape", *shown, "magnitudes"),
+        [
+            (
+                line["tensor"],
+                line["dtype"],
+                "x".join(map(str, line["shape"])) or "scalar",
+                *(_measured(line, key) for key in shown),
+                _magnitudes(line["histogram"]),
+            )
+            for line in lines
+        ],
+    )
+    for line in report["not_computed"]:
+        print(f"{safe(line['tensor'])}: not computed of {line['dtype']}")
+    if not quiet:
+        step = "" if report["step"] is None else f", step {report['step']}"
+        print(
+            f"{len(lines):,} tensors, {size(report['bytes'])}{step}, {report['seconds']:.1f} s"
+            + _checked(report["records"])
+        )
+    warn([line["message"] for line in report["problems"]], quiet)
+
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def _magnitudes(histogram: dict[str, Any] | None, width: int = 16) -> str | None:
+    """A sparkline of how many numbers have which magnitude, between its powers of two."""
+    if histogram is None:
+        return None
+    counts = histogram["counts"]
+    first, last = histogram["first"], histogram["first"] + len(counts)
+    each = -(-len(counts) // width)
+    sums = [sum(counts[place : place + each]) for place in range(0, len(counts), each)]
+    most = max(sums)
+    sparks = (SPARKS[-(-count * len(SPARKS) // most) - 1] if count else " " for count in sums)
+    return f"2^{first} {''.join(sparks)} 2^{last}"
+
+
 @contextmanager
 def progress(hidden: bool) -> Iterator[Callable[[int], Callable[[int], None]] | None]:
     """A bar on stderr while bytes move, if that is a terminal."""
