@@ -208,11 +208,15 @@ def can_save(path: str) -> None:
 
 def save(path: str, report: dict[str, Any]) -> None:
     """A report as a file, whole or not at all."""
+    save_text(path, json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+
+def save_text(path: str, text: str) -> None:
+    """A text as a file, whole or not at all."""
     partial = f"{path}.{os.getpid()}.partial"
     try:
         with open(partial, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1, allow_nan=False)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -356,6 +360,56 @@ def statistics(report: dict[str, Any], quiet: bool) -> None:
             + _checked(report["records"])
         )
     warn([line["message"] for line in report["problems"]], quiet)
+
+
+def probed(report: dict[str, Any], quiet: bool) -> None:
+    """What `probe-diff` found."""
+    first, big, steps = report["first"], report["big"], report["steps"]
+    where = f"{report['records']:,} records of steps {steps[0]} to {steps[-1]}"
+    if len(report["ranks"]) > 1:
+        where += f" and {len(report['ranks'])} ranks"
+    if big:
+        print(f"first big difference: {_event(big)}")
+        print(f"  {report['meaning']}")
+    elif first:
+        print(f"no big difference in {where}")
+    elif not quiet:
+        print(f"no difference in {where}")
+    if first and first != big:
+        print(f"first difference: {_event(first)}")
+    if not quiet:
+        if first:
+            print(f"{report['differing']:,} of {where} differ")
+        if report["noise"]:
+            print(
+                f"noise between {safe(report['a'])} and {safe(report['noise'])}: up to "
+                f"{_short(report['noise_floor'])}"
+            )
+        for side in ("a", "b"):
+            if names := report[f"only_{side}"]:
+                told = f"{len(names):,} records, as {safe(names[0])}"
+                print(f"only {safe(report[side])} has {told}")
+        for line in report["notes"]:
+            print(f"note: {safe(line)}")
+        if first:
+            from .probe.picture import drawn
+
+            print()
+            for line in drawn(report["map"]):
+                print(safe(line))
+
+
+def _event(event: dict[str, Any]) -> str:
+    rank = f", rank {event['rank']}" if event["rank"] else ""
+    return safe(
+        f"step {event['step']}, batch {event['batch']}{rank}, {event['kind']} of {event['key']}: "
+        f"{event['what']} (distance {_short(event['distance'])}, "
+        f"tolerated {_short(event['tolerated'])})"
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 SPARKS = "▁▂▃▄▅▆▇█"

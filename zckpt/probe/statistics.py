@@ -1,0 +1,129 @@
+"""Statistics of a tensor of a running model: numbers, CRC-32 and samples of its row-major bytes.
+
+The bytes are measured where they lie, by numpy, in parts that several threads share: 1.1 ns an
+element, against 4 to 8 for reductions of torch in float64 on a CPU. What is not row-major, or on a
+GPU, passes through a bucket of bounded size. CRC-32 takes a twentieth of the rest, so it is taken
+first: of the same bytes, as modules hand them on, the numbers are known already.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checksum import combine, crc32
+from ..dtypes import NUMBERS, TORCH_NAMES
+from ..statistics import Statistics, measure, told
+
+NAMES = {getattr(torch, kind): name for name, kind in TORCH_NAMES.items() if hasattr(torch, kind)}
+PART = 1 << 18  # elements that one thread measures at a time
+KEPT = 8  # tensors whose numbers are remembered
+
+Part = tuple[int, int, Statistics | None]
+"""CRC-32, bytes, numbers."""
+
+
+class Measurer:
+    """Measures tensors with some threads; `bucket` elements are copied at a time, at most."""
+
+    def __init__(self, bucket: int, samples: int, threads: int) -> None:
+        self.bucket = bucket
+        self.samples = samples
+        self._pool = ThreadPoolExecutor(threads, "zckpt-probe") if threads > 1 else None
+        self._known: OrderedDict[tuple[Any, ...], dict[str, Any]] = OrderedDict()
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.shutdown()
+
+    def describe(self, tensor: Tensor) -> dict[str, Any]:
+        """What a record says of a tensor; shape and type alone where there are no bytes."""
+        tensor = tensor.detach()
+        if hasattr(tensor, "to_local"):  # a DTensor: what this rank holds
+            tensor = tensor.to_local()
+        dtype = NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+        about: dict[str, Any] = {"dtype": dtype, "shape": list(tensor.shape)}
+        about["elements"] = tensor.numel()
+        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+            return about
+        with torch.no_grad():
+            tensor = tensor.resolve_conj().resolve_neg()
+            if tensor.device.type == "cpu" and tensor.is_contiguous():
+                return about | self._in_place(tensor, dtype)
+            return about | self._through_buckets(tensor, dtype)
+
+    def _in_place(self, tensor: Tensor, dtype: str) -> dict[str, Any]:
+        view, size = raw(tensor), tensor.element_size()
+        views = [view[start : start + PART * size] for start in range(0, len(view), PART * size)]
+        crc = 0
+        for part, each in zip(views, self._each(crc32, views), strict=True):
+            crc = combine(crc, each, len(part))
+        key = (dtype, tuple(tensor.shape), crc)
+        if key not in self._known:
+            numbers = Statistics()
+            if dtype in NUMBERS:
+                for found in self._each(lambda part: measure(part, dtype), views):
+                    numbers.add(found)
+            self._known[key] = self._described(tensor, dtype, crc, numbers)
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return self._known[key]
+
+    def _through_buckets(self, tensor: Tensor, dtype: str) -> dict[str, Any]:
+        numbers, crc = Statistics(), 0
+        for bucket in buckets(tensor, self.bucket):
+            view = raw(bucket.cpu())
+            crc = combine(crc, crc32(view), len(view))
+            if dtype in NUMBERS:
+                numbers.add(measure(view, dtype))
+        return self._described(tensor, dtype, crc, numbers)
+
+    def _described(
+        self, tensor: Tensor, dtype: str, crc: int, numbers: Statistics
+    ) -> dict[str, Any]:
+        known = numbers.report() if dtype in NUMBERS else {}
+        return known | {"crc32": f"{crc:08x}", "samples": self._strided(tensor)}
+
+    def _strided(self, tensor: Tensor) -> list[Any]:
+        """Elements at equal distances, from the first on."""
+        count = tensor.numel()
+        if not count or not self.samples or tensor.dtype not in NAMES:
+            return []
+        if NAMES[tensor.dtype] not in NUMBERS:
+            return []
+        places = torch.arange(0, count, -(-count // self.samples), device=tensor.device)
+        held = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+        values = (held if held.dim() else held.view(1)).take(places).tolist()
+        return [told(value) for value in values]
+
+    def _each(self, work: Any, parts: list[Any]) -> Any:
+        return self._pool.map(work, parts) if self._pool and len(parts) > 1 else map(work, parts)
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    if not tensor.numel():
+        return memoryview(b"")
+    held: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(held)
+
+
+def buckets(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """Row-major runs of at most `most` elements, contiguous; only one is copied at a time."""
+    if tensor.is_contiguous():
+        yield from torch.split(tensor.view(-1), most) if tensor.numel() else ()
+    elif tensor.numel() <= most:
+        yield tensor.contiguous().view(-1)
+    else:
+        rows = max(1, most // (tensor.numel() // tensor.shape[0]))
+        if rows == 1:
+            for row in tensor.unbind():
+                yield from buckets(row, most)
+        else:
+            for some in torch.split(tensor, rows):
+                yield some.contiguous().view(-1)
