@@ -9,7 +9,8 @@ the tensor in what it returned: `encoder.2.attn#0/out[0]`.
 Gradients are taken by hooks of tensors, not by an identity autograd function as ONNX Runtime does:
 what such a function returns is a view that may not be changed in place, so `relu_(linear(x))`
 would fail, or train on something else. A hook of a tensor receives the gradient of its value before
-a later change in place, adds no node to the graph, and cannot change a value.
+a later change in place, adds no node to the graph, and cannot change a value. (Of an output that is
+a view and is changed in place later, torch keeps no gradient; then there is no record of one.)
 """
 
 from __future__ import annotations

@@ -21,6 +21,9 @@ from ..dtypes import NUMBERS, TORCH_NAMES
 from ..statistics import Statistics, measure, told
 
 NAMES = {getattr(torch, kind): name for name, kind in TORCH_NAMES.items() if hasattr(torch, kind)}
+UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+TAKEN = {**UNSIGNED, torch.bool: torch.uint8}
+"""Types in whose place torch takes elements of others."""
 PART = 1 << 18  # elements that one thread measures at a time
 KEPT = 8  # tensors whose numbers are remembered
 
@@ -92,13 +95,14 @@ class Measurer:
     def _strided(self, tensor: Tensor) -> list[Any]:
         """Elements at equal distances, from the first on."""
         count = tensor.numel()
-        if not count or not self.samples or tensor.dtype not in NAMES:
-            return []
-        if NAMES[tensor.dtype] not in NUMBERS:
+        if not count or not self.samples or NAMES.get(tensor.dtype) not in NUMBERS:
             return []
         places = torch.arange(0, count, -(-count // self.samples), device=tensor.device)
-        held = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+        kind = tensor.dtype
+        held = tensor.view(TAKEN.get(kind, kind))
         values = (held if held.dim() else held.view(1)).take(places).tolist()
+        if kind in UNSIGNED:
+            values = [value % (1 << 8 * tensor.element_size()) for value in values]
         return [told(value) for value in values]
 
     def _each(self, work: Any, parts: list[Any]) -> Any:
@@ -109,7 +113,8 @@ def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU."""
     if not tensor.numel():
         return memoryview(b"")
-    held: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have any stride
+    held: Any = flat.view(torch.uint8).numpy()
     return memoryview(held)
 
 

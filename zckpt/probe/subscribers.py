@@ -227,8 +227,12 @@ class _Hook:
                 self.hooks.copies.append(memo[id(held)])
         return _silent
 
-    def __reduce__(self) -> str:
-        return "_silent"
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _silence, ()
+
+
+def _silence() -> Callable[..., None]:
+    return _silent
 
 
 def _silent(*about: Any) -> None:
