@@ -8,6 +8,7 @@ first: of the same bytes, as modules hand them on, the numbers are known already
 
 from __future__ import annotations
 
+import ctypes
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -110,12 +111,14 @@ class Measurer:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU."""
-    if not tensor.numel():
+    """The bytes of a contiguous tensor on the CPU, for as long as that lives.
+
+    Not by `numpy()`, which makes the storage one that cannot be resized, as FSDP2 has to.
+    """
+    size = tensor.numel() * tensor.element_size()
+    if not size:
         return memoryview(b"")
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have any stride
-    held: Any = flat.view(torch.uint8).numpy()
-    return memoryview(held)
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def buckets(tensor: Tensor, most: int) -> Iterator[Tensor]:

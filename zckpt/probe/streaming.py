@@ -50,7 +50,8 @@ def stream(
     are loaded with all that is below them. Weights get no gradients. CRC-32 of records are checked.
 
     Raises MissingData, which lists names of both sides, where the checkpoint lacks a tensor of the
-    model; CorruptCheckpoint, from within a forward, where bytes are not what their file states.
+    model; CorruptCheckpoint, within a forward or as the block ends, where bytes are not what their
+    file states.
     """
     manifest = (
         checkpoint
@@ -61,6 +62,7 @@ def stream(
     try:
         with subscribe(model, streamer):
             yield
+        streamer.finish()
     finally:
         streamer.close()
 
@@ -103,6 +105,10 @@ class _Streamer(Subscriber):
     def _release(self, key: int) -> None:
         for held, name, original in self._loaded.pop(key, (0, []))[1]:
             held[name] = original
+
+    def finish(self) -> None:
+        """Checks records of which little was not read: what lies between tensors."""
+        self._gatherer.ledger.finish(self._reader)
 
     def close(self) -> None:
         """Puts back what a forward that failed has left."""
