@@ -149,7 +149,7 @@ def _record(line: dict[str, Any]) -> Record:
 
 
 _HEAD = re.compile(
-    r">*(?P<name>\S+) (?P<kind>forward|backward) run\s+shape: torch\.Size\(\[(?P<shape>[\d, ]*)\]\)"
+    r">*(?P<name>.+?) (?P<kind>forward|backward) run\s+shape: torch\.Size\(\[(?P<shape>[\d, ]*)\]\)"
     r"\s+dtype: torch\.(?P<dtype>\w+)"
 )
 _NUMBER = r"([-+]?(?:inf|nan|[\d.]+(?:e[-+]?\d+)?))"
