@@ -411,7 +411,10 @@ def test_a_module_that_compiles_itself(tmp_path: Path) -> None:
 
 
 def test_the_header_says_what_was_recorded(tmp_path: Path) -> None:
-    with probe.record(nn.Linear(2, 1), tmp_path / "run", step=9):
+    with (
+        pytest.warns(UserWarning, match="not called"),
+        probe.record(nn.Linear(2, 1), tmp_path / "run", step=9),
+    ):
         pass
     header, closed = lines(tmp_path / "run")
     assert (header["zckpt_probe"], header["world"], header["rank"], header["step"]) == (1, 1, 0, 9)

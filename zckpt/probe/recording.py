@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -103,6 +104,12 @@ def record(
         stack.enter_context(subscribe(model, *subscribers, recorder))
         yield recorder
         print(json.dumps({"closed": recorder.written}), file=file)
+        if not recorder.called:
+            warnings.warn(
+                f"nothing was recorded in {directory}: the model itself was not called; record the "
+                "module that is",
+                stacklevel=3,
+            )
 
 
 def inspect(name: str, tensor: Tensor) -> Tensor:
@@ -205,6 +212,7 @@ class Recorder(Subscriber):
         gradients: bool,
     ) -> None:
         self.written = 0
+        self.called = False
         self._output = output
         self._clock = clock
         self._bounds = bounds
@@ -237,6 +245,7 @@ class Recorder(Subscriber):
     def _begin(self) -> None:
         """A forward of the root: a new batch, of this step or the next."""
         self._release()
+        self.called = True
         step, evaluating = self._clock(), not torch.is_grad_enabled()
         if step != self._step:
             self._step = step
@@ -255,12 +264,23 @@ class Recorder(Subscriber):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if place.is_root and not place.recomputed:
             self._begin()
-        if self._parameters and self._recording and not place.recomputed:
-            for name, parameter in place.module.named_parameters(recurse=False):
-                path = name if place.is_root else f"{place.path}.{name}"
-                if not self._seen[self._step, "parameter", path]:
-                    self._write("parameter", path, parameter)
+        self._take_parameters(place, released=False)
         return args, kwargs
+
+    def post_forward_module(self, place: Place, args: tuple[Any, ...], output: Any) -> Any:
+        self._take_parameters(place, released=True)
+        return output
+
+    def _take_parameters(self, place: Place, released: bool) -> None:
+        """Once a step: before the forward, or after it those that an engine gathers only then, as
+        one does that was put around a module whose recording had begun."""
+        if not (self._parameters and self._recording) or place.recomputed:
+            return
+        for name, parameter in place.module.named_parameters(recurse=False):
+            path = name if place.is_root else f"{place.path}.{name}"
+            here = parameter.numel() > 0 and not hasattr(parameter, "to_local")
+            if (here or released) and not self._seen[self._step, "parameter", path]:
+                self._write("parameter", path, parameter)
 
     def post_forward_tensor(self, place: Place, path: str, tensor: Tensor) -> Tensor:
         self._take(f"{place.key}/{path}", tensor, place.recomputed)

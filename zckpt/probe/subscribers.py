@@ -67,11 +67,11 @@ class Subscriber:
     def pre_forward_tensor(self, place: Place, path: str, tensor: Tensor) -> Tensor:
         return tensor
 
-    def post_forward_tensor(self, place: Place, path: str, tensor: Tensor) -> Tensor:
-        return tensor
-
     def post_forward_module(self, place: Place, args: tuple[Any, ...], output: Any) -> Any:
         return output
+
+    def post_forward_tensor(self, place: Place, path: str, tensor: Tensor) -> Tensor:
+        return tensor
 
 
 @contextmanager
@@ -134,7 +134,7 @@ class _Hooks:
         }
         self.after = {
             name: [each for each in reversed(subscribers) if overrides(each, name)]
-            for name in ("post_forward_tensor", "post_forward_module")
+            for name in ("post_forward_module", "post_forward_tensor")
         }
         self.calls: Counter[str] = Counter()
         self.again: Counter[str] = Counter()
@@ -194,14 +194,14 @@ class _Hooks:
         if recomputed:
             self.again[path] += 1
         made = output
+        for each in self.after["post_forward_module"]:
+            made = each.post_forward_module(place, args, made)
         for each in self.after["post_forward_tensor"]:
 
             def change(where: str, tensor: Tensor, each: Subscriber = each) -> Tensor:
                 return each.post_forward_tensor(place, where, tensor)
 
             made = mapped(made, "out", change)
-        for each in self.after["post_forward_module"]:
-            made = each.post_forward_module(place, args, made)
         return None if made is output else made
 
     def _call(self, path: str, recomputed: bool) -> int:
