@@ -6,6 +6,8 @@ import copy
 import json
 import math
 import pickle
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -25,6 +28,7 @@ from zckpt.errors import TargetExists, WrongOption
 from zckpt.probe import runs
 from zckpt.probe.statistics import Measurer
 
+from ..conftest import ROOT
 from ..test_stats import made
 
 
@@ -273,6 +277,63 @@ def test_what_has_no_bytes_is_described() -> None:
     about = measurer.describe(torch.empty(3, 4, device="meta"))
     assert (about["shape"], "crc32" in about) == ([3, 4], False)
     assert "crc32" not in measurer.describe(torch.eye(3).to_sparse())
+    released = torch.ones(7)
+    released.untyped_storage().resize_(0)
+    assert "crc32" not in measurer.describe(released)
+    with FakeTensorMode():
+        assert "crc32" not in measurer.describe(torch.ones(3))
+
+
+def test_what_is_mapped_is_described(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    x = torch.ones(4, 2)
+    expected = torch.vmap(model)(x)
+    with probe.record(model, tmp_path / "run", step=0):
+        assert torch.equal(torch.vmap(model)(x), expected)
+
+
+def test_parameters_that_an_engine_gathers_later(tmp_path: Path) -> None:
+    """It was put around a model that is recorded already: its hooks come before and after ours."""
+    model = nn.Linear(2, 3)
+    whole = model.weight.data
+    model.weight.data = torch.empty(0)
+
+    def gather(*about: Any) -> None:
+        model.weight.data = whole
+
+    def release(*about: Any) -> None:
+        model.weight.data = torch.empty(0)
+
+    with probe.record(model, tmp_path / "run", step=0, parameters=True):
+        model.register_forward_pre_hook(gather)
+        model.register_forward_hook(release)
+        model(torch.ones(1, 2))
+    shapes = {record.key: record.shape for record in runs.read(tmp_path / "run").ranks[0]}
+    assert shapes["weight"] == (3, 2)
+
+
+def test_without_torch_one_sentence_says_so() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import zckpt, zckpt.probe
+from zckpt.probe import compare
+try:
+    zckpt.probe.record
+except zckpt.ZckptError as error:
+    print(type(error).__name__, error.message, error.hint)
+"""
+    words = [sys.executable, "-c", code]
+    ended = subprocess.run(
+        words, check=True, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert ended.stdout.startswith("MissingExtra probe.record needs torch, which is not installed")
+    assert "pip install" in ended.stdout
+
+
+def test_importing_it_imports_no_torch() -> None:
+    code = "import sys, zckpt.probe, zckpt.probe.comparing; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT)})
 
 
 def test_steps_by_the_optimizer(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class Measurer:
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         about: dict[str, Any] = {"dtype": dtype, "shape": list(tensor.shape)}
         about["elements"] = tensor.numel()
-        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        if not holds_bytes(tensor):
             return about
         with torch.no_grad():
             tensor = tensor.resolve_conj().resolve_neg()
@@ -108,6 +108,20 @@ class Measurer:
 
     def _each(self, work: Any, parts: list[Any]) -> Any:
         return self._pool.map(work, parts) if self._pool and len(parts) > 1 else map(work, parts)
+
+
+def holds_bytes(tensor: Tensor) -> bool:
+    """Whether there is memory behind it: not of what is on `meta`, sparse, only traced or mapped,
+    or a parameter that its engine has let go."""
+    if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        return False
+    try:
+        held = tensor.untyped_storage()
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+        return not tensor.numel() or (held.data_ptr() != 0 and held.nbytes() >= end)
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def raw(tensor: Tensor) -> memoryview:
