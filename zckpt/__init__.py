@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import probe
     from .api import Copying, convert, diff, inspect, read, reshard, stats, verify
     from .errors import ZckptError
     from .manifest import Manifest
@@ -34,6 +35,7 @@ __all__ = [
     "convert",
     "diff",
     "inspect",
+    "probe",
     "read",
     "reshard",
     "stats",
@@ -43,6 +45,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # on use: `zckpt --help` needs none of them
+    if name == "probe":
+        return import_module(".probe", __name__)
     if name in _PUBLIC:
         return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -57,6 +57,7 @@ def measure_all(
 ) -> Report:
     """Statistics of every tensor whose name matches the glob, and what is wrong with them.
 
+    Without a glob of all but slot `state`, which holds random states and the like.
     Complex and 8-bit float numbers are named in `not_computed`. Raises WrongOption where no name
     matches.
     """

@@ -332,7 +332,7 @@ except zckpt.ZckptError as error:
 
 
 def test_importing_it_imports_no_torch() -> None:
-    code = "import sys, zckpt.probe, zckpt.probe.comparing; sys.exit('torch' in sys.modules)"
+    code = "import sys, zckpt; zckpt.probe.compare; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT)})
 
 
@@ -373,6 +373,40 @@ def test_steps_by_a_function_or_an_engine(tmp_path: Path) -> None:
     with probe.record(engine.module, tmp_path / "function", step=lambda: 5):
         engine(torch.ones(1, 2))
     assert runs.read(tmp_path / "function").steps == [5]
+
+
+def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 1)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            y = self.linear(x)
+            return {"loss": (y - labels).square().mean(), "logits": y}
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "trainer"),
+        max_steps=2,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=1,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+    )
+    data = [{"x": torch.ones(2) * n, "labels": torch.ones(1)} for n in range(4)]
+    trainer = Trainer(Model(), arguments, train_dataset=data)
+    with probe.record(trainer.model, tmp_path / "run", step=lambda: trainer.state.global_step):
+        trainer.train()
+    records = runs.read(tmp_path / "run").ranks[0]
+    forwards = [
+        (r.step, r.batch) for r in records if r.key == "linear#0/out" and r.kind == "forward"
+    ]
+    assert forwards == [(0, "0"), (0, "1"), (1, "0"), (1, "1")]
+    keys = {record.key for record in records if record.kind == "backward"}
+    assert keys == {"(model)#0/out.loss", "linear#0/out"} | ({"(model)#0/out.logits"} & keys)
 
 
 def test_a_range_of_steps(tmp_path: Path) -> None:
