@@ -350,6 +350,42 @@ def test_steps_by_the_optimizer(tmp_path: Path) -> None:
     assert not optimizer._optimizer_step_post_hooks
 
 
+def test_steps_by_accelerate(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with probe.record(model, tmp_path / "run", step=0, optimizer=optimizer):
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 2)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    held = [(r.step, r.batch) for r in runs.read(tmp_path / "run").ranks[0] if r.kind == "forward"]
+    assert held == [(0, "0"), (0, "1"), (1, "0"), (1, "1")]
+
+
+def test_optimizers_that_cannot_be_counted(tmp_path: Path) -> None:
+    class Zero:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+
+    model = nn.Linear(2, 1)
+    zero: Any = Zero()
+    with (
+        pytest.raises(WrongOption, match="Zero is no optimizer of torch"),
+        probe.record(model, tmp_path / "run", step=0, optimizer=zero),
+    ):
+        pass
+
+
+def test_gradients_may_be_left_out(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    with probe.record(model, tmp_path / "run", step=0, gradients=False):
+        model(torch.ones(1, 2)).sum().backward()
+    assert [record.kind for record in runs.read(tmp_path / "run").ranks[0]] == ["forward"]
+
+
 def test_steps_by_a_function_or_an_engine(tmp_path: Path) -> None:
     class Engine(nn.Module):
         def __init__(self) -> None:

@@ -73,7 +73,7 @@ def record(
         yield Recorder(None, lambda: 0, (None, None), parameters=False, gradients=False)
         return
     with ExitStack() as stack:
-        clock = _Clock(_steps_of(model, step, optimizer))
+        clock = _Clock(_steps_of(model, step))
         if optimizer is not None and not callable(clock.source):
             stack.enter_context(_counted(optimizer, clock))
         measurer = Measurer(bucket, samples, torch.get_num_threads())
@@ -137,9 +137,7 @@ class _Clock:
         self.source += 1
 
 
-def _steps_of(
-    model: nn.Module, step: int | Callable[[], int] | None, optimizer: object
-) -> int | Callable[[], int]:
+def _steps_of(model: nn.Module, step: int | Callable[[], int] | None) -> int | Callable[[], int]:
     if step is not None:
         return step
     if isinstance(getattr(model, "global_steps", None), int):  # a DeepSpeed engine
@@ -153,8 +151,12 @@ def _steps_of(
 
 @contextmanager
 def _counted(optimizer: Any, clock: _Clock) -> Iterator[None]:
-    """Counts the optimizer's steps; Accelerate's wraps the one that knows when it steps."""
-    inner = getattr(optimizer, "optimizer", optimizer)
+    """Counts the optimizer's steps; Accelerate's wraps the one that knows when it steps.
+
+    DeepSpeed's wrap one too, but step it once for each group.
+    """
+    wrapped = type(optimizer).__module__.startswith("accelerate.")
+    inner = optimizer.optimizer if wrapped else optimizer
     if not isinstance(inner, torch.optim.Optimizer):
         raise WrongOption(
             f"{type(optimizer).__name__} is no optimizer of torch, whose steps can be counted",
