@@ -370,13 +370,13 @@ def probed(report: dict[str, Any], quiet: bool) -> None:
         where += f" and {len(report['ranks'])} ranks"
     if big:
         print(f"first big difference: {_event(big)}")
-        print(f"  {report['meaning']}")
+        print(f"  {big['meaning']}")
     elif first:
         print(f"no big difference in {where}")
     elif not quiet:
         print(f"no difference in {where}")
     if first and first != big:
-        print(f"first difference: {_event(first)}")
+        print(f"first difference: {_event(first)}\n  {first['meaning']}")
     if not quiet:
         if first:
             print(f"{report['differing']:,} of {where} differ")

@@ -34,9 +34,11 @@ WEIGHTS = frozenset({"param", "master"})
 @dataclass(slots=True)
 class _Total:
     """One tensor's statistics so far. Parts are added in their order, whichever thread was first,
-    so that the last digits are the same every time."""
+    so that the last digits are the same every time. The histogram is kept short in the end."""
 
+    numel: int
     statistics: Statistics = field(default_factory=Statistics)
+    magnitudes: dict[str, Any] | None = None
     reached: int = 0
     waiting: dict[int, tuple[int, Statistics]] = field(default_factory=dict)
 
@@ -45,6 +47,9 @@ class _Total:
         while self.reached in self.waiting:
             self.reached, part = self.waiting.pop(self.reached)
             self.statistics.add(part)
+        if self.reached == self.numel:
+            self.magnitudes = self.statistics.magnitudes()
+            self.statistics.histogram = None
 
 
 def measure_all(
@@ -71,7 +76,7 @@ def measure_all(
             f"no tensor matches {pattern!r}", hint="names are parameter/slot, as '*/exp_avg'"
         )
     measured = [entry for entry in entries if entry.dtype in NUMBERS]
-    totals = {entry.name: _Total() for entry in measured}
+    totals = {entry.name: _Total(entry.numel) for entry in measured}
     ledger = Ledger(manifest.records, collect=True)
     chunk = chunk_size(manifest.dp, jobs, memory)  # a buffer a thread, and as much to gather with
     keep_open, lock = files_per_thread(jobs), Lock()
@@ -106,7 +111,7 @@ def measure_all(
     found = {name: total.statistics for name, total in totals.items()}
     return {
         "step": manifest.step,
-        "tensors": [_line(entry, found[entry.name]) for entry in measured],
+        "tensors": [_line(entry, totals[entry.name]) for entry in measured],
         "not_computed": [
             {"tensor": entry.name, "dtype": entry.dtype}
             for entry in entries
@@ -145,14 +150,14 @@ def _tasks(entries: Sequence[Entry], chunk: int) -> Iterator[list[Wanted]]:
             yield wanted
 
 
-def _line(entry: Entry, found: Statistics) -> Report:
+def _line(entry: Entry, found: _Total) -> Report:
     return {
         "tensor": entry.name,
         "dtype": entry.dtype,
         "shape": list(entry.shape),
         "elements": entry.numel,
-        **found.report(),
-        "histogram": found.magnitudes(),
+        **found.statistics.report(),
+        "histogram": found.magnitudes,
     }
 
 

@@ -103,7 +103,7 @@ def test_the_first_big_difference_and_what_its_place_means(
     assert place == [step, kind, key, batch]
     assert found["big"]["what"] == "sample 0 1 against 1.5"
     assert found["big"]["distance"] == 0.5  # of the root mean square, 1
-    assert found["meaning"].startswith(meaning)
+    assert found["big"]["meaning"].startswith(meaning)
     assert found["first"] == found["big"]
     assert not found["equal"]
 

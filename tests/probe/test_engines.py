@@ -144,7 +144,7 @@ def test_a_fault_is_found_at_its_place(stage: int, fault: str, recorded: Recorde
         assert found["first"]["step"] == STEP + later
         assert found["first"]["key"] == key
     assert found["big"] == found["first"]
-    assert found["meaning"].startswith(meaning)
+    assert found["big"]["meaning"].startswith(meaning)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -155,6 +155,18 @@ def test_prefixes_of_engines_are_seen_through() -> None:
     assert matched(["module.a.w"], ["_orig_mod.model.a.w"]) == {"module.a.w": "_orig_mod.model.a.w"}
     assert matched(["a.w"], ["module.a.w", "model.a.w"]) == {}
     assert matched(["a.w"], ["b.a.w"]) == {}
+    assert matched(["l.0._orig_mod.w"], ["l.0.w"]) == {"l.0._orig_mod.w": "l.0.w"}
+
+
+def test_compiled_modules(universal: Path) -> None:
+    expected = loaded(universal)(TOKENS)
+    model = on_meta()
+    compiled = torch.compile(model.fc1, backend="eager")
+    model.fc1 = compiled
+    with probe.stream(model, universal), torch.no_grad():
+        assert torch.equal(model(TOKENS), expected)
+    with probe.stream(torch.compile(on_meta(), backend="eager"), universal):
+        pass
 
 
 def test_modules_whose_children_are_not_called(tmp_path: Path) -> None:

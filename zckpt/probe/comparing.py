@@ -80,6 +80,8 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
             f"{a.world} processes against {b.world}: sums in another order, so only a tolerance "
             "can be asked for"
         )
+    if differing and not big and noise is None:
+        notes.append("whether that is noise, a second run of the original tells: --noise")
     one_sided = sorted(set(a.ranks) ^ set(b.ranks))
     if one_sided:
         notes.append(f"only one run recorded rank {listed(list(map(str, one_sided)))}")
@@ -95,9 +97,8 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         "differing": len(differing),
         "steps": steps,
         "ranks": sorted({event.rank for event in events}),
-        "first": _told(differing[0]) if differing else None,
-        "big": _told(big) if big else None,
-        "meaning": meaning(big, steps, events) if big else None,
+        "first": _told(differing[0], steps) if differing else None,
+        "big": _told(big, steps) if big else None,
         "only_a": only_a,
         "only_b": only_b,
         "notes": notes,
@@ -221,11 +222,11 @@ def _scale(record: Record) -> float:
 # -- what it means
 
 
-def meaning(big: Event, steps: Sequence[int], events: Sequence[Event]) -> str:
-    """What a first big difference at this place says about the two runs."""
-    record = big.a
+def meaning(event: Event, steps: Sequence[int]) -> str:
+    """What a first difference at this place says about the two runs."""
+    record = event.a
     where = steps.index(record.step)
-    if not math.isfinite(big.distance) and big.what.startswith(("shape", "type")):
+    if not math.isfinite(event.distance) and event.what.startswith(("shape", "type")):
         return "the models or their precisions differ"
     if record.dtype not in FLOATS and record.kind == "forward":
         return "other integers: the data differ"
@@ -279,7 +280,7 @@ def number(value: float) -> float | str:
     return value if math.isfinite(value) else "inf"
 
 
-def _told(event: Event) -> Report:
+def _told(event: Event, steps: Sequence[int]) -> Report:
     return {
         "rank": event.rank,
         "step": event.a.step,
@@ -292,6 +293,7 @@ def _told(event: Event) -> Report:
         "what": event.what,
         "distance": number(event.distance),
         "tolerated": number(event.tolerated),
+        "meaning": meaning(event, steps),
     }
 
 

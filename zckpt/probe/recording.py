@@ -115,10 +115,12 @@ def record(
 def inspect(name: str, tensor: Tensor) -> Tensor:
     """Records a tensor within a forward, by a name of its own, and gives it back unchanged.
 
-    Its gradient too, if it has one. Where nothing records it does nothing.
+    Its gradient too, if it has one. Where nothing records, or in what torch.compile compiles, it
+    does nothing.
     """
-    for recorder in _active:
-        recorder.inspect(name, tensor)
+    if not torch.compiler.is_compiling():
+        for recorder in _active:
+            recorder.inspect(name, tensor)
     return tensor
 
 

@@ -23,11 +23,11 @@ from ..errors import MissingData, listed
 from ..fileio import Reader
 from ..manifest import Entry, Manifest
 from .statistics import NAMES, raw
-from .subscribers import Place, Subscriber, subscribe, unwrapped
+from .subscribers import WITHIN, Place, Subscriber, is_compiled, subscribe, unwrapped
 
 WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules of torch whose forward uses weights of their children without calling them."""
-PREFIXES = ("module.", "_forward_module.", "_orig_mod.", "model.")
+PREFIXES = ("module.", "_forward_module.", "model.")
 SCRATCH = 8 << 20  # bytes, in which small pieces of many ranks are put together
 
 
@@ -161,7 +161,7 @@ def _owned(
         children = [
             (child, f"{path}.{name}" if path else name) for name, child in module.named_children()
         ]
-        if isinstance(module, whole):
+        if isinstance(module, whole) or is_compiled(module):
             for child, at in children:
                 for _, more in below(child, at, seen):
                     held += more
@@ -234,6 +234,8 @@ def matched(wanted: Iterable[str], held: Collection[str] | Mapping[str, Any]) ->
 
 
 def bare(name: str) -> str:
+    """The name without what wraps the model, or a module in it."""
+    name = ".".join(part for part in name.split(".") if part not in WITHIN)
     while prefix := next((each for each in PREFIXES if name.startswith(each)), ""):
         name = name.removeprefix(prefix)
     return name

@@ -93,7 +93,7 @@ def modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model in an engine's own module, as DeepSpeed's and DistributedDataParallel's."""
-    while type(model).__module__.partition(".")[0] in ENGINES and not _is_compiled(model):
+    while type(model).__module__.partition(".")[0] in ENGINES and not is_compiled(model):
         children = dict(model.named_children())
         if len(children) != 1 or not WRAPPERS.issuperset(children):
             break
@@ -109,7 +109,7 @@ def _modules(
         return
     seen.add(id(module))
     yield path, module
-    if _is_compiled(module):
+    if is_compiled(module):
         return
     for name, child in module.named_children():
         below = path if name in WITHIN else name if path == ROOT else f"{path}.{name}"
@@ -118,7 +118,8 @@ def _modules(
                 yield found, held
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether its calls run what torch.compile made of it."""
     return type(module).__name__ == "OptimizedModule" or bool(
         getattr(module, "_compiled_call_impl", None)
     )
@@ -144,7 +145,7 @@ class _Hooks:
     def register(self, module: nn.Module, path: str) -> None:
         pre: Callable[..., Any] = _Hook(self, module, path, "_pre")
         post: Callable[..., Any] = _Hook(self, module, path, "_post")
-        if _is_compiled(module):
+        if is_compiled(module):
             disable: Any = torch.compiler.disable
             pre, post = disable(pre), disable(post)
         self.handles += [
