@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import Copying, convert, diff, inspect, read, reshard, verify
+    from . import probe
+    from .api import Copying, convert, diff, inspect, read, reshard, stats, verify
     from .errors import ZckptError
     from .manifest import Manifest
     from .options import Options
@@ -20,6 +21,7 @@ _PUBLIC = {
     "reshard": "api",
     "verify": "api",
     "diff": "api",
+    "stats": "api",
     "Copying": "api",
     "Manifest": "manifest",
     "Options": "options",
@@ -33,16 +35,18 @@ __all__ = [
     "convert",
     "diff",
     "inspect",
+    "probe",
     "read",
     "reshard",
+    "stats",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # on use: `zckpt --help` needs none of them
-    if name == "dcp":  # which needs torch
-        return import_module(".dcp", __name__)
+    if name in ("dcp", "probe"):
+        return import_module(f".{name}", __name__)
     if name in _PUBLIC:
         return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

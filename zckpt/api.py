@@ -1,4 +1,4 @@
-"""What zckpt does, a few steps each: read, inspect, convert, reshard, verify, diff."""
+"""What zckpt does, a few steps each: read, inspect, convert, reshard, verify, diff, stats."""
 
 from __future__ import annotations
 
@@ -322,6 +322,38 @@ def diff(
     theirs = naming.called_as(read(b, param_names=param_names), naming.names_of(ours))
     found = proof.diff(ours, theirs, tensors, jobs=jobs, memory=memory, begin=begin)
     report: Report = {"zckpt": 1, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
+    return report | found | {"seconds": round(time.monotonic() - started, 3)}
+
+
+def stats(
+    path: str | os.PathLike[str],
+    *,
+    tensors: str | None = None,
+    format: str | None = None,
+    tag: str | None = None,
+    step_policy: str | None = None,
+    param_names: Sequence[str] | None = None,
+    jobs: int = 4,
+    memory: int = 256 << 20,
+    begin: Callable[[int], Progress] | None = None,
+) -> Report:
+    """What the numbers of a checkpoint look like, and which are dead or impossible.
+
+    `tensors` is a glob that chooses. Of each tensor, over its finite numbers, in float64: min, max,
+    mean, std (with n - 1, as torch.std), norm (L2), counts, and how many have which magnitude.
+    """
+    from . import health
+
+    started = time.monotonic()
+    Copying(jobs, memory)
+    manifest = read(path, format=format, tag=tag, step_policy=step_policy, param_names=param_names)
+    report: Report = {
+        "zckpt": 1,
+        "command": "stats",
+        "path": os.fspath(path),
+        "format": manifest.format,
+    }
+    found = health.measure_all(manifest, tensors, jobs=jobs, memory=memory, begin=begin)
     return report | found | {"seconds": round(time.monotonic() - started, 3)}
 
 

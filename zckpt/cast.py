@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .dtypes import SIZES
+from .dtypes import NUMBERS, SIZES
 from .errors import UnsupportedCheckpoint
 
 _NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -22,7 +22,7 @@ def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype
     values = np.frombuffer(source, dtype=_NUMPY[source_dtype])
     result = np.frombuffer(target, dtype=_NUMPY[target_dtype])
     if source_dtype == "BF16":
-        values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        values = widen(values)
     if (source_dtype, target_dtype) == ("F64", "F16"):  # torch rounds twice
         with np.errstate(over="ignore", invalid="ignore"):
             values = values.astype(np.float32)
@@ -44,20 +44,27 @@ def _bfloat16(values: Any) -> Any:
     return rounded
 
 
+def widen(halves: Any) -> Any:
+    """bfloat16 numbers, given as uint16, as float32."""
+    bits = halves.astype(np.uint32)
+    bits <<= np.uint32(16)
+    return bits.view(np.float32)
+
+
+def numpy_type(dtype: str) -> Any:
+    """numpy's type of the elements; uint16 for BF16. Raises KeyError for what is no number."""
+    if dtype == "BOOL":
+        return np.uint8
+    return f"{dtype[0].lower()}{SIZES[dtype]}" if dtype[0] in "IU" else _NUMPY[dtype]
+
+
 def numbers(view: memoryview, dtype: str) -> Any:
     """The elements as float64 (integers past 2**53 lose digits); None for what is no number."""
-    if dtype == "BF16":
-        values = (np.frombuffer(view, np.uint16).astype(np.uint32) << np.uint32(16)).view("f4")
-    elif dtype in _NUMPY:
-        values = np.frombuffer(view, _NUMPY[dtype])
-    elif dtype == "BOOL":
-        values = np.frombuffer(view, np.uint8)
-    elif dtype[0] in "IU":
-        values = np.frombuffer(view, f"{dtype[0].lower()}{SIZES[dtype]}")
-    else:
+    if dtype not in NUMBERS:
         return None
+    values = np.frombuffer(view, numpy_type(dtype))
     with np.errstate(invalid="ignore"):  # a signalling NaN
-        return values.astype(np.float64)
+        return (widen(values) if dtype == "BF16" else values).astype(np.float64)
 
 
 def ordered(bits: Any, dtype: str) -> Any:

@@ -1,7 +1,7 @@
 """Commands, options and exit codes: what `zckpt` understands on a command line.
 
-Exit codes: 0 done or equal, 1 could not do it (no target was made), 2 wrong usage, 3 `verify` or
-`diff` looked and found something.
+Exit codes: 0 done or equal, 1 could not do it (no target was made), 2 wrong usage, 3 `verify`,
+`diff` or `probe-diff` looked and found something.
 """
 
 from __future__ import annotations
@@ -435,6 +435,72 @@ def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
     else:
         display.differing(report, quiet)
     return 0 if report["equal"] else 3
+
+
+@cli.command()
+@click.argument("path")
+@click.option("--tensors", metavar="GLOB", help="Only the tensors whose name matches.")
+@moving
+@common
+def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
+    """What the numbers in PATH look like, and which are dead or impossible.
+
+    In float64, over finite numbers: min, max, mean, std (with n - 1, as torch.std), L2 norm; counts
+    of NaN, infinite, negative, zero and positive ones; how many have which magnitude, in powers of
+    two. Warnings name second moments that are zero or negative, constant weights, NaN, infinities,
+    steps that low precision has stopped.
+    """
+    from . import api, display
+
+    with display.progress(quiet or as_json) as begin:
+        report = api.stats(path, begin=begin, **words)
+    if as_json:
+        display.document(report)
+    else:
+        display.statistics(report, quiet)
+
+
+@cli.command("probe-diff")
+@click.argument("a", metavar="RUN_A")
+@click.argument("b", metavar="RUN_B")
+@click.option("--noise", metavar="RUN_A2", help="A second run of what RUN_A is one of.")
+@click.option("--summary", metavar="DIR", help="Write a text for each step and run.")
+@click.option("--svg", metavar="FILE", help="Draw steps and modules for a browser.")
+@click.option("-q", "--quiet", is_flag=True, help="No notes and no picture.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def probe_diff(
+    a: str,
+    b: str,
+    noise: str | None,
+    summary: str | None,
+    svg: str | None,
+    quiet: bool,
+    as_json: bool,
+) -> int:
+    """The first big difference of two runs that zckpt.probe recorded.
+
+    Or that ONNX Runtime's StatisticsSubscriber dumped. Names step, module, forward or backward, and
+    what that place means. --noise measures how far two runs of the original are apart: as long as
+    they are equal, any difference is a big one.
+
+    Exit code 3: there is a big difference.
+    """
+    from . import display
+    from .probe import comparing, picture, runs
+
+    if svg:
+        display.can_save(svg)
+    first, second = runs.read(a), runs.read(b)
+    report = comparing.report(first, second, runs.read(noise) if noise else None)
+    if summary:
+        picture.summarise(summary, [("a", first), ("b", second)])
+    if svg:
+        display.save_text(svg, picture.svg(report))
+    if as_json:
+        display.document(report)
+    else:
+        display.probed(report, quiet)
+    return 3 if report["big"] else 0
 
 
 @cli.command()

@@ -208,11 +208,15 @@ def can_save(path: str) -> None:
 
 def save(path: str, report: dict[str, Any]) -> None:
     """A report as a file, whole or not at all."""
+    save_text(path, json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+
+def save_text(path: str, text: str) -> None:
+    """A text as a file, whole or not at all."""
     partial = f"{path}.{os.getpid()}.partial"
     try:
         with open(partial, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1, allow_nan=False)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -327,6 +331,101 @@ def _measured(line: dict[str, Any], key: str) -> object:
     if key == "count" and value == 0:
         return "equal"
     return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def statistics(report: dict[str, Any], quiet: bool) -> None:
+    """What `stats` found: a line per tensor."""
+    lines = report["tensors"]
+    rare = [key for key in ("nan", "inf") if any(line[key] for line in lines)]
+    shown = ("min", "max", "mean", "std", "norm", *rare, "negative", "zero", "positive")
+    table(
+        ("tensor", "dtype", "shape", *shown, "magnitudes"),
+        [
+            (
+                line["tensor"],
+                line["dtype"],
+                "x".join(map(str, line["shape"])) or "scalar",
+                *(_measured(line, key) for key in shown),
+                _magnitudes(line["histogram"]),
+            )
+            for line in lines
+        ],
+    )
+    for line in report["not_computed"]:
+        print(f"{safe(line['tensor'])}: not computed of {line['dtype']}")
+    if not quiet:
+        step = "" if report["step"] is None else f", step {report['step']}"
+        print(
+            f"{len(lines):,} tensors, {size(report['bytes'])}{step}, {report['seconds']:.1f} s"
+            + _checked(report["records"])
+        )
+    warn([line["message"] for line in report["problems"]], quiet)
+
+
+def probed(report: dict[str, Any], quiet: bool) -> None:
+    """What `probe-diff` found."""
+    first, big, steps = report["first"], report["big"], report["steps"]
+    where = f"{report['records']:,} records of steps {steps[0]} to {steps[-1]}"
+    if len(report["ranks"]) > 1:
+        where += f" and {len(report['ranks'])} ranks"
+    if big:
+        print(f"first big difference: {_event(big)}")
+        print(f"  {big['meaning']}")
+    elif first:
+        print(f"no big difference in {where}")
+    elif not quiet:
+        print(f"no difference in {where}")
+    if first and first != big:
+        print(f"first difference: {_event(first)}\n  {first['meaning']}")
+    if not quiet:
+        if first:
+            print(f"{report['differing']:,} of {where} differ")
+        if report["noise"]:
+            print(
+                f"noise between {safe(report['a'])} and {safe(report['noise'])}: up to "
+                f"{_short(report['noise_floor'])}"
+            )
+        for side in ("a", "b"):
+            if names := report[f"only_{side}"]:
+                told = f"{len(names):,} records, as {safe(names[0])}"
+                print(f"only {safe(report[side])} has {told}")
+        for line in report["notes"]:
+            print(f"note: {safe(line)}")
+        if first:
+            from .probe.picture import drawn
+
+            print()
+            for line in drawn(report["map"]):
+                print(safe(line))
+
+
+def _event(event: dict[str, Any]) -> str:
+    rank = f", rank {event['rank']}" if event["rank"] else ""
+    return safe(
+        f"step {event['step']}, batch {event['batch']}{rank}, {event['kind']} of {event['key']}: "
+        f"{event['what']} (distance {_short(event['distance'])}, "
+        f"tolerated {_short(event['tolerated'])})"
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def _magnitudes(histogram: dict[str, Any] | None, width: int = 16) -> str | None:
+    """A sparkline of how many numbers have which magnitude, between its powers of two."""
+    if histogram is None:
+        return None
+    counts = histogram["counts"]
+    first, last = histogram["first"], histogram["first"] + len(counts)
+    each = -(-len(counts) // width)
+    sums = [sum(counts[place : place + each]) for place in range(0, len(counts), each)]
+    most = max(sums)
+    sparks = (SPARKS[-(-count * len(SPARKS) // most) - 1] if count else " " for count in sums)
+    return f"2^{first} {''.join(sparks)} 2^{last}"
 
 
 @contextmanager

@@ -137,3 +137,15 @@ def train_step(engine: Any) -> float:
     mean = loss.detach().double()
     torch.distributed.all_reduce(mean)
     return float(mean) / ranks
+
+
+def recorded(*arguments: Any) -> None:
+    from . import recorded
+
+    recorded.deepspeed_runs(*arguments)
+
+
+def recorded_fsdp(*arguments: Any) -> None:
+    from . import recorded
+
+    recorded.fsdp_runs(*arguments)

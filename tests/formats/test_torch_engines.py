@@ -67,7 +67,7 @@ def source(folder: Path) -> Path:
 
 
 def names(case: Case, oracle: dict[str, Any]) -> dict[str, Any]:
-    """The names that an optimizer which knows numbers alone may need, without wrappers' prefixes."""
+    """What an optimizer that knows numbers alone may need; without wrappers' prefixes."""
     if case.layout not in BY_NUMBER or case.groups == 1:
         return {}
     return {"param_names": [name for group in oracle["groups"] for name in group["params"]]}

@@ -1,0 +1,255 @@
+"""Forwards straight from a checkpoint's files: the same values, in a part of the memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import zckpt
+from zckpt import probe
+from zckpt.errors import CorruptCheckpoint, MissingData
+from zckpt.probe import runs
+from zckpt.probe.streaming import matched
+
+from .. import faults
+from ..conftest import EXAMPLE, ROOT
+
+
+class Example(nn.Module):
+    """The model of examples/make_checkpoint.py."""
+
+    running_mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(41, 19)
+        self.fc1 = nn.Linear(19, 29)
+        self.fc2 = nn.Linear(29, 19)
+        self.frozen = nn.Linear(19, 19)
+        self.register_buffer("running_mean", torch.zeros(19))
+        self.head = nn.Linear(19, 41, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x - self.running_mean.to(x.dtype)
+        x = x + self.fc2(torch.tanh(self.fc1(x)))
+        logits: Tensor = self.head(x + self.frozen(x))
+        return logits
+
+
+TOKENS = torch.arange(12).view(3, 4)
+
+
+def loaded(path: Path) -> Example:
+    model = Example().bfloat16()
+    model.running_mean = model.running_mean.float()
+    model.load_state_dict(safetensors.torch.load_file(path / "model.safetensors"), strict=False)
+    return model
+
+
+@pytest.fixture
+def universal(tmp_path: Path) -> Path:
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    return tmp_path / "universal"
+
+
+def on_meta(dtype: torch.dtype = torch.bfloat16) -> Example:
+    with torch.device("meta"):
+        model = Example().to(dtype)
+        model.running_mean = model.running_mean.float()
+    return model
+
+
+@pytest.mark.parametrize("source", ["deepspeed", "universal", "stage 3"])
+@pytest.mark.parametrize("meta", [True, False])
+def test_outputs_are_those_of_the_loaded_model(
+    source: str, meta: bool, universal: Path, tmp_path: Path
+) -> None:
+    expected = loaded(universal)(TOKENS)
+    path = {"deepspeed": EXAMPLE, "universal": universal}.get(source, tmp_path / "z3")
+    if source == "stage 3":  # it holds masters alone
+        zckpt.reshard(EXAMPLE, path, dp=4, stage=3)
+    model = on_meta() if meta else Example().bfloat16()
+    model.running_mean = model.running_mean.float()
+    before = {name: (id(p), p.device) for name, p in model.named_parameters()}
+    with probe.stream(model, path), torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(TOKENS), expected)
+    assert {name: (id(p), p.device) for name, p in model.named_parameters()} == before
+    assert not model._forward_hooks
+
+
+def test_an_fp32_model_takes_the_masters(universal: Path) -> None:
+    masters = safetensors.torch.load_file(universal / "master.safetensors")
+    model = on_meta(torch.float32)
+    seen = {}
+
+    class Watch(probe.Subscriber):
+        def post_forward_module(self, place: probe.Place, args: Any, output: Any) -> Any:
+            seen[place.path] = {n: p.clone() for n, p in place.module.named_parameters()}
+            return output
+
+    with probe.stream(model, universal), probe.subscribe(model, Watch()), torch.no_grad():
+        model(TOKENS)
+    for module in ("fc1", "fc2"):
+        assert torch.equal(seen[module]["weight"], masters[f"{module}.weight"])
+
+
+def test_recording_within_streaming_sees_the_weights(universal: Path, tmp_path: Path) -> None:
+    for name, path in (("a", EXAMPLE), ("b", universal)):
+        model = on_meta()
+        with (
+            probe.stream(model, path),
+            probe.record(model, tmp_path / name, step=7, parameters=True),
+            torch.no_grad(),
+        ):
+            model(TOKENS)
+    found = probe.compare(tmp_path / "a", tmp_path / "b")
+    assert found["equal"]
+    assert "crc32" in runs.read(tmp_path / "a").ranks[0][0].numbers
+
+
+def test_a_failing_forward_leaves_the_model_as_it_was(universal: Path) -> None:
+    model = on_meta()
+    with (
+        pytest.raises(IndexError),
+        probe.stream(model, universal),
+        torch.no_grad(),
+    ):
+        model(torch.tensor([[99]]))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_damage_is_found_on_the_way(example: Path) -> None:
+    faults.change(example, "fc1.weight/param", faults.flip(17, 2, 6), mended=False)
+    model = on_meta()
+    with pytest.raises(CorruptCheckpoint), probe.stream(model, example), torch.no_grad():
+        model(TOKENS)
+
+
+def test_names_that_do_not_match_are_listed(universal: Path) -> None:
+    model = nn.ModuleDict({"fc1": nn.Linear(19, 29), "other": nn.Linear(2, 2)})
+    with pytest.raises(MissingData) as raised, probe.stream(model, universal):
+        pass
+    assert "other.weight" in raised.value.message
+    assert "embedding.weight" in raised.value.hint
+
+
+def test_shapes_that_do_not_match(universal: Path) -> None:
+    model = nn.ModuleDict({"fc1": nn.Linear(19, 30)})
+    with pytest.raises(MissingData, match="shape"), probe.stream(model, universal):
+        pass
+
+
+def test_prefixes_of_engines_are_seen_through() -> None:
+    assert matched(["a.w"], ["a.w", "module.a.w"]) == {"a.w": "a.w"}
+    assert matched(["a.w"], ["module.a.w"]) == {"a.w": "module.a.w"}
+    assert matched(["module.a.w"], ["_orig_mod.model.a.w"]) == {"module.a.w": "_orig_mod.model.a.w"}
+    assert matched(["a.w"], ["module.a.w", "model.a.w"]) == {}
+    assert matched(["a.w"], ["b.a.w"]) == {}
+    assert matched(["l.0._orig_mod.w"], ["l.0.w"]) == {"l.0._orig_mod.w": "l.0.w"}
+
+
+def test_compiled_modules(universal: Path) -> None:
+    expected = loaded(universal)(TOKENS)
+    model = on_meta()
+    compiled = torch.compile(model.fc1, backend="eager")
+    model.fc1 = compiled
+    with probe.stream(model, universal), torch.no_grad():
+        assert torch.equal(model(TOKENS), expected)
+    with probe.stream(torch.compile(on_meta(), backend="eager"), universal):
+        pass
+
+
+def test_modules_whose_children_are_not_called(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.MultiheadAttention(8, 2)
+    )
+    model.forward = lambda x: model[1](*[model[0](x)] * 3)[0]  # type: ignore[method-assign]
+    model.eval()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "m.safetensors")
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        expected = model(x)
+        manifest = manifest_of(model.state_dict(), tmp_path)
+        for parameter in model.parameters():
+            parameter.zero_()
+        with probe.stream(model, manifest):
+            assert torch.equal(model(x), expected)
+            assert torch.equal(model(x), expected)
+
+
+def manifest_of(state: dict[str, Tensor], folder: Path) -> Any:
+    from ..test_stats import manifest_of as made
+
+    return made(folder, {f"{name}/param": tensor for name, tensor in state.items()})
+
+
+LARGE = """
+import resource, sys, torch
+from torch import nn
+from zckpt import probe
+torch.set_num_threads(1)
+layers, width, path, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+with torch.device("meta" if how == "stream" else "cpu"):
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+x = torch.linspace(-1, 1, 4 * width).view(4, width)
+def peak():
+    with open("/proc/self/status") as file:
+        return int(next(line for line in file if line.startswith("VmHWM")).split()[1]) << 10
+if how == "load":
+    import safetensors.torch
+    model.load_state_dict(safetensors.torch.load_file(path + "/model.safetensors"))
+    with torch.no_grad():
+        y = model(x)
+else:
+    import zckpt.probe.streaming
+    with torch.no_grad():
+        nn.Linear(width, width)(x)  # what torch itself needs for the largest module
+        before = peak()
+        with probe.stream(model, path):
+            y = model(x)
+    print(peak() - before)
+torch.save(y, sys.argv[5])
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Weights of 32 layers, 4 MiB each: DeepSpeed ZeRO-3 at dp 4, universal, and as weights."""
+    from ..engines import wide
+
+    return wide.checkpoints(tmp_path_factory.mktemp("large"), layers=32, width=1024)
+
+
+@pytest.mark.engines
+@pytest.mark.first
+def test_memory_is_that_of_the_largest_module(large: dict[str, Path], tmp_path: Path) -> None:
+    def run(path: Path, how: str) -> tuple[Tensor, int]:
+        output = tmp_path / "y.pt"
+        words = [sys.executable, "-c", LARGE, "32", "1024", str(path), how, str(output)]
+        ended = subprocess.run(
+            words, check=True, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
+        )
+        return torch.load(output), int(ended.stdout or 0)
+
+    expected, _ = run(large["weights"], "load")
+    whole = 32 * 1025 * 1024 * 4
+    for name in ("zero3", "universal"):
+        found, grown = run(large[name], "stream")
+        assert torch.equal(found, expected)
+        assert grown < whole / 8, (name, grown)
+
+
+def test_the_checkpoint_may_be_read_by_the_caller(universal: Path) -> None:
+    with probe.stream(on_meta(), zckpt.read(universal), device="cpu"):
+        pass

@@ -1,0 +1,56 @@
+"""What a running model computes: recorded, compared with another run, streamed from a checkpoint.
+
+    with probe.record(model, "run_a", step=7, optimizer=optimizer): train()
+    with probe.stream(model, "checkpoint"): model(batch)
+
+Recording and streaming need torch (`pip install 'zckpt[torch]'`); reading and comparing runs do
+not. No engine is imported: DeepSpeed's and FSDP2's models are modules with hooks, as ours are.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MissingExtra
+
+if TYPE_CHECKING:
+    from .comparing import compare
+    from .recording import Recorder, inspect, record
+    from .streaming import stream
+    from .subscribers import Place, Subscriber, subscribe
+
+_PUBLIC = {
+    "compare": "comparing",
+    "Recorder": "recording",
+    "inspect": "recording",
+    "record": "recording",
+    "stream": "streaming",
+    "Place": "subscribers",
+    "Subscriber": "subscribers",
+    "subscribe": "subscribers",
+}
+__all__ = [
+    "Place",
+    "Recorder",
+    "Subscriber",
+    "compare",
+    "inspect",
+    "record",
+    "stream",
+    "subscribe",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # on use: torch is needed by some of them only
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtra(
+            f"probe.{name} needs torch, which is not installed", hint="pip install 'zckpt[torch]'"
+        ) from error

@@ -1,0 +1,161 @@
+"""Two runs to look at: a heat map of steps and modules, and texts to be compared line by line."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from ..errors import TargetExists
+from .runs import Record, Run
+
+SHADES = " .:-=+*#%@"  # a character per decade, from a bit to a hundredth and more
+FAINTEST, STRONGEST = -9, -1  # powers of ten
+ROWS, COLUMNS = 40, 64
+
+Cell = float | None
+
+
+def shade(distance: Cell) -> int:
+    """0 where nothing differs, to 9; -1 where nothing was recorded."""
+    if distance is None:
+        return -1
+    if not distance:
+        return 0
+    power = STRONGEST if math.isinf(distance) else math.floor(math.log10(distance))
+    return 1 + min(max(power, FAINTEST), STRONGEST) - FAINTEST
+
+
+def drawn(heat: dict[str, Any]) -> Iterator[str]:
+    """Lines for a terminal: a module a line, in the order of the forward, a column a step."""
+    names, rows, steps = _fitting(heat)
+    width = max(map(len, names), default=0)
+    for name, row in zip(names, rows, strict=True):
+        cells = "".join("_" if (place := shade(cell)) < 0 else SHADES[place] for cell in row)
+        yield f"{name.ljust(width)} |{cells}|"
+    yield f"{''.ljust(width)}  step {steps[0]} to {steps[-1]}; {_legend()}"
+
+
+def _legend() -> str:
+    return f"equal '{SHADES[0]}', 1e{FAINTEST} '{SHADES[1]}' to 1e{STRONGEST} '{SHADES[-1]}'"
+
+
+def _fitting(heat: dict[str, Any]) -> tuple[list[str], list[list[Cell]], list[int]]:
+    """At most ROWS lines of COLUMNS: the worst of neighbours stands for them."""
+    names, steps = list(heat["modules"]), list(heat["steps"])
+    rows = [[_cell(value) for value in row] for row in heat["distances"]]
+    each = -(-len(steps) // COLUMNS)
+    if each > 1:
+        rows = [
+            [_worst(row[place : place + each]) for place in range(0, len(steps), each)]
+            for row in rows
+        ]
+    each = -(-len(names) // ROWS)
+    if each > 1:
+        rows = [
+            [_worst(column) for column in zip(*rows[place : place + each], strict=True)]
+            for place in range(0, len(names), each)
+        ]
+        names = [
+            held[0] if len(held) == 1 else f"{held[0]} ... {held[-1]}"
+            for held in (names[place : place + each] for place in range(0, len(names), each))
+        ]
+    return names, rows, steps
+
+
+def _cell(value: Any) -> Cell:
+    return None if value is None else float(value)
+
+
+def _worst(cells: Sequence[Cell]) -> Cell:
+    return max((cell for cell in cells if cell is not None), default=None)
+
+
+COLOURS = (
+    "#f4f4f4", "#ffffd9", "#edf8b1", "#fee391", "#fec44f",
+    "#fe9929", "#ec7014", "#cc4c02", "#993404", "#662506",
+)  # fmt: skip
+
+
+def svg(report: dict[str, Any]) -> str:
+    """The same as a file for a browser; a cell says its module, step and distance."""
+    heat, size, left, top = report["map"], 14, 320, 40
+    names, steps = heat["modules"], heat["steps"]
+    width, height = left + size * len(steps) + 20, top + size * len(names) + 30
+    big = report["big"]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="monospace" font-size="10">',
+        f'<text x="4" y="14">{escape(report["a"])} against {escape(report["b"])}</text>',
+        f'<text x="4" y="28">steps {steps[0]} to {steps[-1]}; {escape(_legend())}</text>',
+    ]
+    for line, (name, row) in enumerate(zip(names, heat["distances"], strict=True)):
+        y = top + size * line
+        shown = name if len(name) <= 50 else f"...{name[-47:]}"
+        parts.append(f'<text x="{left - 6}" y="{y + 10}" text-anchor="end">{escape(shown)}</text>')
+        for column, value in enumerate(row):
+            if value is None:
+                continue
+            first = big and (name, steps[column]) == (big["module"], big["step"])
+            stroke = ' stroke="#000" stroke-width="2"' if first else ""
+            parts.append(
+                f'<rect x="{left + size * column}" y="{y}" width="{size - 1}" height="{size - 1}" '
+                f'fill="{COLOURS[shade(_cell(value))]}"{stroke}>'
+                f"<title>{escape(name)}, step {steps[column]}: {value}</title></rect>"
+            )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> list[str]:
+    """One text for each step and run, in the order of the first run; gives their paths.
+
+    Raises TargetExists where the directory is there.
+    """
+    if os.path.lexists(directory):
+        raise TargetExists(f"{directory} is there already", hint="name a new directory")
+    order: dict[tuple[int, Any], None] = {}
+    for _, run in named:
+        for rank, records in run.ranks.items():
+            order |= dict.fromkeys((rank, record.place) for record in records)
+    written = []
+    for name, run in named:
+        held = {
+            (rank, record.place): record
+            for rank, records in run.ranks.items()
+            for record in records
+        }
+        folder = os.path.join(directory, name)
+        os.makedirs(folder)
+        for step in run.steps:
+            path = os.path.join(folder, f"step_{step:08d}.txt")
+            with open(path, "w", encoding="utf-8") as file:
+                for rank, place in order:
+                    if place[0] == step:
+                        file.write(_text(rank, place, held.get((rank, place))))
+            written.append(path)
+    return written
+
+
+def _text(rank: int, place: tuple[int, str, str, str], record: Record | None) -> str:
+    step, batch, kind, key = place
+    head = f"{kind} {key}  rank {rank} step {step} batch {batch}\n"
+    if record is None:
+        return f"{head}  not recorded\n\n"
+    lines = [f"  {record.dtype} {list(record.shape)}"]
+    for keys in (("min", "max", "mean", "std", "norm"), ("nan", "inf", "negative", "zero")):
+        told = [f"{key} {_short(record.numbers[key])}" for key in keys if key in record.numbers]
+        lines += [f"  {'  '.join(told)}"] if told else []
+    if "crc32" in record.numbers:
+        lines.append(f"  crc32 {record.numbers['crc32']}")
+    samples = record.numbers.get("samples", ())
+    for start in range(0, len(samples), 8):
+        lines.append(
+            "  " + " ".join(f"{_short(value):>13}" for value in samples[start : start + 8])
+        )
+    return "\n".join([head.rstrip("\n"), *lines, "", ""])
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

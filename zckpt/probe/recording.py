@@ -1,0 +1,341 @@
+"""A run as it happens: statistics of activations, gradients and parameters, one line a tensor.
+
+    run_a/rank_00000/records.jsonl    a header, then a line for each tensor, in the order of events
+
+A record is known by its step (completed updates before it, as the checkpoint counts), its batch
+(forwards of the root within the step) and its key: path of the module, number of its call, path of
+the tensor in what it returned: `encoder.2.attn#0/out[0]`.
+
+Gradients are taken by hooks of tensors, not by an identity autograd function as ONNX Runtime does:
+what such a function returns is a view that may not be changed in place, so `relu_(linear(x))`
+would fail, or train on something else. A hook of a tensor receives the gradient of its value before
+a later change in place, adds no node to the graph, and cannot change a value. (Of an output that is
+a view and is changed in place later, torch keeps no gradient; then there is no record of one.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import __version__
+from ..errors import TargetExists, WrongOption
+from .runs import RECORDS, VERSION, rank_folder
+from .statistics import Measurer
+from .subscribers import Place, Subscriber, in_backward, subscribe
+
+_active: list[Recorder] = []
+
+
+@contextmanager
+def record(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    step: int | Callable[[], int] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    ranks: Collection[int] | None = None,
+    start_step: int | None = None,
+    end_step: int | None = None,
+    parameters: bool = False,
+    gradients: bool = True,
+    samples: int = 32,
+    bucket: int = 1 << 22,
+    overwrite: bool = False,
+    subscribers: Collection[Subscriber] = (),
+) -> Iterator[Recorder]:
+    """Records every forward and backward of `model` into `directory`, until the block ends.
+
+    `step` is the completed updates when the block begins, or a function that says how many are
+    completed now. Of a number, `optimizer` counts on (a torch optimizer, which is stepped once an
+    update), or calls of `next_step()` on what the block is given. A DeepSpeed engine needs none of
+    these: it is asked. For the Trainer of Hugging Face: `step=lambda: trainer.state.global_step`.
+
+    Only `ranks` record (all, if None), steps in [start_step, end_step); the modules' `parameters`
+    too where asked, once a step. `samples` elements are kept of each tensor; what is not row-major
+    on the CPU is copied there `bucket` elements at a time. `subscribers` run outside this recorder.
+    Values and gradients stay what they are, bit for bit.
+
+    Raises TargetExists where this rank has recorded into `directory`, unless `overwrite`.
+    """
+    rank, world = _rank_and_world()
+    if ranks is not None and rank not in ranks:
+        yield Recorder(None, lambda: 0, (None, None), parameters=False, gradients=False)
+        return
+    with ExitStack() as stack:
+        clock = _Clock(_steps_of(model, step))
+        if optimizer is not None and not callable(clock.source):
+            stack.enter_context(_counted(optimizer, clock))
+        measurer = Measurer(bucket, samples, torch.get_num_threads())
+        stack.callback(measurer.close)
+        file = stack.enter_context(_opened(os.fspath(directory), rank, overwrite))
+        header = {
+            "zckpt_probe": VERSION,
+            "versions": {
+                "zckpt": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "world": world,
+            "rank": rank,
+            "step": clock(),
+            "model": type(model).__name__,
+            "parameters": parameters,
+            "gradients": gradients,
+        }
+        print(json.dumps(header), file=file)
+        bounds = (start_step, end_step)
+        recorder = Recorder(
+            _Output(file, measurer), clock, bounds, parameters=parameters, gradients=gradients
+        )
+        stack.callback(recorder.close)
+        _active.append(recorder)
+        stack.callback(_active.remove, recorder)
+        stack.enter_context(subscribe(model, *subscribers, recorder))
+        yield recorder
+        print(json.dumps({"closed": recorder.written}), file=file)
+        if not recorder.called:
+            warnings.warn(
+                f"nothing was recorded in {directory}: the model itself was not called; record the "
+                "module that is",
+                stacklevel=3,
+            )
+
+
+def inspect(name: str, tensor: Tensor) -> Tensor:
+    """Records a tensor within a forward, by a name of its own, and gives it back unchanged.
+
+    Its gradient too, if it has one. Where nothing records, or in what torch.compile compiles, it
+    does nothing.
+    """
+    if not torch.compiler.is_compiling():
+        for recorder in _active:
+            recorder.inspect(name, tensor)
+    return tensor
+
+
+class _Clock:
+    """Completed updates: what a function says, or a number that is counted on."""
+
+    def __init__(self, source: int | Callable[[], int]) -> None:
+        self.source = source
+
+    def __call__(self) -> int:
+        return int(self.source()) if callable(self.source) else self.source
+
+    def advance(self) -> None:
+        if callable(self.source):
+            raise WrongOption("step= is a function that counts by itself: next_step() has no place")
+        self.source += 1
+
+
+def _steps_of(model: nn.Module, step: int | Callable[[], int] | None) -> int | Callable[[], int]:
+    if step is not None:
+        return step
+    if isinstance(getattr(model, "global_steps", None), int):  # a DeepSpeed engine
+        engine: Any = model
+        return lambda: engine.global_steps - getattr(engine, "skipped_steps", 0)
+    raise WrongOption(
+        "the step at which the recording begins is not known",
+        hint="step= is the completed updates: that of the checkpoint, or 0",
+    )
+
+
+@contextmanager
+def _counted(optimizer: Any, clock: _Clock) -> Iterator[None]:
+    """Counts the optimizer's steps; Accelerate's wraps the one that knows when it steps.
+
+    DeepSpeed's wrap one too, but step it once for each group.
+    """
+    wrapped = type(optimizer).__module__.startswith("accelerate.")
+    inner = optimizer.optimizer if wrapped else optimizer
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise WrongOption(
+            f"{type(optimizer).__name__} is no optimizer of torch, whose steps can be counted",
+            hint="step=lambda: ... says how many updates are completed",
+        )
+    handle = inner.register_step_post_hook(lambda *about: clock.advance())
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+@contextmanager
+def _opened(directory: str, rank: int, overwrite: bool) -> Iterator[Any]:
+    """This rank's file, flushed line by line: of a run that dies, what was written can be read."""
+    folder = os.path.join(directory, rank_folder(rank))
+    if overwrite:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        os.makedirs(folder)
+    except FileExistsError as error:
+        raise TargetExists(
+            f"{folder} is there already", hint="record into another directory, or overwrite=True"
+        ) from error
+    with open(os.path.join(folder, RECORDS), "x", buffering=1, encoding="utf-8") as file:
+        yield file
+
+
+class _Output:
+    """Where records go, and who measures them."""
+
+    def __init__(self, file: Any, measurer: Measurer) -> None:
+        self.file, self.measurer = file, measurer
+
+    def write(self, about: dict[str, Any], tensor: Tensor) -> None:
+        print(json.dumps(about | self.measurer.describe(tensor)), file=self.file)
+
+
+class Recorder(Subscriber):
+    """What `record` gives to its block."""
+
+    def __init__(
+        self,
+        output: _Output | None,
+        clock: Callable[[], int],
+        bounds: tuple[int | None, int | None],
+        *,
+        parameters: bool,
+        gradients: bool,
+    ) -> None:
+        self.written = 0
+        self.called = False
+        self._output = output
+        self._clock = clock
+        self._bounds = bounds
+        self._parameters = parameters
+        self._gradients = gradients
+        self._step: int | None = None
+        self._batch = "0"
+        self._batches = Counter[bool]()
+        self._seen = Counter[tuple[Any, ...]]()
+        self._inspected = Counter[str]()
+        self._inspected_again = Counter[str]()
+        self._of_leaves: list[Any] = []
+        self._recording = False
+
+    def next_step(self) -> None:
+        """An update is completed: what follows belongs to the next step."""
+        if isinstance(self._clock, _Clock):
+            self._clock.advance()
+
+    def close(self) -> None:
+        """Ends the recording; gradients that come later are not recorded."""
+        self._release()
+        self._output = None
+        self._recording = False
+
+    def _release(self) -> None:
+        while self._of_leaves:
+            self._of_leaves.pop().remove()
+
+    def _begin(self) -> None:
+        """A forward of the root: a new batch, of this step or the next."""
+        self._release()
+        self.called = True
+        step, evaluating = self._clock(), not torch.is_grad_enabled()
+        if step != self._step:
+            self._step = step
+            self._batches.clear()
+            self._seen.clear()
+        number = self._batches[evaluating]
+        self._batch = f"eval {number}" if evaluating else str(number)
+        self._batches[evaluating] += 1
+        self._inspected.clear()
+        self._inspected_again.clear()
+        start, end = self._bounds
+        self._recording = (start is None or start <= step) and (end is None or step < end)
+
+    def pre_forward_module(
+        self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if place.is_root and not place.recomputed:
+            self._begin()
+        self._take_parameters(place, released=False)
+        return args, kwargs
+
+    def post_forward_module(self, place: Place, args: tuple[Any, ...], output: Any) -> Any:
+        self._take_parameters(place, released=True)
+        return output
+
+    def _take_parameters(self, place: Place, released: bool) -> None:
+        """Once a step: before the forward, or after it those that an engine gathers only then, as
+        one does that was put around a module whose recording had begun."""
+        if not (self._parameters and self._recording) or place.recomputed:
+            return
+        for name, parameter in place.module.named_parameters(recurse=False):
+            path = name if place.is_root else f"{place.path}.{name}"
+            here = parameter.numel() > 0 and not hasattr(parameter, "to_local")
+            if (here or released) and not self._seen[self._step, "parameter", path]:
+                self._write("parameter", path, parameter)
+
+    def post_forward_tensor(self, place: Place, path: str, tensor: Tensor) -> Tensor:
+        self._take(f"{place.key}/{path}", tensor, place.recomputed)
+        return tensor
+
+    def inspect(self, name: str, tensor: Tensor) -> None:
+        """A tensor by a name of its own."""
+        recomputed = in_backward()
+        if recomputed:
+            self._inspected_again[name] += 1
+            call = max(0, self._inspected[name] - self._inspected_again[name])
+        else:
+            call = self._inspected[name]
+            self._inspected[name] += 1
+        self._take(f"{name}#{call}", tensor, recomputed)
+
+    def _take(self, key: str, tensor: Tensor, recomputed: bool) -> None:
+        if not self._recording:
+            return
+        if not recomputed:
+            self._write("forward", key, tensor)
+        if self._gradients and tensor.requires_grad and torch.is_grad_enabled():
+            self._take_gradient(key, tensor)
+
+    def _take_gradient(self, key: str, tensor: Tensor) -> None:
+        """Of a recomputed tensor too: where the first forward ran without gradients (reentrant
+        checkpointing) only this one has any, elsewhere it never gets one."""
+        step, batch = self._step, self._batch
+
+        def hook(gradient: Tensor) -> None:
+            self._write("backward", key, gradient, step, batch)
+
+        handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        if tensor.is_leaf:  # others take their hooks along with the graph
+            self._of_leaves.append(handle)
+
+    def _write(
+        self,
+        kind: str,
+        key: str,
+        tensor: Tensor,
+        step: int | None = None,
+        batch: str | None = None,
+    ) -> None:
+        if self._output is None:
+            return
+        step, batch = self._step if step is None else step, self._batch if batch is None else batch
+        place = (step, kind, key) if kind == "parameter" else (step, batch, kind, key)
+        self._seen[place] += 1
+        if self._seen[place] > 1:  # a second backward through the same graph
+            key += f"~{self._seen[place] - 1}"
+        about = {"step": step, "batch": batch, "order": self.written, "kind": kind, "key": key}
+        self._output.write(about, tensor)
+        self.written += 1

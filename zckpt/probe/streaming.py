@@ -1,0 +1,241 @@
+"""A forward of a model whose weights stay in a checkpoint's files, of any format.
+
+Before a module's forward its own parameters and buffers are read, through the manifest, from
+wherever their elements lie; after it they are let go. So memory is that of the largest module (and
+of what the modules around it own), not of the model, which may be on torch's `meta` device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import api
+from ..cast import cast
+from ..dtypes import SIZES
+from ..elements import CAST_BLOCK, Gatherer, Ledger, Wanted
+from ..errors import MissingData, listed
+from ..fileio import Reader
+from ..manifest import Entry, Manifest
+from .statistics import NAMES, raw
+from .subscribers import WITHIN, Place, Subscriber, is_compiled, subscribe, unwrapped
+
+WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules of torch whose forward uses weights of their children without calling them."""
+PREFIXES = ("module.", "_forward_module.", "model.")
+SCRATCH = 8 << 20  # bytes, in which small pieces of many ranks are put together
+
+
+@contextmanager
+def stream(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str] | Manifest,
+    *,
+    device: str | torch.device | None = None,
+    whole: Collection[type[nn.Module]] = WHOLE,
+    format: str | None = None,
+    tag: str | None = None,
+    step_policy: str | None = None,
+) -> Iterator[None]:
+    """Within the block, forwards of `model` take their weights from `checkpoint`.
+
+    Weights are what the module held when it was saved (slot `param`); or, where that is missing or
+    of another type than the model's, the masters, rounded. They are put on `device`, by default
+    where the model's own are, or on the CPU for those on `meta`. Modules of the classes `whole`
+    are loaded with all that is below them. Weights get no gradients. CRC-32 of records are checked.
+
+    Raises MissingData, which lists names of both sides, where the checkpoint lacks a tensor of the
+    model; CorruptCheckpoint, within a forward or as the block ends, where bytes are not what their
+    file states.
+    """
+    manifest = (
+        checkpoint
+        if isinstance(checkpoint, Manifest)
+        else api.read(checkpoint, format=format, tag=tag, step_policy=step_policy)
+    )
+    streamer = _Streamer(unwrapped(model), manifest, device, tuple(whole))
+    try:
+        with subscribe(model, streamer):
+            yield
+        streamer.finish()
+    finally:
+        streamer.close()
+
+
+class _Streamer(Subscriber):
+    def __init__(
+        self, model: nn.Module, manifest: Manifest, device: Any, whole: tuple[type[nn.Module], ...]
+    ) -> None:
+        self._sources = sources(model, manifest)
+        self._device = None if device is None else torch.device(device)
+        self._whole = whole
+        self._own = {id(module): own for module, own in _owned(model, whole)}
+        self._loaded: dict[int, tuple[int, list[tuple[dict[str, Any], str, Any]]]] = {}
+        self._reader = Reader()
+        self._gatherer = Gatherer(self._reader, Ledger(manifest.records), SCRATCH)
+        self._read: set[str] = set()
+
+    def pre_forward_module(
+        self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        key = id(place.module)
+        depth, before = self._loaded.get(key, (0, []))
+        if not depth:
+            for held, name, path in self._own.get(key, ()):
+                before.append((held, name, held[name]))
+                self._loaded[key] = 1, before  # so that a failure below is undone
+                held[name] = self._load(self._sources[path], held[name])
+        self._loaded[key] = depth + 1, before
+        return args, kwargs
+
+    def post_forward_module(self, place: Place, args: tuple[Any, ...], output: Any) -> Any:
+        key = id(place.module)
+        depth, before = self._loaded.get(key, (0, []))
+        if depth > 1:
+            self._loaded[key] = depth - 1, before
+        else:
+            self._release(key)
+        return output
+
+    def _release(self, key: int) -> None:
+        for held, name, original in self._loaded.pop(key, (0, []))[1]:
+            held[name] = original
+
+    def finish(self) -> None:
+        """Checks records of which little was not read: what lies between tensors."""
+        self._gatherer.ledger.finish(self._reader)
+
+    def close(self) -> None:
+        """Puts back what a forward that failed has left."""
+        for key in list(self._loaded):
+            self._release(key)
+        self._reader.close()
+
+    def _load(self, entry: Entry, like: Tensor) -> Tensor:
+        made = torch.empty(entry.shape, dtype=like.dtype)
+        self._fill(entry, raw(made), NAMES[like.dtype])
+        self._read.add(entry.name)
+        device = self._device or (like.device if like.device.type != "meta" else None)
+        made = made if device is None else made.to(device)
+        is_parameter = isinstance(like, nn.Parameter)
+        return nn.Parameter(made, requires_grad=False) if is_parameter else made
+
+    def _fill(self, entry: Entry, view: memoryview, dtype: str) -> None:
+        check = entry.name not in self._read  # what is read again counts once
+        if dtype == entry.dtype:
+            self._gatherer.gather([Wanted(entry, 0, entry.numel, 0, check)], view)
+            return
+        size, into = SIZES[entry.dtype], SIZES[dtype]
+        for start in range(0, entry.numel, CAST_BLOCK):
+            stop = min(start + CAST_BLOCK, entry.numel)
+            block = self._gatherer.block()[: (stop - start) * size]
+            self._gatherer.gather([Wanted(entry, start, stop, 0, check)], block)
+            cast(block, entry.dtype, view[start * into : stop * into], dtype)
+
+
+def _owned(
+    model: nn.Module, whole: tuple[type[nn.Module], ...]
+) -> Iterator[tuple[nn.Module, list[tuple[dict[str, Any], str, str]]]]:
+    """Each module with the tensors that it needs: where it keeps each, by which name, its path."""
+
+    def own(module: nn.Module, path: str) -> Iterator[tuple[dict[str, Any], str, str]]:
+        persistent = set(module._buffers) - module._non_persistent_buffers_set
+        for held, names in (
+            (module._parameters, module._parameters),
+            (module._buffers, persistent),
+        ):
+            for name in names:
+                if held[name] is not None:
+                    yield held, name, f"{path}.{name}" if path else name
+
+    def below(module: nn.Module, path: str, seen: set[int]) -> Iterator[Any]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        held = list(own(module, path))
+        children = [
+            (child, f"{path}.{name}" if path else name) for name, child in module.named_children()
+        ]
+        if isinstance(module, whole) or is_compiled(module):
+            for child, at in children:
+                for _, more in below(child, at, seen):
+                    held += more
+            yield module, held
+            return
+        yield module, held
+        for child, at in children:
+            yield from below(child, at, seen)
+
+    yield from below(model, "", set())
+
+
+def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
+    """The entry of every parameter and persistent buffer; raises MissingData."""
+    wanted: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    lost = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, held in module.named_buffers(recurse=False):
+            whole = f"{path}.{name}" if path else name
+            if name not in module._non_persistent_buffers_set:
+                wanted[whole] = held
+            elif held.device.type == "meta":
+                lost.append(whole)
+    if lost:
+        raise MissingData(
+            f"buffers that no checkpoint holds are on meta: {listed(lost)}",
+            hint="make the modules that compute them on the CPU",
+        )
+    owners = {name: name for name in {entry.parameter for entry in manifest.entries.values()}}
+    for owner, parameter in manifest.parameters.items():
+        owners |= {alias: owner for alias in parameter.aliases if alias not in owners}
+    found = matched(wanted, owners)
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        others = sorted(set(owners) - set(found.values()))
+        raise MissingData(
+            f"{manifest.root} holds no {listed(missing)}",
+            hint=f"what it holds and the model does not: {listed(others) or 'nothing'}",
+        )
+    return {
+        name: _source(manifest, owners[found[name]], name, held) for name, held in wanted.items()
+    }
+
+
+def _source(manifest: Manifest, owner: str, name: str, held: Tensor) -> Entry:
+    """The weight itself, or the master that it is to be rounded from."""
+    dtype = NAMES.get(held.dtype)
+    entry = manifest.entries.get(f"{owner}/param")
+    if entry is None or entry.dtype != dtype:
+        entry = manifest.entries.get(f"{owner}/master", entry)
+    if entry is None:
+        raise MissingData(f"{manifest.root} holds states of {owner}, but no weight")
+    if entry.shape != tuple(held.shape):
+        raise MissingData(f"{name} has shape {tuple(held.shape)}, in the checkpoint {entry.shape}")
+    return entry
+
+
+def matched(wanted: Iterable[str], held: Collection[str] | Mapping[str, Any]) -> dict[str, str]:
+    """For each wanted name that of `held` which means the same: itself, or one that differs in what
+    engines, compilers and models of models put in front."""
+    by_bare: dict[str, list[str]] = {}
+    for name in held:
+        by_bare.setdefault(bare(name), []).append(name)
+    found = {}
+    for name in wanted:
+        same = [name] if name in held else by_bare.get(bare(name), [])
+        if len(same) == 1:
+            found[name] = same[0]
+    return found
+
+
+def bare(name: str) -> str:
+    """The name without what wraps the model, or a module in it."""
+    name = ".".join(part for part in name.split(".") if part not in WITHIN)
+    while prefix := next((each for each in PREFIXES if name.startswith(each)), ""):
+        name = name.removeprefix(prefix)
+    return name

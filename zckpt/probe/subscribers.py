@@ -1,0 +1,278 @@
+"""Who is told of every forward of every module, and may change what goes in and out.
+
+    before a module's forward    subscribers in the order of registration
+    after it                     in the reverse order, as contexts are left
+
+Hooks are appended before the forward and prepended after it. So ours run inside those that an
+engine registered earlier: DeepSpeed's stage 3 and FSDP2 have gathered the parameters before our
+first hook, and release them after our last.
+
+Nothing is left behind: hooks go when the block is left, by whatever way, also from deep copies that
+were made in it. A module that torch.compile compiled is seen from outside, without its children,
+whose calls are fused away.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = "(model)"
+WRAPPERS = frozenset({"module", "_forward_module", "_orig_mod"})
+"""Attributes under which engines and torch keep the model that they wrap."""
+WITHIN = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+ENGINES = ("torch", "deepspeed", "accelerate", "lightning", "lightning_fabric")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One call of a module: its `path` in the model, and the how manieth `call` of this forward.
+
+    `recomputed` where activation checkpointing calls it again, within the backward.
+    """
+
+    module: nn.Module
+    path: str
+    call: int
+    recomputed: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.path}#{self.call}"
+
+    @property
+    def is_root(self) -> bool:
+        return self.path == ROOT
+
+
+class Subscriber:
+    """Told of modules and of the tensors that go in and out of them. Override what is needed.
+
+    What a method returns takes the place of what it was given. Tensors are found in tuples, lists,
+    mappings and dataclasses; `path` says where: `in[0]`, `in.mask`, `out`, `out.logits`.
+    """
+
+    def pre_forward_module(
+        self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
+
+    def pre_forward_tensor(self, place: Place, path: str, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def post_forward_module(self, place: Place, args: tuple[Any, ...], output: Any) -> Any:
+        return output
+
+    def post_forward_tensor(self, place: Place, path: str, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+@contextmanager
+def subscribe(model: nn.Module, *subscribers: Subscriber) -> Iterator[None]:
+    """Tells the subscribers of every forward of `model` and its modules, until the block ends."""
+    hooks = _Hooks(subscribers)
+    try:
+        for path, module in modules(model).items():
+            hooks.register(module, path)
+        yield
+    finally:
+        hooks.remove()
+
+
+def modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by their path in the model that engines and compilers may have wrapped."""
+    return dict(_modules(unwrapped(model), ROOT))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model in an engine's own module, as DeepSpeed's and DistributedDataParallel's."""
+    while type(model).__module__.partition(".")[0] in ENGINES and not is_compiled(model):
+        children = dict(model.named_children())
+        if len(children) != 1 or not WRAPPERS.issuperset(children):
+            break
+        (model,) = children.values()
+    return model
+
+
+def _modules(
+    module: nn.Module, path: str, seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    if is_compiled(module):
+        return
+    for name, child in module.named_children():
+        below = path if name in WITHIN else name if path == ROOT else f"{path}.{name}"
+        for found, held in _modules(child, below, seen):
+            if found != path:  # what torch wraps is seen from outside
+                yield found, held
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether its calls run what torch.compile made of it."""
+    return type(module).__name__ == "OptimizedModule" or bool(
+        getattr(module, "_compiled_call_impl", None)
+    )
+
+
+class _Hooks:
+    """The hooks of one block, and how often each module was called."""
+
+    def __init__(self, subscribers: Sequence[Subscriber]) -> None:
+        self.before = {
+            name: [each for each in subscribers if overrides(each, name)]
+            for name in ("pre_forward_module", "pre_forward_tensor")
+        }
+        self.after = {
+            name: [each for each in reversed(subscribers) if overrides(each, name)]
+            for name in ("post_forward_module", "post_forward_tensor")
+        }
+        self.calls: Counter[str] = Counter()
+        self.again: Counter[str] = Counter()
+        self.copies: list[Any] = []
+        self.handles: list[Any] = []
+
+    def register(self, module: nn.Module, path: str) -> None:
+        pre: Callable[..., Any] = _Hook(self, module, path, "_pre")
+        post: Callable[..., Any] = _Hook(self, module, path, "_post")
+        if is_compiled(module):
+            disable: Any = torch.compiler.disable
+            pre, post = disable(pre), disable(post)
+        self.handles += [
+            module.register_forward_pre_hook(pre, with_kwargs=True),
+            module.register_forward_hook(post, with_kwargs=True, prepend=True),
+        ]
+
+    def remove(self) -> None:
+        while self.handles:
+            self.handles.pop().remove()
+        for held in self.copies:
+            for number in [number for number, hook in held.items() if hook is _silent]:
+                del held[number]
+
+    def _pre(
+        self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        recomputed = in_backward()
+        if not recomputed:
+            if path == ROOT:
+                self.calls.clear()
+                self.again.clear()
+            self.calls[path] += 1
+        place = Place(module, path, self._call(path, recomputed), recomputed)
+        made_args, made_kwargs = args, kwargs
+        for each in self.before["pre_forward_module"]:
+            made_args, made_kwargs = each.pre_forward_module(place, made_args, made_kwargs)
+        for each in self.before["pre_forward_tensor"]:
+
+            def change(where: str, tensor: Tensor, each: Subscriber = each) -> Tensor:
+                return each.pre_forward_tensor(place, where, tensor)
+
+            made_args = mapped(made_args, "in", change)
+            made_kwargs = mapped(made_kwargs, "in", change)
+        return None if made_args is args and made_kwargs is kwargs else (made_args, made_kwargs)
+
+    def _post(
+        self,
+        module: nn.Module,
+        path: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> Any:
+        recomputed = in_backward()
+        place = Place(module, path, self._call(path, recomputed), recomputed)
+        if recomputed:
+            self.again[path] += 1
+        made = output
+        for each in self.after["post_forward_module"]:
+            made = each.post_forward_module(place, args, made)
+        for each in self.after["post_forward_tensor"]:
+
+            def change(where: str, tensor: Tensor, each: Subscriber = each) -> Tensor:
+                return each.post_forward_tensor(place, where, tensor)
+
+            made = mapped(made, "out", change)
+        return None if made is output else made
+
+    def _call(self, path: str, recomputed: bool) -> int:
+        """The backward recomputes calls last to first."""
+        return max(0, self.calls[path] - 1 - (self.again[path] if recomputed else 0))
+
+
+class _Hook:
+    """A hook of one module, which copies of that module do not have."""
+
+    def __init__(self, hooks: _Hooks, module: nn.Module, path: str, method: str) -> None:
+        self.hooks, self.module, self.path = hooks, module, path
+        self.run = getattr(hooks, method)
+
+    def __call__(self, module: nn.Module, *about: Any) -> Any:
+        if module is not self.module:  # a replica that shares our hooks
+            return None
+        return self.run(module, self.path, *about)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        for held in (self.module._forward_pre_hooks, self.module._forward_hooks):
+            if id(held) in memo:  # the dictionary that is being filled
+                self.hooks.copies.append(memo[id(held)])
+        return _silent
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _silence, ()
+
+
+def _silence() -> Callable[..., None]:
+    return _silent
+
+
+def _silent(*about: Any) -> None:
+    """What a copy of a hook does."""
+
+
+def overrides(subscriber: Subscriber, method: str) -> bool:
+    return getattr(type(subscriber), method) is not getattr(Subscriber, method)
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running this: a forward is a recomputation then."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def mapped(value: Any, path: str, change: Callable[[str, Tensor], Tensor]) -> Any:
+    """`value` with its tensors changed; itself, the same object, where none was."""
+    if isinstance(value, Tensor):
+        return change(path, value)
+    if isinstance(value, (tuple, list)):
+        items = [mapped(item, f"{path}[{place}]", change) for place, item in enumerate(value)]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        named = {key: mapped(item, f"{path}.{key}", change) for key, item in value.items()}
+        if all(named[key] is item for key, item in value.items()):
+            return value
+        made: Any = copy.copy(value)
+        for key, item in named.items():
+            made[key] = item
+        return made
+    if is_dataclass(value) and not isinstance(value, type):
+        held = {field.name: getattr(value, field.name, None) for field in fields(value)}
+        named = {key: mapped(item, f"{path}.{key}", change) for key, item in held.items()}
+        if all(named[key] is item for key, item in held.items()):
+            return value
+        made = copy.copy(value)
+        for key, item in named.items():
+            object.__setattr__(made, key, item)
+        return made
+    return value
