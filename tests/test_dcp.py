@@ -31,7 +31,7 @@ from zckpt.fileio import Reader
 from zckpt.manifest import Entry, Runs
 
 from .conftest import EXAMPLE, ROOT
-from .engines import loading
+from .engines import loading, torch_engine
 from .engines.cases import CASES, Case
 from .engines.loading import Job
 from .formats.equality import load as load_universal
@@ -192,6 +192,18 @@ def test_a_universal_checkpoint_is_loaded(trained: Trained, tmp_path: Path) -> N
     zckpt.convert(root / "run", tmp_path / "universal", rename=(("^", "module."),))
     job = Job(world=3)
     assert_loaded(job, root, loading.load(job, tmp_path / "universal", tmp_path))
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", ["fsdp2_flat", "fsdp2_raw", "fsdp1_dcp"])
+def test_what_torch_wrote_is_loaded(name: str, tmp_path: Path) -> None:
+    case = torch_engine.CASES[name]
+    torch_engine.train(case, 2, tmp_path)
+    oracle = torch.load(tmp_path / "oracle.pt", weights_only=False)
+    names = [member for group in oracle["groups"] for member in group["params"]]
+    reader = {"param_names": names} if name == "fsdp2_raw" else {}
+    job = Job(world=3, model=case.model, groups=case.groups, reader=reader)
+    assert_loaded(job, tmp_path, loading.load(job, tmp_path / "run", tmp_path))
 
 
 # -- one process

@@ -57,9 +57,10 @@ KEEP = "planner=DefaultLoadPlanner(allow_partial_load=True) leaves such things a
 class StorageReader(storage.StorageReader):
     """Reads the checkpoint at `path`, of any format, into the state dict of any torch program.
 
-    `format`, `tag` and `step_policy` are those of `zckpt.read`, `rename` the (regex, replacement)
-    pairs of `--rename`. A state dict of `optimizer.state_dict()` itself, whose parameters are
-    numbers, needs `model` and `optimizer`, which also tell the groups of frozen parameters.
+    `format`, `tag`, `step_policy` and `param_names` are those of `zckpt.read`, `rename` the pairs
+    (regex, replacement) of `--rename`. A state dict of `optimizer.state_dict()` itself, whose
+    parameters are numbers, needs `model` and `optimizer`, which also tell the groups of frozen
+    parameters.
 
     A float32 weight is filled from the fp32 master where there is one; another is what the module
     held, or its master, rounded. Hyper-parameters go by parameter, not by the number of a group;
@@ -76,11 +77,17 @@ class StorageReader(storage.StorageReader):
         format: str | None = None,
         tag: str | None = None,
         step_policy: str | None = None,
+        param_names: Sequence[str] | None = None,
         rename: Iterable[tuple[str, str]] = (),
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        self._reading = {"format": format, "tag": tag, "step_policy": step_policy}
+        self._reading: dict[str, Any] = {
+            "format": format,
+            "tag": tag,
+            "step_policy": step_policy,
+            "param_names": param_names,
+        }
         self._rename = tuple(rename)
         self._groups = _groups(model, optimizer)
         self._open(path)

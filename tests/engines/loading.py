@@ -116,7 +116,8 @@ def build(job: Job) -> Program:
     if job.engine == "fsdp2":
         for unit in UNITS:
             fully_shard(model.get_submodule(unit))
-        fully_shard(model)
+        scalars = {each for each in model.parameters() if not each.ndim}  # FSDP2 cuts none
+        fully_shard(model, ignored_params=scalars)
     elif job.engine == "fsdp1":
         around = {"use_orig_params": True, "device_id": torch.device("cpu")}
         for unit in UNITS:

@@ -85,6 +85,7 @@ WRITERS = [
     Case("hf_consolidated", layout="hf consolidated", model="floats", reload="weights"),
 ]
 
+# `capturable` needs a GPU.
 OPTIMIZERS = [
     Case(f"fsdp2_{name.replace(' ', '_')}", optimizer=name)
     for name in (
@@ -119,6 +120,9 @@ FSDP1 = [
     Case("fsdp1_flat_full", "fsdp1_flat", layout="full"),
     Case("fsdp1_local", "fsdp1", layout="local ranks", reload="refused"),
     Case("fsdp1_flat_local", "fsdp1_flat", layout="local ranks", reload="same world"),
+    # With a mesh the tensors are DTensors.
+    Case("fsdp1_hsdp", "fsdp1", **TWO_BY_TWO),
+    Case("fsdp1_hsdp_local", "fsdp1", layout="sharded ranks", reload="same world", **TWO_BY_TWO),
     Case("fsdp1_lightning", "fsdp1", layout="lightning", scheduler=True),
     Case("fsdp1_scheduler", "fsdp1", scheduler=True),
 ]
@@ -131,6 +135,7 @@ PLAIN = [
     Case("ddp", "plain", layout="one file"),
     Case("ddp_files", "plain", layout="files", scheduler=True),
     Case("ddp_prefixed", "plain", layout="prefixed file"),
+    Case("ddp_compiled", "plain", layout="compiled file", worlds=(1, 2)),
     Case("ddp_bf16", "plain", layout="one file", dtype="bf16"),
     Case("ddp_strided", "plain", layout="one file", model="strided"),
     Case("ddp_dcp_strided", "plain", model="strided"),

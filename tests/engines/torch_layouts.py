@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 FULL = StateDictOptions(full_state_dict=True)
+COMPILED = "_orig_mod."  # torch.compile is switched off here, it would take minutes
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -321,6 +322,12 @@ def save_prefixed_file(run: Any, path: Path, writer: Mapping[str, Any]) -> None:
     save_together(run, path, run.model.state_dict())
 
 
+def save_compiled_file(run: Any, path: Path, writer: Mapping[str, Any]) -> None:
+    """With `_orig_mod.` before each name, as a model of torch.compile says them."""
+    state = {f"{COMPILED}{name}": each for name, each in run.module.state_dict().items()}
+    save_together(run, path, state)
+
+
 def save_together(run: Any, path: Path, model: dict[str, Any]) -> None:
     states = {"model": model, "optimizer": run.optimizer.state_dict(), "epoch": 1}
     if distributed.get_rank() == 0:
@@ -330,8 +337,9 @@ def save_together(run: Any, path: Path, model: dict[str, Any]) -> None:
 
 def load_one_file(run: Any, loading: Loading) -> None:
     states = torch.load(loading.path / "checkpoint.pt", weights_only=True)
-    prefixed = any(name.startswith("module.") for name in states["model"])
-    (run.model if prefixed else run.module).load_state_dict(states["model"])
+    state = {name.removeprefix(COMPILED): each for name, each in states["model"].items()}
+    prefixed = any(name.startswith("module.") for name in state)
+    (run.model if prefixed else run.module).load_state_dict(state)
     run.optimizer.load_state_dict(states["optimizer"])
 
 
@@ -354,4 +362,5 @@ LAYOUTS = {
     "zro ranks": Layout(save_zro_ranks, load_zro_ranks),
     "one file": Layout(save_one_file, load_one_file),
     "prefixed file": Layout(save_prefixed_file, load_one_file),
+    "compiled file": Layout(save_compiled_file, load_one_file),
 }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -186,6 +186,8 @@ def fsdp1(model: models.Model, case: Case, mesh: DeviceMesh) -> Wrapped:
         "device_id": torch.device("cpu"),
         "ignored_states": scalars(model),
     }
+    if case.mesh is not None:
+        options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     # With use_orig_params=False what is frozen must be apart.
     for unit in (*UNITS, *(["bottleneck"] if flat else [])):
         setattr(model, unit, FullyShardedDataParallel(model.get_submodule(unit), **options))

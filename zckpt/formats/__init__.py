@@ -2,7 +2,7 @@
 
 A format is a module with `detect(path)`, which lists the tags of the checkpoints there (one empty
 tag where the format has none), and `read(path, tag, step_policy)`, which gives a Manifest.
-`detect_weights(path)` is asked where no format has found anything. One that can be written also has
+`detect_weak(path)` is asked where no format has found anything. One that can be written also has
 `lay_out` (the files without tensors) and `seal` (what is known afterwards). Modules are imported
 when they are needed.
 """
@@ -91,7 +91,7 @@ def recognise(path: str, name: str | None = None, tag: str | None = None) -> For
         if (tags := item.load().detect(path))
     }
     if not found:
-        found = _weights(path, name)
+        found = _weak(path, name)
     if len(found) > 1:
         names = ", ".join(item.name for item in found)
         raise AmbiguousCheckpoint(
@@ -116,10 +116,10 @@ def recognise(path: str, name: str | None = None, tag: str | None = None) -> For
     raise NotACheckpoint(f"{path} is no checkpoint{what}: {_looks(path)}", hint=_near(path, inside))
 
 
-def _weights(path: str, name: str | None) -> dict[Format, list[str]]:
-    """The first format that finds weights alone there, which many a folder holds beside others."""
+def _weak(path: str, name: str | None) -> dict[Format, list[str]]:
+    """The first format that finds what folders of others hold too: weights alone, single files."""
     for item in [named(name)] if name else TABLE:
-        detect = getattr(item.load(), "detect_weights", None)
+        detect = getattr(item.load(), "detect_weak", None)
         if detect is not None and (tags := detect(path)) and not _inside(path):
             return {item: tags}
     return {}

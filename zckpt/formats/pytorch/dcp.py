@@ -59,7 +59,7 @@ def detect(path: str) -> list[str]:
     return sorted(found, key=lambda name: int(name.removeprefix("step-")))
 
 
-def detect_weights(path: str) -> list[str]:
+def detect_weak(path: str) -> list[str]:
     """Hugging Face's storage: weights alone, which are looked for where nothing else is found."""
     return [""] if os.path.isdir(path) and hf.files(path) else []
 

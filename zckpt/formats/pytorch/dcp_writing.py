@@ -211,6 +211,7 @@ class Target:
             "buffers": list(source.buffers),
             "frozen": frozen,
             "names": names,
+            "numbers": list(self.dicts.numbers),  # the optimizer's parameters, in its order
         }
         return _record(
             "metadata.Metadata",

@@ -213,6 +213,8 @@ def _matched(
 ) -> dict[int, str]:
     """Names for numbers: as groups tell them (torch 2.6's `param_names`), else by shapes."""
     numbers = [number for members in optimizer.members for number in members]
+    if found.known is not None and len(found.known.get("numbers", ())) == len(numbers):
+        return dict(zip(numbers, found.known["numbers"], strict=True))
     told = [name for group in optimizer.groups for name in group.get("param_names") or ()]
     if len(told) == len(numbers) and all(name in model for name in told):
         return dict(zip(numbers, told, strict=True))
