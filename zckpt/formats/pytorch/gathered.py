@@ -94,7 +94,7 @@ def detect(path: str) -> list[str]:
     return [""] if any(_is_part(path, name) for name in names) else []
 
 
-def detect_weights(path: str) -> list[str]:
+def detect_weak(path: str) -> list[str]:
     """What other formats hold too, so that it is one only where these are not.
 
     A model's weights alone, or a folder of files of any names, by which they are told apart.
