@@ -471,8 +471,8 @@ def test_weights_alone(name: str, tmp_path: Path) -> None:
     pair = trained_pair()
     (save(tmp_path / "run", pair, model=name) / "optim.pt").unlink()
     for path in (tmp_path / "run", tmp_path / "run" / name):
-        assert gathered.detect(str(path)) or gathered.detect_weak(str(path))
-        manifest = gathered.read(str(path))
+        manifest = zckpt.read(path)
+        assert manifest.format == "gathered"
         assert manifest.groups is None
         assert [e.name for e in manifest.entries.values()] == [
             f"{name}/param" for name in (*manifest.parameters, *manifest.buffers)
@@ -500,14 +500,14 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(states, tmp_path / "a.pt")
     (tmp_path / "log.txt").write_text("")
-    assert gathered.detect(str(tmp_path)) == []
-    assert gathered.detect_weak(str(tmp_path)) == [""]
-    assert gathered.read(str(tmp_path)).step == 3
+    assert zckpt.read(tmp_path).step == 3
     torch.save(states, tmp_path / "b.pt")
-    assert gathered.detect_weak(str(tmp_path)) == ["a.pt", "b.pt"]
-    assert gathered.read(str(tmp_path), "b.pt").step == 3
-    with pytest.raises(errors.AmbiguousCheckpoint, match=r"2 checkpoints: a\.pt, b\.pt"):
-        gathered.read(str(tmp_path))
+    assert zckpt.read(tmp_path, tag="b.pt").step == 3
+    with pytest.raises(
+        errors.AmbiguousCheckpoint, match=r"2 checkpoints .*: a\.pt, b\.pt"
+    ) as raised:
+        zckpt.read(tmp_path)
+    assert raised.value.hint == "choose with --tag b.pt"
 
 
 @pytest.mark.parametrize(
