@@ -75,6 +75,7 @@ class Target:
         self.left_out = [*self.dicts.left_out, *left_out(source, options)]
         self.parts = self._parts()
         self._made: dict[tuple[str, tuple[int, ...]], Shell] = {}
+        self._metadata: dict[str, bytes] = {}
 
     def _parts(self) -> dict[str, list[tuple[Path, Any]]]:
         """Items by folder: one for all, or Accelerate's for the model and for the optimizer."""
@@ -97,10 +98,10 @@ class Target:
     def shells(self) -> Iterator[Shell]:
         """Every file, one at a time; a folder's `.metadata` last."""
         for folder, items in self.parts.items():
-            for made in self._folder(items):
+            for made in self._folder(folder, items):
                 yield Shell(os.path.join(folder, made.name), made.size, made.parts)
 
-    def _folder(self, listed: Sequence[tuple[Path, Any]]) -> Iterator[Shell]:
+    def _folder(self, folder: str, listed: Sequence[tuple[Path, Any]]) -> Iterator[Shell]:
         placed: list[_Placed] = []
         for rank in range(self.world):
             for place, items in enumerate(self._files(listed, rank)):
@@ -112,7 +113,9 @@ class Target:
                     size = start + made.size
                     placed.append(_Placed(item, name, (start, made.size)))
                 yield Shell(name, size, tuple(parts))
-        text = dumps(self._metadata(listed, placed), lambda _: None)
+        if folder not in self._metadata:  # it is the same the second time
+            self._metadata[folder] = dumps(self._describe(listed, placed), lambda _: None)
+        text = self._metadata[folder]
         yield Shell(".metadata", len(text), ((0, text),))
 
     def _files(
@@ -178,7 +181,7 @@ class Target:
 
     # -- .metadata
 
-    def _metadata(self, items: Sequence[tuple[Path, Any]], placed: Sequence[_Placed]) -> Foreign:
+    def _describe(self, items: Sequence[tuple[Path, Any]], placed: Sequence[_Placed]) -> Foreign:
         chunks: dict[str, list[Box]] = {}
         for each in placed:
             if each.item.box is not None:
