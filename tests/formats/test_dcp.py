@@ -261,6 +261,20 @@ class TestRefused:
             zckpt.read(checkpoint)
 
 
+def test_the_model_is_known_under_any_key(checkpoint: Path, tmp_path: Path) -> None:
+    held = whole(checkpoint)
+    oddly = {
+        "net": held["model"],
+        "opt": held["optim"],
+        "best": torch.ones(3),
+        "ema": {"w": torch.ones(2)},
+    }
+    dcp.save(oddly, checkpoint_id=tmp_path / "run")
+    assert list(zckpt.read(tmp_path / "run").parameters) == list(zckpt.read(checkpoint).parameters)
+    zckpt.reshard(tmp_path / "run", tmp_path / "again", dp=2)
+    assert alike(whole(tmp_path / "again"), oddly)
+
+
 def test_several_steps_have_to_be_chosen(checkpoint: Path, tmp_path: Path) -> None:
     for step in (5, 10):
         shutil.copytree(checkpoint, tmp_path / "checkpoint" / f"step-{step}")

@@ -104,18 +104,17 @@ def _is_optimizer(held: dict[Any, Any]) -> bool:
 def _optimizer(held: dict[Any, Any]) -> _Optimizer:
     if "param_groups" not in held:
         return _flat(held)
-    state = {_number(key): value for key, value in (held.get("state") or {}).items()}
-    members = [[_number(member) for member in group["params"]] for group in held["param_groups"]]
+    state = held.get("state") or {}
+    members = [list(group["params"]) for group in held["param_groups"]]
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         for group in held["param_groups"]
     ]
     made = _Optimizer("nested", state, groups, members)
-    return replace(made, layout="raw") if made.is_numbered else made
-
-
-def _number(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.isdecimal() else key  # planners make texts
+    if not made.is_numbered:
+        return made
+    # planners of torch.distributed.checkpoint make texts of the numbers
+    return replace(made, layout="raw", state={int(key): value for key, value in state.items()})
 
 
 def _flat(held: dict[Any, Any]) -> _Optimizer:
@@ -169,13 +168,16 @@ def _model(
         for path in fitting:
             if _dotted(path) == likely:
                 return path
-    if () in fitting:
-        return ()
-    if len(fitting) > 1:
+    counts = {
+        path: sum(isinstance(value, Leaf) for value in held.values())
+        for path, held in fitting.items()
+    }
+    likeliest = [path for path, count in counts.items() if count == max(counts.values())]
+    if len(likeliest) > 1:
         raise AmbiguousCheckpoint(
-            f"{found.root} holds several models: {listed([*map(_dotted, fitting)])}"
+            f"{found.root} holds several models: {listed([*map(_dotted, likeliest)])}"
         )
-    return next(iter(fitting))
+    return likeliest[0]
 
 
 def _at(tree: Any, path: Path) -> Any:
