@@ -1,10 +1,13 @@
-"""`zckpt convert` against `cp`, `ds_to_universal` and `zero_to_fp32` of the same checkpoint.
+"""`zckpt convert` against `cp` and against what engines convert with, of the same checkpoint.
 
     python -m benchmarks.convert SRC --against cp --rounds 7
     python -m benchmarks.convert SRC --against cp --dp 3        `zckpt reshard --dp 3` instead
 
-SRC is a DeepSpeed run directory (see checkpoints.py). Outputs go into SRC's own filesystem and end
-on the disk: `cp` is followed by `sync` of its files, as zckpt syncs its own. Sources are warm.
+    python -m benchmarks.convert DCP --against torch            dcp_to_torch_save
+
+SRC is a DeepSpeed run directory (see checkpoints.py), DCP one of torch.distributed.checkpoint
+(`zckpt convert SRC DCP --to dcp --dp 4`). Outputs go into SRC's own filesystem and end on the disk:
+`cp` is followed by `sync` of its files, as zckpt syncs its own. Sources are warm.
 """
 
 from __future__ import annotations
@@ -20,10 +23,33 @@ MEMORY = 200  # MiB, the most that `convert` may take
 LARGE = 10**9  # bytes, from which on copying counts and not the start of an interpreter
 
 
+def copying(name: str, files: list[Path], target: Path) -> Job:
+    listed, where = shlex.join(map(str, files)), shlex.quote(str(target))
+    script = f"mkdir {where} && cp {listed} {where} && sync {where}/* {where}"
+    return Job(name, ("sh", "-c", script), (target,))
+
+
+def of_torch(source: Path, ours: Path, theirs: Path, against: str) -> tuple[Job, Job]:
+    """The same of a directory of torch.distributed.checkpoint."""
+    convert = (*ZCKPT, "convert", str(source), str(ours))
+    if against == "cp":
+        files = sorted(source.glob("*.distcp"))
+        return Job("zckpt convert", convert, (ours,)), copying("cp + sync", files, theirs)
+    whole = Job("zckpt convert --to gathered", (*convert, "--to", "gathered"), (ours,))
+    code = (
+        "import os, sys; from torch.distributed.checkpoint.format_utils import dcp_to_torch_save;"
+        "os.mkdir(sys.argv[2]); dcp_to_torch_save(sys.argv[1], sys.argv[2] + '/whole.pt')"
+    )
+    command = (sys.executable, "-c", code, str(source), str(theirs))
+    return whole, Job("dcp_to_torch_save", command, (theirs,))
+
+
 def jobs(source: Path, work: Path, against: str, dp: int | None) -> tuple[Job, Job]:
     """zckpt's command and its rival's."""
-    tag = source / (source / "latest").read_text().strip()
     ours, theirs = work / "zckpt", work / against
+    if (source / ".metadata").exists():
+        return of_torch(source, ours, theirs, against)
+    tag = source / (source / "latest").read_text().strip()
     convert = Job("zckpt convert", (*ZCKPT, "convert", str(source), str(ours)), (ours,))
     if dp is not None:
         command = (*ZCKPT, "reshard", str(source), str(ours), "--dp", str(dp))
@@ -34,10 +60,8 @@ def jobs(source: Path, work: Path, against: str, dp: int | None) -> tuple[Job, J
         (ours,),
     )
     if against == "cp":
-        files = shlex.join(map(str, sorted(tag.glob("*optim_states.pt"))))
-        where = shlex.quote(str(theirs))
-        script = f"mkdir {where} && cp {files} {where} && sync {where}/* {where}"
-        return convert, Job("cp + sync of the optimizer files", ("sh", "-c", script), (theirs,))
+        files = sorted(tag.glob("*optim_states.pt"))
+        return convert, copying("cp + sync of the optimizer files", files, theirs)
     if against == "universal":
         module = (sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal")
         folders = ("--input_folder", str(tag), "--output_folder", str(theirs / "out"))
@@ -77,7 +101,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("source", type=Path, metavar="SRC")
-    parser.add_argument("--against", choices=("cp", "universal", "fp32"), default="cp")
+    parser.add_argument("--against", choices=("cp", "universal", "fp32", "torch"), default="cp")
     parser.add_argument("--dp", type=int, help="reshard to this size instead of converting")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--work", type=Path, metavar="DIR", help="for outputs; default beside SRC")
@@ -89,7 +113,7 @@ def main() -> None:
     costs = interleave(pair, arguments.rounds)
     table(costs)
     ours, theirs = (costs[job.name] for job in pair)
-    large = sum(path.stat().st_size for path in source.rglob("*.pt")) >= LARGE
+    large = sum(path.stat().st_size for path in source.rglob("*.*")) >= LARGE
     most = 1.0 if arguments.dp is None else 1.25
     report(ours, theirs, arguments.against, most if large else None)
     work.rmdir()
