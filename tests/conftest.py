@@ -84,3 +84,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
         return made[case.name]
 
     return train
+
+
+@pytest.fixture(scope="session")
+def torch_trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Trains a case with PyTorch's own means at a world size, once per session: run/, oracle.pt."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def train(name: str, world: int) -> Path:
+        from .engines import torch_engine
+        from .engines.torch_cases import CASES
+
+        if (name, world) not in made:
+            root = tmp_path_factory.mktemp("torch") / f"{name}_w{world}"
+            torch_engine.train(CASES[name], world, root)
+            made[name, world] = root
+        return made[name, world]
+
+    return train

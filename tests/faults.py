@@ -23,7 +23,7 @@ def mend(path: str) -> None:
     In the zip's directory, which is what readers trust.
     """
     with open(path, "r+b") as file:
-        members = read_directory(file.fileno(), os.fstat(file.fileno()).st_size, path)
+        members = read_directory(file.fileno(), Extent(path, 0, os.path.getsize(path)))
         for member in members.values():
             file.seek(member.offset)
             crc = zlib.crc32(file.read(member.length))

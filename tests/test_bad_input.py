@@ -184,7 +184,7 @@ class TestNoCheckpoint:
     def test_weights_alone(self, tmp_path: Path, zckpt: Zckpt) -> None:
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "model.safetensors").write_bytes(b"")
-        refused(zckpt, tmp_path / "model", "weights alone")
+        refused(zckpt, tmp_path / "model", "model.safetensors ends early")
 
     def test_a_file(self, example: Path, zckpt: Zckpt) -> None:
         refused(zckpt, example / "latest", "a file of 12 bytes", str(example))

@@ -219,6 +219,8 @@ def test_formats(zckpt: Zckpt) -> None:
         "deepspeed",
         "deepspeed-universal",
         "onnxruntime",
+        "dcp",
+        "gathered",
         "universal",
     ]
     assert "deepspeed" in zckpt("formats").out

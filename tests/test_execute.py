@@ -23,6 +23,7 @@ from zckpt import elements, execute, plan
 from zckpt.dtypes import SIZES, TORCH_NAMES
 from zckpt.errors import CorruptCheckpoint
 from zckpt.manifest import (
+    Box,
     Entry,
     Extent,
     Fragment,
@@ -31,7 +32,6 @@ from zckpt.manifest import (
     Record,
     Runs,
     Slices,
-    lines,
     solid,
 )
 
@@ -120,7 +120,7 @@ class Disk:
             strides[axis] = stride // size
         extent = self.put("lines", bytes(moved.view(-1).numpy()), size)
         self.extents.append(extent)
-        return lines(shape, tuple(strides), 0, size, extent)
+        return Box(shape, (0,) * len(shape), shape, strides, 0, size, extent)
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], fragments: Fragments) -> None:
         self.entries[name] = Entry(name, dtype, shape, fragments)

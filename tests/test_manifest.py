@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import prod
 
 import pytest
@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 
 from zckpt.manifest import (
     RESERVED_SLOTS,
+    Box,
+    Boxes,
     Entry,
     Extent,
     Fragment,
     Fragments,
-    Lines,
     Manifest,
     Parameter,
     Runs,
     Slices,
-    lines,
+    boxes,
     slot_key,
     slot_name,
     solid,
@@ -113,7 +114,7 @@ shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
 
 @given(shapes, st.integers(0, 5), st.data())
-def test_lines_are_the_strided_elements(
+def test_a_box_is_the_strided_elements(
     shape: tuple[int, ...], first: int, draw: st.DataObject
 ) -> None:
     order = draw.draw(st.permutations(range(len(shape))))
@@ -125,7 +126,7 @@ def test_lines_are_the_strided_elements(
     expanded = draw.draw(st.sets(st.integers(0, len(shape) - 1), max_size=1))
     strides = [0 if axis in expanded else stride for axis, stride in enumerate(strides)]
     extent = Extent("a", 1000, 10_000_000)
-    made = lines(shape, tuple(strides), first, SIZE, extent)
+    made = Box(shape, (0,) * len(shape), shape, strides, first, SIZE, extent)
     numel = prod(shape)
     expected = {
         element: ("a", 1000 + (first + sum(map(int.__mul__, place, strides))) * SIZE)
@@ -145,15 +146,67 @@ def test_lines_are_the_strided_elements(
 
 
 def test_a_long_axis_is_not_listed() -> None:
-    made = lines((1 << 40, 2), (0, 2), 0, SIZE, Extent("a", 0, 100))
+    made = Box((1 << 40, 2), (0, 0), (1 << 40, 2), (0, 2), 0, SIZE, Extent("a", 0, 100))
     first = next(iter(made))
     assert (first.start, first.stop) == (0, 1)
 
 
 def test_a_transposed_matrix_has_a_line_for_each_column() -> None:
-    made = lines((3, 4), (1, 3), 0, SIZE, Extent("a", 0, 48))
-    assert isinstance(made, Lines)
+    made = Box((3, 4), (0, 0), (3, 4), (1, 3), 0, SIZE, Extent("a", 0, 48))
     assert list(made) == [Fragment(i, i + 1, Extent("a", 12 * i, 12), 3, 4) for i in range(4)]
+
+
+@given(shapes, st.data())
+def test_boxes_that_tile_a_tensor_hold_every_element_once(
+    shape: tuple[int, ...], draw: st.DataObject
+) -> None:
+    cuts = [
+        sorted({0, size, *draw.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape
+    ]
+    parts, expected = [], {}
+    for number, corner in enumerate(product(*map(pairwise, cuts))):
+        offsets = [start for start, _ in corner]
+        sizes = [stop - start for start, stop in corner]
+        strides, step = [0] * len(shape), 1
+        for axis in draw.draw(st.permutations(range(len(shape)))):
+            strides[axis] = step
+            step *= sizes[axis]
+        extent = Extent(f"rank {number}", 100, prod(sizes) * SIZE)
+        parts.append(Box(shape, offsets, sizes, strides, 0, SIZE, extent))
+        for place in product(*map(range, sizes)):
+            element = 0
+            for here, offset, size in zip(place, offsets, shape, strict=True):
+                element = element * size + offset + here
+            at = 100 + sum(map(int.__mul__, place, strides)) * SIZE
+            expected[element] = (extent.file, at)
+    made = boxes(draw.draw(st.permutations(parts)))
+    assert places(made) == expected
+    assert len(made) == len(list(made))
+    assert [made[place] for place in range(len(made))] == list(made)
+    start, stop = draw.draw(ranges(prod(shape)))
+    needed = [item for item in made if any(start <= element < stop for element in elements(item))]
+    assert [item for item in made.overlapping(start, stop) if item in needed] == needed
+    for item in needed:
+        held = {
+            element: where
+            for run in item.runs(start, stop)
+            for element, where in elements(run).items()
+        }
+        wanted = {key: where for key, where in elements(item).items() if start <= key < stop}
+        assert wanted.items() <= held.items() <= elements(item).items()
+
+
+def test_rows_of_a_tensor_are_runs_and_columns_are_one_fragment_each() -> None:
+    def part(offsets: tuple[int, int], sizes: tuple[int, int]) -> Box:
+        extent = Extent("a", 0, prod(sizes) * SIZE)
+        return Box((6, 4), offsets, sizes, (sizes[1], 1), 0, SIZE, extent)
+
+    rows = boxes([part((3, 0), (3, 4)), part((0, 0), (3, 4))])
+    assert isinstance(rows, Runs)
+    assert [(item.start, item.stop) for item in rows] == [(0, 12), (12, 24)]
+    columns = boxes([part((0, 0), (6, 3)), part((0, 3), (6, 1))])
+    assert isinstance(columns, Boxes)
+    assert [(f.start, f.stop, f.count, f.stride) for f in columns] == [(0, 3, 6, 4), (3, 4, 6, 4)]
 
 
 def test_a_solid_tensor_is_one_fragment() -> None:

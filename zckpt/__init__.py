@@ -45,8 +45,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # on use: `zckpt --help` needs none of them
-    if name == "probe":
-        return import_module(".probe", __name__)
+    if name in ("dcp", "probe"):
+        return import_module(f".{name}", __name__)
     if name in _PUBLIC:
         return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

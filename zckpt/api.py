@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from . import formats, steps
+from . import formats, naming, steps
 from .errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -53,15 +53,18 @@ def read(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
+    param_names: Sequence[str] | None = None,
 ) -> Manifest:
     """The manifest of the checkpoint at `path`, recognised by content. No tensor is read.
 
-    Raises a ZckptError of the kind that fits: NotACheckpoint, IncompleteCheckpoint, ...
+    `param_names` are for an optimizer that knows its parameters by number alone. Raises the
+    ZckptError that fits: NotACheckpoint, IncompleteCheckpoint, ...
     """
     steps.check_policy(step_policy)
     where = os.fspath(path)
     found = formats.recognise(where, format, tag)
-    manifest: Manifest = found.load().read(where, tag, step_policy)
+    names = {"param_names": param_names} if found.numbers else {}
+    manifest: Manifest = found.load().read(where, tag, step_policy, **names)
     return manifest
 
 
@@ -165,7 +168,7 @@ def convert(
     then there is no `target`.
     """
     asked = Options(**options)
-    manifest = _source_for(target, source, format, tag, step_policy)
+    manifest = _source_for(target, source, format, tag, step_policy, asked)
     return _write("convert", manifest, os.fspath(target), to, asked, copying, dry_run, begin)
 
 
@@ -186,7 +189,7 @@ def reshard(
     A universal source goes back to the engine that its manifest names. Otherwise as `convert`.
     """
     asked = Options(**options)
-    manifest = _source_for(target, source, format, tag, step_policy)
+    manifest = _source_for(target, source, format, tag, step_policy, asked)
     engine = str(manifest.source.get("format"))
     return _write("reshard", manifest, os.fspath(target), engine, asked, copying, dry_run, begin)
 
@@ -201,6 +204,8 @@ def verify(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
+    param_names: Sequence[str] | None = None,
+    rename: naming.Renames = (),
     jobs: int = 4,
     memory: int = 256 << 20,
     begin: Callable[[int], Progress] | None = None,
@@ -209,9 +214,12 @@ def verify(
 
     `gather` rebuilds it as its engine would, by all-gathering the ranks' partitions (needs torch),
     on `device` (cuda, cpu; a GPU where there is one); under torchrun every process gathers, and
-    those but rank 0 get a report without findings. `tensors` is a glob that chooses. What is found
-    is in the report; raises a ZckptError only where nothing could be looked at.
+    those but rank 0 get a report without findings. `tensors` is a glob that chooses. `rename` are
+    pairs of a regular expression and what names of `path` become by it. What is found is in the
+    report; raises a ZckptError only where nothing could be looked at.
     """
+    if gather and rename:
+        raise WrongOption("--gather goes by the names of PATH", hint="rename without --gather")
     if gather and against is None:
         raise WrongOption("--gather compares with another checkpoint", hint="add --against PATH")
     if device is not None and not gather:
@@ -234,7 +242,9 @@ def verify(
         Copying(jobs, memory)  # raises where they do not fit together
     moving: dict[str, Any] = {"jobs": jobs, "memory": memory, "begin": begin}
     try:
-        found = _verify(path, against, gather, device, tensors, (format, tag, step_policy), moving)
+        held = read(path, format=format, tag=tag, step_policy=step_policy, param_names=param_names)
+        manifest = naming.renamed(held, rename)
+        found = _verify(manifest, against, gather, device, tensors, param_names, moving)
     except CONTRADICTIONS as error:
         if report["rank"]:  # rank 0 tells its own; this may not be the same
             raise
@@ -259,18 +269,16 @@ def _problem(error: ZckptError) -> Report:
 
 
 def _verify(
-    path: str | os.PathLike[str],
+    manifest: Manifest,
     against: str | os.PathLike[str] | None,
     gather: bool,
     device: str | None,
     pattern: str | None,
-    reading: tuple[str | None, str | None, str | None],
+    param_names: Sequence[str] | None,
     moving: dict[str, Any],
 ) -> Report:
     from . import proof
 
-    format, tag, step_policy = reading
-    manifest = read(path, format=format, tag=tag, step_policy=step_policy)
     about = {"step": manifest.step, "held": proof.described(manifest)}
     if against is None:
         return about | proof.verify_alone(manifest, pattern, **moving)
@@ -278,7 +286,7 @@ def _verify(
         if gather:
             raise WrongOption("--gather compares with a checkpoint", hint="leave --gather out")
         return about | proof.verify_proof(manifest, os.fspath(against), pattern, **moving)
-    other = read(against)
+    other = naming.called_as(read(against, param_names=param_names), naming.names_of(manifest))
     if not gather:
         return about | proof.verify_against(manifest, other, pattern, **moving)
     from .gather import verify_gathered
@@ -294,6 +302,8 @@ def diff(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
+    param_names: Sequence[str] | None = None,
+    rename: naming.Renames = (),
     jobs: int = 4,
     memory: int = 256 << 20,
     begin: Callable[[int], Progress] | None = None,
@@ -301,14 +311,16 @@ def diff(
     """In what two checkpoints differ, of any two formats: tensors, steps, groups, states.
 
     `tensors` is a glob; then only the tensors that match are compared, and equal ones are listed
-    too. `format`, `tag` and `step_policy` are those of `a`.
+    too. `format`, `tag`, `step_policy` and `rename` are those of `a`, `param_names` of both.
     """
     from . import proof
 
     started = time.monotonic()
     Copying(jobs, memory)
-    ours = read(a, format=format, tag=tag, step_policy=step_policy)
-    found = proof.diff(ours, read(b), tensors, jobs=jobs, memory=memory, begin=begin)
+    held = read(a, format=format, tag=tag, step_policy=step_policy, param_names=param_names)
+    ours = naming.renamed(held, rename)
+    theirs = naming.called_as(read(b, param_names=param_names), naming.names_of(ours))
+    found = proof.diff(ours, theirs, tensors, jobs=jobs, memory=memory, begin=begin)
     report: Report = {"zckpt": 1, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
     return report | found | {"seconds": round(time.monotonic() - started, 3)}
 
@@ -320,6 +332,7 @@ def stats(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
+    param_names: Sequence[str] | None = None,
     jobs: int = 4,
     memory: int = 256 << 20,
     begin: Callable[[int], Progress] | None = None,
@@ -333,7 +346,7 @@ def stats(
 
     started = time.monotonic()
     Copying(jobs, memory)
-    manifest = read(path, format=format, tag=tag, step_policy=step_policy)
+    manifest = read(path, format=format, tag=tag, step_policy=step_policy, param_names=param_names)
     report: Report = {
         "zckpt": 1,
         "command": "stats",
@@ -350,11 +363,32 @@ def _source_for(
     format: str | None,
     tag: str | None,
     step_policy: str | None,
+    options: Options,
 ) -> Manifest:
     from .staging import refuse_existing
 
     refuse_existing(os.fspath(target))  # before a large source is read
-    return read(source, format=format, tag=tag, step_policy=step_policy)
+    return read(
+        source,
+        format=format,
+        tag=tag,
+        step_policy=step_policy,
+        param_names=options.param_names,
+    )
+
+
+def _named_for(to: str, manifest: Manifest, options: Options) -> Manifest:
+    """The source under the names that the target needs, in the order that the user says."""
+    engines = {"deepspeed-universal": "deepspeed", "gathered": "dcp"}
+    before = str(manifest.source.get("format"))
+    if options.rename:
+        manifest = naming.renamed(manifest, options.rename)
+    elif to != "universal" and engines.get(to, to) != engines.get(before, before):
+        manifest = naming.canonical(manifest)
+    if options.param_names is not None:
+        named = naming.called_as(manifest, options.param_names)
+        manifest = in_order_of(named, options.param_names)
+    return manifest
 
 
 def _write(
@@ -375,8 +409,8 @@ def _write(
     if not writer.writes:
         raise WrongOption(f"{to} can be read, but not written yet")
     module = writer.load()
-    if options.param_names is not None:
-        manifest = in_order_of(manifest, options.param_names)
+    read_from = manifest
+    manifest = _named_for(to, manifest, options)
     layout: staging.Layout = module.lay_out(manifest, options)
     files = [(shell.name, shell.size) for shell in layout.shells()]
     files += [(name, item.size) for name, item in layout.siblings]
@@ -398,7 +432,7 @@ def _write(
         return report | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}
     staging.need_space(target, size)
     if check := getattr(formats.named(manifest.format).load(), "check", None):
-        check(manifest)  # what only the bytes of this format tell
+        check(read_from)  # what only the bytes of this format tell
     try:
         with staging.Staging(target) as staged:
             staged.lay(layout.shells())

@@ -20,7 +20,7 @@ import click
 from . import __version__
 from .dtypes import OPTIONS as DTYPES
 from .errors import WrongOption, ZckptError
-from .options import DIALECTS, OPTIMIZERS
+from .options import DCP_LAYOUTS, DIALECTS, OPTIMIZERS
 
 UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
@@ -94,7 +94,32 @@ class Names(click.ParamType[tuple[str, ...]]):
         return tuple(name.strip() for name in made if name.strip())
 
 
+class Rename(click.ParamType[tuple[str, str]]):
+    """REGEX=REPL; the last `=` separates."""
+
+    name = "rule"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        regex, equals, replacement = value.rpartition("=")
+        if not equals:
+            self.fail(f"{value!r} is no REGEX=REPL", param, ctx)
+        return regex, replacement
+
+
 Command = Callable[..., Any]
+
+
+def renaming(command: Command) -> Command:
+    """Other names for what the source, PATH or A holds."""
+    return click.option(
+        "--rename",
+        type=Rename(),
+        multiple=True,
+        metavar="REGEX=REPL",
+        help="Rewrite the names of parameters, as re.sub does; in order, if repeated.",
+    )(command)
 
 
 def common(command: Command) -> Command:
@@ -106,6 +131,13 @@ def common(command: Command) -> Command:
             "--step-policy",
             metavar="max|min|keep|N",
             help="The step to take where ranks or weights disagree, which is an error otherwise.",
+        ),
+        click.option(
+            "--param-names",
+            type=Names(),
+            metavar="FILE",
+            help="Names of parameters, one per line, where the source tells no order of them or "
+            "knows them by number alone: those of model.named_parameters().",
         ),
         click.option("--tag", help="The tag, where a run directory holds several."),
         click.option("--from", "format", metavar="FORMAT", help="The source's format."),
@@ -157,6 +189,7 @@ def copying(command: Command) -> Command:
 def writing(command: Command) -> Command:
     """What commands that write a checkpoint understand."""
     for option in (
+        renaming,
         click.option(
             "--max-file-size",
             type=Size(),
@@ -173,13 +206,13 @@ def writing(command: Command) -> Command:
         click.option(
             "--dialect",
             type=click.Choice(DIALECTS),
-            help="Which files of ONNX Runtime to write [default: hdf5]",
+            help="Kind of files: hdf5 (default) or l2 for onnxruntime, safetensors for gathered, "
+            "accelerate for dcp.",
         ),
         click.option(
-            "--param-names",
-            type=Names(),
-            metavar="FILE",
-            help="Names in the order of model.named_parameters(), where SRC does not tell it.",
+            "--dcp-layout",
+            type=click.Choice(DCP_LAYOUTS),
+            help="How torch.distributed.checkpoint's keys are made [default: the source's]",
         ),
         click.option(
             "--ds-config",
@@ -227,21 +260,19 @@ def inspect(
     steps: bool,
     layout: bool,
     state: bool,
-    format: str | None,
-    tag: str | None,
-    step_policy: str | None,
     as_json: bool,
     quiet: bool,
+    **reading: Any,
 ) -> None:
     """What a checkpoint holds. No tensor is read.
 
-    PATH: a DeepSpeed run or tag directory, a Hugging Face Trainer, Accelerate or Lightning
-    directory around one, a directory of ONNX Runtime's rank files or one such file, or a universal
-    checkpoint.
+    PATH: a directory of DeepSpeed, of torch.distributed.checkpoint, of files of torch.save (whole
+    ones or one per rank), of ONNX Runtime's rank files, a Hugging Face Trainer, Accelerate,
+    Lightning or torchtitan directory around one, a single file, or a universal checkpoint.
     """
     from . import api, display
 
-    manifest = api.read(path, format=format, tag=tag, step_policy=step_policy)
+    manifest = api.read(path, **reading)
     if as_json:
         report = api.inspect(manifest)
         if tensors or layout:
@@ -340,6 +371,7 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
 )
 @click.option("--tensors", metavar="GLOB", help="Only the tensors whose name matches.")
 @click.option("--save-proof", metavar="FILE", help="Write the report with all checksums.")
+@renaming
 @moving
 @common
 def verify(
@@ -385,6 +417,7 @@ def verify(
 @click.argument("a")
 @click.argument("b")
 @click.option("--tensors", metavar="GLOB", help="Only these tensors, the equal ones too.")
+@renaming
 @moving
 @common
 def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:

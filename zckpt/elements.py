@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -24,6 +24,7 @@ from .manifest import Entry, Extent, Fragment, Record, Slices
 
 MANY = 4096  # slices from which on numpy copies them faster than it is imported
 SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbours
+SHORT = 4 << 10  # bytes; runs below this, of a strided tensor, are read together
 LITTLE = 1 << 20  # bytes that are read for the sake of a record's CRC alone
 CAST_BLOCK = 1 << 18  # elements that are cast at a time
 
@@ -211,14 +212,7 @@ class Gatherer:
             item = wanted[place]
             place += 1
             size = SIZES[item.entry.dtype]
-            for fragment in item.entry.fragments.overlapping(item.start, item.stop):
-                if fragment.count > 1:
-                    self._gather_runs(item, fragment, view)
-                    continue
-                start, stop = max(item.start, fragment.start), min(item.stop, fragment.stop)
-                extent = fragment.extent.part(
-                    (start - fragment.start) * size, (stop - fragment.start) * size
-                )
+            for start, extent in self._long(item, view):
                 at = item.at + (start - item.start) * size
                 if pending is None:
                     pending = extent, at, item.check
@@ -234,6 +228,18 @@ class Gatherer:
         if pending is not None:
             extent, at, check = pending
             self.read(extent, view[at : at + extent.length], check)
+
+    def _long(self, item: Wanted, view: memoryview) -> Iterator[tuple[int, Extent]]:
+        """The runs of elements that an item wants, by their first; short ones are copied."""
+        size = SIZES[item.entry.dtype]
+        for fragment in item.entry.fragments.overlapping(item.start, item.stop):
+            if fragment.count > 1 and (fragment.stop - fragment.start) * size < SHORT:
+                self._gather_runs(item, fragment, view)
+                continue
+            for run in fragment.runs(item.start, item.stop):
+                start, stop = max(item.start, run.start), min(item.stop, run.stop)
+                first = run.start
+                yield start, run.extent.part((start - first) * size, (stop - first) * size)
 
     def _batch(self, wanted: Sequence[Wanted], place: int) -> list[Wanted]:
         """Whole tensors from `place` on whose small slices follow each other on every rank.

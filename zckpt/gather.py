@@ -28,7 +28,7 @@ from .dtypes import SIZES, TORCH_NAMES
 from .elements import Gatherer, Ledger, Wanted
 from .errors import MissingExtra, ProcessFailed, WrongOption
 from .fileio import Reader, files_per_thread
-from .manifest import Entry, Extent, Lines, Manifest, Runs, solid
+from .manifest import Box, Entry, Extent, Manifest, Runs, solid
 from .partition import Block, Bucket, Member, Partition, Partitioned, Whole, buckets, share_of
 from .plan import Match, match
 
@@ -670,15 +670,17 @@ def _parts(manifest: Manifest) -> list[Partition]:
 
 def _own(entry: Entry) -> Partition:
     fragments = entry.fragments
-    if isinstance(fragments, Lines):
+    if isinstance(fragments, Box):  # alone it is all of the tensor
         size = fragments.size
         last = sum(
             (count - 1) * step
-            for count, step in zip(fragments.shape, fragments.strides, strict=True)
+            for count, step in zip(fragments.sizes, fragments.strides, strict=True)
         )
         extent = fragments.extent.part(fragments.first * size, (fragments.first + last + 1) * size)
-        return Whole(entry.name, entry.dtype, fragments.shape, extent, fragments.strides)
-    extents = tuple(fragment.extent for fragment in fragments)
+        return Whole(entry.name, entry.dtype, fragments.sizes, extent, fragments.strides)
+    # pieces that are cut along an inner axis are as many runs, between those of others
+    runs = (run for fragment in fragments for run in fragment.runs(0, entry.numel))
+    extents = tuple(run.extent for run in sorted(runs, key=lambda run: run.start))
     return Partitioned(entry.dtype, extents, [Member(entry.name, entry.shape, 0)])
 
 

@@ -5,17 +5,19 @@
     Fragment    a run of row-major elements of one tensor, in an extent
     Extent      bytes in one file
 
-Fragments come in three kinds, all sequences. `Runs` lists them. `Slices` is ZeRO-3's arithmetic:
-rank r owns elements [r * ceil(n / dp), ...), so nothing is stored per rank. `Lines` cuts a tensor
-that is not row-major in its file (a transposed buffer) along the axis that is contiguous there.
+Fragments come in a few kinds, all sequences. `Runs` lists them. `Slices` is ZeRO-3's arithmetic:
+rank r owns elements [r * ceil(n / dp), ...), so nothing is stored per rank. `Box` is a part of a
+tensor that is cut along any axes, or lies in its file in another order than row-major (a transposed
+buffer); `Boxes` are several.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
@@ -59,6 +61,19 @@ class Fragment:
     extent: Extent
     count: int = 1
     stride: int = 0
+
+    def runs(self, start: int, stop: int) -> Iterator[Fragment]:
+        """Its runs with any of the elements [start, stop), each as a fragment of its own."""
+        if self.count == 1:
+            yield self
+            return
+        low = max(0, (start - self.stop) // self.stride + 1)
+        high = min(self.count, -((self.start - stop) // self.stride))
+        length = self.extent.length // self.count
+        for place in range(low, high):
+            at = place * self.stride
+            part = self.extent.part(place * length, (place + 1) * length)
+            yield Fragment(self.start + at, self.stop + at, part)
 
 
 class Fragments(Sequence[Fragment]):
@@ -142,63 +157,127 @@ class Slices(Fragments):
             yield self[rank]
 
 
-@dataclass(frozen=True, slots=True)
-class Lines(Fragments):
-    """A strided tensor as the lines along `axis`, each contiguous in `extent`.
+class Box(Fragments):
+    """Elements [offset, offset + size) along every axis of a tensor of shape `whole`.
 
-    `strides` and `first` count elements of `extent`; `size` is bytes per element.
+    They lie in `extent` from element `first` on with `strides`, which count elements; `size` is
+    bytes per element. A fragment is what is contiguous there: one run, or equal runs behind each
+    other.
     """
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    first: int
-    axis: int
-    size: int
-    extent: Extent
+    __slots__ = (
+        "_axes", "_count", "_run", "_start", "_stride",
+        "extent", "first", "size", "sizes", "strides",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        whole: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        first: int,
+        size: int,
+        extent: Extent,
+    ) -> None:
+        self.sizes, self.strides = tuple(sizes), tuple(strides)
+        self.first, self.size, self.extent = first, size, extent
+        steps = [prod(whole[axis + 1 :]) for axis in range(len(whole))]
+        self._start = sum(offset * step for offset, step in zip(offsets, steps, strict=True))
+        axes = _joined([axis for axis in zip(sizes, steps, strides, strict=True) if axis[0] != 1])
+        inner = next((axis for axis in reversed(axes) if axis[2] == 1), None)
+        self._run, self._count, self._stride = 1, 1, 0
+        if inner is not None:
+            axes.remove(inner)
+            count, step, _ = inner
+            if step != 1:
+                self._count, self._stride = count, step
+            else:
+                self._run = count
+                behind = next((axis for axis in reversed(axes) if axis[2] == count), None)
+                if behind is not None:
+                    axes.remove(behind)
+                    self._count, self._stride = behind[:2]
+        self._axes = sorted(axes, key=lambda axis: -axis[1])
 
     def __len__(self) -> int:
-        return prod(self.shape) // (self.shape[self.axis] or 1)
+        return prod(count for count, _, _ in self._axes) if prod(self.sizes) else 0
 
     def __iter__(self) -> Iterator[Fragment]:
         # not itertools.product, which lists every axis: an expanded one may be of any length
-        for place in range(prod(self.shape) // (self.shape[self.axis] or 1)):
+        for place in range(prod(count for count, _, _ in self._axes) if prod(self.sizes) else 0):
             yield self[place]
 
     def __getitem__(self, place: Any) -> Any:
-        position = []
-        for axis in reversed(range(len(self.shape))):
-            count = 1 if axis == self.axis else self.shape[axis]
+        start, first = self._start, self.first
+        for count, step, stride in reversed(self._axes):
             place, here = divmod(place, count)
-            position.append(here)
-        return self._line(tuple(reversed(position)))
+            start += here * step
+            first += here * stride
+        if place:
+            raise IndexError(place)
+        stop = first + self._run * self._count
+        extent = self.extent.part(first * self.size, stop * self.size)
+        return Fragment(start, start + self._run, extent, self._count, self._stride)
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
-        for line in self:
-            if line.start < stop and line.stop + (line.count - 1) * line.stride > start:
-                yield line
-
-    def _line(self, place: tuple[int, ...]) -> Fragment:
-        start, source = 0, self.first
-        for here, count, stride in zip(place, self.shape, self.strides, strict=True):
-            start = start * count + here
-            source += here * stride
-        count = self.shape[self.axis]
-        stride = prod(self.shape[self.axis + 1 :])
-        extent = self.extent.part(source * self.size, (source + count) * self.size)
-        if stride == 1:
-            return Fragment(start, start + count, extent)
-        return Fragment(start, start + 1, extent, count, stride)
+        if not prod(self.sizes):
+            return
+        (count, step, _), *rest = self._axes or [(1, 1, 0)]
+        reach = sum((number - 1) * width for number, width, _ in rest)
+        reach += (self._count - 1) * self._stride + self._run
+        before = self._start + reach - 1
+        low, high = max(0, -((before - start) // step)), -((self._start - stop) // step)
+        each = prod(number for number, _, _ in rest)
+        for place in range(low * each, min(high, count) * each):
+            fragment: Fragment = self[place]
+            end = fragment.stop + (fragment.count - 1) * fragment.stride
+            if fragment.start < stop and end > start:
+                yield fragment
 
 
-def lines(
-    shape: tuple[int, ...], strides: tuple[int, ...], first: int, size: int, extent: Extent
-) -> Fragments:
-    """Fragments of a tensor that is not row-major in its extent; `first` in elements."""
-    for axis in reversed(range(len(shape))):
-        if strides[axis] == 1:
-            return Lines(shape, strides, first, axis, size, extent)
-    # no axis is contiguous (every other element, say): one-element lines along a new last axis
-    return Lines((*shape, 1), (*strides, 1), first, len(shape), size, extent)
+def _joined(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Axes (size, step in the tensor, stride in the file), those as one that lie as one."""
+    joined: list[tuple[int, int, int]] = []
+    for count, step, stride in axes:
+        if joined and joined[-1][1:] == (count * step, count * stride):
+            joined[-1] = (joined[-1][0] * count, step, stride)
+        else:
+            joined.append((count, step, stride))
+    return joined
+
+
+class Boxes(Fragments):
+    """Several parts of one tensor, which together are all of it."""
+
+    __slots__ = ("_ends", "parts")
+
+    def __init__(self, parts: Sequence[Fragments]) -> None:
+        self.parts = tuple(parts)
+        self._ends = list(accumulate(map(len, self.parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __iter__(self) -> Iterator[Fragment]:
+        return chain.from_iterable(self.parts)
+
+    def __getitem__(self, place: Any) -> Any:
+        part = bisect_right(self._ends, place)
+        return self.parts[part][place - (self._ends[part - 1] if part else 0)]
+
+    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
+        for part in self.parts:
+            yield from part.overlapping(start, stop)
+
+
+def boxes(parts: Iterable[Box]) -> Fragments:
+    """Fragments of a tensor of which `parts` are all; cut along the first axis they are runs."""
+    held = [part for part in parts if prod(part.sizes)]
+    listed = [part[0] for part in held if len(part) == 1]
+    if len(listed) == len(held) and all(fragment.count == 1 for fragment in listed):
+        return Runs(sorted(listed, key=lambda fragment: fragment.start))
+    return held[0] if len(held) == 1 else Boxes(held)
 
 
 @dataclass(frozen=True, slots=True)

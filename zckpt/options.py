@@ -9,7 +9,8 @@ from .dtypes import OPTIONS as DTYPES
 from .errors import WrongOption
 
 MAX_DP = 1 << 16
-DIALECTS = ("hdf5", "l2")
+DCP_LAYOUTS = ("nested", "flat")
+DIALECTS = ("hdf5", "l2", "safetensors", "accelerate")
 OPTIMIZERS = ("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam")
 
 
@@ -21,7 +22,10 @@ class Options:
     `stage` and `optimizer` are the source's where they are None; `config` is a ds_config that
     replaces the source's; `group_defaults` are hyper-parameters that the source does not hold;
     `param_names` is the order of the module's parameters, where the source does not tell it;
-    `dialect` is the kind of an ONNX Runtime target's files.
+    `dcp_layout` says how a target of torch.distributed.checkpoint names the optimizer's state
+    (None: as the source, or nested). `rename` are pairs of a regular expression and what names
+    become by it, one after the other. `dialect` is the kind of a target's files: hdf5 or l2 of
+    ONNX Runtime's, safetensors of gathered.
     """
 
     weights_only: bool = False
@@ -34,6 +38,8 @@ class Options:
     group_defaults: dict[str, Any] = field(default_factory=dict)
     param_names: tuple[str, ...] | None = None
     dialect: str | None = None
+    dcp_layout: str | None = None
+    rename: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.dp is not None and self.dp < 1:
@@ -47,6 +53,7 @@ class Options:
             ("stage", self.stage, (1, 2, 3)),
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("dialect", self.dialect, DIALECTS),
+            ("dcp-layout", self.dcp_layout, DCP_LAYOUTS),
         ):
             if value is not None and value not in allowed:
                 raise WrongOption(f"{word} {value!r} is none of {', '.join(map(str, allowed))}")

@@ -38,7 +38,8 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     the source.
     """
     places = {name: place for place, name in enumerate(names)}
-    lacking = [n for n, held in manifest.parameters.items() if held.trainable and n not in places]
+    trained = [name for name, held in manifest.parameters.items() if held.trainable]
+    lacking = [name for name in trained if name not in places]
     aliases = {alias for held in manifest.parameters.values() for alias in held.aliases}
     known = {*manifest.parameters, *manifest.buffers, *aliases}
     unknown = [name for name in names if name not in known]
@@ -54,10 +55,13 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
         held = manifest.parameters.get(name)
         return held is None or not held.trainable, places.get(name, len(places))
 
+    # a list that names more than the optimizer's parameters names all, and buffers are the rest
+    guessed = (manifest.state.get("engine") or {}).get("guessed")
+    tells = guessed and any(name not in trained for name in names)
     buffers = [
         name
         for name, held in manifest.parameters.items()
-        if not (held.trainable or name in places or is_known(manifest))
+        if not (held.trainable or name in places) and (tells or not is_known(manifest))
     ]
     order = [name for name in sorted(manifest.parameters, key=place) if name not in buffers]
     entries = sorted(manifest.entries.values(), key=lambda entry: place(entry.parameter))

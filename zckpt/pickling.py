@@ -1,8 +1,8 @@
 """Plain data and inert records as a pickle of protocol 2, the mirror image of unpickle.py.
 
 The standard Pickler would import every class that it names; here a `Global` is written by its name
-alone, and a `Foreign` record as the same call that it was read from. Nothing is shared by memo:
-state dictionaries are small, and tensors share by the key of their storage.
+alone, and a `Foreign` record as the same call that it was read from. Names and texts are shared by
+memo, nothing else: tensors share by the key of their storage.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class _Writer:
     def __init__(self, emit: Callable[[bytes], None], special: Callable[[Any], Any]) -> None:
         self.emit = emit
         self.special = special
+        self.memo: dict[str | Global, int] = {}
 
     def write(self, value: Any) -> None:
         write = _WRITERS.get(type(value))
@@ -106,16 +107,31 @@ class _Writer:
             self.emit(b"b")
 
     def named(self, value: Global) -> None:
-        module, _, name = value.name.rpartition(".")
-        self.emit(f"c{_PYTHON2.get(module, module)}\n{name}\n".encode())
+        if not self._recall(value):
+            module, _, name = value.name.rpartition(".")
+            self.emit(f"c{_PYTHON2.get(module, module)}\n{name}\n".encode())
+            self._remember(value)
+
+    def _recall(self, value: str | Global) -> bool:
+        """Writes what was written before by its number."""
+        place = self.memo.get(value)
+        if place is not None:
+            self.emit(b"h" + bytes([place]) if place < 256 else b"j" + struct.pack("<I", place))
+        return place is not None
+
+    def _remember(self, value: str | Global) -> None:
+        place = self.memo[value] = len(self.memo)
+        self.emit(b"q" + bytes([place]) if place < 256 else b"r" + struct.pack("<I", place))
 
     def persistent(self, value: Persistent) -> None:
         self.write(value.identity)
         self.emit(b"Q")
 
     def text(self, value: str) -> None:
-        data = value.encode("utf-8", "surrogatepass")
-        self.emit(b"X" + struct.pack("<I", len(data)) + data)
+        if not self._recall(value):
+            data = value.encode("utf-8", "surrogatepass")
+            self.emit(b"X" + struct.pack("<I", len(data)) + data)
+            self._remember(value)
 
     def integer(self, value: int) -> None:
         if 0 <= value < 256:

@@ -36,32 +36,40 @@ class Stored:
 
 
 def read(path: str) -> list[Stored]:
-    """The tensors of a file in the order of their bytes.
+    """The tensors of a file in the order of their bytes; raises as `read_with_metadata`."""
+    return read_with_metadata(path)[0]
 
-    Raises CorruptCheckpoint for a header that is too long, malformed, names a tensor twice, or
-    whose offsets leave holes, overlap, or pass the end of the file.
+
+def read_with_metadata(path: str, begin: int = 0) -> tuple[list[Stored], dict[str, str]]:
+    """The tensors in the order of their bytes, and the texts that the header keeps beside them.
+
+    `begin` is the first byte, where something else lies before it in the file. Raises
+    CorruptCheckpoint for a header that is too long, malformed, names a tensor twice, or whose
+    offsets leave holes, overlap, or pass the end of the file.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
+        file.seek(begin)
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER, size - 8):
+        first = begin + 8 + length
+        if size < begin + 8 or length > MAX_HEADER or first > size:
             raise CorruptCheckpoint(f"{path} ends early, or is no safetensors file")
         try:
             header = json.loads(file.read(length).decode(), object_pairs_hook=_unique)
-            header.pop("__metadata__", None)
+            metadata = header.pop("__metadata__", None) or {}
             listed = [
                 Stored(
                     name,
                     _dtype(item["dtype"]),
                     tuple(_sizes(item["shape"])),
-                    _extent(path, 8 + length, *_sizes(item["data_offsets"])),
+                    _extent(path, first, *_sizes(item["data_offsets"])),
                 )
                 for name, item in header.items()
             ]
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{path}: the safetensors header is malformed") from error
     listed.sort(key=lambda stored: (stored.extent.offset, stored.extent.length))
-    here = 8 + length
+    here = first
     for stored in listed:
         wrong = stored.extent.offset != here
         if wrong or stored.extent.length != prod(stored.shape) * SIZES[stored.dtype]:
@@ -71,7 +79,7 @@ def read(path: str) -> list[Stored]:
         raise CorruptCheckpoint(
             f"{path} has {size} bytes, its header says {here}", hint="it was cut short, or grew"
         )
-    return listed
+    return listed, {key: text for key, text in metadata.items() if isinstance(text, str)}
 
 
 def _dtype(name: Any) -> str:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from .dtypes import SIZES, STORAGES, TORCH_NAMES, decode
 from .errors import CorruptCheckpoint, UnsupportedCheckpoint
 from .inert import Foreign, Global, Scalar
-from .manifest import Extent, Fragments, Record, lines, solid
+from .manifest import Box, Extent, Fragments, Record, boxes, solid
 from .unpickle import BUILTINS, Build, Unpickler
 
 TORCH_DTYPES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
@@ -82,21 +82,27 @@ class Tensor:
 class TorchFile:
     """One file of torch.save: `value` is what was saved; `extent` and `read` find the bytes.
 
-    Raises CorruptCheckpoint (truncated, flipped bits in the pickle, overlapping members),
+    `within` are the bytes of a file that holds several, one behind the other. Raises
+    CorruptCheckpoint (truncated, flipped bits in the pickle, overlapping members),
     UnsupportedCheckpoint (big-endian, compressed, torch < 0.1.10).
     """
 
-    def __init__(self, path: str, parsed: Parsed | None = None) -> None:
+    def __init__(
+        self, path: str, parsed: Parsed | None = None, within: Extent | None = None
+    ) -> None:
         self.path = path
         self.records: dict[str, Record] = {}
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CorruptCheckpoint(f"{path} is no regular file")
         with open(path, "rb") as file:
             self.size = os.fstat(file.fileno()).st_size
-            head = os.pread(file.fileno(), 4, 0)
+            if within is None:
+                within = Extent(path, 0, self.size)
+            head = os.pread(file.fileno(), 4, within.offset)
             if head == b"PK\3\4":
-                self.value = self._read_zip(file.fileno(), {} if parsed is None else parsed)
-            elif head[:1] == b"\x80" and 2 <= head[1] <= 5:
+                seen = {} if parsed is None else parsed
+                self.value = self._read_zip(file.fileno(), within, seen)
+            elif head[:1] == b"\x80" and 2 <= head[1] <= 5 and not within.offset:
                 self.value = self._read_legacy(file.fileno())
             elif not self.size:
                 raise CorruptCheckpoint(f"{path} is empty", hint="the save did not finish")
@@ -118,10 +124,14 @@ class TorchFile:
         """The bytes of any tensor, in runs of row-major elements."""
         if tensor.contiguous:
             return solid(tensor.numel, self.extent(tensor))
-        size = SIZES[tensor.dtype]
+        shape, at = tensor.shape, (0,) * len(tensor.shape)
+        size, extent = SIZES[tensor.dtype], self.whole(tensor)
+        return boxes([Box(shape, at, shape, tensor.strides, tensor.offset, size, extent)])
+
+    def whole(self, tensor: Tensor) -> Extent:
+        """All bytes of the storage that the tensor looks into."""
         record = self._record(tensor)
-        whole = record.extent.part(tensor.storage.start, record.extent.length)
-        return lines(tensor.shape, tensor.strides, tensor.offset, size, whole)
+        return record.extent.part(tensor.storage.start, record.extent.length)
 
     def read(self, tensor: Tensor) -> bytes:
         """The bytes of a small contiguous tensor; raises CorruptCheckpoint.
@@ -178,8 +188,8 @@ class TorchFile:
 
     # -- torch >= 1.6
 
-    def _read_zip(self, file: int, parsed: Parsed) -> Any:
-        members = read_directory(file, self.size, self.path)
+    def _read_zip(self, file: int, within: Extent, parsed: Parsed) -> Any:
+        members = read_directory(file, within)
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise CorruptCheckpoint(f"{self.path} is a zip, but not one of torch.save")
@@ -371,10 +381,22 @@ def _member(file: int, member: Member, path: str) -> bytes:
 _ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
 
 
-def read_directory(file: int, size: int, path: str) -> dict[str, Member]:
-    """The members of a zip, from its end; STORED ones only, which lie inside the file."""
-    tail = os.pread(file, min(size, 65557), max(0, size - 65557))
-    end = tail.rfind(b"PK\5\6")
+def read_directory(file: int, within: Extent) -> dict[str, Member]:
+    """The members of a zip, from its end; STORED ones only, which lie inside it.
+
+    Offsets of members are those of the file, of which the zip may be a part.
+    """
+    path, size = within.file, within.length
+
+    def read(start: int, length: int) -> bytes:
+        return os.pread(file, length, within.offset + start) if start + length <= size else b""
+
+    for most in (4096, 65557):  # the first has a short directory as well, the second any comment
+        behind = max(0, size - most)
+        tail = read(behind, size - behind)
+        end = tail.rfind(b"PK\5\6")
+        if end >= 0:
+            break
     if end < 0 or len(tail) < end + 22:
         raise CorruptCheckpoint(
             f"{path} ends early: its zip directory is missing",
@@ -383,13 +405,13 @@ def read_directory(file: int, size: int, path: str) -> dict[str, Member]:
     count, length, start = struct.unpack_from("<HII", tail, end + 10)
     if end >= 20 and tail[end - 20 : end - 16] == b"PK\6\7":  # zip64, which torch always writes
         (place,) = struct.unpack_from("<Q", tail, end - 12)
-        record = os.pread(file, 56, place) if place < size else b""
+        record = tail[place - behind :][:56] if place >= behind else read(place, 56)
         if len(record) != 56 or record[:4] != b"PK\6\6":
             raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
         count, length, start = struct.unpack_from("<QQQ", record, 32)
     if start + length > size or 46 * count > length:
         raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
-    directory = os.pread(file, length, start)
+    directory = tail[start - behind :][:length] if start >= behind else read(start, length)
 
     found: dict[str, Member] = {}
     taken: list[tuple[int, int]] = []
@@ -412,11 +434,12 @@ def read_directory(file: int, size: int, path: str) -> dict[str, Member]:
         if name in found or header + 30 + length > start:
             raise CorruptCheckpoint(f"{path}: the zip directory contradicts itself at {name!r}")
         # stage 3 leaves an empty storage per parameter on every rank: not worth a read each
+        header += within.offset
         offset = _data_offset(file, header, text, path) if length else header + 30 + named
         taken.append((header, offset + length))
-        found[name] = Member(name, header, start + place, offset, length, crc)
+        found[name] = Member(name, header, within.offset + start + place, offset, length, crc)
         place += 46 + named + extras + comment
-    taken = [*sorted(taken), (start, size)]
+    taken = [*sorted(taken), (within.offset + start, within.offset + size)]
     if any(stop > start for (_, stop), (start, _) in pairwise(taken)):
         raise CorruptCheckpoint(f"{path}: members of the zip overlap")
     if not any(member.crc for member in found.values() if member.length):

@@ -19,8 +19,8 @@ from typing import Any
 
 from .checksum import crc_of_zeros
 from .dtypes import SIZES, STORAGES, TORCH_NAMES, encode
-from .inert import Foreign, Global, Scalar
-from .manifest import Manifest
+from .inert import Foreign, Global, Scalar, TensorName, map_values
+from .manifest import Entry, Extent, Manifest
 from .pickling import Persistent, dumps
 from .staging import Shell
 from .torchfile import Storage, Tensor, read_directory
@@ -49,6 +49,16 @@ class Storages:
         made = self.tensor(value.dtype, shape)
         self.known[made.storage.key] = encode(value.dtype, value.value)
         return made
+
+
+def thawed(value: Any, entries: Mapping[str, Entry], storages: Storages) -> Any:
+    """`value` of a manifest's state, with tensors in the place of their names and values."""
+    if isinstance(value, Scalar):
+        return storages.scalar(value)
+    if isinstance(value, TensorName):
+        entry = entries[f"{value.name}/state"]
+        return storages.tensor(entry.dtype, entry.shape)
+    return map_values(value, lambda item, _: thawed(item, entries, storages))
 
 
 def shell(name: str, value: Any, storages: Storages) -> Shell:
@@ -157,14 +167,14 @@ def seal_records(manifest: Manifest, outcome: Any) -> None:
             found = record.crc or crc_of_zeros(extent.length)
         by_file.setdefault(extent.file, {})[extent.offset] = found
     for file, crcs in by_file.items():
-        state_checksums(file, crcs)
+        state_checksums(Extent(file, 0, os.path.getsize(file)), crcs)
 
 
-def state_checksums(path: str, crcs: Mapping[int, int]) -> None:
-    """Writes the CRC-32 of members, by the offset of their data, into a finished file."""
-    file = os.open(path, os.O_RDWR)
+def state_checksums(within: Extent, crcs: Mapping[int, int]) -> None:
+    """Writes the CRC-32 of a zip's members, by the offset of their data, into a finished file."""
+    file = os.open(within.file, os.O_RDWR)
     try:
-        for member in read_directory(file, os.fstat(file).st_size, path).values():
+        for member in read_directory(file, within).values():
             crc = crcs.get(member.offset)
             if crc is not None:
                 stated = struct.pack("<I", crc)

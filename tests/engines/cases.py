@@ -56,6 +56,7 @@ WARMUP = {
 }
 DYNAMIC_SCALE = {"fp16": {"initial_scale_power": 10, "hysteresis": 1, "loss_scale_window": 2}}
 OVERFLOW = {"fp16": {"initial_scale_power": 20, "hysteresis": 1}}
+UNCLIPPED = {"gradient_clipping": 0.0}  # by default the engine clips to 1.0, torch does not
 STATIC_SCALE = {"fp16": {"loss_scale": 128.0}}
 MUON = {
     "optimizer": {
@@ -90,6 +91,10 @@ PRECISION = [
     ),
     Case("z1_dp4_bf16_optimizer_padding", "BF16_Optimizer", 1, 4, groups=4, config=BF16_OPTIMIZER),
     *(Case(f"z{stage}_dp2_fp32", "fp32", stage, 2, "fp32") for stage in (1, 2, 3)),
+    *(
+        Case(f"z{stage}_dp2_as_torch", "fp32", stage, 2, "fp32", config=UNCLIPPED)
+        for stage in (1, 2, 3)
+    ),
     Case("z1_dp2_fp16_static", "fp16", 1, 2, "fp16", config=STATIC_SCALE),
     Case("z2_dp2_fp16_dynamic", "fp16", 2, 2, "fp16", config=DYNAMIC_SCALE),
     Case("z3_dp2_fp16_dynamic", "fp16", 3, 2, "fp16", config=DYNAMIC_SCALE),

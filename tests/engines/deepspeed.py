@@ -43,7 +43,7 @@ class EngineError(RuntimeError):
 def train(case: Case, root: Path, *, losses: int = 5) -> Path:
     """Trains `case` with DeepSpeed, saves it in `root`/run and what it held in `root`/oracle.pt."""
     root.mkdir(parents=True, exist_ok=True)
-    submit("train", case, (case, root.resolve(), losses), root)
+    submit("rank", "train", case.dp, (case, root.resolve(), losses), root, case.extension)
     return root / "run"
 
 
@@ -81,19 +81,27 @@ def resume(
         dict(case.load if load is None else load),
         losses,
     )
-    submit("resume", resumed, arguments, root)
+    submit("rank", "resume", resumed.dp, arguments, root, resumed.extension)
     recorded: dict[str, Any] = torch.load(output, weights_only=False)
     return recorded
 
 
-def submit(work: str, case: Case, arguments: tuple[Any, ...], root: Path) -> None:
+def submit(
+    module: str,
+    work: str,
+    ranks: int,
+    arguments: tuple[Any, ...],
+    root: Path,
+    extension: str | None = None,
+) -> None:
+    """Runs `work` of `module` in so many ranks; `arguments` follow the rank and its store."""
     log = root.resolve() / "engine.log"
-    process = start_zygote()
+    process = start_zygote(module)
     assert process.stdin is not None
     assert process.stdout is not None
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (Path(meeting) / "store", *arguments)
-        job = (work, case.extension, case.dp, arguments, log, TIMEOUT)
+        job = (work, extension, ranks, arguments, log, TIMEOUT)
         try:
             pickle.dump(job, process.stdin)
             process.stdin.flush()
@@ -106,9 +114,9 @@ def submit(work: str, case: Case, arguments: tuple[Any, ...], root: Path) -> Non
 
 
 @functools.cache
-def start_zygote() -> subprocess.Popen[bytes]:
+def start_zygote(module: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", f"{__package__}.zygote"],
+        [sys.executable, "-m", f"{__package__}.zygote", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)},

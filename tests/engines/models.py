@@ -1,8 +1,8 @@
 """A tiny model that is awkward on purpose, with its data and its parameter groups.
 
 Shapes that force padding, a 3-D weight, a one-element parameter, a tied weight, frozen
-parameters, buffers that change while training. No 0-dim parameters: DeepSpeed 0.19.8 cannot
-broadcast them over gloo.
+parameters, buffers that change while training. A 0-dim parameter only in the variant `scalar`:
+DeepSpeed 0.19.8 cannot broadcast it over gloo.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ class Variant(NamedTuple):
     unused: bool = False
     strided: bool = False
     filtered: bool = True  # has a 3-D weight
+    scalar: bool = False  # has a 0-dim parameter
+    counted: bool = True  # has an integer buffer
+    even: bool = False  # has a weight whose second dimension 1, 2, 3 and 4 ranks can share
 
 
 VARIANTS = {
@@ -34,6 +37,10 @@ VARIANTS = {
     "unused": Variant(unused=True),
     "strided": Variant(strided=True),
     "matrices": Variant(filtered=False),
+    "scalar": Variant(scalar=True),
+    "scalar plain": Variant(tied=False, frozen=False, scalar=True),
+    "floats": Variant(tied=False, frozen=False, scalar=True, counted=False),
+    "even": Variant(scalar=True, even=True),
 }
 
 
@@ -44,10 +51,10 @@ class RunningMean(nn.Module):
     seen: Tensor
     rate: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, counted: bool) -> None:
         super().__init__()
         self.register_buffer("mean", torch.randn(WIDTH))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64), persistent=counted)
         self.register_buffer("rate", torch.tensor(0.5), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -82,7 +89,7 @@ class Model(nn.Module):
     def __init__(self, variant: Variant) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.center = RunningMean()
+        self.center = RunningMean(variant.counted)
         self.trunk = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
         self.bottleneck = nn.Linear(WIDTH, SMALL)
         if variant.filtered:
@@ -92,6 +99,10 @@ class Model(nn.Module):
             self.spare = Unused()
         self.readout = nn.Linear(SMALL, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if variant.scalar:
+            self.temperature = nn.Parameter(torch.rand(()) + 1)
+        if variant.even:
+            self.mixer = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH))
         nn.init.normal_(self.embedding.weight, std=0.3)
         if variant.tied:
             self.head.weight = self.embedding.weight
@@ -108,13 +119,33 @@ class Model(nn.Module):
             hidden = hidden + self.filter(hidden.unsqueeze(1)).mean(1)
         hidden = self.scale(hidden)
         hidden = hidden + self.readout(torch.tanh(self.bottleneck(hidden)))
+        if hasattr(self, "mixer"):
+            hidden = hidden + self.mixer(hidden)
         logits: Tensor = self.head(hidden)
-        return logits
+        return logits * self.temperature if hasattr(self, "temperature") else logits
 
 
 def build(name: str, seed: int) -> Model:
     torch.manual_seed(seed)
     return Model(VARIANTS[name])
+
+
+def build_llama(seed: int) -> tuple[Any, list[dict[str, Tensor]]]:
+    """A tiny tied Llama and its data, for trainers that want a model of transformers."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=22,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    rows = torch.randint(VOCABULARY, (4 * ROWS, 9), generator=torch.Generator())
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    return transformers.LlamaForCausalLM(config), data
 
 
 def transpose_frozen(model: Model) -> None:
@@ -126,33 +157,45 @@ def transpose_frozen(model: Model) -> None:
     weight.data = weight.data.t().contiguous().t()
 
 
+def transpose_trunk(model: Model) -> None:
+    """Lays out trained weights by columns; their moments follow them."""
+    for weight in (model.trunk[0].weight, model.trunk[2].weight):
+        weight.data = weight.data.t().contiguous().t()
+
+
 def parameter_groups(model: Model, count: int) -> list[dict[str, Any]]:
+    """The groups of `named_groups` with their parameters."""
+    named = dict(model.named_parameters())
+    return [
+        {"params": [named[name] for name in names], **group}
+        for names, group in named_groups(model, count)
+    ]
+
+
+def named_groups(model: Model, count: int) -> list[tuple[list[str], dict[str, Any]]]:
     """1 to 4 groups: with decay (in reversed order), without decay, the readout, one element.
 
-    Frozen parameters are handed over as well, as `model.parameters()` would.
+    Frozen parameters are among them as well, as in `model.parameters()`.
     """
     named = dict(model.named_parameters())
-    if count == 1:
-        return [{"params": list(named.values()), "weight_decay": 0.1, "lr": LEARNING_RATE}]
-    readout = [name for name in named if count > 2 and name.startswith("readout.")]
-    gain = [name for name in named if count > 3 and name == "scale.gain"]
-    others = [name for name in named if name not in readout + gain]
     groups: list[dict[str, Any]] = [
         {"weight_decay": 0.1, "lr": LEARNING_RATE},
         {"weight_decay": 0.0, "lr": LEARNING_RATE / 4},
         {"weight_decay": 0.05, "lr": LEARNING_RATE * 2},
         {"weight_decay": 0.0, "lr": LEARNING_RATE / 2},
     ]
+    if count == 1:
+        return [(list(named), groups[0])]
+    readout = [name for name in named if count > 2 and name.startswith("readout.")]
+    gain = [name for name in named if count > 3 and name == "scale.gain"]
+    others = [name for name in named if name not in readout + gain]
     members = [
         [name for name in reversed(others) if named[name].ndim > 1],
-        [name for name in others if named[name].ndim == 1],
+        [name for name in others if named[name].ndim < 2],
         readout,
         gain,
     ]
-    return [
-        {"params": [named[name] for name in names], **group}
-        for names, group in zip(members[:count], groups, strict=False)
-    ]
+    return list(zip(members[:count], groups, strict=False))
 
 
 def loss(model: nn.Module, step: int, rank: int, ranks: int) -> Tensor:

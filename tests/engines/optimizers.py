@@ -82,6 +82,11 @@ def adam_update(
     parameter.addcdiv_(mean / (1 - first**step), scale, value=-group["lr"])
 
 
+def tensor_lr(groups: Groups) -> torch.optim.Optimizer:
+    groups = [{**group, "lr": torch.tensor(group["lr"])} for group in groups]
+    return torch.optim.AdamW(groups, betas=(0.8, 0.95))
+
+
 def deepspeed_fused_adam(groups: Groups) -> Any:
     from deepspeed.ops.adam import FusedAdam as Compiled
 
@@ -111,6 +116,8 @@ FACTORIES: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.95)),
     "adam": lambda groups: torch.optim.Adam(groups, betas=(0.8, 0.95)),
     "amsgrad": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.5), amsgrad=True),
+    "tensor lr": tensor_lr,
+    "torch fused adamw": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.95), fused=True),
     "nadam": torch.optim.NAdam,
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, centered=True, momentum=0.9),
     "adagrad": torch.optim.Adagrad,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import models, oracle
+from . import fsdp_trainers, models, oracle
 from .zygote import run as run_ranks
 
 SAVED_AT, LOSSES = 3, 5
@@ -29,7 +29,7 @@ class Job:
 
     trainer: str
     root: str
-    stage: int
+    stage: int  # of ZeRO; 0 is FSDP
     dp: int
     directory: str | None  # resume from here
     output: str
@@ -46,7 +46,11 @@ class Job:
         return Path(self.root) / "run"
 
     def record(self, engine: Any) -> None:
-        self.state = oracle.record(engine)
+        """What a DeepSpeed engine holds."""
+        self.keep(oracle.record(engine))
+
+    def keep(self, state: dict[str, Any] | None) -> None:
+        self.state = state
         self.losses.clear()
 
     def add(self, loss: torch.Tensor) -> None:
@@ -114,19 +118,8 @@ def hf_trainer(job: Job) -> None:
         dataloader_pin_memory=False,
         seed=3,
     )
-    torch.manual_seed(job.seed)
-    config = transformers.LlamaConfig(
-        vocab_size=models.VOCABULARY,
-        hidden_size=16,
-        intermediate_size=22,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model, data = models.build_llama(job.seed)
     model.model.layers[0].mlp.requires_grad_(False)
-    rows = torch.randint(models.VOCABULARY, (4 * models.ROWS, 9), generator=torch.Generator())
-    data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Recorder()])
     trainer.train(resume_from_checkpoint=job.directory)
 
@@ -163,13 +156,12 @@ def accelerate(job: Job) -> None:
     train(SAVED_AT, SAVED_AT + LOSSES)
 
 
-def lightning(job: Job) -> None:
-    import lightning.pytorch as pl
+def processor(devices: list[torch.device]) -> Any:
+    """A Lightning accelerator: processes on the processor, which pretends to be CUDA."""
     from lightning.pytorch.accelerators import CUDAAccelerator
-    from lightning.pytorch.strategies import DeepSpeedStrategy
 
     class Processor(CUDAAccelerator):
-        """DeepSpeedStrategy refuses everything but CUDA; nothing else in it needs CUDA."""
+        """Lightning shards only with CUDA; nothing else in its strategies needs CUDA."""
 
         def setup_device(self, device: torch.device) -> None: ...
 
@@ -182,16 +174,23 @@ def lightning(job: Job) -> None:
             return devices
 
         @staticmethod
-        def get_parallel_devices(devices: Any) -> list[torch.device]:
-            return [torch.device("cpu", number) for number in range(job.dp)]
+        def get_parallel_devices(_: Any) -> list[torch.device]:
+            return devices
 
         @staticmethod
         def auto_device_count() -> int:
-            return job.dp
+            return len(devices)
 
         @staticmethod
         def is_available() -> bool:
             return True
+
+    return Processor()
+
+
+def lightning(job: Job) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DeepSpeedStrategy
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -223,7 +222,7 @@ def lightning(job: Job) -> None:
     config = job.config()
     del config["gradient_accumulation_steps"]  # Lightning's own affair
     trainer = pl.Trainer(
-        accelerator=Processor(),
+        accelerator=processor([torch.device("cpu", number) for number in range(job.dp)]),
         devices=job.dp,
         strategy=DeepSpeedStrategy(config=config, process_group_backend="gloo"),
         precision="bf16-true",
@@ -240,7 +239,12 @@ def lightning(job: Job) -> None:
     trainer.fit(Module(), steps, ckpt_path=job.directory, weights_only=False)
 
 
-TRAINERS = {"hf_trainer": hf_trainer, "accelerate": accelerate, "lightning": lightning}
+TRAINERS = {
+    "hf_trainer": hf_trainer,
+    "accelerate": accelerate,
+    "lightning": lightning,
+    **fsdp_trainers.TRAINERS,
+}
 
 
 def work(rank: int, job: Job, port: int) -> None:
@@ -258,11 +262,12 @@ def work(rank: int, job: Job, port: int) -> None:
 
 
 def main() -> None:
-    import deepspeed  # noqa: F401  imported once, before the ranks are forked
-
-    # It would compile a shared memory op and leave 69 MB per rank in /dev/shm.
-    vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
     job = Job(**json.loads(sys.argv[1]))
+    if job.stage:
+        import deepspeed  # noqa: F401  imported once, before the ranks are forked
+
+        # It would compile a shared memory op and leave 69 MB per rank in /dev/shm.
+        vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,11 +1,18 @@
-"""Checkpoints that real trainers make around DeepSpeed's own, and their own way to resume.
+"""Checkpoints that real trainers make around DeepSpeed's or FSDP's, and their own way to resume.
 
     hf_trainer   transformers.Trainer         <checkpoint-3>/global_step3, model.safetensors, ...
     accelerate   Accelerator.save_state       <state>/pytorch_model/, random_states_0.pkl, ...
     lightning    lightning DeepSpeedStrategy  <x.ckpt>/checkpoint/
 
-All run unmodified on a processor, except that Lightning is told that its CPU is a CUDA device (see
-`trainer_rank.py`). They need packages which the other tests do not: without them, skip.
+    *_fsdp       the same with FSDP2      pytorch_model_fsdp_0/, optimizer_0/; Lightning: x.ckpt/
+    *_fsdp_full  whole state dicts        pytorch_model_fsdp.bin, optimizer.bin; Lightning: x.ckpt
+    *_fsdp1      with FSDP1               accelerate 1.15 loads no moments of it: it asks what an
+                                          optimizer has that has not stepped
+    *_fsdp_ranks one file per rank        pytorch_model_fsdp_0_rank0.bin, optimizer_0_rank0.bin
+
+All run unmodified on a processor, except that Lightning, and all with FSDP, are told that it is a
+CUDA device (see `trainer_rank.py`, `fsdp_trainers.py`). They need packages which the other tests do
+not: without them, skip.
 
     python -m tests.engines.trainers TRAINER STAGE RANKS DIR
 """
@@ -26,10 +33,14 @@ import torch
 from .deepspeed import ENVIRONMENT, EngineError
 
 TIMEOUT = 300.0  # seconds for one run, imports included
-PACKAGES = {
+NEEDS = {
     "hf_trainer": ("transformers", "accelerate"),
     "accelerate": ("accelerate",),
     "lightning": ("lightning",),
+}
+FSDP = ("fsdp", "fsdp_full", "fsdp1", "fsdp_ranks")  # not all trainers have all
+PACKAGES = NEEDS | {
+    f"{trainer}_{kind}": needed for trainer, needed in NEEDS.items() for kind in FSDP
 }
 ACCELERATE = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
 
@@ -51,6 +62,11 @@ def accelerate(root: Path, stage: int, dp: int) -> Path:
 def lightning(root: Path, stage: int, dp: int) -> Path:
     """Trains `models.Model`; returns `root`/run/x.ckpt, `root`/oracle.pt beside."""
     return train("lightning", root, stage, dp)
+
+
+def fsdp(trainer: str, root: Path, world: int) -> Path:
+    """Trains with FSDP, e.g. `accelerate_fsdp`; returns what it saved, `root`/oracle.pt beside."""
+    return train(trainer, root, 0, world)
 
 
 def train(trainer: str, root: Path, stage: int, dp: int) -> Path:
@@ -82,7 +98,7 @@ def run(trainer: str, root: Path, stage: int, dp: int, directory: Path | None) -
     }
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("LOCAL_RANK", None)
-    if trainer != "lightning":
+    if trainer in ("hf_trainer", "accelerate"):
         environment.update(ACCELERATE)
     process = subprocess.run(
         [sys.executable, "-m", f"{__package__}.trainer_rank", json.dumps(arguments)],

@@ -1,12 +1,14 @@
 """A process that has imported the engine once and forks the ranks of every job.
 
 Importing torch and DeepSpeed takes seconds, a fork takes none. Jobs come in and answers go out as
-pickles; the end of the input ends the process. Run as a module, never imported by a test.
+pickles; the end of the input ends the process. Run as a module, never imported by a test; its
+argument is the module with the work of a rank: `rank` or `torch_rank`.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -21,9 +23,8 @@ from typing import Any
 fork = multiprocessing.get_context("fork")
 
 
-def serve() -> None:
-    from . import rank
-
+def serve(module: str) -> None:
+    rank = importlib.import_module(f".{module}", __package__)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not get into the answers
     rank.prepare()
@@ -107,4 +108,4 @@ def describe(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])

@@ -108,3 +108,61 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
     return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def assert_is_what_torch_held(
+    universal: Path, oracle: dict[str, Any], weights_only: bool = False
+) -> None:
+    """The same of a PyTorch run; what the files cannot tell may be taken for a frozen weight.
+
+    State dicts do not tell buffers from frozen weights where all is whole, nor weights that got no
+    gradient from frozen ones that the optimizer was given.
+    """
+    manifest = json.loads((universal / "manifest.json").read_text())
+    held = {name: t for name, t in load(universal).items() if not name.endswith("/state")}
+    aliases = {a: name for name, p in manifest["parameters"].items() for a in p["aliases"]}
+    assert aliases == oracle["aliases"]
+    expected = dict(oracle["tensors"])
+    expected |= {f"{name}/param": tensor for name, tensor in oracle["buffers"].items()}
+    expected = {name: t for name, t in expected.items() if name.rpartition("/")[0] not in aliases}
+    if weights_only:
+        expected = {name: t for name, t in expected.items() if name.endswith("/param")}
+    assert sorted(held) == sorted(expected)
+    assert [name for name in expected if not same_bits(held[name], expected[name])] == []
+    if weights_only:
+        return
+    parameters = manifest["parameters"]
+    assert {name: parameters[name]["step"] for name in oracle["steps"]} == oracle["steps"]
+    for name, scalars in oracle["scalars"].items():
+        stored = {k: s["value"] for k, s in parameters[name]["scalars"].items()}
+        assert stored == {key: plain(value) for key, value in scalars.items()}
+    for place, group in enumerate(oracle["groups"]):
+        members = [name for name, p in parameters.items() if p["group"] == place]
+        assert members == group["params"]
+        hyper = {key: plain(v) for key, v in group.items() if key not in ("params", "param_names")}
+        stored = manifest["groups"][place].items()
+        assert {k: v["$scalar"][0] if isinstance(v, dict) else v for k, v in stored} == hyper
+
+
+def assert_same_run(expected: dict[str, Any], found: dict[str, Any], across: bool = False) -> None:
+    """What a resumed run holds, and its next five losses, against the run that went on.
+
+    `across` engines masters are weights, and groups have keys of their own.
+    """
+    if across:
+        expected, found = _of_any_engine(expected), _of_any_engine(found)
+    for key in ("steps", "groups", "trainable", "frozen", "aliases", "scalars"):
+        assert found[key] == expected[key], key
+    for key in ("tensors", "buffers"):
+        ours, theirs = expected[key], found[key]
+        assert sorted(ours) == sorted(theirs)
+        assert [name for name in ours if not same_bits(ours[name], theirs[name])] == []
+    pairs = zip(expected["losses"], found["losses"], strict=True)
+    assert max(abs(a - b) for a, b in pairs) < 1e-4
+
+
+def _of_any_engine(held: dict[str, Any]) -> dict[str, Any]:
+    shared = ("params", "lr", "betas", "eps", "weight_decay")
+    tensors = {name.replace("/master", "/param"): t for name, t in held["tensors"].items()}
+    groups = [{key: group[key] for key in shared} for group in held["groups"]]
+    return {**held, "tensors": tensors, "groups": groups}

@@ -99,7 +99,7 @@ def recorded(
                 },
             }
             arguments = (case, list(named.values()), root / "losses.pt")
-            deepspeed.submit("recorded", case, arguments, root)
+            deepspeed.submit("rank", "recorded", case.dp, arguments, root, case.extension)
             losses = torch.load(root / "losses.pt")
             made[stage] = root, dict(zip(named, losses, strict=True))
         return made[stage]
@@ -163,8 +163,7 @@ def test_a_stale_master(stage: int, recorded: Recorded) -> None:
 @pytest.fixture(scope="module")
 def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fsdp")
-    case = Case("fsdp", "fsdp", 0, 2)
-    deepspeed.submit("recorded_fsdp", case, (2, root), root)
+    deepspeed.submit("rank", "recorded_fsdp", 2, (2, root), root)
     return root
 
 

@@ -1,9 +1,10 @@
 """The table of formats, and how a path is recognised.
 
 A format is a module with `detect(path)`, which lists the tags of the checkpoints there (one empty
-tag where the format has none), and `read(path, tag, step_policy)`, which gives a Manifest. One that
-can be written also has `lay_out` (the files without tensors) and `seal` (what is known afterwards).
-Modules are imported when they are needed.
+tag where the format has none), and `read(path, tag, step_policy)`, which gives a Manifest.
+`detect_weak(path)` is asked where no format has found anything. One that can be written also has
+`lay_out` (the files without tensors) and `seal` (what is known afterwards). Modules are imported
+when they are needed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from ..errors import AmbiguousCheckpoint, NotACheckpoint, WrongOption, listed
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One line of the table; `module` is imported on use."""
+    """One line of the table; `module` is imported on use.
+
+    `numbers` where files may know parameters by number alone, so that `read` takes `param_names`.
+    """
 
     name: str
     module: str
     about: str
     writes: bool = False
+    numbers: bool = False
 
     def load(self) -> Any:
         return import_module(f".{self.module}", __name__)
@@ -43,6 +48,20 @@ TABLE = (
         "onnxruntime",
         "ONNX Runtime Training ZeRO-1, 1.3 to 1.16 (HDF5, .ort.pt)",
         writes=True,
+    ),
+    Format(
+        "dcp",
+        "pytorch.dcp",
+        "torch.distributed.checkpoint of FSDP1, FSDP2, plain torch",
+        writes=True,
+        numbers=True,
+    ),
+    Format(
+        "gathered",
+        "pytorch.gathered",
+        "files of torch.save, whole or one per rank: FSDP, ZeroRedundancyOptimizer, plain torch",
+        writes=True,
+        numbers=True,
     ),
     Format("universal", "universal", "zckpt's own: whole tensors as safetensors", writes=True),
 )
@@ -71,6 +90,8 @@ def recognise(path: str, name: str | None = None, tag: str | None = None) -> For
         for item in ([named(name)] if name else TABLE)
         if (tags := item.load().detect(path))
     }
+    if not found:
+        found = _weak(path, name)
     if len(found) > 1:
         names = ", ".join(item.name for item in found)
         raise AmbiguousCheckpoint(
@@ -93,6 +114,15 @@ def recognise(path: str, name: str | None = None, tag: str | None = None) -> For
         )
     what = f" of format {name}" if name else ""
     raise NotACheckpoint(f"{path} is no checkpoint{what}: {_looks(path)}", hint=_near(path, inside))
+
+
+def _weak(path: str, name: str | None) -> dict[Format, list[str]]:
+    """The first format that finds what folders of others hold too: weights alone, single files."""
+    for item in [named(name)] if name else TABLE:
+        detect = getattr(item.load(), "detect_weak", None)
+        if detect is not None and (tags := detect(path)) and not _inside(path):
+            return {item: tags}
+    return {}
 
 
 def _inside(path: str) -> list[str]:

@@ -110,7 +110,9 @@ def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
 
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files, without tensors and digests; `seal` adds these."""
-    options.refuse("a universal checkpoint", "dp", "stage", "optimizer", "config", "dialect")
+    options.refuse(
+        "a universal checkpoint", "dp", "stage", "optimizer", "config", "dialect", "dcp_layout"
+    )
     chosen = with_defaults(select(source, options), options)
     siblings = [(f"{SIBLINGS}/{item.name}", item) for item in source.siblings]
     left_out = list(source.left_out)

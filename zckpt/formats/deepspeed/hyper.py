@@ -2,71 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from ...errors import MissingData, WrongOption
+from ...hyper import ADAM, DEFAULTS, TORCH, plain_name
 from ...manifest import Manifest
 from .engine import Engine
 
-# hyper-parameters that an optimizer needs in every group, with its own defaults (torch 2.13,
-# DeepSpeed 0.19.8); what a source never stored is taken from here, with a warning
-ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-TORCH = {"maximize": False, "foreach": None, "capturable": False, "differentiable": False}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "adam": {**ADAM, "amsgrad": False, **TORCH, "fused": None, "decoupled_weight_decay": False},
-    "adamw": {
-        **ADAM,
-        "weight_decay": 1e-2,
-        "amsgrad": False,
-        **TORCH,
-        "fused": None,
-        "decoupled_weight_decay": True,
-    },
-    "nadam": {
-        **ADAM,
-        "lr": 2e-3,
-        "momentum_decay": 4e-3,
-        "decoupled_weight_decay": False,
-        **TORCH,
-    },
-    "rmsprop": {
-        "lr": 1e-2,
-        "momentum": 0,
-        "alpha": 0.99,
-        "eps": 1e-8,
-        "centered": False,
-        "weight_decay": 0,
-        "capturable": False,
-        "foreach": None,
-        "maximize": False,
-        "differentiable": False,
-    },
-    "adagrad": {
-        "lr": 1e-2,
-        "lr_decay": 0,
-        "eps": 1e-10,
-        "weight_decay": 0,
-        "initial_accumulator_value": 0,
-        "foreach": None,
-        "maximize": False,
-        "differentiable": False,
-        "fused": None,
-    },
-    "sgd": {
-        "lr": 1e-3,
-        "momentum": 0,
-        "dampening": 0,
-        "weight_decay": 0,
-        "nesterov": False,
-        "maximize": False,
-        "foreach": None,
-        "differentiable": False,
-        "fused": None,
-    },
-    "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
-}
 # what groups hold beside ADAM's, by the class that `--optimizer` asks for
 CLASSES: dict[str, dict[str, Any]] = {
     "torch": {"amsgrad": False, **TORCH, "fused": None},
@@ -89,8 +32,7 @@ NEEDED = {
 
 def optimizer_name(engine: Engine, source: Manifest) -> str:
     """The target's base optimizer in lower case, without the words for who implements it."""
-    name = (engine.optimizer or source.optimizer or "AdamW").lower()
-    return re.sub(r"^(deepspeed|fused|cpu)+", "", name)
+    return plain_name(engine.optimizer or source.optimizer or "AdamW")
 
 
 def complete_groups(
@@ -155,7 +97,7 @@ def check_states(engine: Engine, source: Manifest, held: Mapping[str, Any]) -> N
     if not held and source.groups is None:
         raise MissingData(f"{source.root} holds no optimizer state", hint="write --weights-only")
     name = optimizer_name(engine, source)
-    before = re.sub(r"^(deepspeed|fused|cpu)+", "", (source.optimizer or "").lower())
+    before = plain_name(source.optimizer or "")
     families = FAMILIES.get(name), FAMILIES.get(before)
     if held and engine.optimizer and None not in families and families[0] != families[1]:
         raise WrongOption(

@@ -19,13 +19,13 @@ from typing import Any
 from ... import steps
 from ...dtypes import FLOATS, SIZES
 from ...errors import InconsistentCheckpoint, MissingData
-from ...inert import Foreign, Global, Scalar, Size, TensorName, map_values
+from ...inert import Foreign, Global, Scalar, Size
 from ...manifest import Manifest, Parameter, Sibling, slot_key
 from ...options import Options
 from ...ordering import need_order
 from ...staging import Layout, Shell
 from ...torchfile import Tensor
-from ...torchshell import Storages, seal_records, shell
+from ...torchshell import Storages, seal_records, shell, thawed
 from .. import zero
 from .engine import Engine
 from .hyper import check_states, complete_groups, optimizer_name
@@ -46,7 +46,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     (parameters of one flat buffer whose steps differ). MissingData too where the order of the
     parameters in the flat buffers is not known.
     """
-    options.refuse("DeepSpeed", "dialect")
+    options.refuse("DeepSpeed", "dialect", "dcp_layout")
     need_order(source)
     target = Target(source, options)
     siblings = [(item.name, item) for item in source.siblings if not target.drops(item)]
@@ -154,14 +154,16 @@ class Target:
         )
 
     def _states(self, name: str) -> tuple[tuple[str, str], ...]:
-        """Optimizer states of a parameter with their dtypes."""
+        """Optimizer states of a parameter with their dtypes, as wide as its master."""
         if self.options.weights_only:
             return ()
-        prefix = f"{name}/"
+        entries, prefix = self.source.entries, f"{name}/"
+        made = f"{name}/master" not in entries  # of a weight, and so are its states
         return tuple(
-            (slot, self.source.entries[prefix + slot].dtype)
+            (slot, "F32" if made and dtype in ("BF16", "F16") else dtype)
             for slot in self.states
-            if prefix + slot in self.source.entries
+            if prefix + slot in entries
+            for dtype in [entries[prefix + slot].dtype]
         )
 
     def _master(self, name: str) -> str:
@@ -281,13 +283,7 @@ class Target:
             yield Shell(name, made.size, made.parts)
 
     def _thawed(self, value: Any, storages: Storages) -> Any:
-        """`value` with tensors in the place of their names and values."""
-        if isinstance(value, Scalar):
-            return storages.scalar(value)
-        if isinstance(value, TensorName):
-            entry = self.source.entries[f"{value.name}/state"]
-            return storages.tensor(entry.dtype, entry.shape)
-        return map_values(value, lambda item, _: self._thawed(item, storages))
+        return thawed(value, self.source.entries, storages)
 
     def _counters(self) -> dict[str, Any]:
         kept = self.source.state.get("counters") or {}

@@ -18,11 +18,11 @@ from typing import Any
 
 from ...dtypes import FLOATS
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
-from ...inert import Scalar, TensorName, map_values
-from ...manifest import Entry, Manifest
+from ...inert import Scalar
+from ...manifest import Manifest
 from ...options import Options
 from ...staging import Layout, Shell
-from ...torchshell import Storages, seal_records, shell
+from ...torchshell import Storages, seal_records, shell, thawed
 from . import hdf5shell
 from .legacy import HALVES, MODEL
 from .partition import Share, by_name, place_of, shares
@@ -44,7 +44,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     Lamb, or a state is missing), InconsistentCheckpoint (Lamb has one step for all),
     UnsupportedCheckpoint (a name that HDF5 files cannot hold).
     """
-    options.refuse("ONNX Runtime", "stage", "optimizer", "config", "group_defaults")
+    options.refuse("ONNX Runtime", "stage", "optimizer", "config", "group_defaults", "dcp_layout")
+    if options.dialect == "safetensors":
+        raise WrongOption("--dialect safetensors has no meaning for ONNX Runtime")
     target = _Target(source, options)
     return Layout(
         target.shells, [], target.left_out, target.warnings, from_masters=target.half is not None
@@ -291,7 +293,7 @@ class _Target:
             model[SHARED] = storages.scalar(Scalar(shared, "I64"), (1,))
         part = f".ZeRO.{rank}.{self.dp - 1}" if self.dp > 1 else ""
         user = {
-            key: self._thawed(value, storages)
+            key: thawed(value, self.source.entries, storages)
             for key, value in (self.source.state.get("client_state") or {}).items()
             if key != MODEL and not self.options.weights_only
         }
@@ -301,15 +303,6 @@ class _Target:
         if self.optimizer != "LambOptimizer" or not self.states:
             return None
         return max(weight.count for weight in self.weights if weight.count is not None)
-
-    def _thawed(self, value: Any, storages: Storages) -> Any:
-        """`value` with tensors in the place of their names and values."""
-        if isinstance(value, Scalar):
-            return storages.scalar(value)
-        if isinstance(value, TensorName):
-            entry: Entry = self.source.entries[f"{value.name}/state"]
-            return storages.tensor(entry.dtype, entry.shape)
-        return map_values(value, lambda item, _: self._thawed(item, storages))
 
     # -- HDF5
 

@@ -1,0 +1,315 @@
+"""torch.distributed.checkpoint's directories: what is read, what is written, what is refused."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+import zckpt
+from zckpt import errors
+
+from ..conftest import EXAMPLE, ROOT
+from .contract import FormatContract
+from .equality import assert_proven, same_bits
+
+DATA = ROOT / "tests" / "data" / "fsdp2-2.13.0-w2"  # FSDP2, two ranks, two groups, a scheduler
+Change = Callable[[Metadata], None]
+
+
+def whole(directory: Path) -> dict[str, Any]:
+    """What torch itself reads."""
+    made = directory.parent / "whole.pt"
+    dcp_to_torch_save(directory, made)
+    held: dict[str, Any] = torch.load(made, weights_only=False)
+    return held
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Equal values, tensors bit for bit; the order of keys does not count."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and same_bits(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(alike, a, b))
+    return bool(a == b)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DATA, tmp_path / "run"))
+
+
+def change_metadata(directory: Path, change: Change) -> None:
+    made = FileSystemReader(directory).read_metadata()
+    change(made)
+    (directory / ".metadata").write_bytes(pickle.dumps(made))
+
+
+class TestDcp(FormatContract):
+    format = "dcp"
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(DATA, tmp_path / "run"))
+
+
+class TestWritten(FormatContract):
+    """What zckpt wrote, of DeepSpeed's files."""
+
+    format = "dcp"
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Path:
+        zckpt.convert(EXAMPLE, tmp_path / "run", to="dcp", dp=3)
+        return tmp_path / "run"
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 5])
+@pytest.mark.parametrize("most", [8 << 30, 20_000])
+def test_torch_reads_what_it_saved(checkpoint: Path, dp: int, most: int, tmp_path: Path) -> None:
+    zckpt.reshard(checkpoint, tmp_path / "again", dp=dp, max_file_size=most)
+    assert alike(whole(tmp_path / "again"), whole(checkpoint))
+    assert_proven(checkpoint, tmp_path / "again")
+
+
+def test_pieces_are_those_of_the_ranks(tmp_path: Path) -> None:
+    rows = torch.arange(37 * 5000, dtype=torch.float32).view(37, 5000)
+    dcp.save({"model": {"w": rows, "b": torch.ones(3)}}, checkpoint_id=tmp_path / "run")
+    zckpt.reshard(tmp_path / "run", tmp_path / "again", dp=4)
+    held = FileSystemReader(tmp_path / "again").read_metadata()
+    cut = [tuple(chunk.sizes) for chunk in held.state_dict_metadata["model.w"].chunks]
+    assert cut == [(10, 5000), (10, 5000), (10, 5000), (7, 5000)]
+    files = {held.storage_data[MetadataIndex("model.w", (at, 0))].relative_path for at in (0, 30)}
+    assert files == {"__0_0.distcp", "__3_0.distcp"}
+    assert len(held.state_dict_metadata["model.b"].chunks) == 1
+    assert torch.equal(whole(tmp_path / "again")["model"]["w"], rows)
+
+
+def test_flat_keys(checkpoint: Path, tmp_path: Path) -> None:
+    zckpt.convert(checkpoint, tmp_path / "flat", to="dcp", dcp_layout="flat")
+    keys = FileSystemReader(tmp_path / "flat").read_metadata().planner_data
+    assert keys["optim.state.trunk.0.weight.exp_avg"] == ("optim", "state.trunk.0.weight.exp_avg")
+    zckpt.convert(tmp_path / "flat", tmp_path / "nested", to="dcp", dcp_layout="nested")
+    nested, before = whole(tmp_path / "nested"), whole(checkpoint)
+    # flat keys keep no order of groups' members but the model's
+    for group in (*nested["optim"]["param_groups"], *before["optim"]["param_groups"]):
+        group["params"].sort()
+    assert alike(nested, before)
+
+
+def test_other_state_survives(checkpoint: Path, tmp_path: Path) -> None:
+    held = whole(checkpoint)
+    held["rng"] = [torch.arange(7, dtype=torch.uint8), {"seed": 3}]
+    held["app"] = {"tuple": (torch.zeros(2), 1.5), "text": "a", "half": torch.tensor(1.5)}
+    dcp.save(held, checkpoint_id=tmp_path / "run")
+    zckpt.convert(tmp_path / "run", tmp_path / "universal")
+    zckpt.convert(tmp_path / "universal", tmp_path / "again", to="dcp")
+    assert alike(whole(tmp_path / "again"), whole(tmp_path / "run"))
+
+
+def test_a_tied_weight_is_known_by_its_bytes(checkpoint: Path) -> None:
+    manifest = zckpt.read(checkpoint)
+    assert manifest.parameters["embedding.weight"].aliases == ("head.weight",)
+    assert [entry.name for entry in manifest.replicas] == ["embedding.weight/param"]
+
+
+def test_copies_that_differ_are_not_tied(checkpoint: Path, tmp_path: Path) -> None:
+    held = whole(checkpoint)
+    held["model"]["head.weight"][3, 3] += 1
+    dcp.save(held, checkpoint_id=tmp_path / "run")
+    manifest = zckpt.read(tmp_path / "run")
+    assert manifest.parameters["embedding.weight"].aliases == ()
+    assert not manifest.parameters["head.weight"].trainable
+
+
+def test_equal_constants_are_not_tied(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    weight.data = torch.ones(5)
+    state = {"a": weight.data, "b": torch.ones(5)}
+    optim = {
+        "state": {"a": optimizer.state[weight]},
+        "param_groups": [{"lr": 1.0, "params": ["a"]}],
+    }
+    dcp.save({"model": state, "optim": optim}, checkpoint_id=tmp_path / "run")
+    assert zckpt.read(tmp_path / "run").parameters["a"].aliases == ()
+
+
+class TestRefused:
+    """Named errors, and no target."""
+
+    def refused(self, run: Path, error: type[errors.ZckptError], *words: str) -> None:
+        target = run.parent / "target"
+        with pytest.raises(error) as raised:
+            zckpt.convert(run, target)
+        for word in words:
+            assert word in raised.value.message + raised.value.hint
+        assert not list(run.parent.glob("target*"))
+
+    def test_an_unfinished_save(self, checkpoint: Path) -> None:
+        (checkpoint / ".metadata").unlink()
+        self.refused(checkpoint, errors.IncompleteCheckpoint, "did not finish")
+
+    def test_a_missing_file(self, checkpoint: Path) -> None:
+        (checkpoint / "__1_0.distcp").unlink()
+        self.refused(checkpoint, errors.IncompleteCheckpoint, "__1_0.distcp")
+
+    def test_a_short_file(self, checkpoint: Path) -> None:
+        file = checkpoint / "__1_0.distcp"
+        file.write_bytes(file.read_bytes()[:-1000])
+        self.refused(checkpoint, errors.IncompleteCheckpoint, "__1_0.distcp")
+
+    def test_a_flipped_bit(self, checkpoint: Path) -> None:
+        extent = zckpt.read(checkpoint).entries["trunk.0.weight/exp_avg"].fragments[1].extent
+        with open(extent.file, "r+b") as file:
+            file.seek(extent.offset + 5)
+            (byte,) = file.read(1)
+            file.seek(extent.offset + 5)
+            file.write(bytes([byte ^ 4]))
+        self.refused(checkpoint, errors.CorruptCheckpoint, extent.file)
+        report = zckpt.verify(checkpoint)
+        assert "trunk.0.weight/exp_avg" in str(report["problems"])
+
+    def test_a_file_outside(self, checkpoint: Path) -> None:
+        def change(made: Metadata) -> None:
+            for place in made.storage_data.values():
+                place.relative_path = "../" + place.relative_path
+
+        change_metadata(checkpoint, change)
+        self.refused(checkpoint, errors.CorruptCheckpoint, "outside")
+
+    def test_a_piece_that_is_nowhere(self, checkpoint: Path) -> None:
+        def change(made: Metadata) -> None:
+            made.state_dict_metadata["model.trunk.0.weight"].chunks.pop()
+
+        change_metadata(checkpoint, change)
+        self.refused(checkpoint, errors.IncompleteCheckpoint, "model.trunk.0.weight")
+
+    def test_pieces_that_overlap(self, checkpoint: Path) -> None:
+        def change(made: Metadata) -> None:
+            held = made.state_dict_metadata["model.trunk.0.weight"]
+            held.size = torch.Size([29 + 14, 19])
+            held.chunks.append(held.chunks[1])
+
+        change_metadata(checkpoint, change)
+        self.refused(checkpoint, errors.InconsistentCheckpoint, "overlap")
+
+    def test_another_shape(self, checkpoint: Path) -> None:
+        def change(made: Metadata) -> None:
+            made.state_dict_metadata["model.trunk.0.weight"].chunks[1].sizes = torch.Size([14, 18])
+
+        change_metadata(checkpoint, change)
+        self.refused(checkpoint, errors.InconsistentCheckpoint, "model.trunk.0.weight")
+
+    def test_compressed_items(self, checkpoint: Path) -> None:
+        def change(made: Metadata) -> None:
+            next(iter(made.storage_data.values())).transform_descriptors = ["zstd"]
+
+        change_metadata(checkpoint, change)
+        self.refused(checkpoint, errors.UnsupportedCheckpoint, "zstd")
+
+    def test_a_list_without_end(self, checkpoint: Path) -> None:
+        def change(made: Metadata) -> None:
+            made.planner_data["optim.param_groups.0.lr"] = ("optim", "param_groups", 1 << 40, "lr")
+
+        change_metadata(checkpoint, change)
+        self.refused(checkpoint, errors.CorruptCheckpoint)
+
+    def test_megatron(self, checkpoint: Path) -> None:
+        (checkpoint / "metadata.json").write_text("{}")
+        self.refused(checkpoint, errors.UnsupportedCheckpoint, "Megatron-Core")
+
+    def test_an_optimizer_without_a_model(self, checkpoint: Path, tmp_path: Path) -> None:
+        dcp.save({"optim": whole(checkpoint)["optim"]}, checkpoint_id=tmp_path / "optimizer")
+        self.refused(tmp_path / "optimizer", errors.MissingData, "model")
+
+    def test_two_optimizers(self, checkpoint: Path, tmp_path: Path) -> None:
+        held = whole(checkpoint)
+        dcp.save({**held, "other": held["optim"]}, checkpoint_id=tmp_path / "two")
+        self.refused(tmp_path / "two", errors.UnsupportedCheckpoint, "optim", "other")
+
+    def test_two_models(self, checkpoint: Path, tmp_path: Path) -> None:
+        held = whole(checkpoint)
+        two = {"a": held["model"], "b": held["model"], "optim": held["optim"]}
+        dcp.save(two, checkpoint_id=tmp_path / "two")
+        self.refused(tmp_path / "two", errors.AmbiguousCheckpoint, "a", "b")
+
+    @pytest.mark.parametrize("seed", range(60))
+    def test_damaged_metadata(self, checkpoint: Path, seed: int) -> None:
+        """Whatever is wrong with it, it is a ZckptError or nothing that matters."""
+        generator = torch.Generator().manual_seed(seed)
+        text = bytearray((checkpoint / ".metadata").read_bytes())
+        for _ in range(1 + seed % 3):
+            place = int(torch.randint(len(text), (1,), generator=generator))
+            text[place] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+        (checkpoint / ".metadata").write_bytes(text)
+        with suppress(errors.ZckptError):
+            zckpt.read(checkpoint)
+
+
+def test_the_model_is_known_under_any_key(checkpoint: Path, tmp_path: Path) -> None:
+    held = whole(checkpoint)
+    oddly = {
+        "net": held["model"],
+        "opt": held["optim"],
+        "best": torch.ones(3),
+        "ema": {"w": torch.ones(2)},
+    }
+    dcp.save(oddly, checkpoint_id=tmp_path / "run")
+    assert list(zckpt.read(tmp_path / "run").parameters) == list(zckpt.read(checkpoint).parameters)
+    zckpt.reshard(tmp_path / "run", tmp_path / "again", dp=2)
+    assert alike(whole(tmp_path / "again"), oddly)
+
+
+def test_several_steps_have_to_be_chosen(checkpoint: Path, tmp_path: Path) -> None:
+    for step in (5, 10):
+        shutil.copytree(checkpoint, tmp_path / "checkpoint" / f"step-{step}")
+    with pytest.raises(errors.AmbiguousCheckpoint, match="step-5, step-10"):
+        zckpt.read(tmp_path / "checkpoint")
+    assert zckpt.read(tmp_path / "checkpoint", tag="step-5").step == 3
+    shutil.rmtree(tmp_path / "checkpoint" / "step-10")
+    assert zckpt.read(tmp_path / "checkpoint").step == 3
+
+
+def test_accelerates_folders(tmp_path: Path) -> None:
+    report = zckpt.convert(EXAMPLE, tmp_path / "out", to="dcp", dialect="accelerate")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "optimizer_0",
+        "pytorch_model_fsdp_0",
+    ]
+    model = whole(tmp_path / "out" / "pytorch_model_fsdp_0")
+    optimizer = whole(tmp_path / "out" / "optimizer_0")
+    assert (list(model), list(optimizer)) == (["model"], ["optimizer"])
+    assert_proven(EXAMPLE, tmp_path / "out", harmless=("padding", "type"))
+    assert report["format"] == "dcp"
+
+
+def test_bf16_stays_and_masters_are_made_with_a_warning(tmp_path: Path) -> None:
+    made = torch.randn(7, 5).bfloat16()
+    state = {"exp_avg": made * 2, "exp_avg_sq": made * made, "step": torch.tensor(4.0)}
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": ["w"]}
+    optim = {"state": {"w": state}, "param_groups": [group]}
+    dcp.save({"model": {"w": made}, "optim": optim}, checkpoint_id=tmp_path / "run")
+    report = zckpt.convert(tmp_path / "run", tmp_path / "universal")
+    slots = zckpt.inspect(zckpt.read(tmp_path / "universal"))["slots"]
+    assert {slot["dtype"] for slot in slots.values()} == {"BF16"}
+    assert report["warnings"] == []
+    report = zckpt.convert(tmp_path / "run", tmp_path / "zero", to="deepspeed", dp=2, stage=2)
+    assert any("no fp32 masters" in warning for warning in report["warnings"])
+    held = zckpt.inspect(zckpt.read(tmp_path / "zero"))["slots"]
+    assert held["master"]["dtype"] == held["exp_avg"]["dtype"] == "F32"
+    assert held["param"]["dtype"] == "BF16"
