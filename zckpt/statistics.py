@@ -1,9 +1,10 @@
 """Statistics of numbers that arrive in blocks: what one pass over a tensor's bytes tells of it.
 
-A block that stays in the processor's cache is widened to float64, summed, and its squared distances
-from its own mean are summed; blocks are merged as Chan, Golub and LeVeque merge them. That is exact
-to the last digits where sums of squares would cancel (weights far from zero) and where sums in the
-tensor's own type would overflow (float16). Integers past 2**53 lose digits, but in min and max.
+A block that stays in the processor's cache is widened to float64, summed, and squared; where the
+mean is most of the squares (weights far from zero), distances from it are squared instead. Blocks
+are merged as Chan, Golub and LeVeque merge them. That is exact to the last digits where sums of
+squares would cancel, and where sums in the tensor's own type would overflow (float16). Integers
+past 2**53 lose digits, but in min and max.
 
 Everything is told of the finite numbers; NaN and infinities are counted beside them.
 """
@@ -11,7 +12,6 @@ Everything is told of the finite numbers; NaN and infinities are counted beside 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,10 @@ import numpy as np
 from .cast import numpy_type, widen
 from .dtypes import FLOATS
 
-BLOCK = 1 << 16  # elements: 512 KiB as float64, which stay in a core's L2
+BLOCK = 1 << 17  # elements: 1 MiB as float64, in a core's L2; threads meet at each block's edges
 ROW = 1 << 13  # elements; of more than 10,000 OpenBLAS makes a dot product with all processors
+CANCELLED = 0.05
+"""Part of the squares that must be left of them without the mean's, to be exact to 14 digits."""
 EXPONENTS = 2048  # of a float64, which hold those of every narrower type
 BIAS = 1023
 
@@ -178,14 +180,18 @@ def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
         factor = math.ldexp(1.0, -max(math.frexp(scale)[1], -1000))
         wide = wide * factor
     mean = float(np.add.reduce(wide)) / count
-    wide -= mean
-    squares = sum(float(np.dot(row, row)) for row in _rows(wide))
+    squares = _squares(wide)
+    apart = squares - count * mean * mean
+    if apart < squares * CANCELLED:
+        wide -= mean
+        apart = _squares(wide)
     found.mean = mean / factor
-    found.spread = math.sqrt(squares) / factor
-    found.norm = math.sqrt(squares + count * mean * mean) / factor
+    found.spread = math.sqrt(apart) / factor
+    found.norm = math.sqrt(squares) / factor
     return found
 
 
-def _rows(wide: Any) -> Iterator[Any]:
-    for start in range(0, len(wide), ROW):
-        yield wide[start : start + ROW]
+def _squares(wide: Any) -> float:
+    whole = len(wide) // ROW * ROW
+    rows, rest = wide[:whole].reshape(-1, ROW), wide[whole:]
+    return float(np.matmul(rows[:, None, :], rows[:, :, None]).sum() + np.dot(rest, rest))

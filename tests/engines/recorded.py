@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
+import zckpt
 from zckpt import probe
 
 from .cases import Case
@@ -144,7 +145,8 @@ FSDP_FAULTS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
 
 
 def fsdp_runs(rank: int, store: Path, dp: int, root: Path) -> None:
-    """Trains, saves, saves what was loaded again, with every fault too; records what follows each.
+    """Trains, saves; saves what was loaded again, with every fault too, and what zckpt makes of the
+    original by way of a universal checkpoint; records what follows each.
 
     Writes `root`/NAME (recorded) and `root`/losses.pt: of `plain`, which is not recorded, too.
     """
@@ -157,8 +159,14 @@ def fsdp_runs(rank: int, store: Path, dp: int, root: Path) -> None:
         load(model, optimizer, root / "checkpoints" / "original")
         FSDP_FAULTS.get(name, lambda *about: None)(model, optimizer)
         save(model, optimizer, root / "checkpoints" / name)
+    if rank == 0:
+        zckpt.convert(root / "checkpoints" / "original", root / "checkpoints" / "universal")
+        zckpt.convert(
+            root / "checkpoints" / "universal", root / "checkpoints" / "written", to="dcp"
+        )
+    torch.distributed.barrier()
     losses: dict[str, Any] = {}
-    for name in ("plain", "original", "copy", *FSDP_FAULTS):
+    for name in ("plain", "original", "copy", "written", *FSDP_FAULTS):
         model, optimizer = build_fsdp(2)
         source = "original" if name == "plain" else name
         load(model, optimizer, root / "checkpoints" / source)

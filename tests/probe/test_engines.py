@@ -169,12 +169,29 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.engines
 @pytest.mark.first
-def test_fsdp_goes_on_without_any_difference(fsdp: Path) -> None:
-    found = probe.compare(fsdp / "original", fsdp / "copy")
+@pytest.mark.parametrize("name", ["copy", "written"])
+def test_fsdp_goes_on_without_any_difference(name: str, fsdp: Path) -> None:
+    found = probe.compare(fsdp / "original", fsdp / name)
     assert found["equal"]
     assert found["steps"] == [3, 4, 5]
     losses = torch.load(fsdp / "losses.pt")
-    assert losses["plain"] == losses["original"] == losses["copy"]
+    assert losses["plain"] == losses["original"] == losses[name]
+
+
+@pytest.mark.engines
+@pytest.mark.first
+def test_forwards_from_what_fsdp_saved(fsdp: Path) -> None:
+    from ..engines.recorded import Model
+
+    tokens = torch.arange(20).view(4, 5)
+    with torch.device("meta"):
+        model = Model()
+    outputs = []
+    for name in ("original", "universal", "written"):
+        with probe.stream(model, fsdp / "checkpoints" / name), torch.no_grad():
+            outputs.append(model(tokens))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
 
 
 @pytest.mark.engines

@@ -8,14 +8,14 @@ of what the modules around it own), not of the model, which may be on torch's `m
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import api
+from .. import api, naming
 from ..cast import cast
 from ..dtypes import SIZES
 from ..elements import CAST_BLOCK, Gatherer, Ledger, Wanted
@@ -23,11 +23,10 @@ from ..errors import MissingData, listed
 from ..fileio import Reader
 from ..manifest import Entry, Manifest
 from .statistics import NAMES, raw
-from .subscribers import WITHIN, Place, Subscriber, is_compiled, subscribe, unwrapped
+from .subscribers import Place, Subscriber, is_compiled, subscribe, unwrapped
 
 WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules of torch whose forward uses weights of their children without calling them."""
-PREFIXES = ("module.", "_forward_module.", "model.")
 SCRATCH = 8 << 20  # bytes, in which small pieces of many ranks are put together
 
 
@@ -41,13 +40,15 @@ def stream(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
+    rename: naming.Renames = (),
 ) -> Iterator[None]:
     """Within the block, forwards of `model` take their weights from `checkpoint`.
 
     Weights are what the module held when it was saved (slot `param`); or, where that is missing or
     of another type than the model's, the masters, rounded. They are put on `device`, by default
     where the model's own are, or on the CPU for those on `meta`. Modules of the classes `whole`
-    are loaded with all that is below them. Weights get no gradients. CRC-32 of records are checked.
+    are loaded with all that is below them. `rename` are the pairs (regex, replacement) of
+    `--rename`. Weights get no gradients. CRC-32 of records are checked.
 
     Raises MissingData, which lists names of both sides, where the checkpoint lacks a tensor of the
     model; CorruptCheckpoint, within a forward or as the block ends, where bytes are not what their
@@ -58,6 +59,7 @@ def stream(
         if isinstance(checkpoint, Manifest)
         else api.read(checkpoint, format=format, tag=tag, step_policy=step_policy)
     )
+    manifest = naming.renamed(manifest, rename)
     streamer = _Streamer(unwrapped(model), manifest, device, tuple(whole))
     try:
         with subscribe(model, streamer):
@@ -193,16 +195,15 @@ def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
     owners = {name: name for name in {entry.parameter for entry in manifest.entries.values()}}
     for owner, parameter in manifest.parameters.items():
         owners |= {alias: owner for alias in parameter.aliases if alias not in owners}
-    found = matched(wanted, owners)
-    missing = [name for name in wanted if name not in found]
-    if missing:
-        others = sorted(set(owners) - set(found.values()))
-        raise MissingData(
-            f"{manifest.root} holds no {listed(missing)}",
-            hint=f"what it holds and the model does not: {listed(others) or 'nothing'}",
-        )
+    plain = {naming.plain(name) for name in owners}
+    asked: dict[int, str] = {}  # one name of each tied tensor, if possible one that is held
+    for name, held in wanted.items():
+        if id(held) not in asked or naming.plain(asked[id(held)]) not in plain:
+            asked[id(held)] = name
+    found = naming.matched(list(asked.values()), list(owners))
     return {
-        name: _source(manifest, owners[found[name]], name, held) for name, held in wanted.items()
+        name: _source(manifest, owners[found[asked[id(held)]]], name, held)
+        for name, held in wanted.items()
     }
 
 
@@ -217,25 +218,3 @@ def _source(manifest: Manifest, owner: str, name: str, held: Tensor) -> Entry:
     if entry.shape != tuple(held.shape):
         raise MissingData(f"{name} has shape {tuple(held.shape)}, in the checkpoint {entry.shape}")
     return entry
-
-
-def matched(wanted: Iterable[str], held: Collection[str] | Mapping[str, Any]) -> dict[str, str]:
-    """For each wanted name that of `held` which means the same: itself, or one that differs in what
-    engines, compilers and models of models put in front."""
-    by_bare: dict[str, list[str]] = {}
-    for name in held:
-        by_bare.setdefault(bare(name), []).append(name)
-    found = {}
-    for name in wanted:
-        same = [name] if name in held else by_bare.get(bare(name), [])
-        if len(same) == 1:
-            found[name] = same[0]
-    return found
-
-
-def bare(name: str) -> str:
-    """The name without what wraps the model, or a module in it."""
-    name = ".".join(part for part in name.split(".") if part not in WITHIN)
-    while prefix := next((each for each in PREFIXES if name.startswith(each)), ""):
-        name = name.removeprefix(prefix)
-    return name
