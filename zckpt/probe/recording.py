@@ -51,6 +51,7 @@ def record(
     gradients: bool = True,
     samples: int = 32,
     bucket: int = 1 << 22,
+    device: str = "cpu",
     overwrite: bool = False,
     subscribers: Collection[Subscriber] = (),
 ) -> Iterator[Recorder]:
@@ -63,11 +64,15 @@ def record(
 
     Only `ranks` record (all, if None), steps in [start_step, end_step); the modules' `parameters`
     too where asked, once a step. `samples` elements are kept of each tensor; what is not row-major
-    on the CPU is copied there `bucket` elements at a time. `subscribers` run outside this recorder.
-    Values and gradients stay what they are, bit for bit.
+    on the CPU is copied there `bucket` elements at a time, since the CRC-32 is made there: a GPU
+    that is full needs no more. `subscribers` run outside this recorder. Values and gradients stay
+    what they are, bit for bit.
 
-    Raises TargetExists where this rank has recorded into `directory`, unless `overwrite`.
+    Raises TargetExists where this rank has recorded into `directory`, unless `overwrite`, and
+    WrongOption for another `device` to measure on than the CPU.
     """
+    if torch.device(device).type != "cpu":
+        raise WrongOption(f"statistics are computed on the CPU, not on {device}")
     rank, world = _rank_and_world()
     if ranks is not None and rank not in ranks:
         yield Recorder(None, lambda: 0, (None, None), parameters=False, gradients=False)
