@@ -793,7 +793,7 @@ class TestRefused:
             file["model/kernel"] = np.ones(3)
         for path in (tmp_path, tmp_path / "model.pt", tmp_path / "weights.h5"):
             with pytest.raises(errors.NotACheckpoint):
-                zckpt.read(path)
+                zckpt.read(path, format="onnxruntime")
 
 
 # -- steps
