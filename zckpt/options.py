@@ -25,7 +25,7 @@ class Options:
     `dcp_layout` says how a target of torch.distributed.checkpoint names the optimizer's state
     (None: as the source, or nested). `rename` are pairs of a regular expression and what names
     become by it, one after the other. `dialect` is the kind of a target's files: hdf5 or l2 of
-    ONNX Runtime's, safetensors of gathered.
+    ONNX Runtime's, safetensors of gathered ones, accelerate of torch.distributed.checkpoint's.
     """
 
     weights_only: bool = False

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from .errors import MissingData, WrongOption, listed
 from .manifest import Manifest
+from .naming import RENAME
 
 
 def is_known(manifest: Manifest) -> bool:
@@ -43,13 +44,19 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     aliases = {alias for held in manifest.parameters.values() for alias in held.aliases}
     known = {*manifest.parameters, *manifest.buffers, *aliases}
     unknown = [name for name in names if name not in known]
-    for what, wrong in (
-        ("does not name {} of the source", lacking),
-        ("names {}, which the source does not hold", unknown),
-        ("names {} twice", [name for place, name in enumerate(names) if places[name] != place]),
-    ):
-        if wrong:
-            raise WrongOption(f"--param-names {what.format(listed(wrong, 4))}")
+    twice = [name for place, name in enumerate(names) if places[name] != place]
+    wrong = [
+        what.format(listed(told, 4))
+        for what, told in (
+            ("does not name {} of the source", lacking),
+            ("names {}, which the source does not hold", unknown),
+            ("names {} twice", twice),
+        )
+        if told
+    ]
+    if wrong:
+        hint = RENAME if lacking and unknown else ""
+        raise WrongOption(f"--param-names {'; it '.join(wrong)}", hint=hint)
 
     def place(name: str) -> tuple[bool, int]:
         held = manifest.parameters.get(name)
