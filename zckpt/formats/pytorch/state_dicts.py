@@ -49,6 +49,13 @@ class StateDicts:
         self.aliases = {
             alias: name for name, held in source.parameters.items() for alias in held.aliases
         }
+        client: dict[Any, Any] = source.state.get("client_state") or {}
+        taken = () if own else (self.model[0], self.optimizer[0], self.scheduler)
+        self.client = {key: held for key, held in client.items() if key not in taken}
+        if not options.weights_only:
+            self.left_out += [
+                f"client_state {key!r}: the target has this key" for key in client if key in taken
+            ]
         self.groups: list[dict[str, Any]] = []
         states = set(source.slots) - {"param", "master", "state"}
         self.optimizes = not options.weights_only and bool(source.groups is not None or states)
@@ -69,7 +76,7 @@ class StateDicts:
         state = self.source.state
         if state.get("lr_scheduler") is not None:
             yield from flattened((self.scheduler,), state["lr_scheduler"])
-        for key, held in (state.get("client_state") or {}).items():
+        for key, held in self.client.items():
             yield from flattened((str(key),), held)
 
     # -- the model
