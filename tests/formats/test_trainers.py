@@ -95,3 +95,20 @@ class TestTrainer:
         assert after["steps"] == before["steps"]
         if dp == 2:
             assert after["losses"] == before["losses"]
+
+
+class TestFromDeepSpeedToFsdp:
+    """What a trainer saved around DeepSpeed goes on in the same trainer around FSDP."""
+
+    @pytest.mark.parametrize("world", [2, 3])
+    def test_accelerate(self, world: int, saved: Saved, tmp_path: Path) -> None:
+        directory = saved("accelerate", 2)
+        oracle, target = oracle_of(directory), tmp_path / "state"
+        zckpt.convert(directory, target, to="dcp", dialect="accelerate", dp=world)
+        held = trainers.resume("accelerate_fsdp", target, tmp_path, 0, world)
+        assert held["steps"] == oracle["steps"]
+        for name, tensor in held["tensors"].items():
+            master = name.replace("/param", "/master")
+            expected = oracle["tensors"].get(master, oracle["tensors"].get(name))
+            assert same_bits(tensor, expected.to(tensor.dtype)), name  # frozen ones were bf16
+        assert abs(held["losses"][0] - oracle["losses"][0]) < 5e-3  # bf16 then, fp32 now
