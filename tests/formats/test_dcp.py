@@ -6,6 +6,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,41 @@ def test_the_model_is_known_under_any_key(checkpoint: Path, tmp_path: Path) -> N
     assert list(zckpt.read(tmp_path / "run").parameters) == list(zckpt.read(checkpoint).parameters)
     zckpt.reshard(tmp_path / "run", tmp_path / "again", dp=2)
     assert alike(whole(tmp_path / "again"), oddly)
+
+
+def test_ranks_that_saved_without_asking_each_other(checkpoint: Path, tmp_path: Path) -> None:
+    """As with use_collectives=False: every rank states its own pieces, and all that is whole."""
+    made = FileSystemReader(checkpoint).read_metadata()
+    for rank in (0, 1):
+        own = {
+            index: place
+            for index, place in made.storage_data.items()
+            if place.relative_path.startswith(f"__{rank}_")
+        }
+        held = {}
+        for key, item in made.state_dict_metadata.items():
+            chunks = [
+                c for c in getattr(item, "chunks", ()) if MetadataIndex(key, c.offsets) in own
+            ]
+            if chunks:
+                held[key] = replace(item, chunks=chunks)
+            elif MetadataIndex(key) in own:
+                held[key] = item
+        text = pickle.dumps(Metadata(held, made.planner_data, own))
+        (checkpoint / f"__{rank}.metadata").write_bytes(text)
+    (checkpoint / ".metadata").unlink()
+    zckpt.convert(checkpoint, tmp_path / "universal")
+    assert zckpt.verify(tmp_path / "universal", DATA)["equal"]
+    (checkpoint / "__0.metadata").unlink()
+    with pytest.raises(errors.IncompleteCheckpoint, match=r"lacks __0\.metadata"):
+        zckpt.read(checkpoint)
+
+
+def test_several_models_of_accelerate(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp_1", "optimizer_0"):
+        shutil.copytree(checkpoint, tmp_path / "state" / name)
+    with pytest.raises(errors.UnsupportedCheckpoint, match="pytorch_model_fsdp_1"):
+        zckpt.read(tmp_path / "state")
 
 
 def test_several_steps_have_to_be_chosen(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """torch.distributed.checkpoint's directories: `.metadata`, and items in `.distcp` files.
 
     <dir>/.metadata             one pickle, written last: which item is where, and the state's keys
+    <dir>/__R.metadata          instead of it one of each rank, of its own items, where ranks saved
+                                without asking each other (use_collectives=False)
     <dir>/__R_K.distcp          items one behind the other, each a whole file of torch.save; or
                                 values so, and behind them all tensors as one safetensors file
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 ITEMS = ".distcp"
+OWN = re.compile(r"__(\d+)\.metadata")
 STEP = re.compile(r"step-(\d+)")  # torchtitan's folders
 MAX_LIST = 1_000_000
 PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")  # Accelerate's, Hugging Face Trainer's
@@ -102,6 +105,7 @@ def read(
     shards = hf.files(root) if os.path.isdir(root) and not parts else []
     if not parts and not shards:
         raise NotACheckpoint(f"{root} holds no {METADATA}")
+    _refuse_several(root, parts)
     found = Found(root, {"format": "dcp", "version": None, "dp": None, "tag": None}, {})
     try:
         if parts and parts != [root]:
@@ -116,6 +120,16 @@ def read(
         raise CorruptCheckpoint(f"{root} is malformed: {error!r}") from error
 
 
+def _refuse_several(root: str, parts: list[str]) -> None:
+    """Accelerate numbers the models and optimizers of one program; names may be the same in all."""
+    names = [os.path.basename(folder) for folder in parts if folder != root]
+    if any(not name.endswith("_0") for name in names):
+        raise UnsupportedCheckpoint(
+            f"{root} holds several models or optimizers: {', '.join(names)}",
+            hint="give the folder of one model: its weights are read without the optimizer",
+        )
+
+
 def _refuse_megatron(folder: str) -> None:
     if os.path.exists(os.path.join(folder, "metadata.json")):
         raise UnsupportedCheckpoint(f"{folder} is of Megatron-Core, which zckpt does not read yet")
@@ -125,7 +139,7 @@ def _siblings(root: str, parts: list[str]) -> Iterator[Sibling]:
     """Files beside the checkpoint's own: a trainer's state, Lightning's meta.pt."""
     with os.scandir(root) as items:
         for item in sorted(items, key=lambda item: item.name):
-            dcp = item.name.startswith(METADATA) or item.name.endswith((ITEMS, ".tmp"))
+            dcp = item.name.startswith(METADATA) or item.name.endswith((ITEMS, ".tmp", METADATA))
             own = item.path in parts or (dcp and root in parts)
             if item.is_file() and not own:
                 yield Sibling(item.name, item.path, item.stat().st_size)
@@ -159,7 +173,8 @@ class _Folder:
         places = _places(self.folder, fields["storage_data"])
         if not self.found.source["version"]:
             self.found.source["version"] = fields.get("version")
-        self.found.files.append(os.path.join(self.folder, METADATA))
+        with os.scandir(self.folder) as listed:
+            self.found.files += sorted(x.path for x in listed if x.name.endswith(METADATA))
         known = fields.get("zckpt")
         if isinstance(known, dict):
             self.found.known = known
@@ -260,13 +275,42 @@ class _Folder:
 
 
 def _metadata(folder: str) -> dict[str, Any]:
-    """The fields of `.metadata`."""
+    """The fields of `.metadata`, or of all ranks' together."""
     name = os.path.join(folder, METADATA)
-    if not os.path.isfile(name):
+    if os.path.isfile(name):
+        return _pickled(name)
+    with os.scandir(folder) as items:
+        ranks = {int(found[1]): item.path for item in items if (found := OWN.fullmatch(item.name))}
+    if not ranks:
         raise IncompleteCheckpoint(
             f"{folder} holds items, but no {METADATA}, which is written last",
             hint="the save did not finish; take an earlier checkpoint",
         )
+    lost = set(range(max(ranks))) - set(ranks)
+    if lost:
+        raise IncompleteCheckpoint(f"{folder} lacks __{min(lost)}{METADATA}")
+    made = _pickled(ranks[0])
+    held: dict[str, Any] = made["state_dict_metadata"]
+    known = {(key, at) for key, item in held.items() for at in _offsets(item)}
+    for rank in sorted(set(ranks) - {0}):
+        other = _pickled(ranks[rank])
+        for index, info in other["storage_data"].items():
+            made["storage_data"].setdefault(index, info)
+        for key, item in other["state_dict_metadata"].items():
+            first = held.setdefault(key, item)
+            for chunk, at in zip(_fields(item).get("chunks", ()), _offsets(item), strict=True):
+                if first is not item and (key, at) not in known:
+                    _fields(first)["chunks"].append(chunk)
+                known.add((key, at))
+        made["planner_data"] = {**(other.get("planner_data") or {}), **made["planner_data"]}
+    return made
+
+
+def _offsets(item: Any) -> list[tuple[int, ...]]:
+    return [tuple(_fields(chunk)["offsets"]) for chunk in _fields(item).get("chunks", ())]
+
+
+def _pickled(name: str) -> dict[str, Any]:
     with open(name, "rb") as file:
         text = file.read()
     try:
