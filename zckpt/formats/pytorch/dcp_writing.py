@@ -87,12 +87,14 @@ class Target:
             dicts.model, dicts.optimizer = ("model",), ("optimizer",)
         folders = {dicts.model: "pytorch_model_fsdp_0", dicts.optimizer: "optimizer_0"}
         parts: dict[str, list[tuple[Path, Any]]] = {}
+        lost: dict[Any, None] = {}
         for path, value in dicts.items():
             root = next((folder for at, folder in folders.items() if path[: len(at)] == at), None)
             if root is None:
-                self.left_out.append(f"{_key(path)}: Accelerate keeps such things in other files")
+                lost[path[0]] = None
             else:
                 parts.setdefault(root, []).append((path, value))
+        self.left_out += [f"{key}: Accelerate keeps such things in other files" for key in lost]
         return parts
 
     def shells(self) -> Iterator[Shell]:
