@@ -109,6 +109,34 @@ def test_flat_keys(checkpoint: Path, tmp_path: Path) -> None:
     assert alike(nested, before)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS", "Muon", "NAdam", "RAdam", "Rprop"],
+)
+@pytest.mark.parametrize("stepped", [True, False])
+def test_groups_get_no_keys_of_another_optimizer(kind: str, stepped: bool, tmp_path: Path) -> None:
+    model = torch.nn.Linear(6, 4, bias=False)
+    optimizer = getattr(torch.optim, kind)(model.parameters())
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    if stepped:
+        optimizer.step(closure)
+    state = optimizer.state_dict()
+    named = {
+        "state": {"weight": held for held in state["state"].values()},
+        "param_groups": [{**state["param_groups"][0], "params": ["weight"]}],
+    }
+    dcp.save({"model": model.state_dict(), "optim": named}, checkpoint_id=tmp_path / "run")
+    zckpt.convert(tmp_path / "run", tmp_path / "universal")
+    zckpt.convert(tmp_path / "universal", tmp_path / "again", to="dcp")
+    assert alike(whole(tmp_path / "again"), whole(tmp_path / "run"))
+
+
 def test_other_state_survives(checkpoint: Path, tmp_path: Path) -> None:
     held = whole(checkpoint)
     held["rng"] = [torch.arange(7, dtype=torch.uint8), {"seed": 3}]
