@@ -15,13 +15,21 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ... import steps
 from ...dtypes import FLOATS
-from ...errors import AmbiguousCheckpoint, MissingData, UnsupportedCheckpoint, listed
+from ...errors import (
+    AmbiguousCheckpoint,
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+    WrongOption,
+    listed,
+)
 from ...inert import TensorName, map_values, to_json
 from ...manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from .tree import Found, Leaf
@@ -58,6 +66,9 @@ def manifest(
     model = models[path]
     if optimizer is not None:
         names = _names(found, model, optimizer, param_names)
+        _refuse_twice(found, [names[m] for members in optimizer.members for m in members])
+        if alien := [str(key) for key in optimizer.state if key not in names]:
+            found.left_out.append(f"the state of {listed(alien)}, which no group holds")
         optimizer = optimizer.renamed(names)
     return _Reading(found, path, model, at, optimizer, step_policy).manifest()
 
@@ -169,13 +180,26 @@ def _model(
         for path in fitting:
             if _dotted(path) == likely:
                 return path
-    if () in fitting:
-        return ()
+    sizes = {path: len(_leaves(held)) for path, held in fitting.items()}
+    if () in fitting:  # a loss or a generator's state may stand beside the model
+        dotted = any("." in key for key in _leaves(fitting[()]))
+        if dotted or sizes[()] >= max(sizes.values()):
+            return ()
+        del fitting[()]
+    averages = [path for path in fitting if "ema" in re.split(r"[._]", _dotted(path))]
+    if len(averages) < len(fitting):
+        fitting = {path: held for path, held in fitting.items() if path not in averages}
     if len(fitting) > 1:
         raise AmbiguousCheckpoint(
-            f"{found.root} holds several models: {listed([*map(_dotted, fitting)])}"
+            f"{found.root} holds several models: {listed([*map(_dotted, fitting)])}",
+            hint="one checkpoint is of one model: save each in a file or directory of its own, or "
+            f"call the one that is meant {MODELS[0]!r}",
         )
     return next(iter(fitting))
+
+
+def _leaves(held: Mapping[Any, Any]) -> list[str]:
+    return [name for name, value in held.items() if isinstance(value, Leaf) and type(name) is str]
 
 
 def _at(tree: Any, path: Path) -> Any:
@@ -205,6 +229,14 @@ def _names(
     return dict(matched(known, [name for name in model if isinstance(model[name], Leaf)]))
 
 
+def _refuse_twice(found: Found, members: Sequence[str]) -> None:
+    if twice := [name for name, count in Counter(members).items() if count > 1]:
+        raise InconsistentCheckpoint(
+            f"{found.root}: the optimizer holds {listed(twice)} more than once",
+            hint="the file was edited: torch gives every parameter to one group, once",
+        )
+
+
 def _matched(
     found: Found,
     model: Mapping[str, Any],
@@ -216,7 +248,10 @@ def _matched(
     if found.known is not None and len(found.known.get("numbers", ())) == len(numbers):
         return dict(zip(numbers, found.known["numbers"], strict=True))
     told = [name for group in optimizer.groups for name in group.get("param_names") or ()]
-    if len(told) == len(numbers) and all(name in model for name in told):
+    if len(told) == len(numbers) and not set(told) <= model.keys():
+        told = _without_wrappers(told, model)
+    if len(told) == len(numbers):
+        _refuse_mixed(found, [_shape(optimizer.state.get(n, {})) for n in numbers], told, model)
         return dict(zip(numbers, told, strict=True))
     if param_names is not None and not set(param_names) <= model.keys():
         from ...naming import matched
@@ -226,7 +261,10 @@ def _matched(
 
     orders = found.orders or optimizer.members
     shapes = {number: _shape(optimizer.state.get(number, {})) for number in numbers}
-    candidates = [(name, model[name].shape) for name in _owners(model)]
+    owners = [name for name in model if _is_float(model[name])]
+    if len(owners) != len(numbers):  # else these are all, whichever hold the same
+        owners = _owners(model, owners)
+    candidates = [(name, model[name].shape) for name in owners]
     names = match([[shapes[n] for n in order] for order in orders], candidates, param_names)
     found.warnings.append(
         "the optimizer knows its parameters by number: each was given the one name that its shape "
@@ -241,20 +279,63 @@ def _matched(
     }
 
 
+def _without_wrappers(told: Sequence[str], model: Mapping[str, Any]) -> list[str]:
+    """The model's names of those that a wrapper's optimizer was given; none where no rule fits."""
+    from ...naming import matched
+
+    try:
+        return list(
+            matched(told, [n for n, held in model.items() if isinstance(held, Leaf)]).values()
+        )
+    except (MissingData, WrongOption):
+        return []
+
+
+def _refuse_mixed(
+    found: Found,
+    shapes: Sequence[tuple[int, ...] | None],
+    told: Sequence[str],
+    model: Mapping[str, Any],
+) -> None:
+    """Raises where names have the shapes that states have, but in another order.
+
+    Some optimizers keep states of other shapes than their weights: these tell nothing.
+    """
+    pairs = [(name, model[name].shape, shape) for name, shape in zip(told, shapes, strict=True)]
+    held = [pair for pair in pairs if pair[2] is not None]
+    if Counter(own for _, own, _ in held) == Counter(shape for _, _, shape in held):
+        for name, own, shape in held:
+            if shape != own:
+                raise InconsistentCheckpoint(
+                    f"{found.root}: param_names gives {name} of shape {list(own)} a state of shape "
+                    f"{list(shape or ())}",
+                    hint="names and states are of two different orders of parameters",
+                )
+
+
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The shape of a parameter, as its states tell it; None without any."""
     shapes = [held.shape for key, held in state.items() if isinstance(held, Leaf) and key != "step"]
     return max(shapes, key=len, default=None)
 
 
-def _owners(model: Mapping[str, Any]) -> list[str]:
-    """Names of weights; of several that hold the same the first."""
+def _is_float(held: Any) -> bool:
+    return isinstance(held, Leaf) and held.dtype in FLOATS
+
+
+def _owners(model: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Of several that hold the same the first.
+
+    Where the file tells what is one memory, equal bytes are two weights: a frozen copy, as of a
+    teacher or a reference, is the model's first as often as its second.
+    """
     seen = _Seen()
-    return [
-        name
-        for name, held in model.items()
-        if isinstance(held, Leaf) and held.dtype in FLOATS and seen.owner(name, held) == name
-    ]
+
+    def owner(name: str) -> str:
+        held = model[name]
+        return seen.owner(name, held if held.place is None else replace(held, twin=None))
+
+    return [name for name in names if owner(name) == name]
 
 
 class _Seen:
@@ -337,7 +418,8 @@ class _Reading:
                     name, Parameter(self.model[name].shape, True, group, stepped.get(name))
                 )
                 self._states(name, scalars)
-        rest = [name for name in self.model if name not in trained and name not in aliases]
+        owned = set(trained)
+        rest = [name for name in self.model if name not in owned and name not in aliases]
         sharded = any(self.model[name].sharded for name in trained)
         self.buffers = [
             name
@@ -392,19 +474,40 @@ class _Reading:
         """Second names of tied weights: in one memory, or with equal bytes that are no chance.
 
         A tied weight's state is under its first name, so the second is no parameter of its own.
+        Before the first update a frozen copy has equal bytes too, as of a teacher: it is none where
+        the file tells what is one memory.
         """
         seen = _Seen()
         for name in trained:
             seen.add(name, self.model[name])
-        rest = [name for name in self.model if name not in trained]
+        owned = set(trained)
+        rest = [name for name in self.model if name not in owned]
         found: dict[str, str] = {}
         for name in rest:
             owner = seen.find(self.model[name])
             if owner is None:  # of what no optimizer owns one memory alone tells
                 owner = seen.owner(name, replace(self.model[name], twin=None))
+            places = [self.model[each].place for each in (name, owner)]
+            if owner in owned and places[0] != places[1] and not self._is_updated(owner):
+                continue
             if owner != name:
                 found[name] = owner
+        doubtful = [
+            name
+            for name, owner in found.items()
+            if owner in owned and self.model[name].place is None and not self._is_updated(owner)
+        ]
+        if doubtful:
+            self.warnings.append(
+                f"{listed(doubtful, 4)} hold what a trained weight holds that was never updated: "
+                "they are taken for second names of tied weights, and may be frozen copies"
+            )
         return found
+
+    def _is_updated(self, name: str) -> bool:
+        """Whether a weight has moments: torch's helpers count an update that was none."""
+        state = self.optimizer.state.get(name, {}) if self.optimizer else {}
+        return any(isinstance(h, Leaf) and h.shape and _is_telling(h) for h in state.values())
 
     def _enter(self, name: str, held: Leaf) -> None:
         self.entries[name] = Entry(name, held.dtype, held.shape, held.fragments)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...dtypes import SIZES
-from ...errors import MissingData
+from ...errors import MissingData, listed
 from ...hyper import torch_groups
 from ...inert import Scalar, TensorName
 from ...manifest import Manifest, slot_key
@@ -55,6 +55,7 @@ class StateDicts:
         if self.optimizes:
             self.groups, assumed = torch_groups(source, options)
             self.warnings += assumed
+        self.names = {*source.parameters, *self.aliases, *source.buffers}
         members = [name for place in range(len(self.groups)) for name in self.members(place)]
         self.numbers = {name: number for number, name in enumerate(members)}
 
@@ -69,8 +70,35 @@ class StateDicts:
         state = self.source.state
         if state.get("lr_scheduler") is not None:
             yield from flattened((self.scheduler,), state["lr_scheduler"])
-        for key, held in (state.get("client_state") or {}).items():
+        for path, held in self._client():
+            if not self._is_taken(path):
+                yield path, held
+
+    def _client(self) -> Iterator[tuple[Path, Any]]:
+        """The program's own state."""
+        for key, held in (self.source.state.get("client_state") or {}).items():
             yield from flattened((str(key),), held)
+
+    def _is_taken(self, path: Path) -> bool:
+        """Whether what a program calls its own would take the place of a state dict, or of a part.
+
+        DeepSpeed keeps its client's state apart, whatever it is called.
+        """
+        if not self.model and path[0] in self.names:
+            return True
+        taken = [self.model] if self.model else []
+        taken += [self.optimizer] if self.optimizes else []
+        taken += [(self.scheduler,)] if self.source.state.get("lr_scheduler") is not None else []
+        return any(path[: len(own)] == own[: len(path)] for own in taken)
+
+    def collisions(self) -> list[str]:
+        """What `items` leaves out of the program's own state."""
+        if self.options.weights_only:
+            return []
+        lost = [".".join(map(str, path)) for path, _ in self._client() if self._is_taken(path)]
+        return [f"client_state {listed(lost)}: a state dict of the target has this name"] * bool(
+            lost
+        )
 
     # -- the model
 
