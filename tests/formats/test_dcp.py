@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import zckpt
 from zckpt import errors
+from zckpt.formats.pytorch import dcp_writing
+from zckpt.formats.pytorch.tree import Piece, assembled
+from zckpt.manifest import Extent
+from zckpt.options import Options
 
 from ..conftest import EXAMPLE, ROOT
 from .contract import FormatContract
@@ -257,6 +265,32 @@ class TestRefused:
         change_metadata(checkpoint, change)
         self.refused(checkpoint, errors.CorruptCheckpoint)
 
+    def test_two_values_at_one_place(self, checkpoint: Path) -> None:
+        def change(made: Metadata) -> None:
+            assert made.planner_data is not None
+            for key in ("model.trunk.0.weight", "model.trunk.0.bias"):
+                made.planner_data[key] = ("model", "trunk.0.weight")
+
+        change_metadata(checkpoint, change)
+        self.refused(checkpoint, errors.CorruptCheckpoint, "two values")
+
+    @pytest.mark.parametrize("path", [("a",) * 50_000, ("a", 999_999, 999_999)])
+    def test_paths_without_end(self, checkpoint: Path, path: tuple[Any, ...]) -> None:
+        def change(made: Metadata) -> None:
+            assert made.planner_data is not None
+            made.planner_data["optim.param_groups.0.lr"] = path
+
+        change_metadata(checkpoint, change)
+        self.refused(checkpoint, errors.CorruptCheckpoint)
+
+    def test_a_negative_length(self, checkpoint: Path) -> None:
+        def change(made: Metadata) -> None:
+            for info in made.storage_data.values():
+                info.offset, info.length = 0, -1
+
+        change_metadata(checkpoint, change)
+        self.refused(checkpoint, errors.IncompleteCheckpoint)
+
     def test_megatron(self, checkpoint: Path) -> None:
         (checkpoint / "metadata.json").write_text("{}")
         self.refused(checkpoint, errors.UnsupportedCheckpoint, "Megatron-Core")
@@ -287,6 +321,89 @@ class TestRefused:
         (checkpoint / ".metadata").write_bytes(text)
         with suppress(errors.ZckptError):
             zckpt.read(checkpoint)
+
+
+def test_tensors_beside_the_model(tmp_path: Path) -> None:
+    """A loss or a generator's state at the top is no model."""
+    model = torch.nn.Linear(3, 4)
+    held = {"net": model.state_dict(), "rng": torch.get_rng_state(), "loss": torch.tensor(0.5)}
+    dcp.save(held, checkpoint_id=tmp_path / "run")
+    assert list(zckpt.read(tmp_path / "run").parameters) == ["weight", "bias"]
+    zckpt.convert(tmp_path / "run", tmp_path / "again", to="dcp")
+    assert alike(whole(tmp_path / "again"), whole(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("called", ["ema", "model_ema", "ema_state_dict"])
+def test_an_average_is_not_the_model(called: str, tmp_path: Path) -> None:
+    model, average = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+    held = {called: average.state_dict(), "net": model.state_dict()}
+    dcp.save(held, checkpoint_id=tmp_path / "run")
+    assert zckpt.read(tmp_path / "run").state["engine"]["model"] == ["net"]
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3)])
+@pytest.mark.parametrize("to", ["universal", "dcp", "gathered"])
+def test_state_that_is_empty(shape: tuple[int, ...], to: str, tmp_path: Path) -> None:
+    held = {"model": torch.nn.Linear(3, 4).state_dict(), "seen": torch.zeros(shape)}
+    dcp.save(held, checkpoint_id=tmp_path / "run")
+    zckpt.convert(tmp_path / "run", tmp_path / "between", to=to)
+    zckpt.convert(tmp_path / "between", tmp_path / "again", to="dcp")
+    assert alike(whole(tmp_path / "again"), whole(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"model": "small"}, {"optim": {"param_groups": [{"lr": 5.0}]}}, {"lr_scheduler": {"a": 1}}],
+)
+def test_a_clients_names_do_not_take_a_place(own: dict[str, Any], tmp_path: Path) -> None:
+    """DeepSpeed keeps them apart."""
+    held = replace(zckpt.read(EXAMPLE), state={**zckpt.read(EXAMPLE).state, "client_state": own})
+    target = dcp_writing.Target(held, Options())
+    assert any("client_state" in line for line in target.left_out)
+    keys = [".".join(map(str, path)) for path, _ in target.parts[""]]
+    assert len(keys) == len(set(keys))
+    assert not {"model", "lr_scheduler.a"} & set(keys)
+
+
+def test_a_frozen_copy_before_the_first_update(tmp_path: Path) -> None:
+    """Nothing tells it from a tied weight, which is said."""
+    student = torch.nn.Linear(6, 6)
+    both = {f"{who}.{n}": held for n, held in student.state_dict().items() for who in ("a", "b")}
+    group = {"lr": 0.1, "params": ["b.weight", "b.bias"]}
+    dcp.save(
+        {"model": both, "optim": {"state": {}, "param_groups": [group]}},
+        checkpoint_id=tmp_path / "run",
+    )
+    manifest = zckpt.read(tmp_path / "run")
+    assert any("frozen copies" in warning for warning in manifest.warnings)
+
+
+def test_many_boxes_are_compared_in_time(tmp_path: Path) -> None:
+    """As of a tensor that 20,000 ranks cut along its second axis; pairs would take minutes."""
+    pieces = [Piece((0, n), (2, 1), (1, 1), 0, Extent("f", 0, 8)) for n in range(20_000)]
+    assembled("w", "F32", (2, 20_000), pieces)
+    with pytest.raises(errors.InconsistentCheckpoint, match="overlap"):
+        assembled("w", "F32", (2, 20_000), [*pieces[1:], pieces[1]])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_boxes_overlap_where_elements_do(seed: int) -> None:
+    generator = random.Random(seed)
+    shape = [generator.randint(1, 3) for _ in range(generator.randint(1, 3))]
+    pieces: list[Piece] = []
+    while (left := prod(shape) - sum(piece.numel for piece in pieces)) > 0:
+        offsets = tuple(generator.randrange(size) for size in shape)
+        sizes = tuple(generator.randint(1, n - o) for n, o in zip(shape, offsets, strict=True))
+        sizes = sizes if prod(sizes) <= left else (1,) * len(shape)
+        pieces.append(Piece(offsets, sizes, sizes, 0, Extent("f", 0, 4)))
+    held = [
+        place
+        for piece in pieces
+        for place in product(*map(lambda o, n: range(o, o + n), piece.offsets, piece.sizes))
+    ]
+    with suppress(errors.InconsistentCheckpoint):
+        assembled("w", "F32", shape, pieces)
+        assert len(set(held)) == len(held)
 
 
 def test_several_steps_have_to_be_chosen(checkpoint: Path, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def manifest(
     path = _model(found, models, optimizer)
     model = models[path]
     if optimizer is not None:
+        _refuse_twice(found, [str(m) for members in optimizer.members for m in members])
         names = _names(found, model, optimizer, param_names)
         _refuse_twice(found, [names[m] for members in optimizer.members for m in members])
         if alien := [str(key) for key in optimizer.state if key not in names]:
@@ -180,9 +181,13 @@ def _model(
         for path in fitting:
             if _dotted(path) == likely:
                 return path
-    sizes = {path: len(_leaves(held)) for path, held in fitting.items()}
+    sizes = {
+        path: sum(_is_float(leaf) and bool(leaf.shape) for leaf in held.values())
+        for path, held in fitting.items()
+    }
     if () in fitting:  # a loss or a generator's state may stand beside the model
-        dotted = any("." in key for key in _leaves(fitting[()]))
+        keys = [str(key) for key, value in fitting[()].items() if isinstance(value, Leaf)]
+        dotted = any("." in key for key in keys)
         if dotted or sizes[()] >= max(sizes.values()):
             return ()
         del fitting[()]
@@ -196,10 +201,6 @@ def _model(
             f"call the one that is meant {MODELS[0]!r}",
         )
     return next(iter(fitting))
-
-
-def _leaves(held: Mapping[Any, Any]) -> list[str]:
-    return [name for name, value in held.items() if isinstance(value, Leaf) and type(name) is str]
 
 
 def _at(tree: Any, path: Path) -> Any:
