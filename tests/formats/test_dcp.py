@@ -365,6 +365,52 @@ def test_a_clients_names_do_not_take_a_place(own: dict[str, Any], tmp_path: Path
     assert not {"model", "lr_scheduler.a"} & set(keys)
 
 
+def saved(run: Path, state: dict[str, Any], group: dict[str, Any], *, flat: bool = False) -> None:
+    """A checkpoint of two weights, a and b, in a group each."""
+    model = {"a": torch.randn(3, 4), "b": torch.randn(5)}
+    moments = {n: {"exp_avg": w + 1, "exp_avg_sq": w * w, **state} for n, w in model.items()}
+    optim: dict[str, Any] = {"state": moments, "param_groups": []}
+    optim["param_groups"] = [{**group, "lr": n * 0.1, "params": ["ab"[n]]} for n in range(2)]
+    if flat:
+        optim = {f"state.{n}.{k}": v for n, held in moments.items() for k, v in held.items()}
+        optim |= {f"param_groups.{n}.{k}": v for n in "ab" for k, v in group.items()}
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=run)
+
+
+@pytest.mark.parametrize("step", [7, torch.tensor(7.0)])
+def test_a_step_that_groups_keep(step: Any, tmp_path: Path) -> None:
+    """Apex's FusedAdam looks for it there, and begins at 1 where it is not."""
+    group = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
+    saved(tmp_path / "run", {}, {**group, "step": step})
+    zckpt.convert(tmp_path / "run", tmp_path / "universal")
+    zckpt.convert(tmp_path / "universal", tmp_path / "again", to="dcp")
+    before, after = (whole(tmp_path / name)["optim"] for name in ("run", "again"))
+    assert alike(after["state"], before["state"])
+    assert [group["step"] for group in after["param_groups"]] == [7, 7]
+    assert zckpt.read(tmp_path / "again").step == 7
+
+
+def test_steps_of_several_types(tmp_path: Path) -> None:
+    """They become torch's own; a type of one parameter is not that of all."""
+    saved(tmp_path / "run", {"step": torch.tensor(7.0)}, {"weight_decay": 0.0})
+    held = whole(tmp_path / "run")
+    held["optim"]["state"]["a"]["step"] = 7
+    dcp.save(held, checkpoint_id=tmp_path / "mixed")
+    zckpt.convert(tmp_path / "mixed", tmp_path / "again", to="dcp")
+    after = whole(tmp_path / "again")["optim"]["state"]
+    assert all(same_bits(after[name]["step"], torch.tensor(7.0)) for name in "ab")
+
+
+def test_tensors_in_flat_groups_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "run", {"step": torch.tensor(7.0)}, {"lr": torch.tensor([0.1])}, flat=True)
+    with pytest.raises(errors.WrongOption, match="lr is a tensor"):
+        zckpt.reshard(tmp_path / "run", tmp_path / "again", dp=2)
+    assert not (tmp_path / "again").exists()
+    zckpt.convert(tmp_path / "run", tmp_path / "again", to="dcp", dcp_layout="nested")
+    groups = whole(tmp_path / "again")["optim"]["param_groups"]
+    assert all(same_bits(group["lr"], torch.tensor([0.1])) for group in groups)
+
+
 def test_a_frozen_copy_before_the_first_update(tmp_path: Path) -> None:
     """Nothing tells it from a tied weight, which is said."""
     student = torch.nn.Linear(6, 6)

@@ -610,6 +610,7 @@ class _Reading:
             "scheduler": scheduler,
             "folders": self.found.folders,
             "guessed": self.found.known is None,
+            "group_step": self._group_step(),
         }
         state: dict[str, Any] = {
             "engine": engine,
@@ -623,12 +624,18 @@ class _Reading:
             state["client_state"] = self._kept(rest, "client_state")
         if self.other:
             state["optimizer"] = {"other": self._kept(self.other, "optimizer.other")}
-        kinds = {
-            kind for name in self.parameters if (kind := self._step_kind(name)) not in (None, "F32")
-        }
-        if len(kinds) == 1:
+        kinds = {kind for name in self.parameters if (kind := self._step_kind(name)) is not None}
+        if len(kinds) == 1 and kinds != {"F32"}:
             state.setdefault("optimizer", {})["step"] = {"in": "state", "type": kinds.pop()}
         return state
+
+    def _group_step(self) -> str | None:
+        """The type of a step that groups alone keep (Apex and TransformerEngine's FusedAdam)."""
+        optimizer = self.optimizer
+        if optimizer is None or any("step" in held for held in optimizer.state.values()):
+            return None
+        kinds = {_step_value(group["step"])[1] for group in optimizer.groups if "step" in group}
+        return kinds.pop() if len(kinds) == 1 else None
 
     def _step_kind(self, name: str) -> str | None:
         held = (self.optimizer.state.get(name, {}) if self.optimizer else {}).get("step")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...dtypes import SIZES
-from ...errors import MissingData, listed
+from ...errors import MissingData, WrongOption, listed
 from ...hyper import torch_groups
 from ...inert import Scalar, TensorName
 from ...manifest import Manifest, slot_key
@@ -56,8 +56,26 @@ class StateDicts:
             self.groups, assumed = torch_groups(source, options)
             self.warnings += assumed
         self.names = {*source.parameters, *self.aliases, *source.buffers}
+        self._steps_in_groups(own.get("group_step"))
         members = [name for place in range(len(self.groups)) for name in self.members(place)]
         self.numbers = {name: number for number, name in enumerate(members)}
+
+    def _steps_in_groups(self, kind: str | None) -> None:
+        """Where the source's optimizer keeps a step per group, groups get it, and not the states.
+
+        Apex's FusedAdam begins at 1 again where its group has none.
+        """
+        parameters = self.source.parameters
+        steps = [
+            {step for name in self.members(place) if (step := parameters[name].step) is not None}
+            for place in range(len(self.groups))
+        ]
+        self.step_in_group = kind is not None and all(len(told) < 2 for told in steps)
+        if self.step_in_group:
+            self.groups = [
+                group | ({"step": _number(told.pop(), str(kind))} if told else {})
+                for group, told in zip(self.groups, steps, strict=True)
+            ]
 
     def items(self) -> Iterator[tuple[Path, Any]]:
         """Every value with its path, in the order in which a program would save them."""
@@ -135,6 +153,7 @@ class StateDicts:
         for place, group in enumerate(self.groups):
             members = self.members(place)
             if self.layout == "flat":
+                _refuse_tensors(group)
                 for name in members:
                     for key, value in group.items():
                         at = (*self.optimizer, f"param_groups.{name}.{key}")
@@ -169,9 +188,8 @@ class StateDicts:
         other = kept.get("other") or {}
         for name, held in source.parameters.items():
             state: dict[str, Any] = {}
-            if held.step is not None:
-                number = Scalar(held.step, kind) if kind in SIZES else int(held.step)
-                state["step"] = number
+            if held.step is not None and not self.step_in_group:
+                state["step"] = _number(held.step, kind)
             state |= held.scalars
             for slot in slots:
                 entry = source.entries.get(f"{name}/{slot}")
@@ -180,6 +198,20 @@ class StateDicts:
             state |= other.get(name) or {}
             if state:
                 yield name, state
+
+
+def _refuse_tensors(group: dict[str, Any]) -> None:
+    """A tensor of a group would have to stand once for each of its parameters."""
+    for key, value in group.items():
+        if any(isinstance(held, TensorName) for _, held in flattened((), value)):
+            raise WrongOption(
+                f"the hyper-parameter {key} is a tensor, which the flat layout has no place for",
+                hint="keep groups as they are: --dcp-layout nested",
+            )
+
+
+def _number(step: float, kind: str) -> Scalar | int:
+    return Scalar(step, kind) if kind in SIZES else int(step)
 
 
 def flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
