@@ -421,7 +421,13 @@ def test_a_frozen_copy_before_the_first_update(tmp_path: Path) -> None:
         checkpoint_id=tmp_path / "run",
     )
     manifest = zckpt.read(tmp_path / "run")
-    assert any("frozen copies" in warning for warning in manifest.warnings)
+    assert any("frozen copy" in warning for warning in manifest.warnings)
+    dcp.save(
+        {"model": both, "optim": {"state": {}, "param_groups": [{**group, "params": [0, 1]}]}},
+        checkpoint_id=tmp_path / "raw",
+    )
+    with pytest.raises(errors.MissingData, match="no update shows"):
+        zckpt.read(tmp_path / "raw")
 
 
 def test_many_boxes_are_compared_in_time(tmp_path: Path) -> None:

@@ -267,29 +267,39 @@ def _matched(
         owners = _owners(model, owners)
     candidates = [(name, model[name].shape) for name in owners]
     names = match([[shapes[n] for n in order] for order in orders], candidates, param_names)
+    given = {
+        number: name
+        for order, each in zip(orders, names, strict=True)
+        for number, name in zip(order, each, strict=True)
+    }
+    if param_names is None:
+        _refuse_copies(model, optimizer, given, set(owners))
     found.warnings.append(
         "the optimizer knows its parameters by number: each was given the one name that its shape "
         "and its place allow"
         if param_names is None
         else "the optimizer knows its parameters by number: names are those of --param-names"
     )
-    return {
-        number: name
-        for order, given in zip(orders, names, strict=True)
-        for number, name in zip(order, given, strict=True)
-    }
+    return given
 
 
-def _without_wrappers(told: Sequence[str], model: Mapping[str, Any]) -> list[str]:
-    """The model's names of those that a wrapper's optimizer was given; none where no rule fits."""
-    from ...naming import matched
+def _refuse_copies(
+    model: Mapping[str, Any], optimizer: _Optimizer, given: Mapping[int, str], owners: set[str]
+) -> None:
+    """Raises where a number may as well be that of a copy: only an update tells copies apart."""
+    from .matching import HINT
 
-    try:
-        return list(
-            matched(told, [n for n, held in model.items() if isinstance(held, Leaf)]).values()
+    rest = {held.twin: n for n, held in model.items() if _is_float(held) and n not in owners}
+    for number, name in given.items():
+        held = model[name]
+        known_apart = held.twin is None or held.place is not None
+        if known_apart or held.twin not in rest or _is_updated(optimizer.state.get(number, {})):
+            continue
+        raise MissingData(
+            f"the optimizer knows its parameters by number, and {name} and {rest[held.twin]} hold "
+            "the same: no update shows which of them it has",
+            hint=HINT,
         )
-    except (MissingData, WrongOption):
-        return []
 
 
 def _refuse_mixed(
@@ -337,6 +347,11 @@ def _owners(model: Mapping[str, Any], names: Sequence[str]) -> list[str]:
         return seen.owner(name, held if held.place is None else replace(held, twin=None))
 
     return [name for name in names if owner(name) == name]
+
+
+def _is_updated(state: Mapping[str, Any]) -> bool:
+    """Whether there are moments: torch's helpers count an update that was none."""
+    return any(isinstance(h, Leaf) and h.shape and _is_telling(h) for h in state.values())
 
 
 class _Seen:
@@ -482,6 +497,7 @@ class _Reading:
         for name in trained:
             seen.add(name, self.model[name])
         owned = set(trained)
+        state = self.optimizer.state if self.optimizer else {}
         rest = [name for name in self.model if name not in owned]
         found: dict[str, str] = {}
         for name in rest:
@@ -489,26 +505,23 @@ class _Reading:
             if owner is None:  # of what no optimizer owns one memory alone tells
                 owner = seen.owner(name, replace(self.model[name], twin=None))
             places = [self.model[each].place for each in (name, owner)]
-            if owner in owned and places[0] != places[1] and not self._is_updated(owner):
+            if owner in owned and places[0] != places[1] and not _is_updated(state.get(owner, {})):
                 continue
             if owner != name:
                 found[name] = owner
         doubtful = [
             name
             for name, owner in found.items()
-            if owner in owned and self.model[name].place is None and not self._is_updated(owner)
+            if owner in owned
+            and self.model[name].place is None
+            and not _is_updated(state.get(owner, {}))
         ]
         if doubtful:
             self.warnings.append(
-                f"{listed(doubtful, 4)} hold what a trained weight holds that was never updated: "
-                "they are taken for second names of tied weights, and may be frozen copies"
+                f"{listed(doubtful, 4)}: equal to a trained weight that shows no update, so taken "
+                "for a second name of a tied weight; it may be a frozen copy"
             )
         return found
-
-    def _is_updated(self, name: str) -> bool:
-        """Whether a weight has moments: torch's helpers count an update that was none."""
-        state = self.optimizer.state.get(name, {}) if self.optimizer else {}
-        return any(isinstance(h, Leaf) and h.shape and _is_telling(h) for h in state.values())
 
     def _enter(self, name: str, held: Leaf) -> None:
         self.entries[name] = Entry(name, held.dtype, held.shape, held.fragments)
