@@ -302,6 +302,17 @@ def _refuse_copies(
         )
 
 
+def _without_wrappers(told: Sequence[str], model: Mapping[str, Any]) -> list[str]:
+    """The model's names of those that a wrapper's optimizer was given; none where no rule fits."""
+    from ...naming import matched
+
+    held = [name for name, leaf in model.items() if isinstance(leaf, Leaf)]
+    try:
+        return list(matched(told, held).values())
+    except (MissingData, WrongOption):
+        return []
+
+
 def _refuse_mixed(
     found: Found,
     shapes: Sequence[tuple[int, ...] | None],
