@@ -71,6 +71,8 @@ OPTIMIZERS = {
     "RMSprop": torch.optim.RMSprop,
     "Adagrad": torch.optim.Adagrad,
     "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "RAdam": torch.optim.RAdam,
+    "Adadelta": torch.optim.Adadelta,
     "SGD without momentum": lambda weights: torch.optim.SGD(weights, lr=0.1),
 }
 
@@ -92,6 +94,7 @@ def test_optimizers_of_torch_are_recognised(name: str) -> None:
         (["step", "exp_avg", "exp_avg_sq"], {"decoupled_weight_decay": True}, "AdamW"),
         (["exp_avg"], {}, "Lion"),
         (["momentum_buffer"], {"use_muon": True}, "Muon"),
+        (["momentum_buffer"], {"ns_steps": 5, "nesterov": True}, "Muon"),  # torch.optim.Muon
         ([], {}, None),
         (["something"], None, None),
     ],

@@ -6,7 +6,7 @@ torch 2.13, DeepSpeed 0.19.8. What a source never stored is taken from here, wit
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .manifest import Manifest
@@ -81,7 +81,7 @@ def torch_groups(source: Manifest, options: Options) -> tuple[list[dict[str, Any
     """
     count = 1 + max((held.group or 0 for held in source.parameters.values()), default=0)
     groups = [{**options.group_defaults, **group} for group in source.groups or [{}] * count]
-    name = plain_name(source.optimizer or "AdamW")
+    name = plain_name(source.optimizer or _likely(source.groups))
     needed = dict(DEFAULTS.get(name, {}))
     if name == "adam" and any("bias_correction" in group for group in groups):
         needed["decoupled_weight_decay"] = _adam_w_mode(source)
@@ -98,6 +98,13 @@ def torch_groups(source: Manifest, options: Options) -> tuple[list[dict[str, Any
             f"hyper-parameters that the source does not hold are {name}'s defaults: {told}"
         )
     return [_typed({**needed, **group}) for group in groups], warnings
+
+
+def _likely(groups: Sequence[Mapping[str, Any]] | None) -> str:
+    """The optimizer whose states tell nothing: by its groups; AdamW where these are no other's."""
+    own = {"amsgrad", "bias_correction"}  # torch's Adam, and those of DeepSpeed and Apex
+    known = all("lr" not in group or own & group.keys() for group in groups or ())
+    return "AdamW" if known else "unknown"
 
 
 def _adam_w_mode(source: Manifest) -> bool:

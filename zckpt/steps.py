@@ -86,13 +86,16 @@ def infer_optimizer(keys: Iterable[str], group: Mapping[str, Any] | None) -> str
     if "mu_product" in have:
         return "NAdam"
     if {"exp_avg", "exp_avg_sq"} <= have:
+        # RAdam keeps the same, and is told by what Adam has and it has not
+        if {"decoupled_weight_decay", "maximize"} <= hyper.keys() and "amsgrad" not in hyper:
+            return "RAdam"
         return "AdamW" if hyper.get("decoupled_weight_decay") else "Adam"
     if "square_avg" in have:
-        return "RMSprop"
+        return "Adadelta" if "acc_delta" in have else "RMSprop"
     if have == {"sum"}:
         return "Adagrad"
     if have == {"momentum_buffer"}:
-        return "Muon" if "use_muon" in hyper else "SGD"
+        return "Muon" if {"use_muon", "ns_steps"} & hyper.keys() else "SGD"
     if have == {"exp_avg"}:
         return "Lion"
     return "SGD" if not have and "dampening" in hyper else None

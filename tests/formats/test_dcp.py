@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import zckpt
 from zckpt import errors
+from zckpt.formats.pytorch import dcp_writing
+from zckpt.formats.pytorch.tree import Piece, assembled
+from zckpt.manifest import Extent
+from zckpt.options import Options
 
 from ..conftest import EXAMPLE, ROOT
 from .contract import FormatContract
@@ -108,6 +115,34 @@ def test_flat_keys(checkpoint: Path, tmp_path: Path) -> None:
     for group in (*nested["optim"]["param_groups"], *before["optim"]["param_groups"]):
         group["params"].sort()
     assert alike(nested, before)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS", "Muon", "NAdam", "RAdam", "Rprop"],
+)
+@pytest.mark.parametrize("stepped", [True, False])
+def test_groups_get_no_keys_of_another_optimizer(kind: str, stepped: bool, tmp_path: Path) -> None:
+    model = torch.nn.Linear(6, 4, bias=False)
+    optimizer = getattr(torch.optim, kind)(model.parameters())
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    if stepped:
+        optimizer.step(closure)
+    state = optimizer.state_dict()
+    named = {
+        "state": {"weight": state["state"][0]} if stepped else {},
+        "param_groups": [{**state["param_groups"][0], "params": ["weight"]}],
+    }
+    dcp.save({"model": model.state_dict(), "optim": named}, checkpoint_id=tmp_path / "run")
+    zckpt.convert(tmp_path / "run", tmp_path / "universal")
+    zckpt.convert(tmp_path / "universal", tmp_path / "again", to="dcp")
+    assert alike(whole(tmp_path / "again"), whole(tmp_path / "run"))
 
 
 def test_other_state_survives(checkpoint: Path, tmp_path: Path) -> None:
@@ -230,6 +265,32 @@ class TestRefused:
         change_metadata(checkpoint, change)
         self.refused(checkpoint, errors.CorruptCheckpoint)
 
+    def test_two_values_at_one_place(self, checkpoint: Path) -> None:
+        def change(made: Metadata) -> None:
+            assert made.planner_data is not None
+            for key in ("model.trunk.0.weight", "model.trunk.0.bias"):
+                made.planner_data[key] = ("model", "trunk.0.weight")
+
+        change_metadata(checkpoint, change)
+        self.refused(checkpoint, errors.CorruptCheckpoint, "two values")
+
+    @pytest.mark.parametrize("path", [("a",) * 50_000, ("a", 999_999, 999_999)])
+    def test_paths_without_end(self, checkpoint: Path, path: tuple[Any, ...]) -> None:
+        def change(made: Metadata) -> None:
+            assert made.planner_data is not None
+            made.planner_data["optim.param_groups.0.lr"] = path
+
+        change_metadata(checkpoint, change)
+        self.refused(checkpoint, errors.CorruptCheckpoint)
+
+    def test_a_negative_length(self, checkpoint: Path) -> None:
+        def change(made: Metadata) -> None:
+            for info in made.storage_data.values():
+                info.offset, info.length = 0, -1
+
+        change_metadata(checkpoint, change)
+        self.refused(checkpoint, errors.IncompleteCheckpoint)
+
     def test_megatron(self, checkpoint: Path) -> None:
         (checkpoint / "metadata.json").write_text("{}")
         self.refused(checkpoint, errors.UnsupportedCheckpoint, "Megatron-Core")
@@ -309,6 +370,141 @@ def test_several_models_of_accelerate(checkpoint: Path, tmp_path: Path) -> None:
         shutil.copytree(checkpoint, tmp_path / "state" / name)
     with pytest.raises(errors.UnsupportedCheckpoint, match="pytorch_model_fsdp_1"):
         zckpt.read(tmp_path / "state")
+
+
+def test_tensors_beside_the_model(tmp_path: Path) -> None:
+    """A loss or a generator's state at the top is no model."""
+    model = torch.nn.Linear(3, 4)
+    held = {"net": model.state_dict(), "rng": torch.get_rng_state(), "loss": torch.tensor(0.5)}
+    dcp.save(held, checkpoint_id=tmp_path / "run")
+    assert list(zckpt.read(tmp_path / "run").parameters) == ["weight", "bias"]
+    zckpt.convert(tmp_path / "run", tmp_path / "again", to="dcp")
+    assert alike(whole(tmp_path / "again"), whole(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("called", ["ema", "model_ema", "ema_state_dict"])
+def test_an_average_is_not_the_model(called: str, tmp_path: Path) -> None:
+    model, average = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+    held = {called: average.state_dict(), "net": model.state_dict()}
+    dcp.save(held, checkpoint_id=tmp_path / "run")
+    assert zckpt.read(tmp_path / "run").state["engine"]["model"] == ["net"]
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3)])
+@pytest.mark.parametrize("to", ["universal", "dcp", "gathered"])
+def test_state_that_is_empty(shape: tuple[int, ...], to: str, tmp_path: Path) -> None:
+    held = {"model": torch.nn.Linear(3, 4).state_dict(), "seen": torch.zeros(shape)}
+    dcp.save(held, checkpoint_id=tmp_path / "run")
+    zckpt.convert(tmp_path / "run", tmp_path / "between", to=to)
+    zckpt.convert(tmp_path / "between", tmp_path / "again", to="dcp")
+    assert alike(whole(tmp_path / "again"), whole(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"model": "small"}, {"optim": {"param_groups": [{"lr": 5.0}]}}, {"lr_scheduler": {"a": 1}}],
+)
+def test_a_clients_names_do_not_take_a_place(own: dict[str, Any], tmp_path: Path) -> None:
+    """DeepSpeed keeps them apart."""
+    held = replace(zckpt.read(EXAMPLE), state={**zckpt.read(EXAMPLE).state, "client_state": own})
+    target = dcp_writing.Target(held, Options())
+    assert any("client_state" in line for line in target.left_out)
+    keys = [".".join(map(str, path)) for path, _ in target.parts[""]]
+    assert len(keys) == len(set(keys))
+    assert not {"model", "lr_scheduler.a"} & set(keys)
+
+
+def saved(run: Path, state: dict[str, Any], group: dict[str, Any], *, flat: bool = False) -> None:
+    """A checkpoint of two weights, a and b, in a group each."""
+    model = {"a": torch.randn(3, 4), "b": torch.randn(5)}
+    moments = {n: {"exp_avg": w + 1, "exp_avg_sq": w * w, **state} for n, w in model.items()}
+    optim: dict[str, Any] = {"state": moments, "param_groups": []}
+    optim["param_groups"] = [{**group, "lr": n * 0.1, "params": ["ab"[n]]} for n in range(2)]
+    if flat:
+        optim = {f"state.{n}.{k}": v for n, held in moments.items() for k, v in held.items()}
+        optim |= {f"param_groups.{n}.{k}": v for n in "ab" for k, v in group.items()}
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=run)
+
+
+@pytest.mark.parametrize("step", [7, torch.tensor(7.0)])
+def test_a_step_that_groups_keep(step: Any, tmp_path: Path) -> None:
+    """Apex's FusedAdam looks for it there, and begins at 1 where it is not."""
+    group = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
+    saved(tmp_path / "run", {}, {**group, "step": step})
+    zckpt.convert(tmp_path / "run", tmp_path / "universal")
+    zckpt.convert(tmp_path / "universal", tmp_path / "again", to="dcp")
+    before, after = (whole(tmp_path / name)["optim"] for name in ("run", "again"))
+    assert alike(after["state"], before["state"])
+    assert [group["step"] for group in after["param_groups"]] == [7, 7]
+    assert zckpt.read(tmp_path / "again").step == 7
+
+
+def test_steps_of_several_types(tmp_path: Path) -> None:
+    """They become torch's own; a type of one parameter is not that of all."""
+    saved(tmp_path / "run", {"step": torch.tensor(7.0)}, {"weight_decay": 0.0})
+    held = whole(tmp_path / "run")
+    held["optim"]["state"]["a"]["step"] = 7
+    dcp.save(held, checkpoint_id=tmp_path / "mixed")
+    zckpt.convert(tmp_path / "mixed", tmp_path / "again", to="dcp")
+    after = whole(tmp_path / "again")["optim"]["state"]
+    assert all(same_bits(after[name]["step"], torch.tensor(7.0)) for name in "ab")
+
+
+def test_tensors_in_flat_groups_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "run", {"step": torch.tensor(7.0)}, {"lr": torch.tensor([0.1])}, flat=True)
+    with pytest.raises(errors.WrongOption, match="lr is a tensor"):
+        zckpt.reshard(tmp_path / "run", tmp_path / "again", dp=2)
+    assert not (tmp_path / "again").exists()
+    zckpt.convert(tmp_path / "run", tmp_path / "again", to="dcp", dcp_layout="nested")
+    groups = whole(tmp_path / "again")["optim"]["param_groups"]
+    assert all(same_bits(group["lr"], torch.tensor([0.1])) for group in groups)
+
+
+def test_a_frozen_copy_before_the_first_update(tmp_path: Path) -> None:
+    """Nothing tells it from a tied weight, which is said."""
+    student = torch.nn.Linear(6, 6)
+    both = {f"{who}.{n}": held for n, held in student.state_dict().items() for who in ("a", "b")}
+    group = {"lr": 0.1, "params": ["b.weight", "b.bias"]}
+    dcp.save(
+        {"model": both, "optim": {"state": {}, "param_groups": [group]}},
+        checkpoint_id=tmp_path / "run",
+    )
+    manifest = zckpt.read(tmp_path / "run")
+    assert any("frozen copy" in warning for warning in manifest.warnings)
+    dcp.save(
+        {"model": both, "optim": {"state": {}, "param_groups": [{**group, "params": [0, 1]}]}},
+        checkpoint_id=tmp_path / "raw",
+    )
+    with pytest.raises(errors.MissingData, match="no update shows"):
+        zckpt.read(tmp_path / "raw")
+
+
+def test_many_boxes_are_compared_in_time(tmp_path: Path) -> None:
+    """As of a tensor that 20,000 ranks cut along its second axis; pairs would take minutes."""
+    pieces = [Piece((0, n), (2, 1), (1, 1), 0, Extent("f", 0, 8)) for n in range(20_000)]
+    assembled("w", "F32", (2, 20_000), pieces)
+    with pytest.raises(errors.InconsistentCheckpoint, match="overlap"):
+        assembled("w", "F32", (2, 20_000), [*pieces[1:], pieces[1]])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_boxes_overlap_where_elements_do(seed: int) -> None:
+    generator = random.Random(seed)
+    shape = [generator.randint(1, 3) for _ in range(generator.randint(1, 3))]
+    pieces: list[Piece] = []
+    while (left := prod(shape) - sum(piece.numel for piece in pieces)) > 0:
+        offsets = tuple(generator.randrange(size) for size in shape)
+        sizes = tuple(generator.randint(1, n - o) for n, o in zip(shape, offsets, strict=True))
+        sizes = sizes if prod(sizes) <= left else (1,) * len(shape)
+        pieces.append(Piece(offsets, sizes, sizes, 0, Extent("f", 0, 4)))
+    held = [
+        place
+        for piece in pieces
+        for place in product(*map(lambda o, n: range(o, o + n), piece.offsets, piece.sizes))
+    ]
+    with suppress(errors.InconsistentCheckpoint):
+        assembled("w", "F32", shape, pieces)
+        assert len(set(held)) == len(held)
 
 
 def test_several_steps_have_to_be_chosen(checkpoint: Path, tmp_path: Path) -> None:

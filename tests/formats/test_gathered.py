@@ -817,3 +817,91 @@ class TestWritten:
         assert same_bits(extra["rng"], own["rng"])
         assert same_bits(extra["history"][0], torch.ones(2))
         assert zckpt.verify(tmp_path / "t", tmp_path / "run.pt")["equal"]
+
+
+class TestNamesOfNumbers:
+    """Files whose optimizer does not say which weight is whose."""
+
+    def saved(self, folder: Path, model: nn.Module, optim: dict[str, Any]) -> Path:
+        folder.mkdir()
+        torch.save(model.state_dict(), folder / "model.pt")
+        torch.save(optim, folder / "optim.pt")
+        return folder
+
+    def stepped(self, model: nn.Module) -> dict[str, Any]:
+        trained = [held for held in model.parameters() if held.requires_grad]
+        optimizer = torch.optim.AdamW(trained)
+        for held in trained:
+            held.grad = torch.randn_like(held)
+        optimizer.step()
+        return optimizer.state_dict()
+
+    @pytest.mark.parametrize("first", ["student", "teacher"])
+    @pytest.mark.parametrize("updates", [0, 1])
+    def test_a_frozen_copy(self, first: str, updates: int, tmp_path: Path) -> None:
+        """Which is trained, nothing tells: the first is not taken for it."""
+        names = ["student", "teacher"] if first == "student" else ["teacher", "student"]
+        model = nn.ModuleDict({name: nn.Linear(6, 6) for name in names})
+        model["teacher"].load_state_dict(model["student"].state_dict())
+        model["teacher"].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model["student"].parameters(), lr=0.0)
+        for held in model["student"].parameters():
+            held.grad = torch.randn_like(held) if updates else None
+        optimizer.step()
+        folder = self.saved(tmp_path / "run", model, optimizer.state_dict())
+        with pytest.raises(errors.MissingData, match="ways"):
+            zckpt.read(folder)
+        manifest = zckpt.read(folder, param_names=["student.weight", "student.bias"])
+        assert {name for name, held in manifest.parameters.items() if held.trainable} == {
+            "student.weight",
+            "student.bias",
+        }
+        if not updates:
+            assert not any(held.aliases for held in manifest.parameters.values())
+
+    def test_layers_that_begin_alike(self, tmp_path: Path) -> None:
+        """nn.TransformerEncoder copies its layer."""
+        layer = nn.Linear(4, 4)
+        model = nn.Sequential(layer, nn.Linear(4, 4))
+        model[1].load_state_dict(layer.state_dict())
+        optimizer = torch.optim.AdamW(model.parameters())
+        manifest = zckpt.read(self.saved(tmp_path / "run", model, optimizer.state_dict()))
+        assert list(manifest.parameters) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert all(held.trainable for held in manifest.parameters.values())
+
+    @pytest.mark.parametrize(
+        "names",
+        [
+            ["1.weight", "1.bias", "0.weight", "0.bias"],  # of another order
+            ["0.weight", "0.bias", "0.weight", "0.bias"],
+        ],
+    )
+    def test_names_that_do_not_fit(self, names: list[str], tmp_path: Path) -> None:
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
+        optim = self.stepped(model)
+        optim["param_groups"][0]["param_names"] = names
+        with pytest.raises(errors.InconsistentCheckpoint, match="weight"):
+            zckpt.read(self.saved(tmp_path / "run", model, optim))
+
+    def test_names_with_a_wrappers_prefix(self, tmp_path: Path) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].requires_grad_(False)
+        optim = self.stepped(model)
+        trained = ["0.weight", "0.bias", "2.weight", "2.bias"]
+        optim["param_groups"][0]["param_names"] = [f"module.{name}" for name in trained]
+        manifest = zckpt.read(self.saved(tmp_path / "run", model, optim))
+        assert [n for n, held in manifest.parameters.items() if held.trainable] == trained
+
+    def test_a_parameter_in_two_groups(self, tmp_path: Path) -> None:
+        model = nn.Linear(3, 5)
+        optim = self.stepped(model)
+        optim["param_groups"] *= 2
+        with pytest.raises(errors.InconsistentCheckpoint, match="more than once"):
+            zckpt.read(self.saved(tmp_path / "run", model, optim))
+
+    def test_a_state_of_no_group(self, tmp_path: Path) -> None:
+        model = nn.Linear(3, 5)
+        optim = self.stepped(model)
+        optim["state"][7] = {"exp_avg": torch.ones(3)}
+        manifest = zckpt.read(self.saved(tmp_path / "run", model, optim))
+        assert any("7" in line for line in manifest.left_out)

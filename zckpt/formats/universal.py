@@ -21,6 +21,7 @@ from math import prod
 from typing import Any
 
 from .. import safefile
+from ..checksum import crc32
 from ..dtypes import FLOATS, SIZES
 from ..errors import (
     CorruptCheckpoint,
@@ -161,9 +162,17 @@ def seal(root: str, manifest: Manifest, outcome: Any) -> None:
         for name, entry in manifest.entries.items()
     }
     made = describe(replace(manifest, entries=entries))
+    files = dict(outcome.files)
+    for path in manifest.files:
+        if (
+            path.endswith(".safetensors") and path not in files
+        ):  # its tensors are empty, all of them
+            with open(path, "rb") as file:
+                text = file.read()
+            files[path] = len(text), crc32(text)
     made["files"] = {
         os.path.relpath(path, root): {"size": size, "crc32": f"{crc:08x}"}
-        for path, (size, crc) in sorted(outcome.files.items())
+        for path, (size, crc) in sorted(files.items())
     }
     with open(os.path.join(root, MANIFEST), "wb") as file:
         file.write(_text(made))

@@ -46,7 +46,8 @@ METADATA = ".metadata"
 ITEMS = ".distcp"
 OWN = re.compile(r"__(\d+)\.metadata")
 STEP = re.compile(r"step-(\d+)")  # torchtitan's folders
-MAX_LIST = 1_000_000
+MAX_LIST = 1_000_000  # elements of all lists
+MAX_DEPTH = 100
 PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")  # Accelerate's, Hugging Face Trainer's
 
 
@@ -179,9 +180,10 @@ class _Folder:
         if isinstance(known, dict):
             self.found.known = known
             self.names = known["names"]
+        room = MAX_LIST
         for key in [*(key for key in paths if key in items), *(k for k in items if k not in paths)]:
             value = self._item(key, items[key], places)
-            _put(self.found.tree, paths.get(key) or (key,), value)
+            room = _put(self.found.tree, paths.get(key) or (key,), value, room)
         self.found.files += sorted(self.sizes)
 
     def _item(self, key: str, item: Foreign, places: Mapping[Any, _Place]) -> Any:
@@ -266,7 +268,7 @@ class _Folder:
                     hint="copy the whole directory; every rank writes files of its own",
                 )
             self.sizes[place.file] = os.path.getsize(place.file)
-        if place.offset < 0 or place.offset + length > self.sizes[place.file]:
+        if min(place.offset, length) < 0 or place.offset + length > self.sizes[place.file]:
             raise IncompleteCheckpoint(
                 f"{place.file} has {self.sizes[place.file]} bytes, {METADATA} says at least "
                 f"{place.offset + length}",
@@ -386,20 +388,29 @@ def _no_number() -> Any:
     raise CorruptCheckpoint("a tensor where a number should be")
 
 
-def _put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Sets the value at a path; a number in it is a place in a list."""
+def _put(tree: Any, path: tuple[Any, ...], value: Any, room: int) -> int:
+    """Sets the value at a path; a number in it is a place in a list.
+
+    Lists may grow by `room` elements altogether; what is left of that is returned.
+    """
+    if len(path) > MAX_DEPTH:
+        raise CorruptCheckpoint(f"{METADATA} names a path of {len(path)} keys")
     here = tree
     for key, following in pairwise((*path, None)):
         if isinstance(here, list):
-            if not 0 <= key < MAX_LIST:
+            room -= max(0, key + 1 - len(here))
+            if key < 0 or room < 0:
                 raise CorruptCheckpoint(f"{METADATA} names place {key} of a list")
             here.extend([None] * (key + 1 - len(here)))
         known = here[key] if isinstance(here, list) else here.get(key)
+        if following is None and known is not None:
+            raise CorruptCheckpoint(f"{METADATA} names two values {'.'.join(map(str, path))}")
         if following is None:
             here[key] = value
         elif known is None:
             here[key] = [] if type(following) is int else {}
         here = here[key]
+    return room
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:

@@ -73,6 +73,7 @@ class Target:
         self.dicts = StateDicts(source, options)
         self.warnings = self.dicts.warnings
         self.left_out = [*self.dicts.left_out, *left_out(source, options)]
+        self.left_out += self.dicts.collisions()
         self.parts = self._parts()
         self._made: dict[tuple[str, tuple[int, ...]], Shell] = {}
         self._metadata: dict[str, bytes] = {}

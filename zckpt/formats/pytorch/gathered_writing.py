@@ -119,7 +119,7 @@ class Target(StateDicts):
         made: dict[Any, Any] = {}
         if source.state.get("lr_scheduler") is not None:
             made[self.scheduler] = source.state["lr_scheduler"]
-        for key, held in self.client.items():
+        for key, held in (source.state.get("client_state") or {}).items():
             if key in ("model", "optim", KNOWN, *made):
                 self.left_out.append(f"client_state {key!r}: a file of the target has this name")
             else:

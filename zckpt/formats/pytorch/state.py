@@ -15,13 +15,21 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ... import steps
 from ...dtypes import FLOATS
-from ...errors import AmbiguousCheckpoint, MissingData, UnsupportedCheckpoint, listed
+from ...errors import (
+    AmbiguousCheckpoint,
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+    WrongOption,
+    listed,
+)
 from ...inert import TensorName, map_values, to_json
 from ...manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from .tree import Found, Leaf
@@ -57,7 +65,11 @@ def manifest(
     path = _model(found, models, optimizer)
     model = models[path]
     if optimizer is not None:
+        _refuse_twice(found, [str(m) for members in optimizer.members for m in members])
         names = _names(found, model, optimizer, param_names)
+        _refuse_twice(found, [names[m] for members in optimizer.members for m in members])
+        if alien := [str(key) for key in optimizer.state if key not in names]:
+            found.left_out.append(f"the state of {listed(alien)}, which no group holds")
         optimizer = optimizer.renamed(names)
     return _Reading(found, path, model, at, optimizer, step_policy).manifest()
 
@@ -168,16 +180,26 @@ def _model(
         for path in fitting:
             if _dotted(path) == likely:
                 return path
-    counts = {
-        path: sum(isinstance(value, Leaf) for value in held.values())
+    sizes = {
+        path: sum(_is_float(leaf) and bool(leaf.shape) for leaf in held.values())
         for path, held in fitting.items()
     }
-    likeliest = [path for path, count in counts.items() if count == max(counts.values())]
-    if len(likeliest) > 1:
+    if () in fitting:  # a loss or a generator's state may stand beside the model
+        keys = [str(key) for key, value in fitting[()].items() if isinstance(value, Leaf)]
+        dotted = any("." in key for key in keys)
+        if dotted or sizes[()] >= max(sizes.values()):
+            return ()
+        del fitting[()]
+    averages = [path for path in fitting if "ema" in re.split(r"[._]", _dotted(path))]
+    if len(averages) < len(fitting):
+        fitting = {path: held for path, held in fitting.items() if path not in averages}
+    if len(fitting) > 1:
         raise AmbiguousCheckpoint(
-            f"{found.root} holds several models: {listed([*map(_dotted, likeliest)])}"
+            f"{found.root} holds several models: {listed([*map(_dotted, fitting)])}",
+            hint="one checkpoint is of one model: save each in a file or directory of its own, or "
+            f"call the one that is meant {MODELS[0]!r}",
         )
-    return likeliest[0]
+    return next(iter(fitting))
 
 
 def _at(tree: Any, path: Path) -> Any:
@@ -207,6 +229,14 @@ def _names(
     return dict(matched(known, [name for name in model if isinstance(model[name], Leaf)]))
 
 
+def _refuse_twice(found: Found, members: Sequence[str]) -> None:
+    if twice := [name for name, count in Counter(members).items() if count > 1]:
+        raise InconsistentCheckpoint(
+            f"{found.root}: the optimizer holds {listed(twice)} more than once",
+            hint="the file was edited: torch gives every parameter to one group, once",
+        )
+
+
 def _matched(
     found: Found,
     model: Mapping[str, Any],
@@ -218,7 +248,10 @@ def _matched(
     if found.known is not None and len(found.known.get("numbers", ())) == len(numbers):
         return dict(zip(numbers, found.known["numbers"], strict=True))
     told = [name for group in optimizer.groups for name in group.get("param_names") or ()]
-    if len(told) == len(numbers) and all(name in model for name in told):
+    if len(told) == len(numbers) and not set(told) <= model.keys():
+        told = _without_wrappers(told, model)
+    if len(told) == len(numbers):
+        _refuse_mixed(found, [_shape(optimizer.state.get(n, {})) for n in numbers], told, model)
         return dict(zip(numbers, told, strict=True))
     if param_names is not None and not set(param_names) <= model.keys():
         from ...naming import matched
@@ -228,19 +261,77 @@ def _matched(
 
     orders = found.orders or optimizer.members
     shapes = {number: _shape(optimizer.state.get(number, {})) for number in numbers}
-    candidates = [(name, model[name].shape) for name in _owners(model)]
+    owners = [name for name in model if _is_float(model[name])]
+    if len(owners) != len(numbers):  # else these are all, whichever hold the same
+        owners = _owners(model, owners)
+    candidates = [(name, model[name].shape) for name in owners]
     names = match([[shapes[n] for n in order] for order in orders], candidates, param_names)
+    given = {
+        number: name
+        for order, each in zip(orders, names, strict=True)
+        for number, name in zip(order, each, strict=True)
+    }
+    if param_names is None:
+        _refuse_copies(model, optimizer, given, set(owners))
     found.warnings.append(
         "the optimizer knows its parameters by number: each was given the one name that its shape "
         "and its place allow"
         if param_names is None
         else "the optimizer knows its parameters by number: names are those of --param-names"
     )
-    return {
-        number: name
-        for order, given in zip(orders, names, strict=True)
-        for number, name in zip(order, given, strict=True)
-    }
+    return given
+
+
+def _refuse_copies(
+    model: Mapping[str, Any], optimizer: _Optimizer, given: Mapping[int, str], owners: set[str]
+) -> None:
+    """Raises where a number may as well be that of a copy: only an update tells copies apart."""
+    from .matching import HINT
+
+    rest = {held.twin: n for n, held in model.items() if _is_float(held) and n not in owners}
+    for number, name in given.items():
+        held = model[name]
+        known_apart = held.twin is None or held.place is not None
+        if known_apart or held.twin not in rest or _is_updated(optimizer.state.get(number, {})):
+            continue
+        raise MissingData(
+            f"the optimizer knows its parameters by number, and {name} and {rest[held.twin]} hold "
+            "the same: no update shows which of them it has",
+            hint=HINT,
+        )
+
+
+def _without_wrappers(told: Sequence[str], model: Mapping[str, Any]) -> list[str]:
+    """The model's names of those that a wrapper's optimizer was given; none where no rule fits."""
+    from ...naming import matched
+
+    held = [name for name, leaf in model.items() if isinstance(leaf, Leaf)]
+    try:
+        return list(matched(told, held).values())
+    except (MissingData, WrongOption):
+        return []
+
+
+def _refuse_mixed(
+    found: Found,
+    shapes: Sequence[tuple[int, ...] | None],
+    told: Sequence[str],
+    model: Mapping[str, Any],
+) -> None:
+    """Raises where names have the shapes that states have, but in another order.
+
+    Some optimizers keep states of other shapes than their weights: these tell nothing.
+    """
+    pairs = [(name, model[name].shape, shape) for name, shape in zip(told, shapes, strict=True)]
+    held = [pair for pair in pairs if pair[2] is not None]
+    if Counter(own for _, own, _ in held) == Counter(shape for _, _, shape in held):
+        for name, own, shape in held:
+            if shape != own:
+                raise InconsistentCheckpoint(
+                    f"{found.root}: param_names gives {name} of shape {list(own)} a state of shape "
+                    f"{list(shape or ())}",
+                    hint="names and states are of two different orders of parameters",
+                )
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -249,14 +340,28 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     return max(shapes, key=len, default=None)
 
 
-def _owners(model: Mapping[str, Any]) -> list[str]:
-    """Names of weights; of several that hold the same the first."""
+def _is_float(held: Any) -> bool:
+    return isinstance(held, Leaf) and held.dtype in FLOATS
+
+
+def _owners(model: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Of several that hold the same the first.
+
+    Where the file tells what is one memory, equal bytes are two weights: a frozen copy, as of a
+    teacher or a reference, is the model's first as often as its second.
+    """
     seen = _Seen()
-    return [
-        name
-        for name, held in model.items()
-        if isinstance(held, Leaf) and held.dtype in FLOATS and seen.owner(name, held) == name
-    ]
+
+    def owner(name: str) -> str:
+        held = model[name]
+        return seen.owner(name, held if held.place is None else replace(held, twin=None))
+
+    return [name for name in names if owner(name) == name]
+
+
+def _is_updated(state: Mapping[str, Any]) -> bool:
+    """Whether there are moments: torch's helpers count an update that was none."""
+    return any(isinstance(h, Leaf) and h.shape and _is_telling(h) for h in state.values())
 
 
 class _Seen:
@@ -339,7 +444,8 @@ class _Reading:
                     name, Parameter(self.model[name].shape, True, group, stepped.get(name))
                 )
                 self._states(name, scalars)
-        rest = [name for name in self.model if name not in trained and name not in aliases]
+        owned = set(trained)
+        rest = [name for name in self.model if name not in owned and name not in aliases]
         sharded = any(self.model[name].sharded for name in trained)
         self.buffers = [
             name
@@ -394,18 +500,37 @@ class _Reading:
         """Second names of tied weights: in one memory, or with equal bytes that are no chance.
 
         A tied weight's state is under its first name, so the second is no parameter of its own.
+        Before the first update a frozen copy has equal bytes too, as of a teacher: it is none where
+        the file tells what is one memory.
         """
         seen = _Seen()
         for name in trained:
             seen.add(name, self.model[name])
-        rest = [name for name in self.model if name not in trained]
+        owned = set(trained)
+        state = self.optimizer.state if self.optimizer else {}
+        rest = [name for name in self.model if name not in owned]
         found: dict[str, str] = {}
         for name in rest:
             owner = seen.find(self.model[name])
             if owner is None:  # of what no optimizer owns one memory alone tells
                 owner = seen.owner(name, replace(self.model[name], twin=None))
+            places = [self.model[each].place for each in (name, owner)]
+            if owner in owned and places[0] != places[1] and not _is_updated(state.get(owner, {})):
+                continue
             if owner != name:
                 found[name] = owner
+        doubtful = [
+            name
+            for name, owner in found.items()
+            if owner in owned
+            and self.model[name].place is None
+            and not _is_updated(state.get(owner, {}))
+        ]
+        if doubtful:
+            self.warnings.append(
+                f"{listed(doubtful, 4)}: equal to a trained weight that shows no update, so taken "
+                "for a second name of a tied weight; it may be a frozen copy"
+            )
         return found
 
     def _enter(self, name: str, held: Leaf) -> None:
@@ -508,6 +633,7 @@ class _Reading:
             "scheduler": scheduler,
             "folders": self.found.folders,
             "guessed": self.found.known is None,
+            "group_step": self._group_step(),
         }
         state: dict[str, Any] = {
             "engine": engine,
@@ -521,12 +647,18 @@ class _Reading:
             state["client_state"] = self._kept(rest, "client_state")
         if self.other:
             state["optimizer"] = {"other": self._kept(self.other, "optimizer.other")}
-        kinds = {
-            kind for name in self.parameters if (kind := self._step_kind(name)) not in (None, "F32")
-        }
-        if len(kinds) == 1:
+        kinds = {kind for name in self.parameters if (kind := self._step_kind(name)) is not None}
+        if len(kinds) == 1 and kinds != {"F32"}:
             state.setdefault("optimizer", {})["step"] = {"in": "state", "type": kinds.pop()}
         return state
+
+    def _group_step(self) -> str | None:
+        """The type of a step that groups alone keep (Apex and TransformerEngine's FusedAdam)."""
+        optimizer = self.optimizer
+        if optimizer is None or any("step" in held for held in optimizer.state.values()):
+            return None
+        kinds = {_step_value(group["step"])[1] for group in optimizer.groups if "step" in group}
+        return kinds.pop() if len(kinds) == 1 else None
 
     def _step_kind(self, name: str) -> str | None:
         held = (self.optimizer.state.get(name, {}) if self.optimizer else {}).get("step")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...dtypes import SIZES
-from ...errors import MissingData
+from ...errors import MissingData, WrongOption, listed
 from ...hyper import torch_groups
 from ...inert import Scalar, TensorName
 from ...manifest import Manifest, slot_key
@@ -49,21 +49,33 @@ class StateDicts:
         self.aliases = {
             alias: name for name, held in source.parameters.items() for alias in held.aliases
         }
-        client: dict[Any, Any] = source.state.get("client_state") or {}
-        taken = () if own else (self.model[0], self.optimizer[0], self.scheduler)
-        self.client = {key: held for key, held in client.items() if key not in taken}
-        if not options.weights_only:
-            self.left_out += [
-                f"client_state {key!r}: the target has this key" for key in client if key in taken
-            ]
         self.groups: list[dict[str, Any]] = []
         states = set(source.slots) - {"param", "master", "state"}
         self.optimizes = not options.weights_only and bool(source.groups is not None or states)
         if self.optimizes:
             self.groups, assumed = torch_groups(source, options)
             self.warnings += assumed
+        self.names = {*source.parameters, *self.aliases, *source.buffers}
+        self._steps_in_groups(own.get("group_step"))
         members = [name for place in range(len(self.groups)) for name in self.members(place)]
         self.numbers = {name: number for number, name in enumerate(members)}
+
+    def _steps_in_groups(self, kind: str | None) -> None:
+        """Where the source's optimizer keeps a step per group, groups get it, and not the states.
+
+        Apex's FusedAdam begins at 1 again where its group has none.
+        """
+        parameters = self.source.parameters
+        steps = [
+            {step for name in self.members(place) if (step := parameters[name].step) is not None}
+            for place in range(len(self.groups))
+        ]
+        self.step_in_group = kind is not None and all(len(told) < 2 for told in steps)
+        if self.step_in_group:
+            self.groups = [
+                group | ({"step": _number(told.pop(), str(kind))} if told else {})
+                for group, told in zip(self.groups, steps, strict=True)
+            ]
 
     def items(self) -> Iterator[tuple[Path, Any]]:
         """Every value with its path, in the order in which a program would save them."""
@@ -76,8 +88,35 @@ class StateDicts:
         state = self.source.state
         if state.get("lr_scheduler") is not None:
             yield from flattened((self.scheduler,), state["lr_scheduler"])
-        for key, held in self.client.items():
+        for path, held in self._client():
+            if not self._is_taken(path):
+                yield path, held
+
+    def _client(self) -> Iterator[tuple[Path, Any]]:
+        """The program's own state."""
+        for key, held in (self.source.state.get("client_state") or {}).items():
             yield from flattened((str(key),), held)
+
+    def _is_taken(self, path: Path) -> bool:
+        """Whether what a program calls its own would take the place of a state dict, or of a part.
+
+        DeepSpeed keeps its client's state apart, whatever it is called.
+        """
+        if not self.model and path[0] in self.names:
+            return True
+        taken = [self.model] if self.model else []
+        taken += [self.optimizer] if self.optimizes else []
+        taken += [(self.scheduler,)] if self.source.state.get("lr_scheduler") is not None else []
+        return any(path[: len(own)] == own[: len(path)] for own in taken)
+
+    def collisions(self) -> list[str]:
+        """What `items` leaves out of the program's own state."""
+        if self.options.weights_only:
+            return []
+        lost = [".".join(map(str, path)) for path, _ in self._client() if self._is_taken(path)]
+        if not lost:
+            return []
+        return [f"client_state {listed(lost)}: a state dict of the target has this name"]
 
     # -- the model
 
@@ -114,6 +153,7 @@ class StateDicts:
         for place, group in enumerate(self.groups):
             members = self.members(place)
             if self.layout == "flat":
+                _refuse_tensors(group)
                 for name in members:
                     for key, value in group.items():
                         at = (*self.optimizer, f"param_groups.{name}.{key}")
@@ -148,9 +188,8 @@ class StateDicts:
         other = kept.get("other") or {}
         for name, held in source.parameters.items():
             state: dict[str, Any] = {}
-            if held.step is not None:
-                number = Scalar(held.step, kind) if kind in SIZES else int(held.step)
-                state["step"] = number
+            if held.step is not None and not self.step_in_group:
+                state["step"] = _number(held.step, kind)
             state |= held.scalars
             for slot in slots:
                 entry = source.entries.get(f"{name}/{slot}")
@@ -159,6 +198,20 @@ class StateDicts:
             state |= other.get(name) or {}
             if state:
                 yield name, state
+
+
+def _refuse_tensors(group: dict[str, Any]) -> None:
+    """A tensor of a group would have to stand once for each of its parameters."""
+    for key, value in group.items():
+        if any(isinstance(held, TensorName) for _, held in flattened((), value)):
+            raise WrongOption(
+                f"the hyper-parameter {key} is a tensor, which the flat layout has no place for",
+                hint="keep groups as they are: --dcp-layout nested",
+            )
+
+
+def _number(step: float, kind: str) -> Scalar | int:
+    return Scalar(step, kind) if kind in SIZES else int(step)
 
 
 def flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
