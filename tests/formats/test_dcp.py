@@ -460,6 +460,17 @@ def test_tensors_in_flat_groups_are_refused(tmp_path: Path) -> None:
     assert all(same_bits(group["lr"], torch.tensor([0.1])) for group in groups)
 
 
+def test_stage_3_tells_what_it_takes_for_frozen(tmp_path: Path) -> None:
+    saved(tmp_path / "run", {"step": torch.tensor(7.0)}, {"weight_decay": 0.0})
+    held = whole(tmp_path / "run")
+    held["model"]["mask"] = torch.randn(4, 4)
+    dcp.save(held, checkpoint_id=tmp_path / "masked")
+    for stage, told in ((2, False), (3, True)):
+        target = tmp_path / f"stage{stage}"
+        report = zckpt.convert(tmp_path / "masked", target, to="deepspeed", stage=stage, dp=2)
+        assert any("mask: taken for" in line for line in report["warnings"]) == told
+
+
 def test_a_frozen_copy_before_the_first_update(tmp_path: Path) -> None:
     """Nothing tells it from a tied weight, which is said."""
     student = torch.nn.Linear(6, 6)

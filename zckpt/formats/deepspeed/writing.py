@@ -18,7 +18,7 @@ from typing import Any
 
 from ... import steps
 from ...dtypes import FLOATS, SIZES
-from ...errors import InconsistentCheckpoint, MissingData
+from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...inert import Foreign, Global, Scalar, Size
 from ...manifest import Manifest, Parameter, Sibling, slot_key
 from ...options import Options
@@ -105,8 +105,21 @@ class Target:
         if not options.weights_only:
             check_states(self.engine, source, {s: 0 for flat in self.flats for s in flat.slots})
             self._warn_of_assumed(assumed)
+        self._warn_of_guessed()
         self._warn_of_masters()
         self._warn_of_batch()
+
+    def _warn_of_guessed(self) -> None:
+        """State dicts do not tell buffers from frozen weights; stage 3 keeps these in other places.
+
+        DeepSpeed then refuses to load what is a buffer (its size in the module's state differs).
+        """
+        guessed = (self.source.state.get("engine") or {}).get("guessed")
+        if guessed and self.engine.partitioned and self.frozen and not self.options.param_names:
+            self.warnings.append(
+                f"{listed(list(self.frozen), 4)}: taken for frozen parameters; if any is a buffer, "
+                "name all parameters with --param-names FILE"
+            )
 
     # -- flat buffers
 
