@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from .. import __version__
 from ..errors import TargetExists, WrongOption
 from .runs import RECORDS, VERSION, rank_folder
-from .statistics import Measurer
-from .subscribers import Place, Subscriber, in_backward, subscribe
+from .statistics import Measurer, holds_bytes
+from .subscribers import ROOT, Place, Subscriber, in_backward, modules, subscribe
 
 _active: list[Recorder] = []
 
@@ -278,6 +278,8 @@ class Recorder(Subscriber):
 
     def post_forward_module(self, place: Place, args: tuple[Any, ...], output: Any) -> Any:
         self._take_parameters(place, released=True)
+        if place.is_root:
+            self._take_others(place)
         return output
 
     def _take_parameters(self, place: Place, released: bool) -> None:
@@ -290,6 +292,18 @@ class Recorder(Subscriber):
             here = parameter.numel() > 0 and not hasattr(parameter, "to_local")
             if (here or released) and not self._seen[self._step, "parameter", path]:
                 self._write("parameter", path, parameter)
+
+    def _take_others(self, root: Place) -> None:
+        """Once a step, what no call has shown: weights of modules that others use without calling
+        them, as attention does its projection's, and of those that are not used."""
+        if not (self._parameters and self._recording) or root.recomputed:
+            return
+        for path, module in modules(root.module).items():
+            for name, parameter in module.named_parameters(recurse=False):
+                whole = name if path == ROOT else f"{path}.{name}"
+                here = not hasattr(parameter, "to_local") and holds_bytes(parameter)
+                if here and parameter.numel() and not self._seen[self._step, "parameter", whole]:
+                    self._write("parameter", whole, parameter)
 
     def post_forward_tensor(self, place: Place, path: str, tensor: Tensor) -> Tensor:
         self._take(f"{place.key}/{path}", tensor, place.recomputed)

@@ -105,8 +105,8 @@ def _modules(
     module: nn.Module, path: str, seen: set[int] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
     seen = set() if seen is None else seen
-    if id(module) in seen:
-        return
+    if id(module) in seen or isinstance(module, torch.jit.RecursiveScriptModule):
+        return  # TorchScript's have no hooks
     seen.add(id(module))
     yield path, module
     if is_compiled(module):
