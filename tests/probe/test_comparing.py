@@ -129,6 +129,26 @@ def test_tolerances_are_those_of_the_type(dtype: str, distance: float, tmp_path:
     assert probe.compare(tmp_path / "a", tmp_path / "big")["big"]
 
 
+def test_an_extreme_is_rounded_as_the_large_number_that_it_is(run_a: Path, tmp_path: Path) -> None:
+    lines = events()
+    for each in lines:
+        each |= {"dtype": "BF16", "max": 16.0}
+    a = write(tmp_path / "far", lines)
+    lines[-1] |= {"max": 16.125, "crc32": "other"}  # the next number in bfloat16
+    assert probe.compare(a, write(tmp_path / "next", lines))["big"] is None
+    lines[-1] |= {"max": 17.0}
+    assert probe.compare(a, write(tmp_path / "off", lines))["big"]["distance"] == 1 / 16
+
+
+def test_numbers_of_which_float64_has_no_norm(tmp_path: Path) -> None:
+    lines = events()
+    for each in lines:
+        each |= {"dtype": "F64", "norm": "inf", "max": 1.7e308, "samples": [1.7e308, 0.5]}
+    a = write(tmp_path / "a", lines)
+    lines[-1] |= {"max": 1.5e308, "crc32": "other"}
+    assert probe.compare(a, write(tmp_path / "b", lines))["big"]["distance"] > 0.1
+
+
 def test_while_the_original_repeats_itself_any_difference_is_big(
     run_a: Path, tmp_path: Path
 ) -> None:
@@ -156,6 +176,7 @@ def test_what_the_original_does_to_itself_is_tolerated(run_a: Path, tmp_path: Pa
     ("numbers", "what"),
     [
         ({"nan": 2}, "nan 0 against 2"),
+        ({"negative_inf": 1}, "negative_inf 0 against 1"),
         ({"shape": [2, 2]}, "shape [4] against [2, 2]"),
         ({"dtype": "BF16"}, "type F32 against BF16"),
         ({"samples": ["inf", 0.5]}, "sample 0 1 against inf"),

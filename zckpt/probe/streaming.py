@@ -4,9 +4,9 @@ Before a module's forward its own parameters and buffers are read, through the m
 wherever their elements lie; after it they are let go. So memory is that of the largest module (and
 of what the modules around it own), not of the model, which may be on torch's `meta` device.
 
-What is not read stands aside as `_Absent`: torch multiplies a tensor on the CPU by one on `meta`
-(F.linear, torch 2.13) and gives numbers from anywhere, and a model that is not on `meta` would go on
-with weights of its own.
+In place of what is not read there is an `_Absent`: torch multiplies a tensor on the CPU by one on
+`meta` (F.linear, torch 2.13) and gives numbers from anywhere, and a model that is not on `meta`
+would go on with weights of its own.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def stream(
     Weights are what the module held when it was saved (slot `param`); or, where that is missing or
     of another type than the model's, the masters, rounded. They are put on `device`, by default
     where the model's own are, or on the CPU for those on `meta`. Modules of the classes `whole`,
-    and those of torch that need it, are loaded with all that is below them. `rename` are the pairs (regex, replacement) of
-    `--rename`. Weights get no gradients. CRC-32 of records are checked.
+    and those of torch that need it, are loaded with all that is below them. `rename` are the pairs
+    (regex, replacement) of `--rename`. Weights get no gradients. CRC-32 of records are checked.
 
     Raises MissingData, which lists names of both sides, where the checkpoint lacks a tensor of the
-    model; and within a forward, where a weight is used while its module is not called, as that of an
-    embedding which an output layer shares; CorruptCheckpoint, within a forward or as the block ends, where bytes are not what their
-    file states.
+    model; and within a forward, where a weight is used while its module is not called, as an
+    embedding's in an output layer. CorruptCheckpoint, within a forward or as the block ends, where
+    bytes are not what their file states.
     """
     manifest = (
         checkpoint

@@ -105,7 +105,7 @@ def _modules(
     module: nn.Module, path: str, seen: set[int] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
     seen = set() if seen is None else seen
-    if id(module) in seen or isinstance(module, torch.jit.RecursiveScriptModule):
+    if id(module) in seen or type(module).__name__ == "RecursiveScriptModule":
         return  # TorchScript's have no hooks
     seen.add(id(module))
     yield path, module
