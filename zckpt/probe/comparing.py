@@ -102,7 +102,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         "big": _told(big, steps) if big else None,
         "only_a": only_a,
         "only_b": only_b,
-        "notes": notes,
+        "notes": list(dict.fromkeys(notes)),
         "map": heat(events, steps),
     }
 
