@@ -332,6 +332,7 @@ def test_parameters_of_modules_that_are_not_called(tmp_path: Path) -> None:
     held = [line["key"] for line in lines(tmp_path / "run") if line.get("kind") == "parameter"]
     named = [name for name, _ in model.named_parameters() if "waiting" not in name]
     assert sorted(held) == sorted(named)
+    assert held.index("attention.out_proj.weight") < held.index("unused.weight")
 
 
 def test_scripted_modules_are_passed_over(tmp_path: Path) -> None:

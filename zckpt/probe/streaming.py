@@ -28,12 +28,8 @@ from ..errors import MissingData, listed
 from ..fileio import Reader
 from ..manifest import Entry, Manifest
 from .statistics import NAMES, raw
-from .subscribers import Place, Subscriber, is_compiled, subscribe, unwrapped
+from .subscribers import LISTS, WHOLE, Place, Subscriber, is_compiled, subscribe, unwrapped
 
-LISTS = (nn.ParameterList, nn.ParameterDict)
-"""Modules that are never called: theirs are weights of the module around them."""
-WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules of torch whose forward uses weights of their children without calling them."""
 SCRATCH = 8 << 20  # bytes, in which small pieces of many ranks are put together
 
 
