@@ -121,10 +121,29 @@ def test_squares_that_float64_cannot_hold(scale: float) -> None:
     assert report["norm"] == "inf" if math.sqrt(3) * scale == math.inf else report["norm"] > 0
 
 
-def test_constants_have_no_spread() -> None:
-    found = measure(memory(torch.full((100_000,), 0.1)), "F32")
-    assert found.std == 0.0
-    assert found.mean == torch.tensor(0.1).item()
+def test_numbers_whose_sums_float64_cannot_hold() -> None:
+    tensor = torch.full((400_000,), 1.7e308, dtype=torch.float64)
+    constant = measure(memory(tensor), "F64").report()
+    assert [constant[key] for key in ("mean", "std", "norm")] == [1.7e308, 0.0, "inf"]
+    tensor[:200_000] *= -1
+    found = measure(memory(tensor), "F64").report()
+    assert [found[key] for key in ("mean", "std", "norm")] == [
+        pytest.approx(0, abs=1e295),
+        "inf",
+        "inf",
+    ]
+
+
+@pytest.mark.parametrize("value", [0.1, 1e8 + 0.1])
+def test_constants_have_no_spread(value: float) -> None:
+    found = measure(memory(torch.full((600_000,), value, dtype=torch.float64)), "F64")
+    assert (found.std, found.mean) == (0.0, value)
+
+
+def test_a_spread_of_a_few_units_in_the_last_place() -> None:
+    tensor = 1e15 + torch.arange(20_000, dtype=torch.float64) % 7 / 8
+    found = measure(memory(tensor), "F64")
+    assert found.std == pytest.approx((tensor - 1e15).std().item(), rel=1e-9)
 
 
 def test_integers_past_two_to_the_53() -> None:

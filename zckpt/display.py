@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -395,7 +396,8 @@ def probed(report: dict[str, Any], quiet: bool) -> None:
             from .probe.picture import drawn
 
             print()
-            for line in drawn(report["map"]):
+            columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+            for line in drawn(report["map"], columns):
                 print(safe(line))
 
 

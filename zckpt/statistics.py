@@ -54,10 +54,9 @@ class Statistics:
         """Those of further numbers."""
         if other.finite:
             count = self.finite + other.finite
-            # not their difference times a weight: it may overflow
-            mean = self.mean * (self.finite / count) + other.mean * (other.finite / count)
-            weight = math.sqrt(self.finite / count * other.finite)
-            between = abs(other.mean * weight - self.mean * weight)
+            half = other.mean / 2 - self.mean / 2  # the whole may overflow
+            mean = (self.mean / 2 + half * (other.finite / count)) * 2
+            between = abs(half) * math.sqrt(self.finite / count * other.finite) * 2
             self.spread = math.hypot(self.spread, other.spread, between)
             self.norm = math.hypot(self.norm, other.norm)
             self.mean = mean if self.finite else other.mean
@@ -88,7 +87,7 @@ class Statistics:
             "min": self.min if some else None,
             "max": self.max if some else None,
             "mean": self.mean if some else None,
-            "std": self.std,
+            "std": None if self.std is None else told(self.std),
             "norm": told(self.norm) if some else None,
             "nan": self.nan,
             "inf": self.inf,
@@ -184,7 +183,9 @@ def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
     apart = squares - count * mean * mean
     if apart < squares * CANCELLED:
         wide -= mean
-        apart = _squares(wide)
+        left = float(np.add.reduce(wide)) / count  # by which a mean of large numbers is rounded
+        apart = _squares(wide) - count * left * left
+        mean += left
     found.mean = mean / factor
     found.spread = math.sqrt(apart) / factor
     found.norm = math.sqrt(squares) / factor

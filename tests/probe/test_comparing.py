@@ -129,6 +129,26 @@ def test_tolerances_are_those_of_the_type(dtype: str, distance: float, tmp_path:
     assert probe.compare(tmp_path / "a", tmp_path / "big")["big"]
 
 
+def test_an_extreme_is_rounded_as_the_large_number_that_it_is(run_a: Path, tmp_path: Path) -> None:
+    lines = events()
+    for each in lines:
+        each |= {"dtype": "BF16", "max": 16.0}
+    a = write(tmp_path / "far", lines)
+    lines[-1] |= {"max": 16.125, "crc32": "other"}  # the next number in bfloat16
+    assert probe.compare(a, write(tmp_path / "next", lines))["big"] is None
+    lines[-1] |= {"max": 17.0}
+    assert probe.compare(a, write(tmp_path / "off", lines))["big"]["distance"] == 1 / 16
+
+
+def test_numbers_of_which_float64_has_no_norm(tmp_path: Path) -> None:
+    lines = events()
+    for each in lines:
+        each |= {"dtype": "F64", "norm": "inf", "max": 1.7e308, "samples": [1.7e308, 0.5]}
+    a = write(tmp_path / "a", lines)
+    lines[-1] |= {"max": 1.5e308, "crc32": "other"}
+    assert probe.compare(a, write(tmp_path / "b", lines))["big"]["distance"] > 0.1
+
+
 def test_while_the_original_repeats_itself_any_difference_is_big(
     run_a: Path, tmp_path: Path
 ) -> None:
@@ -156,6 +176,7 @@ def test_what_the_original_does_to_itself_is_tolerated(run_a: Path, tmp_path: Pa
     ("numbers", "what"),
     [
         ({"nan": 2}, "nan 0 against 2"),
+        ({"negative_inf": 1}, "negative_inf 0 against 1"),
         ({"shape": [2, 2]}, "shape [4] against [2, 2]"),
         ({"dtype": "BF16"}, "type F32 against BF16"),
         ({"samples": ["inf", 0.5]}, "sample 0 1 against inf"),
@@ -229,6 +250,48 @@ def test_files_that_are_no_run(run_a: Path, tmp_path: Path, zckpt: Zckpt) -> Non
         runs.read(run_a)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"dtype"', '"other"'),
+        ('"step": 8', '"step": "8"'),
+        ('"shape": [4]', '"shape": 4'),
+        ('"kind": "forward"', '"kind": "sideward"'),
+        ('"min": -1.0', '"min": "least"'),
+        ('"min": -1.0', '"min": 1' + 400 * "0"),
+        ('"head#0', '"h\udcff#0'),
+        ('{"closed"', '3\n{"closed"'),
+        ('{"closed"', 100_000 * "[" + '\n{"closed"'),
+    ],
+)
+def test_lines_that_are_no_record(old: str, new: str, run_a: Path) -> None:
+    path = run_a / "rank_00000" / "records.jsonl"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1), errors="surrogateescape")
+    with pytest.raises(CorruptCheckpoint, match=r"line \d+, is no record"):
+        runs.read(run_a)
+
+
+def test_headers_of_other_ranks(run_a: Path) -> None:
+    shutil.copytree(run_a / "rank_00000", run_a / "rank_00001")
+    with pytest.raises(InconsistentCheckpoint, match="rank_00001"):
+        runs.read(run_a)
+
+
+def test_names_that_no_file_holds_as_they_are(tmp_path: Path, zckpt: Zckpt) -> None:
+    lines = events()
+    for each in lines:
+        each["key"] = each["key"].replace("head", "h<&\"'\x1b\0\ud800")
+    a = write(tmp_path / "a", lines)
+    lines[-1] |= {"max": 9.0, "crc32": "other"}
+    b = write(tmp_path / "b", lines)
+    made = zckpt("probe-diff", a, b, "--svg", tmp_path / "map.svg", "--summary", tmp_path / "s")
+    assert made.code == 3
+    assert "\x1b" not in made.out
+    ElementTree.parse(tmp_path / "map.svg")
+
+
 def test_texts_to_compare_by_eye(run_a: Path, tmp_path: Path, zckpt: Zckpt) -> None:
     run_b = changed(tmp_path / "b", 8, "forward", "head#0/out", samples=[9.0, 0.5])
     summary = tmp_path / "summary"
@@ -273,6 +336,14 @@ def test_large_pictures_keep_the_worst() -> None:
     assert len(drawn) <= picture.ROWS + 1
     assert max(map(len, drawn[:-1])) < 100
     assert sum(each.count("@") for each in drawn[:-1]) == 1
+
+
+def test_a_narrow_terminal() -> None:
+    names = [f"model.{'deep.' * 20}layers.{n}" for n in range(3)]
+    heat = {"steps": [1, 2], "modules": names, "distances": [[0.0, 0.0]] * 3}
+    drawn = list(picture.drawn(heat, columns=40))
+    assert {len(each) for each in drawn[:-1]} == {40}
+    assert drawn[2].endswith(".layers.2 |  |")
 
 
 def test_neither_torch_nor_numpy_is_needed(
@@ -323,8 +394,16 @@ def test_dumps_that_begin_late_and_lack_files(tmp_path: Path) -> None:
     shutil.rmtree(copy / "step_0")
     (copy / "step_1" / "after_act_forward").unlink()
     shutil.copy(copy / "step_1" / "Net_0_0th_output_forward", copy / "step_1" / "more_forward")
+    (copy / "step_1" / ".notes").write_bytes(b"\xff of someone")
     found = probe.compare(DUMPS, copy)
     assert found["steps"] == [1]
     assert found["only_a"] == ["step 1, batch 0, forward after_act"]
+    assert len(set(found["notes"])) == len(found["notes"])
     assert any("after_act_forward is in order.txt, and is not there" in n for n in found["notes"])
     assert any("not in order.txt, as more_forward" in note for note in found["notes"])
+    dump = copy / "step_1" / "more_forward"
+    dump.write_text(
+        dump.read_text().replace("samples(top 128): tensor([", "samples(top 128): tensor([x, ")
+    )
+    with pytest.raises(CorruptCheckpoint, match="more_forward is no dump"):
+        runs.read(copy)

@@ -312,6 +312,46 @@ def test_parameters_that_an_engine_gathers_later(tmp_path: Path) -> None:
     assert shapes["weight"] == (3, 2)
 
 
+class Uncalled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)  # uses out_proj.weight, does not call out_proj
+        self.scales = nn.ParameterList([torch.ones(4)])
+        self.unused = nn.Linear(4, 4)
+        self.waiting = nn.LazyLinear(4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.attention(x, x, x)[0] * self.scales[0]
+
+
+def test_parameters_of_modules_that_are_not_called(tmp_path: Path) -> None:
+    model = Uncalled()
+    with probe.record(model, tmp_path / "run", step=0, parameters=True):
+        for _ in range(2):
+            model(torch.ones(3, 1, 4))
+    held = [line["key"] for line in lines(tmp_path / "run") if line.get("kind") == "parameter"]
+    named = [name for name, _ in model.named_parameters() if "waiting" not in name]
+    assert sorted(held) == sorted(named)
+    assert held.index("attention.out_proj.weight") < held.index("unused.weight")
+
+
+def test_scripted_modules_are_passed_over(tmp_path: Path) -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 3)), nn.Linear(3, 4))
+    with probe.record(model, tmp_path / "run", step=0):
+        model(torch.ones(1, 2))
+    held = [line["key"] for line in lines(tmp_path / "run") if "key" in line]
+    assert held == ["1#0/out", "(model)#0/out"]
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors(layout: torch.layout) -> None:
+    rows = [torch.randn(2, 3), torch.randn(4, 3)]
+    nested = torch.nested.nested_tensor(rows, layout=layout)
+    about = Measurer(bucket=50, samples=7, threads=1).describe(nested)
+    assert json.loads(json.dumps(about))["elements"] == 18
+    assert about["mean"] == pytest.approx(torch.cat(rows).double().mean().item(), rel=1e-12)
+
+
 def test_without_torch_one_sentence_says_so() -> None:
     code = """
 import sys

@@ -212,6 +212,40 @@ def test_modules_whose_children_are_not_called(tmp_path: Path) -> None:
             assert torch.equal(model(x), expected)
 
 
+class Shared(nn.Module):
+    """An output layer that is the embedding, without a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.scales = nn.ParameterList([torch.ones(4)])
+        self.shifts = nn.ParameterDict({"last": torch.zeros(4)})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) * self.scales[0] + self.shifts["last"]
+        return nn.functional.linear(hidden, self.embedding.weight)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_weights_of_modules_that_are_not_called(device: str, tmp_path: Path) -> None:
+    filled = Shared()
+    for parameter in filled.parameters():
+        nn.init.normal_(parameter)
+    manifest = manifest_of(dict(filled.state_dict()), tmp_path)
+    with torch.device(device):
+        model = Shared()
+    before = {name: id(p) for name, p in model.named_parameters()}
+    with (  # torch 2.13 gives F.linear with a weight on meta numbers from anywhere
+        torch.no_grad(),
+        pytest.raises(MissingData, match=r"embedding\.weight is used while its module"),
+        probe.stream(model, manifest),
+    ):
+        model(TOKENS % 10)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    with torch.no_grad(), probe.stream(model, manifest, whole=[Shared]):
+        assert torch.equal(model(TOKENS % 10), filled(TOKENS % 10))
+
+
 def manifest_of(state: dict[str, Tensor], folder: Path) -> Any:
     from ..test_stats import manifest_of as made
 

@@ -2,7 +2,8 @@
 
 Records are aligned by step, batch, kind and key, and looked at in the order of the first run. Equal
 checksums are equal bytes. Else the distance is the largest change of samples, extremes, mean and
-std against the root mean square of the tensor: what a change means does not depend on its scale.
+std against the root mean square of the tensor, or the number itself where that is larger: what a
+change means depends neither on the scale of a tensor nor on how far out its extremes are.
 
 Big is what is above the tolerance of its type; or, where two runs of the original were recorded,
 above four times the noise between them. As long as those two are equal bit for bit, every
@@ -101,7 +102,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         "big": _told(big, steps) if big else None,
         "only_a": only_a,
         "only_b": only_b,
-        "notes": notes,
+        "notes": list(dict.fromkeys(notes)),
         "map": heat(events, steps),
     }
 
@@ -173,7 +174,7 @@ def apart(a: Record, b: Record) -> tuple[float, str]:
     known = "crc32" in ours and "crc32" in theirs
     if known and ours["crc32"] == theirs["crc32"]:
         return 0.0, ""
-    for key in ("nan", "inf"):
+    for key in ("nan", "inf", "negative_inf"):
         if ours.get(key) != theirs.get(key):
             return math.inf, f"{key} {ours.get(key)} against {theirs.get(key)}"
     scale = max(_scale(a), _scale(b))
@@ -201,22 +202,22 @@ def _apart(one: float, other: float, scale: float) -> float:
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
     distance = abs(one - other)
-    if not math.isfinite(distance):
-        return math.inf
-    return distance / scale if scale else math.inf
+    scale = max(scale, min(abs(one), abs(other)))
+    return distance / scale if scale and math.isfinite(distance) else math.inf
 
 
 def _scale(record: Record) -> float:
-    """The root mean square; of dumps without a norm that of their samples."""
-    count, norm = math.prod(record.shape), record.numbers.get("norm")
-    if norm is not None:
-        return float(norm) / math.sqrt(count) if count else 0.0
-    samples = [float(value) for value in record.numbers.get("samples", ())]
+    """The root mean square; of dumps without a norm, and past float64, that of their samples."""
+    numbers = record.numbers
+    norm = float(numbers.get("norm") or 0.0)
+    if norm and math.isfinite(norm):
+        return norm / math.sqrt(math.prod(record.shape) - numbers["nan"] - numbers["inf"])
+    samples = [float(value) for value in numbers.get("samples", ())]
     finite = [value for value in samples if math.isfinite(value)]
-    if not any(finite):
-        extremes = (record.numbers.get("min"), record.numbers.get("max"))
-        return max((abs(float(value)) for value in extremes if value is not None), default=0.0)
-    return math.hypot(*finite) / math.sqrt(len(finite))
+    if any(finite):
+        return math.hypot(*finite) / math.sqrt(len(finite))
+    extremes = (numbers.get("min"), numbers.get("max"))
+    return max((abs(float(value)) for value in extremes if value is not None), default=0.0)
 
 
 # -- what it means

@@ -28,14 +28,22 @@ def shade(distance: Cell) -> int:
     return 1 + min(max(power, FAINTEST), STRONGEST) - FAINTEST
 
 
-def drawn(heat: dict[str, Any]) -> Iterator[str]:
-    """Lines for a terminal: a module a line, in the order of the forward, a column a step."""
+def drawn(heat: dict[str, Any], columns: int | None = None) -> Iterator[str]:
+    """Lines for a terminal, of at most `columns` where names can be cut: a module a line, in the
+    order of the forward, a column a step."""
     names, rows, steps = _fitting(heat)
+    if columns is not None:
+        names = [_cut(name, max(16, columns - len(rows[0]) - 3)) for name in names]
     width = max(map(len, names), default=0)
     for name, row in zip(names, rows, strict=True):
         cells = "".join("_" if (place := shade(cell)) < 0 else SHADES[place] for cell in row)
         yield f"{name.ljust(width)} |{cells}|"
     yield f"{''.ljust(width)}  step {steps[0]} to {steps[-1]}; {_legend()}"
+
+
+def _cut(name: str, most: int) -> str:
+    """Its end, which tells modules apart."""
+    return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
 def _legend() -> str:
@@ -88,13 +96,14 @@ def svg(report: dict[str, Any]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="monospace" font-size="10">',
-        f'<text x="4" y="14">{escape(report["a"])} against {escape(report["b"])}</text>',
+        f'<text x="4" y="14">{_shown(report["a"])} against {_shown(report["b"])}</text>',
         f'<text x="4" y="28">steps {steps[0]} to {steps[-1]}; {escape(_legend())}</text>',
     ]
     for line, (name, row) in enumerate(zip(names, heat["distances"], strict=True)):
         y = top + size * line
-        shown = name if len(name) <= 50 else f"...{name[-47:]}"
-        parts.append(f'<text x="{left - 6}" y="{y + 10}" text-anchor="end">{escape(shown)}</text>')
+        parts.append(
+            f'<text x="{left - 6}" y="{y + 10}" text-anchor="end">{_shown(_cut(name, 50))}</text>'
+        )
         for column, value in enumerate(row):
             if value is None:
                 continue
@@ -103,9 +112,14 @@ def svg(report: dict[str, Any]) -> str:
             parts.append(
                 f'<rect x="{left + size * column}" y="{y}" width="{size - 1}" height="{size - 1}" '
                 f'fill="{COLOURS[shade(_cell(value))]}"{stroke}>'
-                f"<title>{escape(name)}, step {steps[column]}: {value}</title></rect>"
+                f"<title>{_shown(name)}, step {steps[column]}: {value}</title></rect>"
             )
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _shown(name: str) -> str:
+    """As XML can hold it, which has no control characters."""
+    return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name))
 
 
 def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> list[str]:
@@ -130,7 +144,7 @@ def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> list[str]:
         os.makedirs(folder)
         for step in run.steps:
             path = os.path.join(folder, f"step_{step:08d}.txt")
-            with open(path, "w", encoding="utf-8") as file:
+            with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
                 for rank, place in order:
                     if place[0] == step:
                         file.write(_text(rank, place, held.get((rank, place))))

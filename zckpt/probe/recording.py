@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from .. import __version__
 from ..errors import TargetExists, WrongOption
 from .runs import RECORDS, VERSION, rank_folder
-from .statistics import Measurer
-from .subscribers import Place, Subscriber, in_backward, subscribe
+from .statistics import Measurer, holds_bytes
+from .subscribers import ROOT, Place, Subscriber, in_backward, modules, subscribe, used_by
 
 _active: list[Recorder] = []
 
@@ -278,18 +278,32 @@ class Recorder(Subscriber):
 
     def post_forward_module(self, place: Place, args: tuple[Any, ...], output: Any) -> Any:
         self._take_parameters(place, released=True)
+        if place.is_root:
+            self._take_others(place)
         return output
 
     def _take_parameters(self, place: Place, released: bool) -> None:
         """Once a step: before the forward, or after it those that an engine gathers only then, as
         one does that was put around a module whose recording had begun."""
+        for below, module in used_by(place.module):
+            path = ".".join(filter(None, ("" if place.is_root else place.path, below)))
+            self._take_own(place, path, module, released and not below)
+
+    def _take_others(self, root: Place) -> None:
+        """Once a step, what no call has shown: weights that are not used, or used from afar."""
+        for path, module in modules(root.module).items():
+            self._take_own(root, "" if path == ROOT else path, module, released=False)
+
+    def _take_own(self, place: Place, path: str, module: nn.Module, released: bool) -> None:
         if not (self._parameters and self._recording) or place.recomputed:
             return
-        for name, parameter in place.module.named_parameters(recurse=False):
-            path = name if place.is_root else f"{place.path}.{name}"
-            here = parameter.numel() > 0 and not hasattr(parameter, "to_local")
-            if (here or released) and not self._seen[self._step, "parameter", path]:
-                self._write("parameter", path, parameter)
+        for name, parameter in module.named_parameters(recurse=False):
+            whole = f"{path}.{name}" if path else name
+            here = not hasattr(parameter, "to_local") and holds_bytes(parameter)
+            if ((here and parameter.numel()) or released) and not self._seen[
+                self._step, "parameter", whole
+            ]:
+                self._write("parameter", whole, parameter)
 
     def post_forward_tensor(self, place: Place, path: str, tensor: Tensor) -> Tensor:
         self._take(f"{place.key}/{path}", tensor, place.recomputed)

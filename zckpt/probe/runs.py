@@ -96,19 +96,32 @@ def _read_ranks(where: str, folders: list[str]) -> Run:
     notes = []
     for folder in folders:
         file = os.path.join(where, folder, RECORDS)
-        lines = list(_lines(file))
-        if not lines:
+        lines = _lines(file)
+        header = next(lines, None)
+        if header is None:
             raise CorruptCheckpoint(f"{file} has no header", hint="record the run again")
-        header, *rest = lines
         if header.get("zckpt_probe") != VERSION:
             raise UnsupportedCheckpoint(
                 f"{file} is of version {header.get('zckpt_probe')} of recorded runs, not {VERSION}"
             )
-        worlds.add(header["world"])
-        closed = bool(rest) and "closed" in rest[-1]
+        world, rank = header.get("world"), int(folder.removeprefix("rank_"))
+        if header.get("rank") != rank or not isinstance(world, int):
+            raise InconsistentCheckpoint(
+                f"{file} is of rank {header.get('rank')} of {world}",
+                hint="each rank's file lies in a folder of that rank",
+            )
+        worlds.add(world)
+        records, closed = [], False
+        for number, line in enumerate(lines, 2):
+            closed = "closed" in line
+            if not closed:
+                try:
+                    records.append(_record(line))
+                except (KeyError, TypeError, ValueError, OverflowError) as error:
+                    raise _no_record(file, number) from error
         if not closed:
             notes.append(f"{file} was not closed: the run died, or goes on")
-        ranks[header["rank"]] = [_record(line) for line in rest if "key" in line]
+        ranks[rank] = records
     if len(worlds) > 1 or max(ranks) >= max(worlds):
         raise InconsistentCheckpoint(
             f"{where} holds ranks of runs of {', '.join(map(str, sorted(worlds)))} processes",
@@ -118,31 +131,40 @@ def _read_ranks(where: str, folders: list[str]) -> Run:
 
 
 def _lines(file: str) -> Iterator[dict[str, Any]]:
-    with open(file, encoding="utf-8") as held:
+    with open(file, "rb") as held:
         for number, line in enumerate(held, 1):
             try:
                 made = json.loads(line)
-            except ValueError as error:
-                if not line.endswith("\n"):  # cut off while it was written
+            except (ValueError, RecursionError) as error:
+                if not line.endswith(b"\n"):  # cut off while it was written
                     return
-                raise CorruptCheckpoint(
-                    f"{file}, line {number}, is no record", hint="record the run again"
-                ) from error
+                raise _no_record(file, number) from error
+            if not isinstance(made, dict):
+                raise _no_record(file, number)
             yield made
 
 
+def _no_record(file: str, number: int) -> CorruptCheckpoint:
+    return CorruptCheckpoint(f"{file}, line {number}, is no record", hint="record the run again")
+
+
+_ABOUT = {"step": int, "batch": str, "kind": str, "key": str, "dtype": str, "shape": list}
+
+
 def _record(line: dict[str, Any]) -> Record:
-    about = {"step", "batch", "order", "kind", "key", "dtype", "shape"}
-    numbers = {key: value for key, value in line.items() if key not in about}
-    return Record(
-        line["step"],
-        line["batch"],
-        line["kind"],
-        line["key"],
-        line["dtype"],
-        tuple(line["shape"]),
-        numbers,
-    )
+    """Raises KeyError, TypeError, ValueError or OverflowError for what is none."""
+    about = {key: line[key] for key in _ABOUT}
+    if any(not isinstance(about[key], kind) for key, kind in _ABOUT.items()):
+        raise TypeError
+    if about["kind"] not in KINDS:
+        raise ValueError
+    numbers = {key: value for key, value in line.items() if key not in about and key != "order"}
+    for key in ("min", "max", "mean", "std", "norm", "nan", "inf"):
+        float(numbers.get(key) or 0)
+    for value in numbers.get("samples", ()):
+        float(value)
+    shape = tuple(int(size) for size in about.pop("shape"))
+    return Record(**about, shape=shape, numbers=numbers)
 
 
 # -- ONNX Runtime
@@ -178,14 +200,15 @@ def _read_onnxruntime(where: str, names: list[str]) -> Run:
     )
     for step, name in steps:
         folder = os.path.join(where, name)
-        with open(os.path.join(folder, "order.txt"), encoding="utf-8") as file:
+        with open(os.path.join(folder, "order.txt"), encoding="utf-8", errors="replace") as file:
             order = dict.fromkeys(line.strip() for line in file if line.strip())
-        beside = sorted(set(os.listdir(folder)) - {"order.txt", *order})
+        dumps = {name for name in os.listdir(folder) if name.endswith(("_forward", "_backward"))}
+        beside = sorted(dumps - set(order))
         if beside:  # ONNX Runtime's own merge leaves them out in silence
             notes.append(f"{folder}: {len(beside)} files are not in order.txt, as {beside[0]}")
         for held in (*order, *beside):
             file_name = os.path.join(folder, held)
-            if os.path.isfile(file_name):
+            if held in dumps and os.path.isfile(file_name):
                 records.append(_read_dump(file_name, step))
             else:
                 notes.append(f"{folder}: {held} is in order.txt, and is not there")
@@ -193,11 +216,21 @@ def _read_onnxruntime(where: str, names: list[str]) -> Run:
 
 
 def _read_dump(path: str, step: int) -> Record:
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         text = file.read()
+    try:
+        return _parsed(text, step)
+    except ValueError as error:
+        raise CorruptCheckpoint(
+            f"{path} is no dump of ONNX Runtime", hint="dump the run again"
+        ) from error
+
+
+def _parsed(text: str, step: int) -> Record:
+    """Raises ValueError for what is no dump."""
     head = _HEAD.match(text)
     if head is None:
-        raise CorruptCheckpoint(f"{path} is no dump of ONNX Runtime", hint="dump the run again")
+        raise ValueError
     numbers: dict[str, Any] = {}
     for key, pattern in _NUMBERS.items():
         if found := re.search(pattern, text):

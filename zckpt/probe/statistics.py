@@ -48,6 +48,8 @@ class Measurer:
         tensor = tensor.detach()
         if hasattr(tensor, "to_local"):  # a DTensor: what this rank holds
             tensor = tensor.to_local()
+        if tensor.is_nested:  # whose rows differ in length: all of them, one after the other
+            tensor = tensor.values()
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         about: dict[str, Any] = {"dtype": dtype, "shape": list(tensor.shape)}
         about["elements"] = tensor.numel()
@@ -131,7 +133,7 @@ def holds_bytes(tensor: Tensor) -> bool:
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         end = (tensor.storage_offset() + last + 1) * tensor.element_size()
         return not tensor.numel() or (held.data_ptr() != 0 and held.nbytes() >= end)
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):  # the last where a Lazy module waits
         return False
 
 

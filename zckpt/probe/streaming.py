@@ -3,6 +3,10 @@
 Before a module's forward its own parameters and buffers are read, through the manifest, from
 wherever their elements lie; after it they are let go. So memory is that of the largest module (and
 of what the modules around it own), not of the model, which may be on torch's `meta` device.
+
+In place of what is not read there is an `_Absent`: torch multiplies a tensor on the CPU by one on
+`meta` (F.linear, torch 2.13) and gives numbers from anywhere, and a model that is not on `meta`
+would go on with weights of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from .. import api, naming
 from ..cast import cast
@@ -23,10 +28,8 @@ from ..errors import MissingData, listed
 from ..fileio import Reader
 from ..manifest import Entry, Manifest
 from .statistics import NAMES, raw
-from .subscribers import Place, Subscriber, is_compiled, subscribe, unwrapped
+from .subscribers import LISTS, WHOLE, Place, Subscriber, is_compiled, subscribe, unwrapped
 
-WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules of torch whose forward uses weights of their children without calling them."""
 SCRATCH = 8 << 20  # bytes, in which small pieces of many ranks are put together
 
 
@@ -36,7 +39,7 @@ def stream(
     checkpoint: str | os.PathLike[str] | Manifest,
     *,
     device: str | torch.device | None = None,
-    whole: Collection[type[nn.Module]] = WHOLE,
+    whole: Collection[type[nn.Module]] = (),
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
@@ -46,13 +49,14 @@ def stream(
 
     Weights are what the module held when it was saved (slot `param`); or, where that is missing or
     of another type than the model's, the masters, rounded. They are put on `device`, by default
-    where the model's own are, or on the CPU for those on `meta`. Modules of the classes `whole`
-    are loaded with all that is below them. `rename` are the pairs (regex, replacement) of
-    `--rename`. Weights get no gradients. CRC-32 of records are checked.
+    where the model's own are, or on the CPU for those on `meta`. Modules of the classes `whole`,
+    and those of torch that need it, are loaded with all that is below them. `rename` are the pairs
+    (regex, replacement) of `--rename`. Weights get no gradients. CRC-32 of records are checked.
 
     Raises MissingData, which lists names of both sides, where the checkpoint lacks a tensor of the
-    model; CorruptCheckpoint, within a forward or as the block ends, where bytes are not what their
-    file states.
+    model; and within a forward, where a weight is used while its module is not called, as an
+    embedding's in an output layer. CorruptCheckpoint, within a forward or as the block ends, where
+    bytes are not what their file states.
     """
     manifest = (
         checkpoint
@@ -60,13 +64,51 @@ def stream(
         else api.read(checkpoint, format=format, tag=tag, step_policy=step_policy)
     )
     manifest = naming.renamed(manifest, rename)
-    streamer = _Streamer(unwrapped(model), manifest, device, tuple(whole))
+    streamer = _Streamer(unwrapped(model), manifest, device, (*WHOLE, *whole))
     try:
         with subscribe(model, streamer):
             yield
         streamer.finish()
     finally:
         streamer.close()
+
+
+class _Absent(Tensor):
+    """Shape and type of a weight that is not read now. Meeting numbers raises MissingData."""
+
+    path = "a weight"
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        absent = [each for each in given if isinstance(each, cls)]
+        if any(not isinstance(each, cls) and each.device.type != "meta" for each in given):
+            raise MissingData(
+                f"{absent[0].path} is used while its module is not called",
+                hint="name the class of the module that uses it in whole=",
+            )
+        made = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if isinstance(made, cls) and absent:
+            made.path = absent[0].path
+        return made
+
+
+class _Weight:
+    """A tensor of the model: where it is kept, and what is there outside of forwards."""
+
+    def __init__(self, held: dict[str, Any], name: str, path: str) -> None:
+        self.held, self.name, self.path = held, name, path
+        self.original: Tensor = held[name]
+        meta = torch.empty(self.original.shape, dtype=self.original.dtype, device="meta")
+        self.absent: Any = meta.as_subclass(_Absent)
+        self.absent.path = path
+        self.absent._is_param = isinstance(self.original, nn.Parameter)
+        self.put(self.absent)
+
+    def put(self, tensor: Tensor) -> None:
+        self.held[self.name] = tensor
 
 
 class _Streamer(Subscriber):
@@ -76,8 +118,10 @@ class _Streamer(Subscriber):
         self._sources = sources(model, manifest)
         self._device = None if device is None else torch.device(device)
         self._whole = whole
-        self._own = {id(module): own for module, own in _owned(model, whole)}
-        self._loaded: dict[int, tuple[int, list[tuple[dict[str, Any], str, Any]]]] = {}
+        self._own = {
+            id(module): [_Weight(*each) for each in own] for module, own in _owned(model, whole)
+        }
+        self._loaded: dict[int, int] = {}  # calls of each module that have not returned
         self._reader = Reader()
         self._gatherer = Gatherer(self._reader, Ledger(manifest.records), SCRATCH)
         self._read: set[str] = set()
@@ -86,36 +130,32 @@ class _Streamer(Subscriber):
         self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         key = id(place.module)
-        depth, before = self._loaded.get(key, (0, []))
-        if not depth:
-            for held, name, path in self._own.get(key, ()):
-                before.append((held, name, held[name]))
-                self._loaded[key] = 1, before  # so that a failure below is undone
-                held[name] = self._load(self._sources[path], held[name])
-        self._loaded[key] = depth + 1, before
+        self._loaded[key] = self._loaded.get(key, 0) + 1  # so that a failure below is undone
+        if self._loaded[key] == 1:
+            for weight in self._own.get(key, ()):
+                weight.put(self._load(self._sources[weight.path], weight.original))
         return args, kwargs
 
     def post_forward_module(self, place: Place, args: tuple[Any, ...], output: Any) -> Any:
         key = id(place.module)
-        depth, before = self._loaded.get(key, (0, []))
-        if depth > 1:
-            self._loaded[key] = depth - 1, before
-        else:
+        self._loaded[key] -= 1
+        if not self._loaded[key]:
             self._release(key)
         return output
 
     def _release(self, key: int) -> None:
-        for held, name, original in self._loaded.pop(key, (0, []))[1]:
-            held[name] = original
+        del self._loaded[key]
+        for weight in self._own.get(key, ()):
+            weight.put(weight.absent)
 
     def finish(self) -> None:
         """Checks records of which little was not read: what lies between tensors."""
         self._gatherer.ledger.finish(self._reader)
 
     def close(self) -> None:
-        """Puts back what a forward that failed has left."""
-        for key in list(self._loaded):
-            self._release(key)
+        for own in self._own.values():
+            for weight in own:
+                weight.put(weight.original)
         self._reader.close()
 
     def _load(self, entry: Entry, like: Tensor) -> Tensor:
@@ -163,12 +203,11 @@ def _owned(
         children = [
             (child, f"{path}.{name}" if path else name) for name, child in module.named_children()
         ]
-        if isinstance(module, whole) or is_compiled(module):
-            for child, at in children:
+        everything = isinstance(module, whole) or is_compiled(module)
+        for child, at in children:
+            if everything or isinstance(child, LISTS):
                 for _, more in below(child, at, seen):
                     held += more
-            yield module, held
-            return
         yield module, held
         for child, at in children:
             yield from below(child, at, seen)

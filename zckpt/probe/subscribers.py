@@ -30,6 +30,11 @@ WRAPPERS = frozenset({"module", "_forward_module", "_orig_mod"})
 WITHIN = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 ENGINES = ("torch", "deepspeed", "accelerate", "lightning", "lightning_fabric")
 
+LISTS = (nn.ParameterList, nn.ParameterDict)
+"""Modules that are never called: theirs are weights of the module around them."""
+WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules of torch whose forward uses weights of their children without calling them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -105,8 +110,8 @@ def _modules(
     module: nn.Module, path: str, seen: set[int] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
     seen = set() if seen is None else seen
-    if id(module) in seen:
-        return
+    if id(module) in seen or type(module).__name__ == "RecursiveScriptModule":
+        return  # TorchScript's have no hooks
     seen.add(id(module))
     yield path, module
     if is_compiled(module):
@@ -116,6 +121,17 @@ def _modules(
         for found, held in _modules(child, below, seen):
             if found != path:  # what torch wraps is seen from outside
                 yield found, held
+
+
+def used_by(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A module and what it uses without calling it, by the path within it."""
+    if isinstance(module, WHOLE):
+        yield from module.named_modules()
+        return
+    yield "", module
+    for name, child in module.named_children():
+        if isinstance(child, LISTS):
+            yield from child.named_modules(prefix=name)
 
 
 def is_compiled(module: nn.Module) -> bool:
