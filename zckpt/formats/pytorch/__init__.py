@@ -1,8 +1,11 @@
 """PyTorch's own checkpoints: FSDP1, FSDP2, plain torch, ZeroRedundancyOptimizer.
 
     tree.py               state dicts whose tensors are leaves: where their bytes lie
-    state.py              what state dicts mean: model, optimizer, groups, steps; the manifest
-    matching.py           names for an optimizer that knows its parameters by number alone
+    finding.py            which of them are the model's and the optimizer's
+    names.py              the model's name of every parameter that an optimizer knows
+    matching.py           names for numbers: the one way in which shapes fit
+    twins.py              tensors that hold the same, as tied weights do
+    state.py              the manifest of it all: groups, steps, frozen weights, buffers
     dcp.py                format `dcp`: torch.distributed.checkpoint's directories, read
     hf.py                 Hugging Face's storage of it, safetensors without an index
     gathered.py           format `gathered`: files of torch.save, whole or one per rank, read

@@ -1,48 +1,39 @@
-"""What state dicts mean: which is the model's, which the optimizer's, and the manifest of both.
-
-Programs choose the keys (`model`, `state_dict`, `app.model`, none; `optim`, `optimizer`), so state
-dicts are known by what they hold. An optimizer's comes in three kinds (torch 2.13):
-
-    nested    {"state": {name: {"exp_avg": ...}}, "param_groups": [{"params": [names], "lr": ...}]}
-    flat      {"state.<name>.exp_avg": ..., "param_groups.<name>.lr": ...}: groups are lost
-    raw       as nested, with numbers for names: places in all groups, one behind the other
+"""What state dicts mean: the manifest of a model's and an optimizer's.
 
 The module's weights are what the optimizer updates; there are no masters beside them.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ... import steps
 from ...dtypes import FLOATS
-from ...errors import (
-    AmbiguousCheckpoint,
-    InconsistentCheckpoint,
-    MissingData,
-    UnsupportedCheckpoint,
-    WrongOption,
-    listed,
-)
-from ...inert import TensorName, map_values, to_json
+from ...errors import UnsupportedCheckpoint, listed
+from ...inert import TensorName, map_values
 from ...manifest import Entry, Manifest, Parameter, Sighting, slot_name
+from .finding import (
+    Optimizer,
+    Path,
+    choose_model,
+    dotted,
+    find_models,
+    find_optimizers,
+    read_optimizer,
+    value_at,
+)
+from .names import names_of, refuse_twice
 from .tree import Found, Leaf
+from .twins import Seen, is_updated
 
-Path = tuple[Any, ...]
-MODELS = ("model", "state_dict", "module", "model_state_dict", "app.model")  # the likeliest first
 SCHEDULERS = ("lr_scheduler", "scheduler")
 BUFFERS = re.compile(  # by what modules of torch and transformers call theirs
     r"(?:.*\.)?(?:running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq"
     r"|position_ids|token_type_ids|attn_bias|masked_bias|causal_mask)"
 )
-DEPTH = 4
-SAMPLE = 4096  # bytes
 
 
 def manifest(
@@ -53,356 +44,24 @@ def manifest(
     Raises MissingData (no model; numbers that fit several names), UnsupportedCheckpoint (several
     optimizers), AmbiguousCheckpoint (several models), InconsistentCheckpoint.
     """
-    optimizers = list(_optimizers(found.tree))
+    optimizers = list(find_optimizers(found.tree))
     if len(optimizers) > 1:
         raise UnsupportedCheckpoint(
-            f"{found.root} holds {len(optimizers)} optimizers: "
-            f"{listed([*map(_dotted, optimizers)])}"
+            f"{found.root} holds {len(optimizers)} optimizers: {listed([*map(dotted, optimizers)])}"
         )
     at = optimizers[0] if optimizers else None
-    optimizer = None if at is None else _optimizer(_at(found.tree, at))
-    models: dict[Path, dict[Any, Any]] = dict(_models(found.tree, at))
-    path = _model(found, models, optimizer)
+    optimizer = None if at is None else read_optimizer(value_at(found.tree, at))
+    models: dict[Path, dict[Any, Any]] = dict(find_models(found.tree, at))
+    path = choose_model(found, models, optimizer)
     model = models[path]
     if optimizer is not None:
-        _refuse_twice(found, [str(m) for members in optimizer.members for m in members])
-        names = _names(found, model, optimizer, param_names)
-        _refuse_twice(found, [names[m] for members in optimizer.members for m in members])
+        refuse_twice(found, [str(m) for members in optimizer.members for m in members])
+        names = names_of(found, model, optimizer, param_names)
+        refuse_twice(found, [names[m] for members in optimizer.members for m in members])
         if alien := [str(key) for key in optimizer.state if key not in names]:
             found.left_out.append(f"the state of {listed(alien)}, which no group holds")
         optimizer = optimizer.renamed(names)
     return _Reading(found, path, model, at, optimizer, step_policy).manifest()
-
-
-# -- state dicts, by what they hold
-
-
-@dataclass(frozen=True, slots=True)
-class _Optimizer:
-    """An optimizer's state by name (or number), and its groups with their members."""
-
-    layout: str
-    state: dict[Any, dict[str, Any]]
-    groups: list[dict[str, Any]]
-    members: list[list[Any]] = field(default_factory=list)
-
-    @property
-    def is_numbered(self) -> bool:
-        return any(type(member) is int for members in self.members for member in members)
-
-    def renamed(self, names: Mapping[Any, str]) -> _Optimizer:
-        return replace(
-            self,
-            state={names[key]: held for key, held in self.state.items() if key in names},
-            members=[[names[member] for member in members] for members in self.members],
-        )
-
-
-def _optimizers(tree: Any, path: Path = ()) -> Iterator[Path]:
-    if isinstance(tree, dict) and _is_optimizer(tree):
-        yield path
-    elif len(path) < DEPTH and isinstance(tree, (dict, list)):
-        for key, held in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _optimizers(held, (*path, key))
-
-
-def _is_optimizer(held: dict[Any, Any]) -> bool:
-    groups = held.get("param_groups")
-    if isinstance(groups, list):
-        return all(isinstance(group, dict) and "params" in group for group in groups)
-    return any(isinstance(key, str) and key.startswith("param_groups.") for key in held)
-
-
-def _optimizer(held: dict[Any, Any]) -> _Optimizer:
-    if "param_groups" not in held:
-        return _flat(held)
-    state = held.get("state") or {}
-    members = [list(group["params"]) for group in held["param_groups"]]
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in held["param_groups"]
-    ]
-    made = _Optimizer("nested", state, groups, members)
-    if not made.is_numbered:
-        return made
-    # planners of torch.distributed.checkpoint make texts of the numbers
-    return replace(made, layout="raw", state={int(key): value for key, value in state.items()})
-
-
-def _flat(held: dict[Any, Any]) -> _Optimizer:
-    """Every parameter has hyper-parameters of its own: equal ones are one group."""
-    state: dict[str, dict[str, Any]] = {}
-    hyper: dict[str, dict[str, Any]] = {}
-    for key, value in held.items():
-        kind, _, rest = key.partition(".")
-        name, _, what = rest.rpartition(".")
-        (state if kind == "state" else hyper).setdefault(name, {})[what] = value
-    groups: dict[str, dict[str, Any]] = {}
-    members: dict[str, list[str]] = {}
-    for name, group in hyper.items():
-        same = json.dumps(to_json(_plain(group)), sort_keys=True)
-        groups.setdefault(same, group)
-        members.setdefault(same, []).append(name)
-    return _Optimizer("flat", dict(state), list(groups.values()), list(members.values()))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Leaf):
-        return value.number() if not value.shape else repr(value.place or value.twin or id(value))
-    return map_values(value, lambda item, _: _plain(item))
-
-
-def _models(tree: Any, optimizer: Path | None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Dictionaries that hold tensors by name, with those that are the optimizer's left out."""
-    if path == optimizer or not isinstance(tree, dict) or len(path) > DEPTH:
-        return
-    if any(isinstance(held, Leaf) and isinstance(key, str) for key, held in tree.items()):
-        yield path, tree
-    for key, held in tree.items():
-        yield from _models(held, optimizer, (*path, key))
-
-
-def _model(
-    found: Found, models: Mapping[Path, dict[Any, Any]], optimizer: _Optimizer | None
-) -> Path:
-    """The path of the one state dict that is the model's."""
-    if not models:
-        raise MissingData(
-            f"{found.root} holds an optimizer's state, but no model's",
-            hint="give the folder that holds both; names and weights are in the model's",
-        )
-    fitting: dict[Path, dict[Any, Any]] = dict(models)
-    if optimizer is not None and not optimizer.is_numbered:
-        names = {name for members in optimizer.members for name in members}
-        whole = {path: held for path, held in models.items() if names <= held.keys()}
-        fitting = whole or fitting
-    for likely in MODELS:
-        for path in fitting:
-            if _dotted(path) == likely:
-                return path
-    sizes = {
-        path: sum(_is_float(leaf) and bool(leaf.shape) for leaf in held.values())
-        for path, held in fitting.items()
-    }
-    if () in fitting:  # a loss or a generator's state may stand beside the model
-        keys = [str(key) for key, value in fitting[()].items() if isinstance(value, Leaf)]
-        dotted = any("." in key for key in keys)
-        if dotted or sizes[()] >= max(sizes.values()):
-            return ()
-        del fitting[()]
-    averages = [path for path in fitting if "ema" in re.split(r"[._]", _dotted(path))]
-    if len(averages) < len(fitting):
-        fitting = {path: held for path, held in fitting.items() if path not in averages}
-    if len(fitting) > 1:
-        raise AmbiguousCheckpoint(
-            f"{found.root} holds several models: {listed([*map(_dotted, fitting)])}",
-            hint="one checkpoint is of one model: save each in a file or directory of its own, or "
-            f"call the one that is meant {MODELS[0]!r}",
-        )
-    return next(iter(fitting))
-
-
-def _at(tree: Any, path: Path) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
-def _dotted(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
-def _names(
-    found: Found,
-    model: Mapping[str, Any],
-    optimizer: _Optimizer,
-    param_names: Sequence[str] | None,
-) -> dict[Any, str]:
-    """The model's name of every parameter that the optimizer knows."""
-    if optimizer.is_numbered:
-        return _matched(found, model, optimizer, param_names)
-    known = [name for members in optimizer.members for name in members]
-    if all(name in model for name in known):
-        return {name: name for name in known}
-    from ...naming import matched
-
-    return dict(matched(known, [name for name in model if isinstance(model[name], Leaf)]))
-
-
-def _refuse_twice(found: Found, members: Sequence[str]) -> None:
-    if twice := [name for name, count in Counter(members).items() if count > 1]:
-        raise InconsistentCheckpoint(
-            f"{found.root}: the optimizer holds {listed(twice)} more than once",
-            hint="the file was edited: torch gives every parameter to one group, once",
-        )
-
-
-def _matched(
-    found: Found,
-    model: Mapping[str, Any],
-    optimizer: _Optimizer,
-    param_names: Sequence[str] | None,
-) -> dict[int, str]:
-    """Names for numbers: as groups tell them (torch 2.6's `param_names`), else by shapes."""
-    numbers = [number for members in optimizer.members for number in members]
-    if found.known is not None and len(found.known.get("numbers", ())) == len(numbers):
-        return dict(zip(numbers, found.known["numbers"], strict=True))
-    told = [name for group in optimizer.groups for name in group.get("param_names") or ()]
-    if len(told) == len(numbers) and not set(told) <= model.keys():
-        told = _without_wrappers(told, model)
-    if len(told) == len(numbers):
-        _refuse_mixed(found, [_shape(optimizer.state.get(n, {})) for n in numbers], told, model)
-        return dict(zip(numbers, told, strict=True))
-    if param_names is not None and not set(param_names) <= model.keys():
-        from ...naming import matched
-
-        param_names = list(matched(param_names, list(model)).values())
-    from .matching import match
-
-    orders = found.orders or optimizer.members
-    shapes = {number: _shape(optimizer.state.get(number, {})) for number in numbers}
-    owners = [name for name in model if _is_float(model[name])]
-    if len(owners) != len(numbers):  # else these are all, whichever hold the same
-        owners = _owners(model, owners)
-    candidates = [(name, model[name].shape) for name in owners]
-    names = match([[shapes[n] for n in order] for order in orders], candidates, param_names)
-    given = {
-        number: name
-        for order, each in zip(orders, names, strict=True)
-        for number, name in zip(order, each, strict=True)
-    }
-    if param_names is None:
-        _refuse_copies(model, optimizer, given, set(owners))
-    found.warnings.append(
-        "the optimizer knows its parameters by number: each was given the one name that its shape "
-        "and its place allow"
-        if param_names is None
-        else "the optimizer knows its parameters by number: names are those of --param-names"
-    )
-    return given
-
-
-def _refuse_copies(
-    model: Mapping[str, Any], optimizer: _Optimizer, given: Mapping[int, str], owners: set[str]
-) -> None:
-    """Raises where a number may as well be that of a copy: only an update tells copies apart."""
-    from .matching import HINT
-
-    rest = {held.twin: n for n, held in model.items() if _is_float(held) and n not in owners}
-    for number, name in given.items():
-        held = model[name]
-        known_apart = held.twin is None or held.place is not None
-        if known_apart or held.twin not in rest or _is_updated(optimizer.state.get(number, {})):
-            continue
-        raise MissingData(
-            f"the optimizer knows its parameters by number, and {name} and {rest[held.twin]} hold "
-            "the same: no update shows which of them it has",
-            hint=HINT,
-        )
-
-
-def _without_wrappers(told: Sequence[str], model: Mapping[str, Any]) -> list[str]:
-    """The model's names of those that a wrapper's optimizer was given; none where no rule fits."""
-    from ...naming import matched
-
-    held = [name for name, leaf in model.items() if isinstance(leaf, Leaf)]
-    try:
-        return list(matched(told, held).values())
-    except (MissingData, WrongOption):
-        return []
-
-
-def _refuse_mixed(
-    found: Found,
-    shapes: Sequence[tuple[int, ...] | None],
-    told: Sequence[str],
-    model: Mapping[str, Any],
-) -> None:
-    """Raises where names have the shapes that states have, but in another order.
-
-    Some optimizers keep states of other shapes than their weights: these tell nothing.
-    """
-    pairs = [(name, model[name].shape, shape) for name, shape in zip(told, shapes, strict=True)]
-    held = [pair for pair in pairs if pair[2] is not None]
-    if Counter(own for _, own, _ in held) == Counter(shape for _, _, shape in held):
-        for name, own, shape in held:
-            if shape != own:
-                raise InconsistentCheckpoint(
-                    f"{found.root}: param_names gives {name} of shape {list(own)} a state of shape "
-                    f"{list(shape or ())}",
-                    hint="names and states are of two different orders of parameters",
-                )
-
-
-def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of a parameter, as its states tell it; None without any."""
-    shapes = [held.shape for key, held in state.items() if isinstance(held, Leaf) and key != "step"]
-    return max(shapes, key=len, default=None)
-
-
-def _is_float(held: Any) -> bool:
-    return isinstance(held, Leaf) and held.dtype in FLOATS
-
-
-def _owners(model: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Of several that hold the same the first.
-
-    Where the file tells what is one memory, equal bytes are two weights: a frozen copy, as of a
-    teacher or a reference, is the model's first as often as its second.
-    """
-    seen = _Seen()
-
-    def owner(name: str) -> str:
-        held = model[name]
-        return seen.owner(name, held if held.place is None else replace(held, twin=None))
-
-    return [name for name in names if owner(name) == name]
-
-
-def _is_updated(state: Mapping[str, Any]) -> bool:
-    """Whether there are moments: torch's helpers count an update that was none."""
-    return any(isinstance(h, Leaf) and h.shape and _is_telling(h) for h in state.values())
-
-
-class _Seen:
-    """Leaves by what they hold, so that the second names of tied weights are found."""
-
-    def __init__(self) -> None:
-        self.places: dict[Any, str] = {}
-        self.twins: dict[Any, str] = {}
-
-    def add(self, name: str, held: Leaf) -> None:
-        self.places.setdefault(held.place, name)
-        self.twins.setdefault(held.twin, name)
-
-    def find(self, held: Leaf) -> str | None:
-        """Who holds the same: one memory, or equal bytes that are no chance."""
-        if held.place is not None and held.place in self.places:
-            return self.places[held.place]
-        if held.twin is not None and held.twin in self.twins and _is_telling(held):
-            return self.twins[held.twin]
-        return None
-
-    def owner(self, name: str, held: Leaf) -> str:
-        """Who held the same before; itself, and then it is remembered."""
-        found = self.find(held)
-        if found is None:
-            self.add(name, held)
-        return found or name
-
-
-def _is_telling(held: Leaf) -> bool:
-    """Whether two tensors with these bytes are one: zeros and ones are met by chance."""
-    first = next(iter(held.fragments), None)
-    if first is None or held.numel < 2:
-        return False
-    with open(first.extent.file, "rb") as file:
-        sample = os.pread(file.fileno(), min(SAMPLE, first.extent.length), first.extent.offset)
-    size = first.extent.length // ((first.stop - first.start) * first.count)
-    return sample != sample[:size] * (len(sample) // size)
-
-
-# -- the manifest
 
 
 class _Reading:
@@ -414,7 +73,7 @@ class _Reading:
         path: Path,
         model: Mapping[Any, Any],
         at: Path | None,
-        optimizer: _Optimizer | None,
+        optimizer: Optimizer | None,
         step_policy: str | None,
     ) -> None:
         self.found = found
@@ -503,7 +162,7 @@ class _Reading:
         Before the first update a frozen copy has equal bytes too, as of a teacher: it is none where
         the file tells what is one memory.
         """
-        seen = _Seen()
+        seen = Seen()
         for name in trained:
             seen.add(name, self.model[name])
         owned = set(trained)
@@ -515,7 +174,7 @@ class _Reading:
             if owner is None:  # of what no optimizer owns one memory alone tells
                 owner = seen.owner(name, replace(self.model[name], twin=None))
             places = [self.model[each].place for each in (name, owner)]
-            if owner in owned and places[0] != places[1] and not _is_updated(state.get(owner, {})):
+            if owner in owned and places[0] != places[1] and not is_updated(state.get(owner, {})):
                 continue
             if owner != name:
                 found[name] = owner
@@ -524,7 +183,7 @@ class _Reading:
             for name, owner in found.items()
             if owner in owned
             and self.model[name].place is None
-            and not _is_updated(state.get(owner, {}))
+            and not is_updated(state.get(owner, {}))
         ]
         if doubtful:
             self.warnings.append(
@@ -617,7 +276,7 @@ class _Reading:
         rest = _without(self.found.tree, {self.path, self.at})
         extra = {
             key: self._kept(held, f"module_extra.{key}")
-            for key, held in _at(self.found.tree, self.path).items()
+            for key, held in value_at(self.found.tree, self.path).items()
             if not isinstance(held, Leaf) and (self.path or _is_extra(key))
         }
         if not self.path:
