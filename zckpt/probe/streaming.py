@@ -119,7 +119,6 @@ class _Streamer(Subscriber):
     ) -> None:
         self._sources = sources(model, manifest)
         self._device = None if device is None else torch.device(device)
-        self._whole = whole
         self._own = {
             id(module): [_Weight(*each) for each in own] for module, own in _owned(model, whole)
         }
