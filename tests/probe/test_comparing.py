@@ -192,6 +192,16 @@ def test_what_has_no_distance_is_infinitely_apart(
     assert made.document["big"]["distance"] == "inf"
 
 
+def test_what_was_compared_by_its_shape_alone_is_said(run_a: Path, tmp_path: Path) -> None:
+    lines = events()
+    for key in ("min", "max", "mean", "std", "norm", "nan", "inf", "crc32", "samples"):
+        del lines[-1][key]
+    for name in ("b", "c"):
+        write(tmp_path / name, lines)
+    (note,) = probe.compare(tmp_path / "b", tmp_path / "c")["notes"]
+    assert note.startswith("1 records hold a shape and no numbers, as step 9, batch 1, backward")
+
+
 def test_the_earliest_of_all_ranks(tmp_path: Path) -> None:
     for name in ("a", "b"):
         for rank in range(3):

@@ -343,6 +343,14 @@ def test_scripted_modules_are_passed_over(tmp_path: Path) -> None:
     assert held == ["1#0/out", "(model)#0/out"]
 
 
+def test_tracing_records_nothing(tmp_path: Path) -> None:
+    model, x = nn.Linear(2, 3), torch.ones(1, 2)
+    with probe.record(model, tmp_path / "run", step=0):
+        traced = torch.jit.trace(model, x, check_trace=False)
+    assert torch.equal(traced(x), model(x))
+    assert not [line for line in lines(tmp_path / "run") if "key" in line]
+
+
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_nested_tensors(layout: torch.layout) -> None:
     rows = [torch.randn(2, 3), torch.randn(4, 3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -126,6 +127,19 @@ def test_a_failing_forward_leaves_the_model_as_it_was(universal: Path) -> None:
     ):
         model(torch.tensor([[99]]))
     assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_after_a_failure_within_the_block_forwards_go_on(universal: Path) -> None:
+    model = on_meta()
+    with probe.stream(model, universal), torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(IndexError):
+                model(torch.tensor([[99]]))
+        assert torch.equal(model(TOKENS), loaded(universal)(TOKENS))
+        copied = copy.deepcopy(model)
+        assert {n: p.shape for n, p in copied.named_parameters()} == {
+            n: p.shape for n, p in model.named_parameters()
+        }
 
 
 def test_damage_is_found_on_the_way(example: Path) -> None:

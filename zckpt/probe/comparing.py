@@ -83,6 +83,12 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         )
     if differing and not big and noise is None:
         notes.append("whether that is noise, a second run of the original tells: --noise")
+    blind = [event.a for event in events if not _has_numbers(event.a) or not _has_numbers(event.b)]
+    if blind:
+        notes.append(
+            f"{len(blind)} records hold a shape and no numbers, as {_name(blind[0])}: they were "
+            "compared by that alone"
+        )
     one_sided = sorted(set(a.ranks) ^ set(b.ranks))
     if one_sided:
         notes.append(f"only one run recorded rank {listed(list(map(str, one_sided)))}")
@@ -296,6 +302,11 @@ def _told(event: Event, steps: Sequence[int]) -> Report:
         "tolerated": number(event.tolerated),
         "meaning": meaning(event, steps),
     }
+
+
+def _has_numbers(record: Record) -> bool:
+    """Not of tensors on meta, sparse ones, or such that an engine had let go."""
+    return not math.prod(record.shape) or not {"crc32", "mean"}.isdisjoint(record.numbers)
 
 
 def _name(record: Record) -> str:

@@ -348,7 +348,7 @@ class Recorder(Subscriber):
         step: int | None = None,
         batch: str | None = None,
     ) -> None:
-        if self._output is None:
+        if self._output is None or torch._C._get_tracing_state():  # TorchScript: sizes are tensors
             return
         step, batch = self._step if step is None else step, self._batch if batch is None else batch
         place = (step, kind, key) if kind == "parameter" else (step, batch, kind, key)

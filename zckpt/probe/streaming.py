@@ -82,6 +82,8 @@ class _Absent(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if function is Tensor.__deepcopy__:  # which is given what was copied before
+            return args[0]
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         absent = [each for each in given if isinstance(each, cls)]
         if any(not isinstance(each, cls) and each.device.type != "meta" for each in given):
@@ -117,7 +119,6 @@ class _Streamer(Subscriber):
     ) -> None:
         self._sources = sources(model, manifest)
         self._device = None if device is None else torch.device(device)
-        self._whole = whole
         self._own = {
             id(module): [_Weight(*each) for each in own] for module, own in _owned(model, whole)
         }
