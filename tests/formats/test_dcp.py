@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -363,6 +365,22 @@ def test_ranks_that_saved_without_asking_each_other(checkpoint: Path, tmp_path: 
     (checkpoint / "__0.metadata").unlink()
     with pytest.raises(errors.IncompleteCheckpoint, match=r"lacks __0\.metadata"):
         zckpt.read(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "lost", ["shard-00002-model-00002-of-00002", "shard-00001-model-00001-of-00002"]
+)
+def test_a_missing_shard_of_hugging_face(lost: str, tmp_path: Path) -> None:
+    """Without it the weights of its file would seem to end where other ranks' rows do."""
+    for rank in (0, 1):
+        for file, name in enumerate(("a", "b"), 1):
+            info = {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": [2 * rank, 0]}})}
+            path = tmp_path / f"shard-{rank + 1:05d}-model-{file:05d}-of-00002.safetensors"
+            save_file({name: torch.full((2, 3), float(rank))}, path, metadata=info)
+    assert zckpt.read(tmp_path).parameters["b"].shape == (4, 3)
+    (tmp_path / f"{lost}.safetensors").unlink()
+    with pytest.raises(errors.IncompleteCheckpoint, match=f"lacks {lost}"):
+        zckpt.read(tmp_path)
 
 
 def test_several_models_of_accelerate(checkpoint: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from itertools import product
 
 from ...errors import IncompleteCheckpoint
 from ...safefile import Stored, read_with_metadata
@@ -49,13 +50,13 @@ def read(paths: Sequence[str], found: Found) -> None:
 
 
 def _complete(paths: Sequence[str]) -> Sequence[str]:
-    """The paths; raises where a rank or a file of one is missing."""
-    told = [tuple(map(int, match.groups())) for path in paths if (match := _match(path))]
-    ranks = {rank for rank, _, _ in told}
-    for rank in range(1, max(ranks, default=0) + 1):
-        for file in range(1, told[0][2] + 1):
-            if (rank, file, told[0][2]) not in told and rank not in ranks:
-                raise IncompleteCheckpoint(f"{os.path.dirname(paths[0])} lacks rank {rank}'s files")
+    """The paths; raises where a rank or a file of one is missing: pieces of shapes would be too."""
+    told = {tuple(map(int, match.groups())) for path in paths if (match := _match(path))}
+    most = [max((each[place] for each in told), default=0) for place in (0, 2)]
+    for rank, file in product(range(1, most[0] + 1), range(1, most[1] + 1)):
+        if (rank, file, most[1]) not in told:
+            lost = f"shard-{rank:05d}-model-{file:05d}-of-{most[1]:05d}.safetensors"
+            raise IncompleteCheckpoint(f"{os.path.dirname(paths[0])} lacks {lost}")
     return paths
 
 
