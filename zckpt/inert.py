@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -99,6 +100,12 @@ def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
             [(key, change(item, ("item", key))) for key, item in value.items],
         )
     return value
+
+
+def inside(path: str, key: Any) -> str:
+    """The place of an item: `client_state.rng`; other keys as Python writes them, so all differ."""
+    plain = isinstance(key, str) and re.fullmatch(r"[^\W\d][\w-]*", key)
+    return f"{path}.{key if plain else repr(key)}"
 
 
 def to_json(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -11,7 +10,7 @@ from typing import Any
 from ... import steps
 from ...dtypes import SIZES
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint
-from ...inert import TensorName, map_values
+from ...inert import TensorName, inside, map_values
 from ...manifest import Entry, Fragments, Manifest, Parameter, Runs, Sighting, Slices
 from ...torchfile import Tensor, TorchFile
 from .. import zero
@@ -285,12 +284,6 @@ class _Tensors:
             self.enter(f"{path}/state", value.dtype, value.shape, file.fragments(value))
             return TensorName(path)
         return map_values(value, lambda held, key: self.kept(held, inside(path, key), file))
-
-
-def inside(path: str, key: Any) -> str:
-    """The place of an item: `client_state.rng`; other keys as Python writes them, so all differ."""
-    plain = isinstance(key, str) and re.fullmatch(r"[^\W\d][\w-]*", key)
-    return f"{path}.{key if plain else repr(key)}"
 
 
 def is_extra(name: str, held: Any) -> bool:

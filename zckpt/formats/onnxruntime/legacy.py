@@ -25,7 +25,7 @@ from typing import Any
 
 from ...dtypes import SIZES
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
-from ...inert import TensorName, map_values, to_json
+from ...inert import TensorName, inside, map_values, to_json
 from ...manifest import Entry
 from ...torchfile import SMALL, Parsed, Tensor, TorchFile
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Held, Rank, Save
@@ -234,11 +234,11 @@ def _client_state(
             name = f"{path}/state"
             into.append(Entry(name, value.dtype, value.shape, file.fragments(value)))
             return TensorName(path)
-        return map_values(value, lambda item, key: keep(item, _inside(path, key), file, into))
+        return map_values(value, lambda item, key: keep(item, inside(path, key), file, into))
 
     told, left_out = {}, []
     for key, value in _user(files[0]).items():
-        path, found = _inside("client_state", key), list[Entry]()
+        path, found = inside("client_state", key), list[Entry]()
         told[key] = keep(value, path, files[0], found)
         kept |= {entry.name: entry for entry in found}
         first = _told(files[0], value)
@@ -249,12 +249,6 @@ def _client_state(
                 left_out.append(str(key))
     left_out += sorted({str(key) for file in files for key in _user(file)} - set(map(str, told)))
     return told, kept, copies, [f"client_state {key!r} of ranks other than 0" for key in left_out]
-
-
-def _inside(path: str, key: Any) -> str:
-    """The place of an item; other keys as Python writes them, so that all differ."""
-    plain = isinstance(key, str) and re.fullmatch(r"[^\W\d][\w-]*", key)
-    return f"{path}.{key if plain else repr(key)}"
 
 
 def _user(file: TorchFile) -> dict[Any, Any]:

@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -223,7 +224,7 @@ class _Folder:
             extent = file.whole(tensor)
             pieces.append(Piece(offsets, sizes, tensor.strides, tensor.offset, extent))
             parts.append((offsets, tensor, file))
-            number = _reader(file, tensor)
+            number = partial(file.scalar, tensor)
         fragments = assembled(key, dtype, shape, pieces)
         # every item has memory of its own; safetensors have no checksums
         twin = identities(dtype, shape, parts)[1] if len(parts) == len(pieces) else None
@@ -378,10 +379,6 @@ def _agree(place: _Place, key: str, held: Any, stated: tuple[str, tuple[int, ...
             f"{place.file} holds something else at {place.offset} than the {stated[0]} "
             f"{list(stated[1])} of {key} that {METADATA} says"
         )
-
-
-def _reader(file: TorchFile, tensor: Tensor) -> Any:
-    return lambda: file.scalar(tensor)
 
 
 def _no_number() -> Any:

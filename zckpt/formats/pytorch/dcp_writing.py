@@ -24,7 +24,8 @@ from ...options import Options
 from ...pickling import dumps
 from ...staging import Layout, Shell
 from ...torchshell import ALIGNMENT, Storages, shell, state_checksums, thawed
-from .state_dicts import Hole, Path, StateDicts, left_out
+from .state_dicts import Hole, StateDicts, left_out
+from .tree import Path, dotted
 
 VERSION = "1.0.0"  # of the metadata, torch 2.13
 SMALL = 64 << 10  # bytes; smaller pieces would cost a rank more to find than to read
@@ -128,7 +129,7 @@ class Target:
         held: list[tuple[_Item, Shell]] = []
         size = 0
         for path, value in listed:
-            for item, made in self._of_rank(_key(path), value, rank):
+            for item, made in self._of_rank(dotted(path), value, rank):
                 if held and size + made.size > self.options.max_file_size:
                     yield held
                     held, size = [], 0
@@ -193,7 +194,7 @@ class Target:
         paths: dict[str, Path] = {}
         names: dict[str, list[str]] = {}
         for path, value in items:
-            key = _key(path)
+            key = dotted(path)
             paths[key] = path
             if (hole := self._hole(value)) is not None:
                 listed[key] = _tensor_metadata(hole, chunks[key])
@@ -237,10 +238,6 @@ def _tensor_names(value: Any) -> Iterator[str]:
     found: list[str] = []
     map_values(value, lambda held, _: found.extend(_tensor_names(held)))
     yield from found
-
-
-def _key(path: Path) -> str:
-    return ".".join(map(str, path))
 
 
 def _item(value: Any, storages: Storages) -> Shell:

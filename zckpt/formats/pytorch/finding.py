@@ -18,10 +18,9 @@ from typing import Any
 
 from ...errors import AmbiguousCheckpoint, MissingData, listed
 from ...inert import map_values, to_json
-from .tree import Found, Leaf
+from .tree import Found, Leaf, Path, dotted
 from .twins import is_float
 
-Path = tuple[Any, ...]
 MODELS = ("model", "state_dict", "module", "model_state_dict", "app.model")  # the likeliest first
 DEPTH = 4
 
@@ -155,7 +154,3 @@ def value_at(tree: Any, path: Path) -> Any:
     for key in path:
         tree = tree[key]
     return tree
-
-
-def dotted(path: Path) -> str:
-    return ".".join(map(str, path))

@@ -22,7 +22,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ... import safefile, steps
-from ...dtypes import decode
 from ...errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
@@ -33,12 +32,11 @@ from ...errors import (
     ZckptError,
     listed,
 )
-from ...inert import Scalar
 from ...manifest import Manifest, Sibling, solid
 from ...torchfile import Parsed, Tensor, TorchFile
 from . import ranked, zro
 from .state import manifest
-from .tree import Found, Leaf, leaves
+from .tree import Found, Leaf, leaves, number_of
 
 if TYPE_CHECKING:
     from ...options import Options
@@ -553,12 +551,8 @@ class _Reading:
 
 
 def _stored(stored: safefile.Stored) -> Leaf:
-    def number() -> Scalar:
-        with open(stored.extent.file, "rb") as file:
-            data = os.pread(file.fileno(), stored.extent.length, stored.extent.offset)
-        return Scalar(decode(stored.dtype, data), stored.dtype)
-
-    return Leaf(stored.dtype, stored.shape, solid(prod(stored.shape), stored.extent), number)
+    fragments = solid(prod(stored.shape), stored.extent)
+    return Leaf(stored.dtype, stored.shape, fragments, number_of(stored))
 
 
 def _is_local(files: Mapping[int, TorchFile]) -> bool:

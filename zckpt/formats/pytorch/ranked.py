@@ -30,9 +30,8 @@ from ...errors import (
 from ...inert import Foreign, Global, Scalar, map_values, to_json
 from ...options import MAX_DP
 from ...torchfile import TORCH_DTYPES, Tensor, TorchFile
-from .tree import Leaf, Piece, assembled, identities, leaf, leaves
+from .tree import Leaf, Path, Piece, assembled, dotted, identities, leaf, leaves
 
-Path = tuple[Any, ...]
 REBUILD = "torch._tensor._rebuild_from_type_v2"
 MIXED = "files of different saves seem to be mixed; take those of one save"
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -382,7 +381,7 @@ class _Merging:
             if not (isinstance(value, Tensor) and value.numel != 1)
         }
         told = [
-            (f"{self.files[rank].path}: {_dotted(path)}", step)
+            (f"{self.files[rank].path}: {dotted(path)}", step)
             for rank, value in read.items()
             if (step := steps.step_of(value)) is not None
         ]
@@ -398,7 +397,7 @@ class _Merging:
         for rank, value in values.items():
             if not is_sharded(value):
                 raise InconsistentCheckpoint(
-                    f"{self.files[rank].path} holds {_dotted(path)} whole, other ranks a part",
+                    f"{self.files[rank].path} holds {dotted(path)} whole, other ranks a part",
                     hint=MIXED,
                 )
         read = {
@@ -408,7 +407,7 @@ class _Merging:
         for rank, other in read.items():
             if (other.dtype, other.shape, other.world) != (some.dtype, some.shape, some.world):
                 raise InconsistentCheckpoint(
-                    f"{_dotted(path)} is {other.dtype} {list(other.shape)} over {other.world} "
+                    f"{dotted(path)} is {other.dtype} {list(other.shape)} over {other.world} "
                     f"ranks in {self.files[rank].path}, {some.dtype} {list(some.shape)} over "
                     f"{some.world} in {self.files[min(read)].path}",
                     hint=MIXED,
@@ -419,11 +418,11 @@ class _Merging:
                 known = parts.setdefault((part.offsets, part.sizes), part)
                 if known is not part and not _same(known, part):
                     raise InconsistentCheckpoint(
-                        f"{_dotted(path)}: {known.file.path} and {part.file.path} hold different "
+                        f"{dotted(path)}: {known.file.path} and {part.file.path} hold different "
                         "values of the same elements",
                         hint=MIXED,
                     )
-        return _leaf(_dotted(path), some, list(parts.values()))
+        return _leaf(dotted(path), some, list(parts.values()))
 
 
 def _leaf(name: str, whole: Sharded, parts: Sequence[Part]) -> Leaf:
@@ -490,15 +489,11 @@ def text(value: Any, file: TorchFile) -> str:
     return repr(to_json(plain(value)))
 
 
-def _dotted(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
 def _told(different: Sequence[Path]) -> Iterator[str]:
     """What is rank 0's alone, few words for many values of one place."""
     by_place: dict[Path, list[Path]] = {}
     for path in different:
         by_place.setdefault(path[:2], []).append(path)
     for place, paths in by_place.items():
-        what = _dotted(paths[0]) if len(paths) == 1 else f"{_dotted(place)} ({len(paths)} values)"
+        what = dotted(paths[0]) if len(paths) == 1 else f"{dotted(place)} ({len(paths)} values)"
         yield f"{what}: ranks hold different ones, rank 0's is taken"

@@ -13,20 +13,18 @@ from typing import Any
 from ... import steps
 from ...dtypes import FLOATS
 from ...errors import UnsupportedCheckpoint, listed
-from ...inert import TensorName, map_values
+from ...inert import TensorName, inside, map_values
 from ...manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from .finding import (
     Optimizer,
-    Path,
     choose_model,
-    dotted,
     find_models,
     find_optimizers,
     read_optimizer,
     value_at,
 )
 from .names import names_of, refuse_twice
-from .tree import Found, Leaf
+from .tree import Found, Leaf, Path, dotted
 from .twins import Seen, is_updated
 
 SCHEDULERS = ("lr_scheduler", "scheduler")
@@ -88,6 +86,7 @@ class _Reading:
         self.buffers: list[str] = []
         self.other: dict[str, dict[str, Any]] = {}
         self.sightings: list[Sighting] = []
+        self.step_kinds: set[str] = set()
         self.warnings = list(found.warnings)
 
     def manifest(self) -> Manifest:
@@ -231,6 +230,7 @@ class _Reading:
         for name, state in self.optimizer.state.items():
             if (step := _step(state.get("step"))) is not None:
                 told[name] = step
+        self.step_kinds = {kind for _, kind in told.values()}
         self._sight(told, "state", True)
         in_groups = {
             name: step
@@ -306,9 +306,9 @@ class _Reading:
             state["client_state"] = self._kept(rest, "client_state")
         if self.other:
             state["optimizer"] = {"other": self._kept(self.other, "optimizer.other")}
-        kinds = {kind for name in self.parameters if (kind := self._step_kind(name)) is not None}
-        if len(kinds) == 1 and kinds != {"F32"}:
-            state.setdefault("optimizer", {})["step"] = {"in": "state", "type": kinds.pop()}
+        if len(self.step_kinds) == 1 and self.step_kinds != {"F32"}:
+            (kind,) = self.step_kinds
+            state.setdefault("optimizer", {})["step"] = {"in": "state", "type": kind}
         return state
 
     def _group_step(self) -> str | None:
@@ -318,10 +318,6 @@ class _Reading:
             return None
         kinds = {_step_value(group["step"])[1] for group in optimizer.groups if "step" in group}
         return kinds.pop() if len(kinds) == 1 else None
-
-    def _step_kind(self, name: str) -> str | None:
-        held = (self.optimizer.state.get(name, {}) if self.optimizer else {}).get("step")
-        return None if held is None else _step_value(held)[1]
 
     def _sight_scheduler(self, scheduler: Mapping[str, Any]) -> None:
         for key in ("last_epoch", "_step_count"):
@@ -336,12 +332,7 @@ class _Reading:
             name = value.name or path
             self._enter(f"{name}/state", value)
             return TensorName(name)
-        return map_values(value, lambda held, key: self._kept(held, f"{path}.{_plain_key(key)}"))
-
-
-def _plain_key(key: Any) -> str:
-    plain = isinstance(key, str) and re.fullmatch(r"[^\W\d][\w-]*", key)
-    return key if plain else repr(key)
+        return map_values(value, lambda held, key: self._kept(held, inside(path, key)))
 
 
 def _step_value(held: Any) -> tuple[Any, str]:

@@ -16,12 +16,12 @@ from ...hyper import torch_groups
 from ...inert import Scalar, TensorName
 from ...manifest import Manifest, slot_key
 from ...options import Options
+from .tree import Path, dotted
 
 OF_TORCH = (
     "engine", "module", "module_extra", "module_metadata",
     "lr_scheduler", "client_state", "optimizer",
 )  # fmt: skip
-Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class StateDicts:
         """What `items` leaves out of the program's own state."""
         if self.options.weights_only:
             return []
-        lost = [".".join(map(str, path)) for path, _ in self._client() if self._is_taken(path)]
+        lost = [dotted(path) for path, _ in self._client() if self._is_taken(path)]
         if not lost:
             return []
         return [f"client_state {listed(lost)}: a state dict of the target has this name"]

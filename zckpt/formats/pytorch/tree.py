@@ -21,6 +21,13 @@ from ...safefile import Stored
 from ...torchfile import Tensor, TorchFile
 
 MAX_CUT = 8  # axes
+Path = tuple[Any, ...]
+"""Keys that lead to a value of a tree."""
+
+
+def dotted(path: Path) -> str:
+    """As torch.distributed.checkpoint calls what is at a path."""
+    return ".".join(map(str, path))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
