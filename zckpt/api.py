@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import formats, naming, steps
+from . import formats, naming, steps, ties
 from .errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -24,6 +25,9 @@ from .inert import plain_group, to_json
 from .manifest import Manifest
 from .options import Options
 from .ordering import in_order_of
+
+if TYPE_CHECKING:
+    from .staging import Shell
 
 Report = dict[str, Any]
 Progress = Callable[[int], None]
@@ -388,7 +392,16 @@ def _named_for(to: str, manifest: Manifest, options: Options) -> Manifest:
     if options.param_names is not None:
         named = naming.called_as(manifest, options.param_names)
         manifest = in_order_of(named, options.param_names)
-    return manifest
+    return ties.with_ties(manifest, options.tie) if options.tie else manifest
+
+
+def _grouped_for(to: str, manifest: Manifest) -> tuple[Manifest, list[Shell]]:
+    """The source with the groups that the target's optimizer has, and files that change with it."""
+    from . import groups
+
+    if to in ("deepspeed", "deepspeed-universal"):
+        return groups.without_empty_groups(manifest)
+    return groups.with_trainers_groups(manifest) if to in ("dcp", "gathered") else (manifest, [])
 
 
 def _write(
@@ -411,7 +424,15 @@ def _write(
     module = writer.load()
     read_from = manifest
     manifest = _named_for(to, manifest, options)
+    manifest, rewritten = _grouped_for(to, manifest)
     layout: staging.Layout = module.lay_out(manifest, options)
+    if rewritten:
+        unchanged, names = layout.shells, {shell.name for shell in rewritten}
+        layout = replace(
+            layout,
+            shells=lambda: chain(unchanged(), rewritten),
+            siblings=[pair for pair in layout.siblings if pair[0] not in names],
+        )
     files = [(shell.name, shell.size) for shell in layout.shells()]
     files += [(name, item.size) for name, item in layout.siblings]
     size = sum(length for _, length in files)

@@ -581,6 +581,6 @@ def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoR
         from .display import safe
 
         click.echo(f"Error: {safe(message)}", err=True)
-        if hint:
-            click.echo(f"Hint: {safe(hint)}", err=True)
+        for place, line in enumerate(hint.splitlines()):
+            click.echo(f"{'' if place else 'Hint: '}{safe(line)}", err=True)
     sys.exit(code)

@@ -24,7 +24,8 @@ class Options:
     `param_names` is the order of the module's parameters, where the source does not tell it;
     `dcp_layout` says how a target of torch.distributed.checkpoint names the optimizer's state
     (None: as the source, or nested). `rename` are pairs of a regular expression and what names
-    become by it, one after the other. `dialect` is the kind of a target's files: hdf5 or l2 of
+    become by it, one after the other. `tie` are pairs of a tied weight's second name and of the
+    name that the source has for it. `dialect` is the kind of a target's files: hdf5 or l2 of
     ONNX Runtime's, safetensors of gathered ones, accelerate of torch.distributed.checkpoint's.
     """
 
@@ -40,6 +41,7 @@ class Options:
     dialect: str | None = None
     dcp_layout: str | None = None
     rename: tuple[tuple[str, str], ...] = ()
+    tie: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.dp is not None and self.dp < 1:

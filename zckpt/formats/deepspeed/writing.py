@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ... import steps
+from ... import peft, steps
 from ...dtypes import FLOATS, SIZES
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...inert import Foreign, Global, Scalar, Size
@@ -372,8 +372,12 @@ class Target:
         return self.engine.dtype if changes and dtype in FLOATS else dtype
 
     def _frozen(self, weights: Mapping[str, Tensor], storages: Storages) -> tuple[Any, Any]:
-        """frozen_param_shapes and frozen_param_fragments; stage 1 writes neither."""
-        if self.engine.stage == 1:
+        """frozen_param_shapes and frozen_param_fragments; stage 1 writes neither.
+
+        None says that the base model of an adapter is not saved; the engine has its own.
+        """
+        adapter = not self.frozen and any(map(peft.is_adapters, self.trainable))
+        if self.engine.stage == 1 or adapter:
             return None, None
         names = [name for name in self.frozen if name in weights]
         shapes = OrderedDict((name, Size(self.frozen[name].shape)) for name in names)

@@ -180,6 +180,7 @@ class _Folder:
         known = fields.get("zckpt")
         if isinstance(known, dict):
             self.found.known = known
+            self.found.inferred = list(known.get("inferred", ()))
             self.names = known["names"]
         room = MAX_LIST
         for key in [*(key for key in paths if key in items), *(k for k in items if k not in paths)]:

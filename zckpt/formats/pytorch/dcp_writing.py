@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ... import peft
 from ...dtypes import SIZES, TORCH_NAMES
 from ...errors import WrongOption
 from ...fileio import align
@@ -24,6 +25,7 @@ from ...options import Options
 from ...pickling import dumps
 from ...staging import Layout, Shell
 from ...torchshell import ALIGNMENT, Storages, shell, state_checksums, thawed
+from ...trainers import TRANSFORMERS, program_of
 from .state_dicts import Hole, StateDicts, left_out
 from .tree import Path, dotted
 
@@ -73,18 +75,23 @@ class Target:
         self.world = options.dp or source.dp
         self.dicts = StateDicts(source, options)
         self.warnings = self.dicts.warnings
-        self.left_out = [*self.dicts.left_out, *left_out(source, options)]
-        self.left_out += self.dicts.collisions()
+        self.left_out = self.dicts.left_out
+        self.left_out += [*left_out(source, options), *self.dicts.collisions()]
         self.parts = self._parts()
         self._made: dict[tuple[str, tuple[int, ...]], Shell] = {}
         self._metadata: dict[str, bytes] = {}
 
     def _parts(self) -> dict[str, list[tuple[Path, Any]]]:
         """Items by folder: one for all, or Accelerate's for the model and for the optimizer."""
-        dicts = self.dicts
-        before = (self.source.state.get("engine") or {}).get("folders")
+        dicts, engine = self.dicts, self.source.state.get("engine") or {}
+        before = engine.get("folders")
         if self.options.dialect != "accelerate" and not before:
             return {"": list(dicts.items())}
+        of_trainer = program_of(self.source.siblings) == TRANSFORMERS
+        if engine.get("adapter") or (
+            of_trainer and any(map(peft.is_adapters, self.source.parameters))
+        ):
+            dicts.save_adapter_alone()  # as the Trainer does with PEFT and FSDP
         if not before:  # Accelerate's own keys
             dicts.model, dicts.optimizer = ("model",), ("optimizer",)
         folders = {dicts.model: "pytorch_model_fsdp_0", dicts.optimizer: "optimizer_0"}
@@ -211,12 +218,8 @@ class Target:
             )
             for each in placed
         }
-        source = self.source
-        frozen = [name for name, held in source.parameters.items() if not held.trainable]
         known = {
-            "aliases": self.dicts.aliases,
-            "buffers": list(source.buffers),
-            "frozen": frozen,
+            **self.dicts.unsaid(),
             "names": names,
             "numbers": list(self.dicts.numbers),  # the optimizer's parameters, in its order
         }

@@ -3,6 +3,7 @@
     ckpt.pt, last.ckpt                              one file: {"model": ..., "optimizer": ..., ...}
     model.pt + optim.pt                             whole, by any of the names below
     model.safetensors + optimizer.pt                Hugging Face Trainer, Accelerate, without FSDP
+    adapter_model.safetensors + optimizer.pt        the same with PEFT
     model_world_size_W_rank_R.pt + optim_...        ranks' parts (FSDP, verl's names)
     pytorch_model_fsdp_0_rankR.bin + optimizer_...  ranks' parts (Accelerate)
     model.pt + optim_rank_R.pt                      ZeroRedundancyOptimizer's local states
@@ -21,7 +22,7 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ... import safefile, steps
+from ... import peft, safefile, steps
 from ...errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
@@ -50,6 +51,7 @@ WHOLE = {  # names of whole files, the likeliest first
     "model": (
         *("model.pt", "model.pth", "model.bin", "pytorch_model_fsdp.bin", "pytorch_model.bin"),
         *("pytorch_model.bin.index.json", "model.safetensors", "model.safetensors.index.json"),
+        *peft.WEIGHTS,
     ),
     "optim": (
         *("optim.pt", "optimizer.pt", "optim.pth", "optimizer.pth", "optim.bin", "optimizer.bin"),
@@ -297,7 +299,7 @@ def read(
         if reading.found.orders is not None:
             made = _in_order(made, param_names)
         # of these files numbers are the rule: that says nothing of a directory of DCP
-        engine = {**made.state["engine"], "layout": None}
+        engine = {**made.state["engine"], "layout": None, "dialect": reading.dialect}
         return replace(made, state={**made.state, "engine": engine})
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{path} is malformed: {error!r}") from error
@@ -359,6 +361,9 @@ class _Reading:
         self.found.tree = dict(trees)  # what the local states are matched with
         trees |= {key: self._ranks(paths) for key, paths in files.ranks.items()}
         self.found.tree = self._tree(trees)
+        weights = os.path.basename(files.whole.get("model") or files.whole.get(None, ""))
+        self.dialect = _dialect_of(weights)
+        self.found.in_order = self.dialect != "safetensors"
         if os.path.isdir(path):
             self.found.siblings += self._siblings()
 
@@ -390,6 +395,7 @@ class _Reading:
         known = value.pop("zckpt", None)
         if isinstance(known, dict):
             self.found.known = known
+            self.found.inferred = list(known.get("inferred", ()))
             self.names = known["names"]
         names = iter(self.names.get(os.path.basename(file.path), ()))
         return {"extra": leaves(file, value, names)}
@@ -548,6 +554,13 @@ class _Reading:
             for item in sorted(items, key=lambda item: item.name):
                 if item.is_file() and item.path not in own:
                     yield Sibling(item.name, item.path, item.stat().st_size)
+
+
+def _dialect_of(weights: str) -> str | None:
+    """The `--dialect` that has files of such names."""
+    if weights == "pytorch_model_fsdp.bin":
+        return "accelerate"
+    return "safetensors" if ".safetensors" in weights else None
 
 
 def _stored(stored: safefile.Stored) -> Leaf:
