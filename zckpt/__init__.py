@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import probe
-    from .api import Copying, convert, diff, inspect, read, reshard, stats, verify
+    from .api import Copying, convert, diff, export, inspect, read, reshard, stats, verify
     from .errors import ZckptError
     from .manifest import Manifest
     from .options import Options
@@ -18,6 +18,7 @@ _PUBLIC = {
     "read": "api",
     "inspect": "api",
     "convert": "api",
+    "export": "api",
     "reshard": "api",
     "verify": "api",
     "diff": "api",
@@ -34,6 +35,7 @@ __all__ = [
     "ZckptError",
     "convert",
     "diff",
+    "export",
     "inspect",
     "probe",
     "read",

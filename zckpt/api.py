@@ -58,16 +58,20 @@ def read(
     tag: str | None = None,
     step_policy: str | None = None,
     param_names: Sequence[str] | None = None,
+    weights_only: bool = False,
 ) -> Manifest:
     """The manifest of the checkpoint at `path`, recognised by content. No tensor is read.
 
-    `param_names` are for an optimizer that knows its parameters by number alone. Raises the
-    ZckptError that fits: NotACheckpoint, IncompleteCheckpoint, ...
+    `param_names` are for an optimizer that knows its parameters by number alone; with
+    `weights_only` such an optimizer needs no names and may be left unread. Raises the ZckptError
+    that fits: NotACheckpoint, IncompleteCheckpoint, ...
     """
     steps.check_policy(step_policy)
     where = os.fspath(path)
     found = formats.recognise(where, format, tag)
-    names = {"param_names": param_names} if found.numbers else {}
+    names: dict[str, Any] = {}
+    if found.numbers:
+        names = {"param_names": param_names, "weights_only": weights_only}
     manifest: Manifest = found.load().read(where, tag, step_policy, **names)
     return manifest
 
@@ -105,6 +109,7 @@ def inspect(manifest: Manifest) -> Report:
         "bytes": sum(os.path.getsize(file) for file in manifest.files),
         "problems": list(manifest.warnings),
         "left_out": list(manifest.left_out),
+        "inferred": list(manifest.inferred),
     }
 
 
@@ -163,17 +168,19 @@ def convert(
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
     begin: Callable[[int], Progress] | None = None,
+    tell: Callable[[Sequence[str]], None] | None = None,
     **options: Any,
 ) -> Report:
     """Writes the checkpoint at `source` as a new directory `target`, in format `to`.
 
     `options` are the fields of `Options`: dtype="bf16", weights_only=True, ... `begin` is told the
-    bytes to come and gives a function that is told of every piece of them. Raises a ZckptError;
-    then there is no `target`.
+    bytes to come and gives a function that is told of every piece of them; `tell` gets the warnings
+    before the first byte is written. Raises a ZckptError; then there is no `target`.
     """
     asked = Options(**options)
     manifest = _source_for(target, source, format, tag, step_policy, asked)
-    return _write("convert", manifest, os.fspath(target), to, asked, copying, dry_run, begin)
+    where = os.fspath(target)
+    return _write("convert", manifest, where, to, asked, copying, dry_run, begin, tell)
 
 
 def reshard(
@@ -186,6 +193,7 @@ def reshard(
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
     begin: Callable[[int], Progress] | None = None,
+    tell: Callable[[Sequence[str]], None] | None = None,
     **options: Any,
 ) -> Report:
     """Writes the checkpoint at `source` for the engine that it came from: dp=16, stage=3, ...
@@ -195,7 +203,44 @@ def reshard(
     asked = Options(**options)
     manifest = _source_for(target, source, format, tag, step_policy, asked)
     engine = str(manifest.source.get("format"))
-    return _write("reshard", manifest, os.fspath(target), engine, asked, copying, dry_run, begin)
+    where = os.fspath(target)
+    return _write("reshard", manifest, where, engine, asked, copying, dry_run, begin, tell)
+
+
+def export(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    config: str | os.PathLike[str] | None = None,
+    max_shard_size: int = 8 << 30,
+    format: str | None = None,
+    tag: str | None = None,
+    rename: naming.Renames = (),
+    tie: naming.Renames = (),
+    copying: Copying = DEFAULT_COPYING,
+    dry_run: bool = False,
+    begin: Callable[[int], Progress] | None = None,
+    tell: Callable[[Sequence[str]], None] | None = None,
+) -> Report:
+    """Writes a folder for `from_pretrained`: weights, configuration, tokenizer, and nothing else.
+
+    `dtype` (fp32, bf16, fp16) is what the weights become, by default what the module had. `config`
+    is a config.json (adapter_config.json of PEFT), or a folder that has it and the tokenizer, for
+    sources that have none. `max_shard_size` is in bytes. Raises MissingData without a
+    configuration; otherwise as `convert`.
+    """
+    asked = Options(
+        weights_only=True,
+        dtype=dtype,
+        max_file_size=max_shard_size,
+        rename=tuple(rename),
+        tie=tuple(tie),
+        model_config=None if config is None else os.fspath(config),
+    )
+    manifest = _source_for(target, source, format, tag, None, asked)
+    where = os.fspath(target)
+    return _write("export", manifest, where, "hf", asked, copying, dry_run, begin, tell)
 
 
 def verify(
@@ -378,6 +423,7 @@ def _source_for(
         tag=tag,
         step_policy=step_policy,
         param_names=options.param_names,
+        weights_only=options.weights_only,
     )
 
 
@@ -413,6 +459,7 @@ def _write(
     copying: Copying,
     dry_run: bool,
     begin: Callable[[int], Progress] | None,
+    tell: Callable[[Sequence[str]], None] | None,
 ) -> Report:
     """Shells first, then their tensors, then what is known only afterwards; at last the rename."""
     from . import execute, fileio, plan, staging  # `inspect` has no need of them
@@ -447,7 +494,15 @@ def _write(
         "bytes": size,
         "left_out": list(layout.left_out),
         "warnings": list(layout.warnings),
+        "inferred": list(manifest.inferred),
     }
+    if to != "universal" and (tie := ties.likely(manifest)) is not None:
+        report["warnings"].append(
+            f"the source has no output layer: if the model ties {tie[0]} to {tie[1]}, add --tie "
+            f"{tie[0]}={tie[1]}"
+        )
+    if tell:
+        tell(report["warnings"])
     if dry_run:
         memory = 2 * copying.jobs * execute.chunk_size(manifest.dp, copying.jobs, copying.memory)
         return report | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}

@@ -25,7 +25,8 @@ class Options:
     `dcp_layout` says how a target of torch.distributed.checkpoint names the optimizer's state
     (None: as the source, or nested). `rename` are pairs of a regular expression and what names
     become by it, one after the other. `tie` are pairs of a tied weight's second name and of the
-    name that the source has for it. `dialect` is the kind of a target's files: hdf5 or l2 of
+    name that the source has for it. `model_config` is a configuration of transformers or PEFT, or
+    a folder with one. `dialect` is the kind of a target's files: hdf5 or l2 of
     ONNX Runtime's, safetensors of gathered ones, accelerate of torch.distributed.checkpoint's.
     """
 
@@ -42,6 +43,7 @@ class Options:
     dcp_layout: str | None = None
     rename: tuple[tuple[str, str], ...] = ()
     tie: tuple[tuple[str, str], ...] = ()
+    model_config: str | None = None
 
     def __post_init__(self) -> None:
         if self.dp is not None and self.dp < 1:

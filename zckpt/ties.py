@@ -32,19 +32,24 @@ def stated(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str
 
     Only ties of which the file has the owner alone.
     """
-    classes = (config or {}).get("architectures")
-    if config is None or not isinstance(classes, list) or not classes:
+    here = set(names)
+    pairs = of_config(config or {}).items()
+    return {alias: owner for alias, owner in pairs if alias not in here and owner in here}
+
+
+def of_config(config: Mapping[str, Any]) -> dict[str, str]:
+    """All names that a configuration ties, and the names that it ties them to."""
+    classes = config.get("architectures")
+    if not isinstance(classes, list) or not classes:
         return {}
     pairs, default = _of_class(str(classes[0]))
-    flag = config.get("tie_word_embeddings", default)
-    here = set(names)
+    if config.get("tie_word_embeddings", default):
+        return pairs
+    # T5 shares its input embeddings, whether or not its head is tied to them
     return {
         alias: owner
         for alias, owner in pairs.items()
-        if alias not in here
-        and owner in here
-        # T5 shares its input embeddings, whether or not its head is tied to them
-        and (flag or (owner.endswith("shared.weight") and alias.endswith("embed_tokens.weight")))
+        if owner.endswith("shared.weight") and alias.endswith("embed_tokens.weight")
     }
 
 

@@ -2,7 +2,7 @@
 
     weights   full, lora (PEFT on q and v of 12 layers, so that sorted names are not in order)
     engine    one, ddp, zero1, zero2, zero3, fsdp (FSDP2, sharded), fsdp_full (FSDP2, whole)
-    program   trainer (transformers.Trainer), sft (TRL's SFTTrainer), accelerate (a loop of one's own)
+    program   trainer (transformers.Trainer), sft (TRL's SFTTrainer), accelerate (an own loop)
 
 All run unmodified on a processor in fp32, so that losses of different engines can be compared.
 accelerate shards with GPUs only; it is told that it has them (see `finetune_rank.py`).

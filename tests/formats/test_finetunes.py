@@ -9,7 +9,6 @@ of the run that was not interrupted.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -30,6 +30,7 @@ class Format:
     about: str
     writes: bool = False
     numbers: bool = False
+    reads: bool = True
 
     def load(self) -> Any:
         return import_module(f".{self.module}", __name__)
@@ -64,6 +65,13 @@ TABLE = (
         numbers=True,
     ),
     Format("universal", "universal", "zckpt's own: whole tensors as safetensors", writes=True),
+    Format(
+        "hf",
+        "pytorch.exporting",
+        "weights for from_pretrained of transformers and PEFT; read as gathered",
+        writes=True,
+        reads=False,
+    ),
 )
 
 

@@ -202,6 +202,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         ],
         "left_out": list(manifest.left_out),
         "warnings": list(manifest.warnings),
+        "inferred": list(manifest.inferred),
         "state": to_json(manifest.state),
     }
 
@@ -354,6 +355,7 @@ def _manifest(path: str, made: Mapping[str, Any]) -> Manifest:
         siblings=_siblings(path),
         left_out=tuple(made.get("left_out", ())),
         warnings=tuple(made.get("warnings", ())),
+        inferred=tuple(made.get("inferred", ())),
     )
 
 

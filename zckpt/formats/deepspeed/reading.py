@@ -47,6 +47,10 @@ ENGINE_KEYS = frozenset(
 )
 
 
+INFERRED = "zckpt_inferred"
+"""Beside the optimizer's state: parameters whose names no file of zckpt's source stated."""
+
+
 def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
     """The manifest of a run directory, a tag directory, or a trainer's directory around one.
 
@@ -114,6 +118,7 @@ def manifest(ranks: Ranks, buffers: Sequence[Flat], format: str) -> Manifest:
             + _elastic_warnings(ranks, groups)
             + _config_warnings(ranks)
         ),
+        inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
     )
 
 

@@ -683,7 +683,7 @@ class _Universal(Target):
 
     def _common_file(self, name: str) -> Shell:
         storages = Storages()
-        value: dict[str, Any] = {MARK: 1}
+        value: dict[str, Any] = {MARK: 1, **self._inferred()}
         value["ds_version"] = self.engine.before.get("version", VERSION)
         if not self.engine.wraps_bf16:
             value |= {"zero_stage": self._stage_enum(), **self._scaling(storages)}

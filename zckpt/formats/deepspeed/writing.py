@@ -30,7 +30,7 @@ from .. import zero
 from .engine import Engine
 from .hyper import check_states, complete_groups, optimizer_name
 from .ranks import COUNTERS
-from .reading import ENGINE_KEYS
+from .reading import ENGINE_KEYS, INFERRED
 
 VERSION = "0.19.8"  # of the layout that is written
 # files of one rank beside a trainer's checkpoint: Hugging Face Trainer, Accelerate
@@ -403,8 +403,13 @@ class Target:
             "optimizer_state_dict": make(rank, storages),
             "ds_config": self.engine.config,
             "ds_version": self.engine.before.get("version", VERSION),
+            **self._inferred(),
         }
         return shell(name, value, storages)
+
+    def _inferred(self) -> dict[str, Any]:
+        """Names that no file of the source states, in a key that the engine does not read."""
+        return {INFERRED: list(self.source.inferred)} if self.source.inferred else {}
 
     def _flat_state(self, rank: int, storages: Storages) -> dict[str, Any]:
         """Stage 1 and 2: one partition per group."""

@@ -91,6 +91,7 @@ def read(
     tag: str | None = None,
     step_policy: str | None = None,
     param_names: tuple[str, ...] | None = None,
+    weights_only: bool = False,
 ) -> Manifest:
     """The manifest of a directory, or of a trainer's directory around one.
 
@@ -117,7 +118,7 @@ def read(
             _Folder(folder, found).read()
         hf.read(shards, found)
         found.siblings += _siblings(root, [*parts, *shards])
-        return manifest(found, step_policy, param_names)
+        return manifest(found, step_policy, param_names, weights_only)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{root} is malformed: {error!r}") from error
 

@@ -282,6 +282,7 @@ def read(
     tag: str | None = None,
     step_policy: str | None = None,
     param_names: tuple[str, ...] | None = None,
+    weights_only: bool = False,
 ) -> Manifest:
     """The manifest of files of torch.save; `tag` is the name of one of a folder's files.
 
@@ -293,7 +294,7 @@ def read(
         path = os.path.join(path, tag)
     try:
         reading = _Reading(path, find(path), step_policy, param_names)
-        made = manifest(reading.found, step_policy, param_names)
+        made = manifest(reading.found, step_policy, param_names, weights_only)
         if reading.is_local:
             _refuse_lost(made, param_names)
         if reading.found.orders is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ... import peft, steps, ties
 from ...dtypes import FLOATS
-from ...errors import UnsupportedCheckpoint, listed
+from ...errors import MissingData, UnsupportedCheckpoint, listed
 from ...inert import TensorName, inside, map_values
 from ...manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from ...trainers import json_of
@@ -36,9 +36,14 @@ BUFFERS = re.compile(  # by what modules of torch and transformers call theirs
 
 
 def manifest(
-    found: Found, step_policy: str | None = None, param_names: Sequence[str] | None = None
+    found: Found,
+    step_policy: str | None = None,
+    param_names: Sequence[str] | None = None,
+    weights_only: bool = False,
 ) -> Manifest:
     """The manifest of state dicts; `param_names` where the optimizer knows numbers alone.
+
+    With `weights_only`, an optimizer whose numbers get no names is left unread.
 
     Raises MissingData (no model; numbers that fit several names), UnsupportedCheckpoint (several
     optimizers), AmbiguousCheckpoint (several models), InconsistentCheckpoint.
@@ -55,7 +60,12 @@ def manifest(
     model = _with_adapters_names(found, models[path], optimizer, param_names)
     if optimizer is not None:
         refuse_twice(found, [str(m) for members in optimizer.members for m in members])
-        names = names_of(found, model, optimizer, param_names)
+        try:
+            names = names_of(found, model, optimizer, param_names)
+        except MissingData:
+            if not weights_only:
+                raise
+            return _Reading(found, path, model, at, None, step_policy).manifest()
         refuse_twice(found, [names[m] for members in optimizer.members for m in members])
         if alien := [str(key) for key in optimizer.state if key not in names]:
             found.left_out.append(f"the state of {listed(alien)}, which no group holds")

@@ -125,14 +125,14 @@ class StateDicts:
     def weights_as_saved(self) -> Iterator[tuple[str, Any]]:
         """The module's state, or what PEFT saves of it: the adapter alone."""
         for name, held in self._weights():
-            if not self.adapter:
-                yield name, held
-            elif peft.is_adapters(name):
-                yield peft.saved_name(name), held
+            if self.is_saved(name):
+                yield peft.saved_name(name) if self.adapter else name, held
 
     def is_saved(self, name: str) -> bool:
-        """Whether a weight is part of what is written."""
-        return not self.adapter or peft.is_adapters(name)
+        """Whether a weight is part of what is written; with an adapter, biases may be trained."""
+        parameter = self.source.parameters.get(name)
+        trained = parameter is not None and parameter.trainable
+        return not self.adapter or trained or peft.is_adapters(name)
 
     def unsaid(self) -> dict[str, Any]:
         """What state dicts do not say: which names are tied, buffers, frozen, and inferred."""
@@ -150,7 +150,7 @@ class StateDicts:
     def save_adapter_alone(self) -> None:
         """From now on the model's state is PEFT's; what it leaves out is named."""
         self.adapter = True
-        others = [name for name, _ in self._weights() if not peft.is_adapters(name)]
+        others = [name for name, _ in self._weights() if not self.is_saved(name)]
         if others:
             self.left_out.append(f"{listed(others, 4)}: weights of the base model, not the adapter")
 
