@@ -213,7 +213,7 @@ def export(
     *,
     dtype: str | None = None,
     config: str | os.PathLike[str] | None = None,
-    max_shard_size: int = 8 << 30,
+    max_shard_size: int | None = None,
     format: str | None = None,
     tag: str | None = None,
     rename: naming.Renames = (),
@@ -414,9 +414,10 @@ def _source_for(
     step_policy: str | None,
     options: Options,
 ) -> Manifest:
-    from .staging import refuse_existing
+    from .staging import refuse_existing, refuse_inside
 
     refuse_existing(os.fspath(target))  # before a large source is read
+    refuse_inside(os.fspath(source), os.fspath(target))
     return read(
         source,
         format=format,

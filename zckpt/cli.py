@@ -19,7 +19,7 @@ import click
 
 from . import __version__
 from .dtypes import OPTIONS as DTYPES
-from .errors import WrongOption, ZckptError
+from .errors import NotEnoughSpace, WrongOption, ZckptError
 from .options import DCP_LAYOUTS, DIALECTS, OPTIMIZERS
 
 UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -219,9 +219,7 @@ def writing(command: Command) -> Command:
         click.option(
             "--max-file-size",
             type=Size(),
-            default="8GiB",
-            show_default=True,
-            help="Split larger safetensors files.",
+            help="Split larger safetensors and .distcp files [default: 8GiB]",
         ),
         click.option(
             "--group-defaults",
@@ -367,9 +365,7 @@ def reshard(source: str, target: str, **words: Any) -> None:
 @click.option(
     "--max-shard-size",
     type=Size(),
-    default="8GiB",
-    show_default=True,
-    help="Split larger weights into several files.",
+    help="Split larger weights into several files [default: 8GiB]",
 )
 @tying
 @renaming
@@ -420,6 +416,12 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
         else:
             display.converted(report, quiet, told)
         sys.stdout.flush()
+        if dry_run and report["bytes"] > report["free"]:
+            raise NotEnoughSpace(
+                f"{target} needs {report['bytes'] / 1e9:.3f} GB, {report['free'] / 1e9:.3f} GB are "
+                "free",
+                hint="choose a target on another filesystem, or free some space",
+            )
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk behind stdout

@@ -55,7 +55,7 @@ from .directory import (
 from .flats import Flat, Slot
 from .ranks import Ranks, dictionary, item, nested, open_files, version_of
 from .reading import manifest
-from .writing import VERSION, Target, seal
+from .writing import UNDERSTOOD, VERSION, Target, seal
 
 __all__ = ["detect", "lay_out", "read", "seal"]
 
@@ -566,7 +566,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     and UnsupportedCheckpoint for what the engine's loader cannot take: numbers that an optimizer
     keeps per parameter (NAdam), in stage 3 any optimizer but Adam; names that are no folder names.
     """
-    options.refuse("DeepSpeed", "dialect", "dcp_layout")
+    options.only("deepspeed-universal", UNDERSTOOD)
     target = _Universal(source, options)
     siblings = [(found.name, found) for found in source.siblings if not target.drops(found)]
     return Layout(target.shells, siblings, target.left_out, target.warnings)

@@ -31,9 +31,10 @@ from ...errors import (
     UnsupportedCheckpoint,
 )
 from ...inert import Foreign, Global
-from ...manifest import Extent, Manifest, Sibling
+from ...manifest import Extent, Manifest
 from ...safefile import Stored, read_with_metadata
 from ...torchfile import TORCH_DTYPES, Parsed, Tensor, TorchFile
+from ...trainers import beside
 from ...unpickle import Unpickler
 from . import hf
 from .state import manifest
@@ -117,7 +118,9 @@ def read(
             _refuse_megatron(folder)
             _Folder(folder, found).read()
         hf.read(shards, found)
-        found.siblings += _siblings(root, [*parts, *shards])
+        siblings, left_out = beside(root, [*parts, *shards, *_own(root, parts)])
+        found.siblings += siblings
+        found.left_out += left_out
         return manifest(found, step_policy, param_names, weights_only)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{root} is malformed: {error!r}") from error
@@ -138,14 +141,13 @@ def _refuse_megatron(folder: str) -> None:
         raise UnsupportedCheckpoint(f"{folder} is of Megatron-Core, which zckpt does not read yet")
 
 
-def _siblings(root: str, parts: list[str]) -> Iterator[Sibling]:
-    """Files beside the checkpoint's own: a trainer's state, Lightning's meta.pt."""
-    with os.scandir(root) as items:
-        for item in sorted(items, key=lambda item: item.name):
-            dcp = item.name.startswith(METADATA) or item.name.endswith((ITEMS, ".tmp", METADATA))
-            own = item.path in parts or (dcp and root in parts)
-            if item.is_file() and not own:
-                yield Sibling(item.name, item.path, item.stat().st_size)
+def _own(root: str, parts: list[str]) -> Iterator[str]:
+    """The checkpoint's own files in its directory, finished or not."""
+    if root in parts:
+        with os.scandir(root) as items:
+            for item in items:
+                if item.name.startswith(METADATA) or item.name.endswith((ITEMS, ".tmp", METADATA)):
+                    yield item.path
 
 
 @dataclass(frozen=True, slots=True)

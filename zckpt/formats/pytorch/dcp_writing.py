@@ -17,7 +17,6 @@ from typing import Any
 
 from ... import peft
 from ...dtypes import SIZES, TORCH_NAMES
-from ...errors import WrongOption
 from ...fileio import align
 from ...inert import Foreign, Global, Scalar, Size, TensorName, map_values
 from ...manifest import Manifest
@@ -40,10 +39,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises WrongOption and MissingData before anything is written.
     """
-    what = "torch.distributed.checkpoint"
-    options.refuse(what, "stage", "config", "optimizer")
-    if options.dialect not in (None, "accelerate"):
-        raise WrongOption(f"--dialect {options.dialect} has no meaning for {what}")
+    understood = ("dp", "dtype", "dcp_layout", "max_file_size", "group_defaults")
+    options.only("dcp", understood, dialects=("accelerate",))
     target = Target(source, options)
     siblings = [(item.name, item) for item in source.siblings]
     return Layout(target.shells, siblings, target.left_out, target.warnings)
@@ -137,7 +134,7 @@ class Target:
         size = 0
         for path, value in listed:
             for item, made in self._of_rank(dotted(path), value, rank):
-                if held and size + made.size > self.options.max_file_size:
+                if held and size + made.size > self.options.file_size:
                     yield held
                     held, size = [], 0
                 held.append((item, made))

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from ... import peft, safefile, ties
@@ -23,19 +22,10 @@ from ...errors import MissingData, WrongOption, listed
 from ...manifest import Manifest, Sibling
 from ...options import Options
 from ...staging import Layout, Shell
-from ...trainers import json_of
+from ...trainers import HUGGING_FACE, LOADED, files_to_load_by, json_of
 from . import gathered
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# what from_pretrained of models, tokenizers and processors looks for, and code of a model's own
-LOADED = re.compile(
-    r"(?:adapter_|generation_|preprocessor_|processor_|image_processor_|video_preprocessor_)?"
-    r"config\.json|configuration_\w+\.py|(?:modeling|tokenization|processing|image_processing)_\w+"
-    r"\.py|tokenizer(?:_config)?\.json|tokenizer\.model(?:\.v\d+)?|special_tokens_map\.json"
-    r"|added_tokens\.json|vocab\.(?:json|txt|bpe)|merges\.txt|chat_template\.(?:jinja|json)"
-    r"|additional_chat_templates/\w+\.jinja|(?:spiece|spm|sentencepiece\.bpe|source|target)\.model"
-    r"|source\.spm|target\.spm|bpe\.codes|\w+\.tiktoken|tekken\.json|preprocessor_config\.json"
-)
 
 
 def detect(path: str) -> list[str]:
@@ -45,9 +35,7 @@ def detect(path: str) -> list[str]:
 
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of the folder. Raises MissingData where there is no configuration to load it by."""
-    options.refuse(
-        "weights for inference", "dp", "stage", "config", "optimizer", "dialect", "dcp_layout"
-    )
+    options.only("hf", ("dtype", "max_file_size", "model_config"))
     target = Export(source, options)
     return Layout(target.shells, target.siblings, target.left_out, source.warnings)
 
@@ -73,7 +61,8 @@ class Export:
         self.tensors = dict(self._tensors())
         kept = {item.name for item in self.files}
         self.siblings = [(item.name, item) for item in self.files if item.name != self._config_name]
-        others = [item.name for item in source.siblings if item.name not in kept]
+        names = [item.name for item in source.siblings]
+        others = [name for name in names if name.removeprefix(HUGGING_FACE) not in kept]
         self.left_out = [f"{', '.join(others)}: not needed to load the weights"] if others else []
         if base := [name for name in self._names() if not self._is_exported(name)]:
             self.left_out.append(f"{listed(base, 4)}: weights of the base model, not the adapter")
@@ -86,7 +75,7 @@ class Export:
 
     def _files_to_load_by(self) -> list[Sibling]:
         """Configuration, tokenizer and processor: of the source's folder, or of `--config`."""
-        found = {item.name: item for item in self.source.siblings if LOADED.fullmatch(item.name)}
+        found = {item.name: item for item in files_to_load_by(self.source.siblings)}
         given = self.options.model_config
         if given is None:
             return list(found.values())
@@ -193,7 +182,7 @@ class Export:
 
     def _parts(self) -> list[list[str]]:
         """Names by file, of at most `--max-shard-size` each; an adapter is one file."""
-        most = self.options.max_file_size
+        most = self.options.file_size
         parts: list[list[str]] = [[]]
         size = 0
         # large elements first, so that all are aligned
@@ -222,8 +211,3 @@ def _sibling(name: str, path: str) -> Sibling:
 def _text(name: str, value: Any) -> Shell:
     text = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
     return Shell(name, len(text), ((0, text),))
-
-
-def files_to_load_by(siblings: Sequence[Sibling]) -> list[Sibling]:
-    """Configuration, tokenizer and processor among the files of a trainer's folder."""
-    return [item for item in siblings if LOADED.fullmatch(item.name)]

@@ -33,8 +33,9 @@ from ...errors import (
     ZckptError,
     listed,
 )
-from ...manifest import Manifest, Sibling, solid
+from ...manifest import Manifest, solid
 from ...torchfile import Parsed, Tensor, TorchFile
+from ...trainers import beside
 from . import ranked, zro
 from .state import manifest
 from .tree import Found, Leaf, leaves, number_of
@@ -366,7 +367,9 @@ class _Reading:
         self.dialect = _dialect_of(weights)
         self.found.in_order = self.dialect != "safetensors"
         if os.path.isdir(path):
-            self.found.siblings += self._siblings()
+            siblings, left_out = beside(path, set(self.found.files))
+            self.found.siblings += siblings
+            self.found.left_out += left_out
 
     def _tree(self, trees: dict[str | None, Any]) -> dict[Any, Any]:
         """All trees as one; what is beside model and optimizer keeps its keys."""
@@ -546,15 +549,6 @@ class _Reading:
         last = [(file.path, step) for file in files.values() if (step := _last_step(file))]
         if self.step_policy != steps.KEEP:
             steps.agree(last, self.step_policy)
-
-    # -- what is beside
-
-    def _siblings(self) -> Iterator[Sibling]:
-        own = set(self.found.files)
-        with os.scandir(self.path) as items:
-            for item in sorted(items, key=lambda item: item.name):
-                if item.is_file() and item.path not in own:
-                    yield Sibling(item.name, item.path, item.stat().st_size)
 
 
 def _dialect_of(weights: str) -> str | None:

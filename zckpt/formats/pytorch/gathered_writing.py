@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ... import peft, safefile, trainers
-from ...errors import WrongOption
 from ...inert import Scalar, TensorName, map_values
 from ...manifest import Manifest
 from ...options import Options
@@ -90,10 +89,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises WrongOption and MissingData before anything is written.
     """
-    target = "files of torch.save"
-    options.refuse(target, "stage", "config", "optimizer", "dcp_layout")
-    if options.dialect not in PLAIN:
-        raise WrongOption(f"--dialect {options.dialect} has no meaning for {target}")
+    options.only("gathered", ("dtype", "group_defaults"), [name for name in PLAIN if name])
     made = Target(source, options)
     own = {shell.name for shell in made.shells()}
     siblings = [(item.name, item) for item in source.siblings if item.name not in own]
