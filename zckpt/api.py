@@ -194,17 +194,88 @@ def reshard(
     dry_run: bool = False,
     begin: Callable[[int], Progress] | None = None,
     tell: Callable[[Sequence[str]], None] | None = None,
+    checkpoints: str | None = None,
+    best_in: str | None = None,
     **options: Any,
 ) -> Report:
     """Writes the checkpoint at `source` for the engine that it came from: dp=16, stage=3, ...
 
-    A universal source goes back to the engine that its manifest names. Otherwise as `convert`.
+    A universal source goes back to the engine that its manifest names. `checkpoints` (all,
+    best-and-last) takes a Trainer's output directory and writes several of its checkpoints;
+    `best_in` is the directory where the best one will lie. Otherwise as `convert`.
     """
     asked = Options(**options)
+    if checkpoints is not None:
+        from . import best
+
+        if checkpoints not in best.CHOICES:
+            raise WrongOption(f"--checkpoints {checkpoints} is none of {', '.join(best.CHOICES)}")
+        moving = {"copying": copying, "dry_run": dry_run, "begin": begin, "tell": tell}
+        reading = {"format": format, "tag": tag, "step_policy": step_policy}
+        where = os.fspath(target)
+        return _reshard_run(os.fspath(source), where, checkpoints, reading, options, moving)
     manifest = _source_for(target, source, format, tag, step_policy, asked)
     engine = str(manifest.source.get("format"))
     where = os.fspath(target)
-    return _write("reshard", manifest, where, engine, asked, copying, dry_run, begin, tell)
+    return _write("reshard", manifest, where, engine, asked, copying, dry_run, begin, tell, best_in)
+
+
+def _reshard_run(
+    source: str,
+    target: str,
+    which: str,
+    reading: dict[str, Any],
+    options: dict[str, Any],
+    moving: dict[str, Any],
+) -> Report:
+    """Several checkpoints of a Trainer's run, which appear together."""
+    from . import best, staging
+
+    staging.refuse_existing(target)
+    staging.refuse_inside(source, target)
+    names = best.chosen(source, which)
+
+    def each(folder: str, **more: Any) -> list[Report]:
+        return [
+            reshard(
+                os.path.join(source, name), os.path.join(folder, name),
+                best_in=target, **reading, **options, **{**moving, **more},
+            )
+            for name in names
+        ]  # fmt: skip
+
+    parent = os.path.dirname(os.path.abspath(target))
+    reports = each(os.path.join(parent, f"{os.path.basename(target)}.partial"), dry_run=True)
+    total = sum(report["bytes"] for report in reports)
+    made: Report = {
+        "zckpt": 1,
+        "command": "reshard",
+        "source": {"path": source},
+        "format": reports[0]["format"],
+        "target": target,
+        "step": reports[-1]["step"],
+        "files": [
+            os.path.join(name, file)
+            for name, report in zip(names, reports, strict=True)
+            for file in report["files"]
+        ],
+        "bytes": total,
+        "checkpoints": names,
+    }
+    for key in ("left_out", "warnings", "inferred"):
+        made[key] = list(dict.fromkeys(line for report in reports for line in report[key]))
+    if moving["dry_run"]:
+        memory = max(report["memory"] for report in reports)
+        return made | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}
+    staging.need_space(target, total)
+    with staging.Staging(target) as staged:
+        reports = each(staged.path, tell=None)
+    records = {key: sum(r["records"][key] for r in reports) for key in ("checked", "unchecked")}
+    return made | {
+        "tensors": sum(report["tensors"] for report in reports),
+        "records": records,
+        "seconds": round(sum(report["seconds"] for report in reports), 3),
+    }
 
 
 def export(
@@ -461,9 +532,10 @@ def _write(
     dry_run: bool,
     begin: Callable[[int], Progress] | None,
     tell: Callable[[Sequence[str]], None] | None,
+    best_in: str | None = None,
 ) -> Report:
     """Shells first, then their tensors, then what is known only afterwards; at last the rename."""
-    from . import execute, fileio, plan, staging  # `inspect` has no need of them
+    from . import best, execute, fileio, plan, staging  # `inspect` has no need of them
 
     started = time.monotonic()
     writer = formats.named(to)
@@ -474,6 +546,14 @@ def _write(
     manifest = _named_for(to, manifest, options)
     manifest, rewritten = _grouped_for(to, manifest)
     layout: staging.Layout = module.lay_out(manifest, options)
+    layout_warnings: list[str] = []
+    if to not in ("universal", "hf") and (path := best.best_of(manifest.siblings)) is not None:
+        there = best_in and os.path.join(os.path.abspath(best_in), os.path.basename(path))
+        if there or best.is_best(manifest.siblings):
+            where = there or os.path.abspath(target)
+            rewritten = [*rewritten, best.pointing_to(manifest.siblings, where)]
+        else:
+            layout_warnings.append(best.warning(path))
     if rewritten:
         unchanged, names = layout.shells, {shell.name for shell in rewritten}
         layout = replace(
@@ -494,7 +574,7 @@ def _write(
         "files": [name for name, _ in files],
         "bytes": size,
         "left_out": list(layout.left_out),
-        "warnings": list(layout.warnings),
+        "warnings": [*layout.warnings, *layout_warnings],
         "inferred": list(manifest.inferred),
     }
     if to != "universal" and (tie := ties.likely(manifest)) is not None:

@@ -336,6 +336,11 @@ def convert(source: str, target: str, to: str, **words: Any) -> None:
 @cli.command()
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
+@click.option(
+    "--checkpoints",
+    type=click.Choice(["all", "best-and-last"]),
+    help="SRC is a Trainer's output directory; write these of its checkpoints.",
+)
 @writing
 @copying
 @common

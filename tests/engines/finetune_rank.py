@@ -211,7 +211,8 @@ def trainer(job: Job) -> None:
 
     of_engine = engine_arguments(job)
     arguments = transformers.TrainingArguments(**trainer_arguments(job), **of_engine)
-    run_trainer(job, transformers.Trainer, build(job), arguments, train_dataset=rows())
+    data = {"train_dataset": rows(), "eval_dataset": rows()[: models.ROWS]}
+    run_trainer(job, transformers.Trainer, build(job), arguments, **data)
 
 
 def sft(job: Job) -> None:
@@ -278,7 +279,8 @@ def run_trainer(job: Job, cls: Any, model: Any, arguments: Any, **options: Any) 
                 job.record(made.model_wrapped, made.optimizer)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_save = not job.directory and state.global_step == SAVED_AT
+            if "save_strategy" not in job.changes:
+                control.should_save = not job.directory and state.global_step == SAVED_AT
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step != SAVED_AT:

@@ -42,21 +42,20 @@ class Run:
         return replace(made, ranks=1) if made.engine == "one" else made
 
 
-def train(run: Run, root: Path) -> Path:
+def train(run: Run, root: Path, **changes: Any) -> Path:
     """Trains 3 steps, saves, goes on for 5; returns the saved directory.
 
     `root`/oracle.pt is what the program held when it saved: `tensors` by `name/weight`,
     `name/exp_avg` and the like, `steps`, `groups`, and the `losses` of the 5 steps after.
-    `root`/names.txt are the names of the optimizer's parameters, group by group.
+    `changes` are fields of TrainingArguments.
     """
-    return Path(_submit(run, root, None, "oracle.pt")["directory"])
+    return Path(_submit(run, root, None, "oracle.pt", changes)["directory"])
 
 
 def resume(run: Run, directory: Path, root: Path, **changes: Any) -> dict[str, Any]:
     """What the program holds after resuming from `directory`, and its next 5 losses.
 
-    Its random weights are others than in `train`. `changes` are fields of TrainingArguments.
-    Raises EngineError with the program's own message.
+    Its random weights are others than in `train`. Raises EngineError with the program's message.
     """
     return _submit(run, root, directory.resolve(), "resumed.pt", changes)
 
