@@ -46,6 +46,12 @@ def is_adapters(name: str) -> bool:
     return saved_name(name) != name
 
 
+def is_adapter_alone(names: Collection[str]) -> bool:
+    """Whether these are parameters of an adapter, without the model that it is put on."""
+    based = any(".base_layer." in name for name in names)
+    return not based and any(map(is_adapters, names))
+
+
 def module_names(
     saved: Collection[str], known: Iterable[str] = (), config: Mapping[str, Any] | None = None
 ) -> dict[str, str]:

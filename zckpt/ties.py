@@ -18,6 +18,7 @@ from .errors import WrongOption, listed
 from .manifest import Manifest
 
 CONFIG = "config.json"
+PEFT = "base_model.model."
 EMBEDDING = re.compile(
     r"(?:.+\.)?(?:embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared|embeddings"
     r"|tokens_embed)\.weight"
@@ -96,5 +97,8 @@ def likely(manifest: Manifest) -> tuple[str, str] | None:
     if len(inside) != 1 or any(HEAD.fullmatch(name) for name in names):
         return None
     (owner,) = inside
-    # a model without a head has no prefix in front of its layers
-    return ("lm_head.weight", owner) if owner.startswith(("model.", "transformer.")) else None
+    # a model without a head has no prefix in front of its layers, but wrappers put theirs
+    front = PEFT if owner.startswith(PEFT) else ""
+    if not owner.removeprefix(front).startswith(("model.", "transformer.")):
+        return None
+    return f"{front}lm_head.weight", owner

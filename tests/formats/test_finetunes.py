@@ -4,12 +4,15 @@
     columns    same size, another size, each other engine, export
 
 A cell resumes in the unmodified program, holds what the original held, and goes on with the losses
-of the run that was not interrupted.
+of the run that was not interrupted. With TRL's SFTTrainer another size, with Accelerate another
+engine. `-m engines` takes one cell of each row, `-m matrix` all of them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import pytest
 import torch
 
 import zckpt
+from zckpt import errors
 
 from ..engines import finetunes
 from ..engines.finetunes import ENGINES, Run
@@ -37,6 +41,11 @@ def finetuned(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         return made[run]
 
     return train
+
+
+def size_of(run: Run) -> dict[str, Any]:
+    """Options of reshard; whole files load on any number of ranks."""
+    return {} if run.engine in (*NUMBERED, "fsdp_full") else {"dp": run.ranks}
 
 
 def oracle_of(directory: Path) -> dict[str, Any]:
@@ -76,44 +85,127 @@ def assert_goes_on(run: Run, target: Path, source: Path, root: Path) -> None:
     assert max(abs(a - b) for a, b in pairs) < 1e-5
 
 
-def rows(**more: Any) -> list[Run]:
-    return [
-        Run(weights, engine, 1 if engine == "one" else 2, **more)
-        for weights in ("full", "lora")
-        for engine in ENGINES
-    ]
+ROWS = [
+    Run(weights, engine, 1 if engine == "one" else 2)
+    for weights in ("full", "lora")
+    for engine in ENGINES
+]
+# one cell of each row, which `-m engines` takes; each column and each engine is among them
+CHOSEN = {
+    "full": {
+        "one": "size", "ddp": "zero3", "zero1": "size", "zero2": "fsdp", "zero3": "one",
+        "fsdp": "same", "fsdp_full": "export",
+    },
+    "lora": {
+        "one": "zero2", "ddp": "fsdp", "zero1": "fsdp_full", "zero2": "size", "zero3": "fsdp",
+        "fsdp": "zero3", "fsdp_full": "ddp",
+    },
+}  # fmt: skip
+DEFAULT = {("lora", "one"), ("full", "zero2")}  # of these the default run takes the chosen cell
 
 
-def directory_like(source: Path, root: Path) -> Path:
-    return root / source.name
+def cells(*columns: str) -> list[Any]:
+    """Rows and columns, of which all are run by hand, and some in CI."""
+    found = []
+    for run in ROWS:
+        for column in columns:
+            marks = [pytest.mark.matrix]
+            if CHOSEN[run.weights][run.engine] == column:
+                marks.append(pytest.mark.engines)
+                marks += [pytest.mark.first] if (run.weights, run.engine) in DEFAULT else []
+            if column != run.engine:
+                name = f"{run.weights}-{run.engine}-{column}"
+                found.append(pytest.param(run, column, marks=marks, id=name))
+    return found
 
 
-@pytest.mark.engines
-@pytest.mark.parametrize("run", rows(), ids=lambda run: run.name)
-class TestTrainer:
-    def test_same_size(self, run: Run, finetuned: Trained, tmp_path: Path) -> None:
-        source = finetuned(run)
-        target = directory_like(source, tmp_path)
-        options = {} if run.engine in (*NUMBERED, "fsdp_full") else {"dp": run.ranks}
-        zckpt.reshard(source, target, **options, **names_of(run, source))
-        assert_goes_on(run, target, source, tmp_path / "resumed")
+def by_hand(run: Run) -> Any:
+    return pytest.param(run, marks=[pytest.mark.matrix], id=f"{run.weights}-{run.engine}")
 
-    def test_another_size(self, run: Run, finetuned: Trained, tmp_path: Path) -> None:
-        source = finetuned(run)
-        target, resumed = directory_like(source, tmp_path), run.on(ranks=3)
-        if run.engine == "one":
-            resumed = run.on("ddp", 2)
-        options = {} if run.engine in (*NUMBERED, "fsdp_full") else {"dp": 3}
-        zckpt.reshard(source, target, **options, **names_of(run, source))
-        assert_goes_on(resumed, target, source, tmp_path / "resumed")
 
-    @pytest.mark.parametrize("engine", ENGINES)
-    def test_another_engine(
-        self, run: Run, engine: str, finetuned: Trained, tmp_path: Path
-    ) -> None:
-        if engine == run.engine:
-            pytest.skip("the same engine")
-        source = finetuned(run)
-        target, resumed = directory_like(source, tmp_path), run.on(engine, 2)
-        zckpt.convert(source, target, **to(resumed), **names_of(run, source))
-        assert_goes_on(resumed, target, source, tmp_path / "resumed")
+def other_size(run: Run) -> Run:
+    """The same training on another number of ranks: DDP is what one GPU grows to."""
+    return run.on("ddp", 2) if run.engine == "one" else run.on(ranks=3)
+
+
+@pytest.mark.parametrize(("run", "column"), cells("same", "size"))
+def test_resharded(run: Run, column: str, finetuned: Trained, tmp_path: Path) -> None:
+    source = finetuned(run)
+    target, resumed = tmp_path / source.name, run if column == "same" else other_size(run)
+    zckpt.reshard(source, target, **size_of(resumed), **names_of(run, source))
+    assert_goes_on(resumed, target, source, tmp_path / "resumed")
+
+
+@pytest.mark.parametrize(("run", "column"), cells(*ENGINES))
+def test_moved_to_another_engine(run: Run, column: str, finetuned: Trained, tmp_path: Path) -> None:
+    source = finetuned(run)
+    target, resumed = tmp_path / source.name, run.on(column, 2)
+    zckpt.convert(source, target, **to(resumed), **names_of(run, source))
+    assert_goes_on(resumed, target, source, tmp_path / "resumed")
+
+
+@pytest.mark.parametrize(("run", "column"), cells("export"))
+def test_exported(run: Run, column: str, finetuned: Trained, tmp_path: Path) -> None:
+    """FSDP's sharded directories have no configuration: they are refused, with the way out."""
+    source, options = finetuned(run), {}
+    if run.engine == "fsdp":
+        with pytest.raises(errors.MissingData, match=r"has no .*config\.json") as raised:
+            zckpt.export(source, tmp_path / "out")
+        assert "--config" in raised.value.hint
+        assert not (tmp_path / "out").exists()
+        options = {"config": finetuned(run.on("one"))}
+    zckpt.export(source, tmp_path / "out", **options)
+    expected = {
+        name.removesuffix("/weight"): tensor
+        for name, tensor in oracle_of(source)["tensors"].items()
+        if name.endswith("/weight")
+    }
+    assert_loads(run, tmp_path / "out", expected)
+
+
+@pytest.mark.parametrize("run", [by_hand(replace(run, program="sft")) for run in ROWS])
+def test_trl_at_another_size(run: Run, finetuned: Trained, tmp_path: Path) -> None:
+    source = finetuned(run)
+    target, resumed = tmp_path / source.name, other_size(run)
+    zckpt.reshard(source, target, **size_of(resumed), **names_of(run, source))
+    assert_goes_on(resumed, target, source, tmp_path / "resumed")
+
+
+@pytest.mark.parametrize("run", [by_hand(replace(run, program="accelerate")) for run in ROWS])
+def test_accelerate_on_another_engine(run: Run, finetuned: Trained, tmp_path: Path) -> None:
+    source = finetuned(run)
+    target = tmp_path / source.name
+    resumed = run.on("fsdp" if run.engine.startswith("zero") else "zero2", 2)
+    options = {**to(resumed), **names_of(run, source)}
+    said = " ".join(zckpt.convert(source, target, dry_run=True, **options)["warnings"])
+    if ties := re.findall(r"add --tie (\S+)=(\S+)", said):
+        assert run.engine in NUMBERED  # save_pretrained's files, and no config.json beside
+        options["tie"] = ties
+    zckpt.convert(source, target, **options)
+    assert_goes_on(resumed, target, source, tmp_path / "resumed")
+
+
+def assert_loads(run: Run, folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    """from_pretrained finds every key, and no other, with the values that were trained."""
+    import peft
+    import transformers
+
+    names = {path.name for path in folder.iterdir()}
+    if run.weights == "full":
+        assert names <= {"config.json", "generation_config.json", "model.safetensors"}
+        model, about = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True
+        )
+        assert {key: value for key, value in about.items() if value} == {}
+        held = dict(model.named_parameters())
+    else:
+        assert names == {"adapter_config.json", "adapter_model.safetensors"}
+        config = transformers.LlamaConfig(
+            vocab_size=31, hidden_size=16, intermediate_size=22, num_hidden_layers=12,
+            num_attention_heads=2,
+        )  # fmt: skip
+        base = transformers.LlamaForCausalLM(config)
+        model = peft.PeftModel.from_pretrained(base, folder)
+        held = {name: each for name, each in model.named_parameters() if "lora_" in name}
+    assert held.keys() == expected.keys()
+    assert [name for name in expected if not same_bits(held[name].data, expected[name])] == []

@@ -9,7 +9,7 @@ from typing import Any
 
 from ... import steps
 from ...dtypes import SIZES
-from ...errors import CorruptCheckpoint, InconsistentCheckpoint
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint, not_understood
 from ...inert import TensorName, inside, map_values
 from ...manifest import Entry, Fragments, Manifest, Parameter, Runs, Sighting, Slices
 from ...torchfile import Tensor, TorchFile
@@ -63,7 +63,7 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
         ranks = Ranks(place, rank_files(place))
         return manifest(ranks, list(flats(ranks, step_policy)), "deepspeed")
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorruptCheckpoint(f"{place.directory} is malformed: {error!r}") from error
+        raise not_understood(place.directory, error) from error
 
 
 def manifest(ranks: Ranks, buffers: Sequence[Flat], format: str) -> Manifest:

@@ -33,6 +33,7 @@ from ...errors import (
     InconsistentCheckpoint,
     NotACheckpoint,
     UnsupportedCheckpoint,
+    not_understood,
 )
 from ...inert import Foreign, Global, Scalar
 from ...manifest import Manifest, Sighting, slot_key, slot_name
@@ -165,7 +166,7 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     try:
         return _manifest(place, step_policy)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorruptCheckpoint(f"{place.directory} is malformed: {error!r}") from error
+        raise not_understood(place.directory, error) from error
 
 
 def _manifest(place: Place, step_policy: str | None) -> Manifest:

@@ -26,7 +26,7 @@ from ...ordering import need_order
 from ...staging import Layout, Shell
 from ...torchfile import Tensor
 from ...torchshell import Storages, seal_records, shell, thawed
-from ...trainers import TRANSFORMERS, program_of
+from ...trainers import ACCELERATE, TRANSFORMERS, program_of
 from .. import zero
 from .directory import recovery_scripts
 from .engine import Engine
@@ -277,9 +277,10 @@ class Target:
 
     @property
     def tag(self) -> str:
-        return str(
-            self.source.source.get("tag") or f"global_step{self._counters()['global_steps']}"
-        )
+        stated = self.source.source.get("tag")
+        if stated is None and program_of(self.source.siblings) == ACCELERATE:
+            stated = "pytorch_model"  # which Accelerator.load_state asks for
+        return str(stated or f"global_step{self._counters()['global_steps']}")
 
     def shells(self) -> Iterator[Shell]:
         """Every file, one at a time; equal ones are made once."""
@@ -389,8 +390,7 @@ class Target:
 
         None says that the base model of an adapter is not saved; the engine has its own.
         """
-        adapter = not self.frozen and any(map(peft.is_adapters, self.trainable))
-        if self.engine.stage == 1 or adapter:
+        if self.engine.stage == 1 or peft.is_adapter_alone(self.source.parameters):
             return None, None
         names = [name for name in self.frozen if name in weights]
         shapes = OrderedDict((name, Size(self.frozen[name].shape)) for name in names)

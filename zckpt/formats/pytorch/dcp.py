@@ -29,6 +29,7 @@ from ...errors import (
     InconsistentCheckpoint,
     NotACheckpoint,
     UnsupportedCheckpoint,
+    not_understood,
 )
 from ...inert import Foreign, Global
 from ...manifest import Extent, Manifest
@@ -123,7 +124,7 @@ def read(
         found.left_out += left_out
         return manifest(found, step_policy, param_names, weights_only)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorruptCheckpoint(f"{root} is malformed: {error!r}") from error
+        raise not_understood(root, error) from error
 
 
 def _refuse_several(root: str, parts: list[str]) -> None:

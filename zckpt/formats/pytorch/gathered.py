@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 from ... import peft, safefile, steps
 from ...errors import (
     AmbiguousCheckpoint,
-    CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     MissingData,
     NotACheckpoint,
     ZckptError,
     listed,
+    not_understood,
 )
 from ...manifest import Manifest, solid
 from ...torchfile import Parsed, Tensor, TorchFile
@@ -304,7 +304,7 @@ def read(
         engine = {**made.state["engine"], "layout": None, "dialect": reading.dialect}
         return replace(made, state={**made.state, "engine": engine})
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorruptCheckpoint(f"{path} is malformed: {error!r}") from error
+        raise not_understood(path, error) from error
 
 
 def _refuse_lost(made: Manifest, names: Sequence[str] | None) -> None:
@@ -376,7 +376,10 @@ class _Reading:
         extra = trees.pop("extra", {})
         alone = trees.pop(None, {})
         if not isinstance(alone, dict) or not isinstance(extra, dict):
-            raise CorruptCheckpoint(f"{self.path} holds no state dicts")
+            raise NotACheckpoint(
+                f"{self.path} is no dictionary of state dicts",
+                hint="save model.state_dict(), alone or under a key",
+            )
         model = trees.get("model")
         if self.found.known and isinstance(model, dict):
             known = self.found.known
