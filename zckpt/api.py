@@ -253,6 +253,7 @@ def _reshard_run(
         "source": {"path": source},
         "format": reports[0]["format"],
         "target": target,
+        "about": f"{len(names)} checkpoints, each {reports[0]['about']}",
         "step": reports[-1]["step"],
         "files": [
             os.path.join(name, file)
@@ -570,6 +571,7 @@ def _write(
         "source": {**manifest.source, "path": manifest.root},
         "format": to,
         "target": target,
+        "about": layout.about,
         "step": manifest.step,
         "files": [name for name, _ in files],
         "bytes": size,

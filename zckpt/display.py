@@ -180,7 +180,8 @@ def converted(report: dict[str, Any], quiet: bool, told: Sequence[str] = ()) -> 
         return
     where = safe(report["target"])
     if report.get("dry_run"):
-        print(f"{where} would hold {size(report['bytes'])} in {len(report['files'])} files:")
+        print(f"{where} would be {safe(report['about'])}")
+        print(f"{size(report['bytes'])} in {len(report['files'])} files:")
         for name in report["files"]:
             print(f"  {safe(name)}")
         print(f"memory {size(report['memory'])}, free space {size(report['free'])}")
@@ -190,6 +191,7 @@ def converted(report: dict[str, Any], quiet: bool, told: Sequence[str] = ()) -> 
         f"{where}: {report['tensors']:,} tensors, {size(report['bytes'])}{step}, "
         f"{report['seconds']:.1f} s" + _checked(report["records"])
     )
+    print(f"written: {safe(report['about'])}")
     for line in report["left_out"]:
         print(f"left out: {safe(line)}")
     if report["records"]["unchecked"]:

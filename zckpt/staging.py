@@ -33,7 +33,7 @@ class Layout:
 
     `siblings` pairs names in the target with files that are copied as they are; `left_out` and
     `warnings` are the whole report, the source's included. `from_masters` where weights are made of
-    the masters, though the source may hold them.
+    the masters, though the source may hold them. `about` says in one line what is written.
     """
 
     shells: Callable[[], Iterator[Shell]]
@@ -41,6 +41,7 @@ class Layout:
     left_out: Sequence[str]
     warnings: Sequence[str]
     from_masters: bool = False
+    about: str = ""
 
 
 class Staging:

@@ -451,6 +451,32 @@ def test_usual_names(model: str, optim: str, tmp_path: Path) -> None:
     assert (tmp_path / "target" / "trainer_state.json").read_text() == "{}"
 
 
+def test_verls_folder(tmp_path: Path, zckpt: Zckpt) -> None:
+    """Files of ranks, whose names are verl's, and a folder `huggingface` beside them."""
+    folder, pair = tmp_path / "actor", trained_pair()
+    folder.mkdir()
+    for rank in range(2):
+        rest = f"world_size_2_rank_{rank}.pt"
+        torch.save(pair[0].state_dict(), folder / f"model_{rest}")
+        torch.save(pair[1].state_dict(), folder / f"optim_{rest}")
+        torch.save({"lr_scheduler": {"last_epoch": 3}, "rng": rank}, folder / f"extra_state_{rest}")
+    (folder / "huggingface").mkdir()
+    (folder / "huggingface" / "config.json").write_text("{}")
+    (folder / "rollouts").mkdir()
+    (folder / "rollouts" / "big.bin").touch()
+    refused = zckpt("reshard", folder, tmp_path / "out", "--dp", "4")
+    assert refused.code == 2
+    assert "--dp does not apply to --to gathered" in refused.err
+    assert "any number of ranks" in refused.err
+    done = zckpt("reshard", folder, tmp_path / "out")
+    assert done.code == 0
+    assert "written: whole state dicts" in done.out
+    assert "model.pt and optim.pt" in done.out
+    assert "left out: rollouts/: a folder" in done.out
+    assert (tmp_path / "out" / "huggingface" / "config.json").read_text() == "{}"
+    assert_same_run(resumed_pair(tmp_path / "out"), pair)
+
+
 def test_weights_in_several_files(tmp_path: Path) -> None:
     pair = trained_pair()
     folder = save(tmp_path / "run", pair)

@@ -123,7 +123,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         others = [item.name for item in source.siblings if item.path not in kept]
         left_out += [f"{', '.join(others)}: not needed to load the weights"] if others else []
     shells = list(_shells(chosen, options))
-    return Layout(lambda: iter(shells), siblings, left_out, source.warnings)
+    about = "weights as safetensors" if options.weights_only else "a universal checkpoint"
+    return Layout(lambda: iter(shells), siblings, left_out, source.warnings, about=about)
 
 
 def with_defaults(source: Manifest, options: Options) -> Manifest:

@@ -570,7 +570,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     options.only("deepspeed-universal", UNDERSTOOD)
     target = _Universal(source, options)
     siblings = [(found.name, found) for found in source.siblings if not target.drops(found)]
-    return Layout(target.shells, siblings, target.left_out, target.warnings)
+    about = f"a universal checkpoint of DeepSpeed's own, ZeRO stage {target.engine.stage}"
+    return Layout(target.shells, siblings, target.left_out, target.warnings, about=about)
 
 
 class _Universal(Target):

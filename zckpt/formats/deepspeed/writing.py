@@ -55,7 +55,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     siblings = [(item.name, item) for item in source.siblings if not target.drops(item)]
     if source.format == "deepspeed":
         target.left_out += recovery_scripts(source.root)
-    return Layout(target.shells, siblings, target.left_out, target.warnings)
+    return Layout(
+        target.shells, siblings, target.left_out, target.warnings, about=target.description
+    )
 
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:
@@ -274,6 +276,11 @@ class Target:
         return own
 
     # -- files
+
+    @property
+    def description(self) -> str:
+        ranks = "1 rank" if self.dp == 1 else f"{self.dp} ranks"
+        return f"a DeepSpeed run of {ranks}, ZeRO stage {self.engine.stage}, tag {self.tag}"
 
     @property
     def tag(self) -> str:

@@ -47,7 +47,12 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     options.only("onnxruntime", ("dp", "dtype"), dialects=("hdf5", "l2"))
     target = _Target(source, options)
     return Layout(
-        target.shells, [], target.left_out, target.warnings, from_masters=target.half is not None
+        target.shells,
+        [],
+        target.left_out,
+        target.warnings,
+        from_masters=target.half is not None,
+        about=f"files of ONNX Runtime Training, one for each of {target.dp} ranks",
     )
 
 

@@ -43,7 +43,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     options.only("dcp", understood, dialects=("accelerate",))
     target = Target(source, options)
     siblings = [(item.name, item) for item in source.siblings]
-    return Layout(target.shells, siblings, target.left_out, target.warnings)
+    about = "a directory of torch.distributed.checkpoint, which any number of ranks loads"
+    return Layout(target.shells, siblings, target.left_out, target.warnings, about=about)
 
 
 @dataclass(frozen=True, slots=True)

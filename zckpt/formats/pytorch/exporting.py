@@ -37,7 +37,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of the folder. Raises MissingData where there is no configuration to load it by."""
     options.only("hf", ("dtype", "max_file_size", "model_config"))
     target = Export(source, options)
-    return Layout(target.shells, target.siblings, target.left_out, source.warnings)
+    about = "an adapter for PEFT" if target.adapter else "a model for from_pretrained"
+    return Layout(target.shells, target.siblings, target.left_out, source.warnings, about=about)
 
 
 def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:

@@ -98,7 +98,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         for item in source.siblings
         if item.name in own
     ]
-    return Layout(made.shells, siblings, made.left_out, made.warnings, from_masters=True)
+    names = " and ".join([made.called.weights, *([made.called.optimizer] * made.optimizes)])
+    about = f"whole state dicts, which any number of ranks loads: {names}"
+    return Layout(
+        made.shells, siblings, made.left_out, made.warnings, from_masters=True, about=about
+    )
 
 
 class Target(StateDicts):
