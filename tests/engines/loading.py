@@ -223,14 +223,15 @@ def count_reads() -> list[int]:
 
 def needed(reader: Any, state: dict[str, Any]) -> int:
     """Bytes of this rank's part of every tensor, in the type that the source has."""
-    from zckpt.dcp import Keys
+    from zckpt.dcp.keys import KeyNames
     from zckpt.dtypes import SIZES
 
-    keys, seen, total = Keys(reader.manifest, reader._groups), set(), 0
+    numbers = [name for group in reader._groups for name in group]
+    names, seen, total = KeyNames(reader.manifest, numbers), set(), 0
     for key, tensor in flattened(state):
         for part in local(tensor):
-            place = keys._place(key)
-            entries = keys.entries(place) if place else []
+            meaning = names.meaning(key)
+            entries = names.entries(meaning) if meaning else []
             if entries and part.data_ptr() not in seen:
                 seen.add(part.data_ptr())
                 total += part.numel() * SIZES[entries[-1].dtype]

@@ -1,0 +1,178 @@
+"""What directories of torch.distributed.checkpoint hold under each key, read when it is asked for.
+
+`dcp.py` reads every item and asks which are the model's and the optimizer's. torch's own loading
+asks for keys alone, and so does this module: `.metadata` lists them, an item's file is opened when
+its value is wanted, and of a tensor only the boxes that are wanted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from typing import Any
+
+from ...errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint
+from ...inert import Foreign, Global
+from ...manifest import Entry, Record, solid
+from ...torchfile import Tensor, TorchFile
+from .dcp import METADATA, _agree, _dtype, _fields, _Folder, _metadata, _Place, _places, located
+from .tree import Found, Path
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """Elements [offset, offset + size) of a tensor along every axis, stored as one item.
+
+    `entry` says where its bytes lie; raises a ZckptError.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    entry: Callable[[], Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor under a key; `dtype` is torch's name of its type, one that zckpt may not read."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[StoredBox, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """A value under a key.
+
+    `read` gives it with inert records in the place of objects and tensors, and a function that says
+    where the bytes of such a tensor lie. `is_number` where the value is a 0-d tensor.
+    """
+
+    read: Callable[[], tuple[Any, Callable[[Any], Entry]]]
+    is_number: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItems:
+    """All items of a checkpoint by key, in the order of `.metadata`.
+
+    `paths` are the keys that lead to each in the program's state dict, where they were saved.
+    `version` and `saving` (checkpoint_id, save_id, ...) are what `.metadata` says of the save
+    itself, in `files`. `records` are those of the items that were read so far.
+    """
+
+    root: str
+    files: tuple[str, ...]
+    items: dict[str, StoredTensor | StoredValue]
+    paths: dict[str, Path]
+    records: list[Record]
+    version: str | None
+    saving: dict[str, Any]
+
+
+def stored_items(path: str, tag: str | None = None) -> StoredItems:
+    """The items of the directory at `path`; none of their files is opened.
+
+    Raises CorruptCheckpoint, IncompleteCheckpoint (no `.metadata`), UnsupportedCheckpoint
+    (Megatron-Core, compressed or encrypted items).
+    """
+    root, folders = located(path, tag)
+    if not folders:
+        raise IncompleteCheckpoint(f"{root} holds no {METADATA}")
+    found = Found(root, {}, {})
+    items: dict[str, StoredTensor | StoredValue] = {}
+    paths: dict[str, Path] = {}
+    files: list[str] = []
+    try:
+        for name in folders:
+            fields = _metadata(name)
+            places = _places(name, fields["storage_data"])
+            folder = _Folder(name, found)
+            for key, item in fields["state_dict_metadata"].items():
+                items[key] = _item(folder, key, item, places)
+            paths.update(_paths(fields))
+            with os.scandir(name) as listed:
+                files += sorted(each.path for each in listed if each.name.endswith(METADATA))
+        version, saving = fields.get("version"), fields.get("storage_meta")
+        about = _fields(saving) if isinstance(saving, Foreign) else {}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"{root} is malformed: {error!r}") from error
+    version = version if isinstance(version, str) else None
+    return StoredItems(root, tuple(files), items, paths, found.records, version, about)
+
+
+def _paths(fields: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    """What `planner_data` says of keys; planners other than torch's may keep anything there."""
+    data = fields.get("planner_data")
+    for key, path in data.items() if isinstance(data, dict) else ():
+        if isinstance(path, (tuple, list)) and all(type(step) in (str, int) for step in path):
+            yield key, tuple(path)
+
+
+def _item(
+    folder: _Folder, key: str, item: Foreign, places: Mapping[Any, _Place]
+) -> StoredTensor | StoredValue:
+    fields = _fields(item)
+    if "chunks" not in fields:
+        return StoredValue(cache(partial(_value, folder, key, places.get((key, None)))))
+    properties, shape = fields["properties"], tuple(fields["size"])
+    boxes = []
+    for chunk in map(_fields, fields["chunks"]):
+        offsets, sizes = tuple(chunk["offsets"]), tuple(chunk["sizes"])
+        if 0 not in sizes:
+            place = places.get((key, offsets))
+            entry = cache(partial(_entry, folder, key, place, properties, sizes))
+            boxes.append(StoredBox(offsets, sizes, entry))
+    covered = sum(prod(sizes) for _, sizes in {(box.offsets, box.sizes) for box in boxes})
+    if covered < prod(shape):
+        raise IncompleteCheckpoint(
+            f"{key} has {prod(shape)} elements, {METADATA} names {covered}",
+            hint="the save did not finish; take an earlier checkpoint",
+        )
+    return StoredTensor(_torch_name(properties), shape, tuple(boxes))
+
+
+def _torch_name(properties: Any) -> str:
+    """TensorProperties pickles a tuple whose first is the dtype."""
+    state = properties.state
+    dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+    if not isinstance(dtype, Global):
+        raise CorruptCheckpoint(f"{METADATA} is malformed: {dtype!r} is no dtype")
+    return dtype.name.removeprefix("torch.")
+
+
+def _value(
+    folder: _Folder, key: str, place: _Place | None
+) -> tuple[Any, Callable[[Tensor], Entry]]:
+    file = folder._file(_known(folder, key, place))
+    folder.found.records += file.records.values()
+    return file.value, lambda it: Entry(key, it.dtype, it.shape, file.fragments(it))
+
+
+def _entry(
+    folder: _Folder, key: str, place: _Place | None, properties: Any, sizes: tuple[int, ...]
+) -> Entry:
+    """Where the bytes of a box lie."""
+    place, dtype = _known(folder, key, place), _dtype(properties)
+    stored = folder._stored(place, key)
+    if stored is not None:
+        _agree(place, key, (stored.dtype, stored.shape), (dtype, sizes))
+        return Entry(key, dtype, sizes, solid(prod(sizes), stored.extent))
+    file: TorchFile = folder._file(place)
+    tensor = file.value
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedCheckpoint(
+            f"it is stored as an object of {getattr(tensor, 'name', type(tensor).__name__)}"
+        )
+    _agree(place, key, (tensor.dtype, tensor.shape), (dtype, sizes))
+    folder.found.records += file.records.values()
+    return Entry(key, dtype, sizes, file.fragments(tensor))
+
+
+def _known(folder: _Folder, key: str, place: _Place | None) -> _Place:
+    if place is None:
+        raise IncompleteCheckpoint(f"{folder.folder}: {METADATA} does not say where {key} is")
+    return place
