@@ -6,19 +6,44 @@ Each is filled from wherever its elements lie, without another copy of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from .checksum import crc32
 from .dtypes import TORCH_NAMES
 from .elements import Gatherer, Ledger, Wanted
-from .errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
+from .errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint, WrongOption, listed
 from .fileio import Reader
-from .manifest import Entry, Record
+from .manifest import Entry, Manifest, Record
 
 if TYPE_CHECKING:
     import torch
 
 SCRATCH = 8 << 20  # bytes, in which small pieces of many ranks are put together
+
+
+def entry_of(manifest: Manifest, name: str) -> Entry:
+    """The tensor `parameter/slot`; a tied weight has all its names.
+
+    Raises WrongOption, which says what names are near.
+    """
+    parameter, _, slot = name.rpartition("/")
+    owners = {
+        alias: owner for owner, about in manifest.parameters.items() for alias in about.aliases
+    }
+    entries = manifest.entries
+    entry = entries.get(name) or entries.get(f"{owners.get(parameter, parameter)}/{slot}")
+    if entry is not None:
+        return entry
+    known = {owners.get(each, each) for each in (name, parameter)} - {""}
+    near = [each.name for each in entries.values() if each.parameter in known]
+    near = near or get_close_matches(name, entries, 5)
+    raise WrongOption(
+        f"{manifest.root} has no tensor {name!r}",
+        hint=f"near names are {listed(near)}"
+        if near
+        else f"`zckpt inspect {manifest.root} --tensors '*'` lists the names",
+    )
 
 
 def fill(entry: Entry, view: memoryview, records: Sequence[Record]) -> None:
