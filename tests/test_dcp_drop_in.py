@@ -24,7 +24,11 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import distributed, nn
 from torch.distributed.checkpoint import _version, format_utils
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    SerializationFormat,
+)
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -525,6 +529,36 @@ def test_paths_are_given_as_to_torch(kind: Callable[..., Any], tmp_path: Path) -
     assert not dcp.StorageReader.validate_checkpoint_id("abc://abc.abc")
 
 
+WRITERS: dict[str, dict[str, Any]] = {
+    "threads": {"thread_count": 3},
+    "a file for each item": {"single_file_per_rank": False},
+    "safetensors": {"serialization_format": SerializationFormat.SAFETENSORS},
+}
+
+
+@pytest.mark.parametrize("way", [*WRITERS, "without collectives"])
+def test_files_of_every_layout(way: str, tmp_path: Path) -> None:
+    saved, _, _ = program(2)
+    writer = FileSystemWriter(tmp_path / "run", **WRITERS.get(way, {}))
+    options = {"use_collectives": False} if way == "without collectives" else {"no_dist": True}
+    torch_dcp.save(saved, storage_writer=writer, **options)
+    state, _, _ = program(1)
+    load(state, dcp.StorageReader(tmp_path / "run"))
+    for each in (saved, state):
+        each["counter"] = each["counter"].count
+    assert equal(state, saved)  # torch 2.13's own reader cannot read safetensors in such files
+
+
+def test_accelerate_s_two_folders(tmp_path: Path) -> None:
+    saved, _, _ = program(2)
+    save({"model": saved["model"]}, tmp_path / "run" / "pytorch_model_fsdp_0")
+    save({"optimizer": saved["optim"]}, tmp_path / "run" / "optimizer_0")
+    state, _, _ = program(1)
+    both = {"model": state["model"], "optimizer": state["optim"]}
+    load(both, dcp.StorageReader(tmp_path / "run"))
+    assert equal(both, {"model": saved["model"], "optimizer": saved["optim"]})
+
+
 def test_files_beside_metadata_do_not_disturb(tmp_path: Path) -> None:
     save({"a": torch.ones(2)}, tmp_path / "run")
     torch.save({"model": {"a.weight": torch.zeros(2)}}, tmp_path / "run" / "model.pt")
@@ -580,6 +614,20 @@ def test_a_step_policy_and_renaming_ask_for_meaning(tmp_path: Path) -> None:
     rules = [("^a$", "t"), ("^b$", "a"), ("^t$", "b")]
     load(swapped, dcp.StorageReader(tmp_path / "run", rename=rules))
     assert [each.tolist() for each in swapped["model"].values()] == [[2.0, 2.0], [1.0, 1.0]]
+
+
+def test_a_tensor_of_which_a_part_is_missing(tmp_path: Path) -> None:
+    """As where one rank of two has saved; torch's own reader leaves the rest as it is."""
+    save({"a": torch.ones(4), "b": torch.ones(2)}, tmp_path / "run")
+    for size in ([3], [0]):
+        metadata = FileSystemReader(tmp_path / "run").read_metadata()
+        metadata.state_dict_metadata["a"].chunks[0].sizes = torch.Size(size)
+        metadata.storage_meta = None
+        (tmp_path / "run" / ".metadata").write_bytes(pickle.dumps(metadata))
+        reader = dcp.StorageReader(tmp_path / "run")
+        assert load({"b": torch.zeros(2)}, reader)["b"].all()
+        with pytest.raises(CheckpointException, match=f"has {size[0]} of the 4 elements of a"):
+            load({"a": torch.zeros(4)}, reader)
 
 
 def test_files_of_items_that_nobody_asks_for_are_not_opened(tmp_path: Path) -> None:

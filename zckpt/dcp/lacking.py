@@ -15,7 +15,9 @@ from .source import Meaning, Source
 MOST = 4  # reasons in one message
 MISSING = "Missing key in checkpoint state_dict: "
 """How torch's own error begins, for programs that look for it."""
-PARTIAL = "planner=DefaultLoadPlanner(allow_partial_load=True) leaves such keys as they are"
+PARTIAL = (
+    "To leave such keys as they are, load with planner=DefaultLoadPlanner(allow_partial_load=True)"
+)
 
 
 class Lookup:
@@ -83,8 +85,8 @@ class Lookup:
                 sentences.append(f"So it is with {listed(list(self.not_loaded)[MOST:])}")
             if self.source.stored is not None:
                 sentences.append(
-                    "torch.distributed.checkpoint.FileSystemReader loads such keys, and runs the "
-                    "checkpoint's pickles"
+                    "torch.distributed.checkpoint.FileSystemReader loads them: it runs the "
+                    "checkpoint's pickles, so you must trust the checkpoint"
                 )
         if sentences:
             raise MissingData(f"{MISSING}{'. '.join(sentences)}. {PARTIAL}")
@@ -111,5 +113,7 @@ class Lookup:
         if source.why_nameless:
             sentences.append(f"Only whole keys were compared: {source.why_nameless}")
         else:
-            sentences.append("StorageReader(..., rename=[(REGEX, REPL)]) renames what it has")
+            sentences.append(
+                "If it has them under other names, give StorageReader rename=[(REGEX, REPL)]"
+            )
         return sentences

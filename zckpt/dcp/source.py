@@ -186,9 +186,9 @@ def _item(manifest: Manifest, value: Any) -> StoredTensor | StoredValue:
         return manifest.entries[f"{name.name}/state"]
 
     if isinstance(value, Hole):
-        return StoredTensor(TORCH_NAMES[value.dtype], value.shape, ())
+        return StoredTensor(TORCH_NAMES[value.dtype], value.shape, {})
     if isinstance(value, TensorName):
         tensor = entry(value)
-        box = StoredBox((0,) * len(tensor.shape), tensor.shape, lambda: tensor)
-        return StoredTensor(TORCH_NAMES[tensor.dtype], tensor.shape, (box,))
+        boxes = {(0,) * len(tensor.shape): StoredBox(tensor.shape, lambda: tensor)}
+        return StoredTensor(TORCH_NAMES[tensor.dtype], tensor.shape, boxes)
     return StoredValue(lambda: (value, entry), isinstance(value, Scalar))

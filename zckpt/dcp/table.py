@@ -113,14 +113,12 @@ def tensor_metadata(
     size, kind = torch.Size(shape), getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         raise UnsupportedCheckpoint(f"torch {torch.__version__} has no type {dtype}")
-    boxes = [(box.offsets, box.sizes) for box in stored.boxes] if stored else []
-    if not boxes:
-        boxes = [((0,) * len(shape), shape)]
+    boxes = [(offsets, box.sizes) for offsets, box in stored.boxes.items()] if stored else []
     return metadata.TensorStorageMetadata(
         metadata.TensorProperties(kind),
         size,
         [
             metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for offsets, sizes in boxes
+            for offsets, sizes in boxes or [((0,) * len(shape), shape)]
         ],
     )

@@ -11,13 +11,14 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata, planner
 
 from ..dtypes import FLOATS, TORCH_NAMES
-from ..errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from ..errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ..formats.pytorch.dcp_items import StoredTensor, StoredValue
 from ..inert import Scalar, TensorName
 from ..loading import as_torch
@@ -59,6 +60,7 @@ class LoadTarget:
     def fill(self) -> None:
         """Raises a ZckptError; MissingData where something is not in the checkpoint."""
         values = [(item, value) for item in self.values for value in self._values(item)]
+        self._refuse_gaps()
         entries = [(item, entry) for item in self.tensors for entry in self._entries(item)]
         self.lookup.report(bool(getattr(self.planner, "allow_partial_load", False)))
         self._warn()
@@ -96,7 +98,7 @@ class LoadTarget:
         """`name` is what the state dict calls the key."""
         meaning, stored = self.meanings[key], self.source.listing.items.get(key)
         if isinstance(meaning, StoredTensor):  # a step, which may be an int in the target
-            return [as_torch(meaning.boxes[0].entry(), self.source.records)]
+            return [as_torch(meaning.boxes[()].entry(), self.source.records)]
         if isinstance(meaning, StoredValue):
             if self._is_of_others(key):
                 return self._hyper_parameter(key, name)
@@ -217,13 +219,35 @@ class LoadTarget:
             assert self.source.names is not None
             return [self.source.names.entries(meaning)]
         assert isinstance(meaning, StoredTensor)
-        offsets = tuple(item.storage_index.offset or ())
-        box = next(box for box in meaning.boxes if box.offsets == offsets)
+        box = meaning.boxes.get(_offsets(item))
         try:
-            return [[box.entry()]]
+            return [[box.entry()]] if box is not None else []  # a tensor of which nothing is there
         except UnsupportedCheckpoint as error:
             self.lookup.not_loaded[key] = error.message
         return []
+
+    def _refuse_gaps(self) -> None:
+        """Raises IncompleteCheckpoint where a tensor is wanted of which no box holds a part.
+
+        torch's own reader would leave that part as it is, and say nothing.
+        """
+        for name, tensor in self.state.items():
+            stored = self.source.listing.items.get(name)
+            if self.source.stored is None or not isinstance(stored, StoredTensor):
+                continue
+            if stored.stored >= prod(stored.shape) or not isinstance(tensor, torch.Tensor):
+                continue
+            wanted = sum(part.numel() for part in _local(tensor))
+            planned = sum(
+                prod(item.lengths)
+                for item in self.tensors
+                if item.dest_index.fqn == name and _offsets(item) in stored.boxes
+            )
+            if planned < wanted:
+                raise IncompleteCheckpoint(
+                    f"{self.source.path} has {stored.stored} of the {prod(stored.shape)} elements "
+                    f"of {name}: the save did not finish, or not all ranks took part in it"
+                )
 
     def _fill_tensors(self, wanted: Sequence[tuple[planner.ReadItem, Sequence[Entry]]]) -> None:
         targets = [
@@ -264,6 +288,18 @@ class LoadTarget:
             return True
         parameter = self.source.manifest.parameters.get(meaning.name)
         return meaning.kind == "weight" and parameter is not None and parameter.trainable
+
+
+def _offsets(item: planner.ReadItem) -> tuple[int, ...]:
+    """Where the stored box of an item begins."""
+    return tuple(item.storage_index.offset or ())
+
+
+def _local(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """This process's parts of a tensor that processes may share."""
+    if hasattr(tensor, "local_shards"):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [getattr(tensor, "_local_tensor", tensor)]
 
 
 def _fitting(entries: Sequence[Entry], tensor: torch.Tensor) -> Entry:

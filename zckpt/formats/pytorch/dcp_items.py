@@ -24,23 +24,30 @@ from .tree import Found, Path
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """Elements [offset, offset + size) of a tensor along every axis, stored as one item.
+    """Part of a tensor, cut along any axes, that is stored as one item.
 
     `entry` says where its bytes lie; raises a ZckptError.
     """
 
-    offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     entry: Callable[[], Entry]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor under a key; `dtype` is torch's name of its type, one that zckpt may not read."""
+    """A tensor under a key, in boxes by their offsets along every axis.
+
+    `dtype` is torch's name of its type, which zckpt may not know.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    boxes: tuple[StoredBox, ...]
+    boxes: Mapping[tuple[int, ...], StoredBox]
+
+    @property
+    def stored(self) -> int:
+        """The number of elements that the boxes hold."""
+        return sum(prod(box.sizes) for box in self.boxes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +126,14 @@ def _item(
     if "chunks" not in fields:
         return StoredValue(cache(partial(_value, folder, key, places.get((key, None)))))
     properties, shape = fields["properties"], tuple(fields["size"])
-    boxes = []
+    boxes: dict[tuple[int, ...], StoredBox] = {}
     for chunk in map(_fields, fields["chunks"]):
         offsets, sizes = tuple(chunk["offsets"]), tuple(chunk["sizes"])
         if 0 not in sizes:
             place = places.get((key, offsets))
             entry = cache(partial(_entry, folder, key, place, properties, sizes))
-            boxes.append(StoredBox(offsets, sizes, entry))
-    covered = sum(prod(sizes) for _, sizes in {(box.offsets, box.sizes) for box in boxes})
-    if covered < prod(shape):
-        raise IncompleteCheckpoint(
-            f"{key} has {prod(shape)} elements, {METADATA} names {covered}",
-            hint="the save did not finish; take an earlier checkpoint",
-        )
-    return StoredTensor(_torch_name(properties), shape, tuple(boxes))
+            boxes[offsets] = StoredBox(sizes, entry)
+    return StoredTensor(_torch_name(properties), shape, boxes)
 
 
 def _torch_name(properties: Any) -> str:
