@@ -19,6 +19,7 @@ from ..dtypes import TORCH_NAMES
 from ..errors import ZckptError
 from ..formats.pytorch.dcp import METADATA, located
 from ..formats.pytorch.dcp_items import (
+    OpenedItem,
     StoredBox,
     StoredItems,
     StoredTensor,
@@ -28,7 +29,7 @@ from ..formats.pytorch.dcp_items import (
 from ..formats.pytorch.state_dicts import Hole, StateDicts
 from ..formats.pytorch.tree import Path, dotted
 from ..inert import Scalar, TensorName
-from ..manifest import Entry, Manifest, Record
+from ..manifest import Entry, Manifest
 from ..options import Options
 from .keys import NUMBERED, KeyMeaning, KeyNames
 
@@ -145,13 +146,6 @@ class Source:
             return bool(item.boxes)
         return self.names is not None and not key.startswith(self.names.optimizer)
 
-    @property
-    def records(self) -> list[Record]:
-        """Of what was read so far; all of them where the manifest was needed."""
-        records = [] if self.stored is None else self.stored.records
-        named = self.manifest.records if "manifest" in vars(self) else ()
-        return list(dict.fromkeys((*records, *named)))
-
 
 def _stamp(name: str) -> tuple[int, int, int] | None:
     """Another one when the file was written anew."""
@@ -189,6 +183,8 @@ def _item(manifest: Manifest, value: Any) -> StoredTensor | StoredValue:
         return StoredTensor(TORCH_NAMES[value.dtype], value.shape, {})
     if isinstance(value, TensorName):
         tensor = entry(value)
-        boxes = {(0,) * len(tensor.shape): StoredBox(tensor.shape, lambda: tensor)}
+        item = OpenedItem(value, entry, manifest.records)
+        boxes = {(0,) * len(tensor.shape): StoredBox(tensor.shape, lambda: item)}
         return StoredTensor(TORCH_NAMES[tensor.dtype], tensor.shape, boxes)
-    return StoredValue(lambda: (value, entry), isinstance(value, Scalar))
+    item = OpenedItem(value, entry, manifest.records)
+    return StoredValue(lambda: item, isinstance(value, Scalar))

@@ -83,7 +83,7 @@ class KeyTable(dict[str, Any]):
         if stored is None or stored.version is not None or not isinstance(item, StoredValue):
             return False
         try:
-            return _is_container(item.read()[0])
+            return _is_container(item.open().value)
         except ZckptError:
             return False
 
@@ -101,7 +101,7 @@ def listed(source: Source, item: StoredTensor | StoredValue) -> metadata.STORAGE
     if isinstance(item, StoredTensor):
         return tensor_metadata(item.dtype, item.shape, item)
     if item.is_number:
-        value: Scalar = item.read()[0]
+        value: Scalar = item.open().value
         return tensor_metadata(TORCH_NAMES[value.dtype], ())
     return metadata.BytesStorageMetadata()
 

@@ -22,7 +22,7 @@ from ..errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCh
 from ..formats.pytorch.dcp_items import StoredTensor, StoredValue
 from ..inert import Scalar, TensorName
 from ..loading import as_torch
-from ..manifest import Entry
+from ..manifest import Entry, Record
 from ..plan import WIDE
 from . import lacking, regions
 from .groups import Groups
@@ -53,9 +53,10 @@ class LoadTarget:
         keys = dict.fromkeys(item.storage_index.fqn for item in items)
         self.lookup = lacking.Lookup(source, {key: source.meaning(key) for key in keys})
         self.meanings = self.lookup.meanings
+        self.records: dict[Record, None] = {}  # of what the tensors are read from
         self.kept: dict[str, None] = {}  # hyper-parameters that the source lacks
         self.assumes = False  # hyper-parameters that the source lacks are given as defaults
-        self._others: dict[str, bool] = {}
+        self._regrouped: dict[str, bool] = {}
 
     def fill(self) -> None:
         """Raises a ZckptError; MissingData where something is not in the checkpoint."""
@@ -98,11 +99,12 @@ class LoadTarget:
         """`name` is what the state dict calls the key."""
         meaning, stored = self.meanings[key], self.source.listing.items.get(key)
         if isinstance(meaning, StoredTensor):  # a step, which may be an int in the target
-            return [as_torch(meaning.boxes[()].entry(), self.source.records)]
+            item = meaning.boxes[()].open()
+            return [as_torch(item.entry(item.value), item.records)]
         if isinstance(meaning, StoredValue):
-            if self._is_of_others(key):
+            if self._is_regrouped(key):
                 return self._hyper_parameter(key, name)
-            return [self._rebuilt(meaning)]
+            return [_rebuilt(meaning)]
         if isinstance(meaning, KeyMeaning) and meaning.kind == "group":
             return self._hyper_parameter(key, name)
         if isinstance(meaning, KeyMeaning) and meaning.kind == "extra":
@@ -115,17 +117,14 @@ class LoadTarget:
             if name in self.state and self.state[name] is None:  # SGD without momentum
                 return []
         if isinstance(stored, StoredValue):
-            return [self._rebuilt(stored)]
+            return [_rebuilt(stored)]
         self.lookup.missing[key] = None
         return []
 
-    def _rebuilt(self, stored: StoredValue) -> Any:
-        value, entry = stored.read()
-        return rebuilt(value, lambda tensor: as_torch(entry(tensor), self.source.records))
-
     def _tensor(self, name: TensorName) -> torch.Tensor:
         """A tensor inside the manifest's state."""
-        return as_torch(self.source.manifest.entries[f"{name.name}/state"], self.source.records)
+        manifest = self.source.manifest
+        return as_torch(manifest.entries[f"{name.name}/state"], manifest.records)
 
     def _number(self, meaning: KeyMeaning) -> Scalar | None:
         """A 0-d state."""
@@ -144,21 +143,21 @@ class LoadTarget:
         keys = {key: each for key, each in self.lookup.by_name.items() if each.kind == "group"}
         return Groups(names, self.source.groups, self.state, keys)
 
-    def _is_of_others(self, key: str) -> bool:
+    def _is_regrouped(self, key: str) -> bool:
         """Whether a group of the target has other parameters than the source's of this number."""
         match = GROUP.fullmatch(key)
         if match is None:
             return False
         front = match[1]
-        if front not in self._others:
-            self._others[front] = self._has_others(key, f"{front}params")
-        return self._others[front]
+        if front not in self._regrouped:
+            self._regrouped[front] = self._has_other_members(key, f"{front}params")
+        return self._regrouped[front]
 
-    def _has_others(self, key: str, members: str) -> bool:
+    def _has_other_members(self, key: str, members: str) -> bool:
         wanted, stored = self.state.get(members), self.source.listing.items.get(members)
         if not isinstance(wanted, (list, tuple)) or not isinstance(stored, StoredValue):
             return False
-        if list(wanted) == stored.read()[0] or self._groups is None:
+        if list(wanted) == stored.open().value or self._groups is None:
             return False
         meaning = self._groups.names.meaning(key)
         if meaning is None or meaning.kind != "group":
@@ -176,7 +175,7 @@ class LoadTarget:
         if values:
             return [rebuilt(value, self._tensor) for value in values]
         if isinstance(stored, StoredValue) and self._is_blank(meaning, name):
-            value = self._rebuilt(stored)
+            value = _rebuilt(stored)
             self.assumes |= value is not None
             return [value]
         if meaning.slot != "params" and (groups.sources(meaning) or groups.are_unknown):
@@ -211,7 +210,10 @@ class LoadTarget:
     # -- tensors
 
     def _entries(self, item: planner.ReadItem) -> list[list[Entry]]:
-        """What an item may be read from: a stored box, or a weight's parameter and its master."""
+        """What an item may be read from: a stored box, or a weight's parameter and its master.
+
+        Nothing where it is not to be had.
+        """
         key, meaning = item.storage_index.fqn, self.meanings[item.storage_index.fqn]
         if key in self.lookup.missing:
             return []
@@ -219,12 +221,13 @@ class LoadTarget:
             assert self.source.names is not None
             return [self.source.names.entries(meaning)]
         assert isinstance(meaning, StoredTensor)
-        box = meaning.boxes.get(_offsets(item))
         try:
-            return [[box.entry()]] if box is not None else []  # a tensor of which nothing is there
+            opened = meaning.boxes[_offsets(item)].open()
         except UnsupportedCheckpoint as error:
             self.lookup.not_loaded[key] = error.message
-        return []
+            return []
+        self.records.update(dict.fromkeys(opened.records))
+        return [[opened.entry(opened.value)]]
 
     def _refuse_gaps(self) -> None:
         """Raises IncompleteCheckpoint where a tensor is wanted of which no box holds a part.
@@ -253,7 +256,9 @@ class LoadTarget:
         targets = [
             (item, self.planner.resolve_tensor(item).detach(), entries) for item, entries in wanted
         ]
-        regions.fill(self._regions(targets), self.source.records)
+        if any(item.storage_index.fqn in self.lookup.by_name for item in self.tensors):
+            self.records.update(dict.fromkeys(self.source.manifest.records))
+        regions.fill(self._regions(targets), list(self.records))
         for item, tensor, _ in targets:
             self.planner.commit_tensor(item, tensor)
 
@@ -288,6 +293,12 @@ class LoadTarget:
             return True
         parameter = self.source.manifest.parameters.get(meaning.name)
         return meaning.kind == "weight" and parameter is not None and parameter.trainable
+
+
+def _rebuilt(stored: StoredValue) -> Any:
+    """The value under a key; raises NotLoaded."""
+    item = stored.open()
+    return rebuilt(item.value, lambda tensor: as_torch(item.entry(tensor), item.records))
 
 
 def _offsets(item: planner.ReadItem) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ its value is wanted, and of a tensor only the boxes that are wanted.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -23,14 +23,24 @@ from .tree import Found, Path
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBox:
-    """Part of a tensor, cut along any axes, that is stored as one item.
+class OpenedItem:
+    """What an item's file says.
 
-    `entry` says where its bytes lie; raises a ZckptError.
+    `value` has inert records in the place of objects and tensors, `entry` gives the place of the
+    bytes of such a tensor, `records` are those of all its tensors.
     """
 
+    value: Any
+    entry: Callable[[Any], Entry]
+    records: Sequence[Record]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """Part of a tensor, cut along any axes, that is an item of its own: `value` is that tensor."""
+
     sizes: tuple[int, ...]
-    entry: Callable[[], Entry]
+    open: Callable[[], OpenedItem]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +62,9 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """A value under a key.
+    """A value under a key; `is_number` where it is a 0-d tensor."""
 
-    `read` gives it with inert records in the place of objects and tensors, and a function that says
-    where the bytes of such a tensor lie. `is_number` where the value is a 0-d tensor.
-    """
-
-    read: Callable[[], tuple[Any, Callable[[Any], Entry]]]
+    open: Callable[[], OpenedItem]
     is_number: bool = False
 
 
@@ -68,14 +74,13 @@ class StoredItems:
 
     `paths` are the keys that lead to each in the program's state dict, where they were saved.
     `version` and `saving` (checkpoint_id, save_id, ...) are what `.metadata` says of the save
-    itself, in `files`. `records` are those of the items that were read so far.
+    itself, in `files`.
     """
 
     root: str
     files: tuple[str, ...]
     items: dict[str, StoredTensor | StoredValue]
     paths: dict[str, Path]
-    records: list[Record]
     version: str | None
     saving: dict[str, Any]
 
@@ -89,7 +94,6 @@ def stored_items(path: str, tag: str | None = None) -> StoredItems:
     root, folders = located(path, tag)
     if not folders:
         raise IncompleteCheckpoint(f"{root} holds no {METADATA}")
-    found = Found(root, {}, {})
     items: dict[str, StoredTensor | StoredValue] = {}
     paths: dict[str, Path] = {}
     files: list[str] = []
@@ -97,7 +101,7 @@ def stored_items(path: str, tag: str | None = None) -> StoredItems:
         for name in folders:
             fields = _metadata(name)
             places = _places(name, fields["storage_data"])
-            folder = _Folder(name, found)
+            folder = _Folder(name, Found(root, {}, {}))
             for key, item in fields["state_dict_metadata"].items():
                 items[key] = _item(folder, key, item, places)
             paths.update(_paths(fields))
@@ -108,7 +112,7 @@ def stored_items(path: str, tag: str | None = None) -> StoredItems:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{root} is malformed: {error!r}") from error
     version = version if isinstance(version, str) else None
-    return StoredItems(root, tuple(files), items, paths, found.records, version, about)
+    return StoredItems(root, tuple(files), items, paths, version, about)
 
 
 def _paths(fields: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
@@ -124,15 +128,15 @@ def _item(
 ) -> StoredTensor | StoredValue:
     fields = _fields(item)
     if "chunks" not in fields:
-        return StoredValue(cache(partial(_value, folder, key, places.get((key, None)))))
+        return StoredValue(cache(partial(_open_value, folder, key, places.get((key, None)))))
     properties, shape = fields["properties"], tuple(fields["size"])
     boxes: dict[tuple[int, ...], StoredBox] = {}
     for chunk in map(_fields, fields["chunks"]):
         offsets, sizes = tuple(chunk["offsets"]), tuple(chunk["sizes"])
         if 0 not in sizes:
             place = places.get((key, offsets))
-            entry = cache(partial(_entry, folder, key, place, properties, sizes))
-            boxes[offsets] = StoredBox(sizes, entry)
+            opened = cache(partial(_open_box, folder, key, place, properties, sizes))
+            boxes[offsets] = StoredBox(sizes, opened)
     return StoredTensor(_torch_name(properties), shape, boxes)
 
 
@@ -145,32 +149,33 @@ def _torch_name(properties: Any) -> str:
     return dtype.name.removeprefix("torch.")
 
 
-def _value(
-    folder: _Folder, key: str, place: _Place | None
-) -> tuple[Any, Callable[[Tensor], Entry]]:
+def _open_value(folder: _Folder, key: str, place: _Place | None) -> OpenedItem:
     file = folder._file(_known(folder, key, place))
-    folder.found.records += file.records.values()
-    return file.value, lambda it: Entry(key, it.dtype, it.shape, file.fragments(it))
+    return OpenedItem(file.value, partial(_entry, key, file), tuple(file.records.values()))
 
 
-def _entry(
+def _open_box(
     folder: _Folder, key: str, place: _Place | None, properties: Any, sizes: tuple[int, ...]
-) -> Entry:
-    """Where the bytes of a box lie."""
+) -> OpenedItem:
     place, dtype = _known(folder, key, place), _dtype(properties)
     stored = folder._stored(place, key)
     if stored is not None:
         _agree(place, key, (stored.dtype, stored.shape), (dtype, sizes))
-        return Entry(key, dtype, sizes, solid(prod(sizes), stored.extent))
-    file: TorchFile = folder._file(place)
+        entry = Entry(key, dtype, sizes, solid(prod(sizes), stored.extent))
+        return OpenedItem(stored, lambda _: entry, ())
+    file = folder._file(place)
     tensor = file.value
     if not isinstance(tensor, Tensor):
         raise UnsupportedCheckpoint(
             f"it is stored as an object of {getattr(tensor, 'name', type(tensor).__name__)}"
         )
     _agree(place, key, (tensor.dtype, tensor.shape), (dtype, sizes))
-    folder.found.records += file.records.values()
-    return Entry(key, dtype, sizes, file.fragments(tensor))
+    entry = _entry(key, file, tensor)
+    return OpenedItem(tensor, lambda _: entry, tuple(file.records.values()))
+
+
+def _entry(key: str, file: TorchFile, tensor: Tensor) -> Entry:
+    return Entry(key, tensor.dtype, tensor.shape, file.fragments(tensor))
 
 
 def _known(folder: _Folder, key: str, place: _Place | None) -> _Place:
