@@ -15,6 +15,7 @@ import datetime
 import io
 import pathlib
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import numpy
@@ -38,7 +39,9 @@ def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
         return _Rebuilding(value, tensor).rebuild(value)
     except RecursionError:
         raise NotLoaded("it is nested too deeply, or refers to itself") from None
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+    ) as error:  # fmt: skip
         raise NotLoaded(f"it is malformed: {error}") from error
 
 
@@ -198,6 +201,8 @@ def _buffer(self: _Rebuilding, value: Foreign) -> numpy.ndarray[Any, Any]:
 def _numbers(
     data: bytes, dtype: numpy.dtype[Any], shape: tuple[int, ...], order: Any
 ) -> numpy.ndarray[Any, Any]:
+    if min(shape, default=0) < 0 or prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for an array of shape {shape}")
     return numpy.ndarray(shape, dtype, bytes(data), order=order).copy(order="K")
 
 
