@@ -222,6 +222,7 @@ def test_formats(zckpt: Zckpt) -> None:
         "dcp",
         "gathered",
         "universal",
+        "hf",
     ]
     assert "deepspeed" in zckpt("formats").out
 

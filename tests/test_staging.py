@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from zckpt import staging
-from zckpt.errors import NotEnoughSpace, TargetExists
-from zckpt.staging import Shell, Staging, free_space, need_space, refuse_existing
+from zckpt.errors import NotEnoughSpace, TargetExists, WrongOption
+from zckpt.staging import Shell, Staging, free_space, need_space, refuse_existing, refuse_inside
 
 
 def names(root: Path) -> list[str]:
@@ -105,7 +105,7 @@ def test_every_file_and_folder_is_synced_before_the_rename(
 
 
 OBSTACLES: dict[str, Callable[[Path], None]] = {
-    "directory": Path.mkdir,
+    "directory": lambda path: (path / "inside").mkdir(parents=True),
     "file": Path.touch,
     "dangling link": lambda path: path.symlink_to("nowhere"),
     "link": lambda path: path.symlink_to("/tmp"),
@@ -122,14 +122,29 @@ def test_what_is_there_is_left_alone(tmp_path: Path, kind: str, suffix: str) -> 
     ):
         pytest.fail("entered")
     assert caught.value.hint
-    assert names(tmp_path) == [f"out{suffix}"]
+    assert {path.name for path in tmp_path.iterdir()} == {f"out{suffix}"}
 
 
 @pytest.mark.parametrize("kind", OBSTACLES)
 def test_what_appears_meanwhile_is_left_alone(tmp_path: Path, kind: str) -> None:
     with pytest.raises(TargetExists), Staging(str(tmp_path / "out")):
         OBSTACLES[kind](tmp_path / "out")
-    assert names(tmp_path) == ["out"]
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with Staging(str(tmp_path / "out")) as staged:
+        staged.lay([Shell("a", 1, ())])
+    assert names(tmp_path) == ["out", "out/a"]
+
+
+def test_a_target_within_its_source_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    with pytest.raises(WrongOption, match="is inside of"):
+        refuse_inside(str(tmp_path / "run"), str(tmp_path / "link" / "x"))
+    refuse_inside(str(tmp_path / "run"), str(tmp_path / "run2"))
 
 
 def test_a_name_that_is_there_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
     read, load              a checkpoint's manifest, and one of its tensors
     inspect                 what a checkpoint holds
     convert, reshard        write it in another format, or for another number of ranks
+    export                  weights for inference
     verify, diff, stats     check it, compare it, look at its numbers
     zckpt.dcp               load it into a program of torch.distributed.checkpoint
     zckpt.probe             what a running model computes: recorded, compared, streamed
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import dcp as dcp
     from . import probe as probe
-    from .api import Copying, convert, diff, inspect, load, read, reshard, stats, verify
+    from .api import Copying, convert, diff, export, inspect, load, read, reshard, stats, verify
     from .errors import ZckptError
     from .manifest import Manifest
     from .options import Options
@@ -30,6 +31,7 @@ _PUBLIC = {
     "load": "api",
     "inspect": "api",
     "convert": "api",
+    "export": "api",
     "reshard": "api",
     "verify": "api",
     "diff": "api",
@@ -47,6 +49,7 @@ __all__ = [
     "ZckptError",
     "convert",
     "diff",
+    "export",
     "inspect",
     "load",
     "read",

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import formats, naming, steps
+from . import formats, naming, steps, ties
 from .errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -24,6 +25,9 @@ from .inert import plain_group, to_json
 from .manifest import Manifest
 from .options import Options
 from .ordering import in_order_of
+
+if TYPE_CHECKING:
+    from .staging import Shell
 
 Report = dict[str, Any]
 Progress = Callable[[int], None]
@@ -54,16 +58,20 @@ def read(
     tag: str | None = None,
     step_policy: str | None = None,
     param_names: Sequence[str] | None = None,
+    weights_only: bool = False,
 ) -> Manifest:
     """The manifest of the checkpoint at `path`, recognised by content. No tensor is read.
 
-    `param_names` are for an optimizer that knows its parameters by number alone. Raises the
-    ZckptError that fits: NotACheckpoint, IncompleteCheckpoint, ...
+    `param_names` are for an optimizer that knows its parameters by number alone; with
+    `weights_only` such an optimizer needs no names and may be left unread. Raises the ZckptError
+    that fits: NotACheckpoint, IncompleteCheckpoint, ...
     """
     steps.check_policy(step_policy)
     where = os.fspath(path)
     found = formats.recognise(where, format, tag)
-    names = {"param_names": param_names} if found.numbers else {}
+    names: dict[str, Any] = {}
+    if found.numbers:
+        names = {"param_names": param_names, "weights_only": weights_only}
     manifest: Manifest = found.load().read(where, tag, step_policy, **names)
     return manifest
 
@@ -129,6 +137,7 @@ def inspect(manifest: Manifest) -> Report:
         "bytes": sum(os.path.getsize(file) for file in manifest.files),
         "problems": list(manifest.warnings),
         "left_out": list(manifest.left_out),
+        "inferred": list(manifest.inferred),
     }
 
 
@@ -187,17 +196,19 @@ def convert(
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
     begin: Callable[[int], Progress] | None = None,
+    tell: Callable[[Sequence[str]], None] | None = None,
     **options: Any,
 ) -> Report:
     """Writes the checkpoint at `source` as a new directory `target`, in format `to`.
 
     `options` are the fields of `Options`: dtype="bf16", weights_only=True, ... `begin` is told the
-    bytes to come and gives a function that is told of every piece of them. Raises a ZckptError;
-    then there is no `target`.
+    bytes to come and gives a function that is told of every piece of them; `tell` gets the warnings
+    before the first byte is written. Raises a ZckptError; then there is no `target`.
     """
     asked = Options(**options)
     manifest = _source_for(target, source, format, tag, step_policy, asked)
-    return _write("convert", manifest, os.fspath(target), to, asked, copying, dry_run, begin)
+    where = os.fspath(target)
+    return _write("convert", manifest, where, to, asked, copying, dry_run, begin, tell)
 
 
 def reshard(
@@ -210,16 +221,125 @@ def reshard(
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
     begin: Callable[[int], Progress] | None = None,
+    tell: Callable[[Sequence[str]], None] | None = None,
+    checkpoints: str | None = None,
+    best_in: str | None = None,
     **options: Any,
 ) -> Report:
     """Writes the checkpoint at `source` for the engine that it came from: dp=16, stage=3, ...
 
-    A universal source goes back to the engine that its manifest names. Otherwise as `convert`.
+    A universal source goes back to the engine that its manifest names. `checkpoints` (all,
+    best-and-last) takes a Trainer's output directory and writes several of its checkpoints;
+    `best_in` is the directory where the best one will lie. Otherwise as `convert`.
     """
     asked = Options(**options)
+    if checkpoints is not None:
+        from . import best
+
+        if checkpoints not in best.CHOICES:
+            raise WrongOption(f"--checkpoints {checkpoints} is none of {', '.join(best.CHOICES)}")
+        moving = {"copying": copying, "dry_run": dry_run, "begin": begin, "tell": tell}
+        reading = {"format": format, "tag": tag, "step_policy": step_policy}
+        where = os.fspath(target)
+        return _reshard_run(os.fspath(source), where, checkpoints, reading, options, moving)
     manifest = _source_for(target, source, format, tag, step_policy, asked)
     engine = str(manifest.source.get("format"))
-    return _write("reshard", manifest, os.fspath(target), engine, asked, copying, dry_run, begin)
+    where = os.fspath(target)
+    return _write("reshard", manifest, where, engine, asked, copying, dry_run, begin, tell, best_in)
+
+
+def _reshard_run(
+    source: str,
+    target: str,
+    which: str,
+    reading: dict[str, Any],
+    options: dict[str, Any],
+    moving: dict[str, Any],
+) -> Report:
+    """Several checkpoints of a Trainer's run, which appear together."""
+    from . import best, staging
+
+    staging.refuse_existing(target)
+    staging.refuse_inside(source, target)
+    names = best.chosen(source, which)
+
+    def each(folder: str, **more: Any) -> list[Report]:
+        return [
+            reshard(
+                os.path.join(source, name), os.path.join(folder, name),
+                best_in=target, **reading, **options, **{**moving, **more},
+            )
+            for name in names
+        ]  # fmt: skip
+
+    parent = os.path.dirname(os.path.abspath(target))
+    reports = each(os.path.join(parent, f"{os.path.basename(target)}.partial"), dry_run=True)
+    total = sum(report["bytes"] for report in reports)
+    made: Report = {
+        "zckpt": 1,
+        "command": "reshard",
+        "source": {"path": source},
+        "format": reports[0]["format"],
+        "target": target,
+        "step": reports[-1]["step"],
+        "files": [
+            os.path.join(name, file)
+            for name, report in zip(names, reports, strict=True)
+            for file in report["files"]
+        ],
+        "bytes": total,
+        "checkpoints": names,
+    }
+    for key in ("left_out", "warnings", "inferred"):
+        made[key] = list(dict.fromkeys(line for report in reports for line in report[key]))
+    if moving["dry_run"]:
+        memory = max(report["memory"] for report in reports)
+        return made | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}
+    staging.need_space(target, total)
+    with staging.Staging(target) as staged:
+        reports = each(staged.path, tell=None)
+    records = {key: sum(r["records"][key] for r in reports) for key in ("checked", "unchecked")}
+    return made | {
+        "tensors": sum(report["tensors"] for report in reports),
+        "records": records,
+        "seconds": round(sum(report["seconds"] for report in reports), 3),
+    }
+
+
+def export(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    config: str | os.PathLike[str] | None = None,
+    max_shard_size: int | None = None,
+    format: str | None = None,
+    tag: str | None = None,
+    rename: naming.Renames = (),
+    tie: naming.Renames = (),
+    copying: Copying = DEFAULT_COPYING,
+    dry_run: bool = False,
+    begin: Callable[[int], Progress] | None = None,
+    tell: Callable[[Sequence[str]], None] | None = None,
+) -> Report:
+    """Writes a folder for `from_pretrained`: weights, configuration, tokenizer, and nothing else.
+
+    `dtype` (fp32, bf16, fp16) is what the weights become, by default what the module had. `config`
+    is a config.json (adapter_config.json of PEFT), or a folder that has it and the tokenizer, for
+    sources that have none. `max_shard_size` is in bytes. Raises MissingData without a
+    configuration; otherwise as `convert`.
+    """
+    asked = Options(
+        weights_only=True,
+        dtype=dtype,
+        max_file_size=max_shard_size,
+        rename=tuple(rename),
+        tie=tuple(tie),
+        model_config=None if config is None else os.fspath(config),
+    )
+    manifest = _source_for(target, source, format, tag, None, asked)
+    where = os.fspath(target)
+    return _write("export", manifest, where, "hf", asked, copying, dry_run, begin, tell)
 
 
 def verify(
@@ -393,15 +513,17 @@ def _source_for(
     step_policy: str | None,
     options: Options,
 ) -> Manifest:
-    from .staging import refuse_existing
+    from .staging import refuse_existing, refuse_inside
 
     refuse_existing(os.fspath(target))  # before a large source is read
+    refuse_inside(os.fspath(source), os.fspath(target))
     return read(
         source,
         format=format,
         tag=tag,
         step_policy=step_policy,
         param_names=options.param_names,
+        weights_only=options.weights_only,
     )
 
 
@@ -416,7 +538,16 @@ def _named_for(to: str, manifest: Manifest, options: Options) -> Manifest:
     if options.param_names is not None:
         named = naming.called_as(manifest, options.param_names)
         manifest = in_order_of(named, options.param_names)
-    return manifest
+    return ties.with_ties(manifest, options.tie) if options.tie else manifest
+
+
+def _grouped_for(to: str, manifest: Manifest) -> tuple[Manifest, list[Shell]]:
+    """The source with the groups that the target's optimizer has, and files that change with it."""
+    from . import groups
+
+    if to in ("deepspeed", "deepspeed-universal"):
+        return groups.without_empty_groups(manifest)
+    return groups.with_trainers_groups(manifest) if to in ("dcp", "gathered") else (manifest, [])
 
 
 def _write(
@@ -428,9 +559,11 @@ def _write(
     copying: Copying,
     dry_run: bool,
     begin: Callable[[int], Progress] | None,
+    tell: Callable[[Sequence[str]], None] | None,
+    best_in: str | None = None,
 ) -> Report:
     """Shells first, then their tensors, then what is known only afterwards; at last the rename."""
-    from . import execute, fileio, plan, staging  # `inspect` has no need of them
+    from . import best, execute, fileio, plan, staging  # `inspect` has no need of them
 
     started = time.monotonic()
     writer = formats.named(to)
@@ -439,7 +572,23 @@ def _write(
     module = writer.load()
     read_from = manifest
     manifest = _named_for(to, manifest, options)
+    manifest, rewritten = _grouped_for(to, manifest)
     layout: staging.Layout = module.lay_out(manifest, options)
+    layout_warnings: list[str] = []
+    if to not in ("universal", "hf") and (path := best.best_of(manifest.siblings)) is not None:
+        there = best_in and os.path.join(os.path.abspath(best_in), os.path.basename(path))
+        if there or best.is_best(manifest.siblings):
+            where = there or os.path.abspath(target)
+            rewritten = [*rewritten, best.pointing_to(manifest.siblings, where)]
+        else:
+            layout_warnings.append(best.warning(path))
+    if rewritten:
+        unchanged, names = layout.shells, {shell.name for shell in rewritten}
+        layout = replace(
+            layout,
+            shells=lambda: chain(unchanged(), rewritten),
+            siblings=[pair for pair in layout.siblings if pair[0] not in names],
+        )
     files = [(shell.name, shell.size) for shell in layout.shells()]
     files += [(name, item.size) for name, item in layout.siblings]
     size = sum(length for _, length in files)
@@ -453,8 +602,16 @@ def _write(
         "files": [name for name, _ in files],
         "bytes": size,
         "left_out": list(layout.left_out),
-        "warnings": list(layout.warnings),
+        "warnings": [*layout.warnings, *layout_warnings],
+        "inferred": list(manifest.inferred),
     }
+    if to != "universal" and (tie := ties.likely(manifest)) is not None:
+        report["warnings"].append(
+            f"the source has no output layer: if the model ties {tie[0]} to {tie[1]}, add --tie "
+            f"{tie[0]}={tie[1]}"
+        )
+    if tell:
+        tell(report["warnings"])
     if dry_run:
         memory = 2 * copying.jobs * execute.chunk_size(manifest.dp, copying.jobs, copying.memory)
         return report | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}

@@ -12,14 +12,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import click
 
 from . import __version__
 from .dtypes import OPTIONS as DTYPES
-from .errors import WrongOption, ZckptError
+from .errors import NotEnoughSpace, WrongOption, ZckptError
 from .options import DCP_LAYOUTS, DIALECTS, OPTIMIZERS
 
 UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -108,6 +108,20 @@ class Rename(click.ParamType[tuple[str, str]]):
         return regex, replacement
 
 
+class Tie(click.ParamType[tuple[str, str]]):
+    """NAME=NAME: a tied weight's second name, and the one that the source has."""
+
+    name = "tie"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        alias, _, owner = value.partition("=")
+        if not alias or not owner:
+            self.fail(f"{value!r} is no NAME=NAME", param, ctx)
+        return alias, owner
+
+
 Command = Callable[..., Any]
 
 
@@ -119,6 +133,17 @@ def renaming(command: Command) -> Command:
         multiple=True,
         metavar="REGEX=REPL",
         help="Rewrite the names of parameters, as re.sub does; in order, if repeated.",
+    )(command)
+
+
+def tying(command: Command) -> Command:
+    """Second names of tied weights that a file has once."""
+    return click.option(
+        "--tie",
+        type=Tie(),
+        multiple=True,
+        metavar="NAME=NAME",
+        help="A tied weight's second name that the source lacks, and its name in the source.",
     )(command)
 
 
@@ -190,12 +215,11 @@ def writing(command: Command) -> Command:
     """What commands that write a checkpoint understand."""
     for option in (
         renaming,
+        tying,
         click.option(
             "--max-file-size",
             type=Size(),
-            default="8GiB",
-            show_default=True,
-            help="Split larger safetensors files.",
+            help="Split larger safetensors and .distcp files [default: 8GiB]",
         ),
         click.option(
             "--group-defaults",
@@ -312,6 +336,11 @@ def convert(source: str, target: str, to: str, **words: Any) -> None:
 @cli.command()
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
+@click.option(
+    "--checkpoints",
+    type=click.Choice(["all", "best-and-last"]),
+    help="SRC is a Trainer's output directory; write these of its checkpoints.",
+)
 @writing
 @copying
 @common
@@ -323,15 +352,57 @@ def reshard(source: str, target: str, **words: Any) -> None:
     write("reshard", source, target, words)
 
 
+@cli.command()
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option(
+    "--to", type=click.Choice(["hf"]), default="hf", show_default=True, help="The kind of folder."
+)
+@click.option(
+    "--dtype", type=click.Choice(list(DTYPES)), help="Type of the weights [default: the module's]"
+)
+@click.option(
+    "--config",
+    metavar="FILE|DIR",
+    help="config.json (adapter_config.json of PEFT), or a folder with it and the tokenizer, where "
+    "SRC has none.",
+)
+@click.option(
+    "--max-shard-size",
+    type=Size(),
+    help="Split larger weights into several files [default: 8GiB]",
+)
+@tying
+@renaming
+@copying
+@common
+def export(source: str, target: str, to: str, **words: Any) -> None:
+    """Write the weights of SRC as a folder for from_pretrained, and nothing else.
+
+    DST gets weights, configuration, tokenizer and processor files; of a PEFT run the adapter.
+    Everything that only a trainer needs stays behind.
+    """
+    write("export", source, target, words)
+
+
 def write(command: str, source: str, target: str, words: dict[str, Any], **more: Any) -> None:
     """What convert and reshard share: options, progress, the report."""
     from . import api, display
 
     as_json, quiet, dry_run = (words.pop(key) for key in ("as_json", "quiet", "dry_run"))
     copying = api.Copying(*(words.pop(key) for key in ("jobs", "memory", "io")))
-    words["stage"] = int(words["stage"]) if words["stage"] else None
-    words["group_defaults"] = words["group_defaults"] or {}
-    reading = {key: words.pop(key) for key in ("format", "tag", "step_policy")}
+    if command == "export":  # there is no optimizer to read
+        del words["step_policy"], words["param_names"]
+    else:
+        words["stage"] = int(words["stage"]) if words["stage"] else None
+        words["group_defaults"] = words["group_defaults"] or {}
+    reading = {key: words.pop(key) for key in ("format", "tag", "step_policy") if key in words}
+    told: list[str] = []
+
+    def tell(warnings: Sequence[str]) -> None:
+        told.extend(warnings)
+        display.warn(warnings, quiet or as_json)
+
     with display.progress(quiet or as_json or dry_run) as begin:
         report = getattr(api, command)(
             source,
@@ -342,13 +413,20 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
             copying=copying,
             dry_run=dry_run,
             begin=begin,
+            tell=tell,
         )
     try:
         if as_json:
             display.document(report)
         else:
-            display.converted(report, quiet)
+            display.converted(report, quiet, told)
         sys.stdout.flush()
+        if dry_run and report["bytes"] > report["free"]:
+            raise NotEnoughSpace(
+                f"{target} needs {report['bytes'] / 1e9:.3f} GB, {report['free'] / 1e9:.3f} GB are "
+                "free",
+                hint="choose a target on another filesystem, or free some space",
+            )
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk behind stdout
@@ -510,13 +588,15 @@ def formats(as_json: bool) -> None:
     from . import display
     from .formats import TABLE
 
-    listed = [{"format": f.name, "writes": f.writes, "about": f.about} for f in TABLE]
+    listed = [
+        {"format": f.name, "reads": f.reads, "writes": f.writes, "about": f.about} for f in TABLE
+    ]
     if as_json:
         display.document({"zckpt": 1, "command": "formats", "formats": listed})
     else:
         display.table(
             ("format", "reads", "writes", ""),
-            [(f.name, "yes", "yes" if f.writes else "no", f.about) for f in TABLE],
+            [(f.name, f.reads, f.writes, f.about) for f in TABLE],
         )
 
 
@@ -581,6 +661,6 @@ def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoR
         from .display import safe
 
         click.echo(f"Error: {safe(message)}", err=True)
-        if hint:
-            click.echo(f"Hint: {safe(hint)}", err=True)
+        for place, line in enumerate(hint.splitlines()):
+            click.echo(f"{'' if place else 'Hint: '}{safe(line)}", err=True)
     sys.exit(code)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
-from .errors import WrongOption
+from .errors import WrongOption, listed
 from .manifest import Entry, Manifest
 
 BAR = 48  # characters
@@ -173,9 +173,9 @@ def _ranges(entry: Entry, marks: dict[str, str]) -> str:
     return " ".join(shown)
 
 
-def converted(report: dict[str, Any], quiet: bool) -> None:
-    """What `convert` did, or would do."""
-    warn(report["warnings"], quiet)
+def converted(report: dict[str, Any], quiet: bool, told: Sequence[str] = ()) -> None:
+    """What `convert` did, or would do; `told` are warnings that stand there already."""
+    warn([line for line in report["warnings"] if line not in told], quiet)
     if quiet:
         return
     where = safe(report["target"])
@@ -239,6 +239,8 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
         relation = f"equals {safe(other)}" if other else "is consistent"
         if found:
             relation = f"differs from {safe(other)}" if other else "contradicts itself"
+        if found and not any(report.get(key) for key in DIFFERENCES):
+            relation = f"has the same bytes as {safe(other)}, but this proves nothing"
         print(f"{path} {relation}: {about}")
     _differences(report["differences"])
     for line in found:
@@ -247,6 +249,10 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
         _one_sided(report, path, other)
         for line in report.get("notes", ()):
             print(f"note: {safe(line)}")
+        for side, names in report.get("inferred", {}).items():
+            if names:
+                where = path if side == "a" else safe(other)
+                print(f"names inferred in {where}: {safe(listed(names))}")
 
 
 def differing(report: dict[str, Any], quiet: bool) -> None:
@@ -266,9 +272,12 @@ def differing(report: dict[str, Any], quiet: bool) -> None:
         _one_sided(report, report["a"], report["b"])
 
 
+DIFFERENCES = ("differences", "problems", "steps", "scalars", "groups", "states")
+
+
 def _findings(report: dict[str, Any]) -> Iterator[str]:
     """Everything that was found beside differences of tensors."""
-    for line in report.get("problems", ()):
+    for line in (*report.get("problems", ()), *report.get("unproven", ())):
         yield safe(line["message"])
         if line.get("hint"):
             yield f"  {safe(line['hint'])}"

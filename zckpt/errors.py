@@ -42,6 +42,14 @@ class CorruptCheckpoint(ZckptError):
     usual_hint = "take another copy of this file, or an earlier checkpoint"
 
 
+def not_understood(path: str, error: Exception) -> CorruptCheckpoint:
+    """What cannot be read, though nothing shows damage: a sound file may be of an unknown kind."""
+    return CorruptCheckpoint(
+        f"{path} is damaged, or laid out in a way that zckpt does not know: {error!r}",
+        hint="if another copy is no better, its layout is not supported: see `zckpt formats`",
+    )
+
+
 class InconsistentCheckpoint(ZckptError):
     """Files of one checkpoint contradict each other: tags, steps, world sizes, shapes."""
 

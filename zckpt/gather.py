@@ -614,6 +614,7 @@ def _verify(
         gathering.readers.close()
     outcome = _together(world, gathering)
     told = proof.findings(outcome, manifest, other)
+    told |= proof.inferences([item for _, item in matches], manifest, other)
     told["problems"] += _uncovered(outcome)
     told["records"] = None  # CRCs of records are for the reading that is not gathered
     if pattern is None:

@@ -386,6 +386,7 @@ class Manifest:
     that is no tensor (inert values; tensors in it are `TensorName`s of entries with slot `state`).
     `replicas` are further copies of entries in the same files, which writers fill too.
     `left_out` names what has no meaning outside the source, `warnings` what a user should know.
+    `inferred` are parameters whose names no file states: a number got one by its place.
     """
 
     root: str
@@ -404,6 +405,7 @@ class Manifest:
     siblings: tuple[Sibling, ...] = ()
     left_out: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    inferred: tuple[str, ...] = ()
 
     @property
     def dp(self) -> int:

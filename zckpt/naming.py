@@ -3,7 +3,8 @@
 Wrappers put their own words into names. `_orig_mod` (torch.compile), `_fsdp_wrapped_module` (FSDP1)
 and `_checkpoint_wrapped_module` (activation checkpointing) may stand anywhere, and torch's own
 state_dict helpers take them out. `module.` (DDP, DeepSpeed), `_forward_module.` (Lightning) and
-`model.` stand in front. Anything else is for the user to say, with `--rename`.
+`model.` stand in front. PEFT's files leave the name of its adapter out. Anything else is for the
+user to say, with `--rename`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 from .errors import MissingData, WrongOption, listed
 from .manifest import Entry, Manifest
+from .peft import saved_name
 
 INSIDE = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 WRAPPERS = ("module.", "_forward_module.")
@@ -46,26 +48,51 @@ class Rule(NamedTuple):
         return Rule(self.add, self.drop)
 
 
+Spelling = Callable[[str], str]
+"""What is left out of every name before names are compared."""
+
+
+def without_adapter(name: str) -> str:
+    """The name without wrappers' words, and without the name of PEFT's adapter (see peft.py)."""
+    return saved_name(plain(name))
+
+
+class Correspondence(NamedTuple):
+    """How the names of two sides belong together: both spelled alike, then by one rule."""
+
+    spelling: Spelling
+    rule: Rule
+    names: dict[str, str]
+
+
 def matched(wanted: Collection[str], held: Collection[str]) -> dict[str, str]:
     """The held name of every wanted one: the same, or by one rule of prefixes for all of them.
 
     Raises MissingData, which lists what is left over on both sides.
     """
-    return _by_rule(wanted, held)[1]
+    return correspondence(wanted, held).names
 
 
-def rule_between(wanted: Collection[str], held: Collection[str]) -> Rule:
-    """The rule by which `matched` finds plain names; raises MissingData."""
-    return _by_rule(wanted, held)[0]
-
-
-def _by_rule(wanted: Collection[str], held: Collection[str]) -> tuple[Rule, dict[str, str]]:
+def correspondence(wanted: Collection[str], held: Collection[str]) -> Correspondence:
+    """How wanted names are found among held ones; raises MissingData as `matched`."""
     if set(wanted) <= set(held):
-        return Rule("", ""), {name: name for name in wanted}
-    theirs = by_plain_name(held)
-    ours = [plain(name) for name in wanted]
+        return Correspondence(plain, Rule("", ""), {name: name for name in wanted})
+    try:
+        return _by_rule(wanted, held, plain)
+    except MissingData as error:
+        if not any(saved_name(name) != name for name in (*wanted, *held)):
+            raise
+        try:
+            return _by_rule(wanted, held, without_adapter)
+        except (MissingData, WrongOption):
+            raise error from None
+
+
+def _by_rule(wanted: Collection[str], held: Collection[str], spelling: Spelling) -> Correspondence:
+    theirs = by_plain_name(held, spelling)
+    ours = [spelling(name) for name in wanted]
     candidates = [Rule(*pair) for pair in product(_prefixes(ours, all), _prefixes(theirs, any))]
-    best: tuple[Rule, dict[str, str]] = candidates[0], {}
+    best: dict[str, str] = {}
     for rule in sorted(candidates, key=lambda rule: len(rule.drop) + len(rule.add)):
         found = {
             name: theirs[there]
@@ -73,11 +100,11 @@ def _by_rule(wanted: Collection[str], held: Collection[str]) -> tuple[Rule, dict
             if (there := rule.there(own)) in theirs
         }
         if len(found) == len(wanted) == len(set(found.values())):
-            return rule, found
-        if len(found) > len(best[1]):
-            best = rule, found
-    lost = [name for name in wanted if name not in best[1]]
-    used = set(best[1].values())
+            return Correspondence(spelling, rule, found)
+        if len(found) > len(best):
+            best = found
+    lost = [name for name in wanted if name not in best]
+    used = set(best.values())
     unused = [name for name in held if name not in used]
     raise MissingData(left_over(lost, unused), hint=RENAME)
 
@@ -89,11 +116,11 @@ def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:
     return f"names that the source does not hold: {what}{there}"
 
 
-def by_plain_name(names: Iterable[str]) -> dict[str, str]:
+def by_plain_name(names: Iterable[str], spelling: Spelling = plain) -> dict[str, str]:
     """Names by themselves without wrappers; raises WrongOption where two are then the same."""
     found: dict[str, str] = {}
     for name in names:
-        other = found.setdefault(plain(name), name)
+        other = found.setdefault(spelling(name), name)
         if other != name:
             raise WrongOption(
                 f"{other} and {name} differ in nothing but wrappers' names",
@@ -177,16 +204,17 @@ def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
     if not wanted or not set(wanted).isdisjoint(names):
         return manifest
     try:
-        rule = rule_between(wanted, names).back
+        spelling, there, _ = correspondence(wanted, names)
+        rule = there.back
     except (MissingData, WrongOption):
         try:  # the other side may know more names
-            rule = rule_between(names, wanted)
+            spelling, rule, _ = correspondence(names, wanted)
         except (MissingData, WrongOption):
             return manifest
-    exact = by_plain_name(wanted)
+    exact = by_plain_name(wanted, spelling)
 
     def rewrite(name: str) -> str:
-        there = rule.there(plain(name))
+        there = rule.there(spelling(name))
         return name if there is None else exact.get(there, there)
 
     return _under(manifest, rewrite, {name: rewrite(name) for name in names})
@@ -246,5 +274,6 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
             for name, held in manifest.parameters.items()
         },
         buffers=tuple(names[name] for name in manifest.buffers),
+        inferred=tuple(names[name] for name in manifest.inferred),
         state=state,
     )

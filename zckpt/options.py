@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import Field, dataclass, field
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from .dtypes import OPTIONS as DTYPES
 from .errors import WrongOption
 
 MAX_DP = 1 << 16
+FILE_SIZE = 8 << 30
 DCP_LAYOUTS = ("nested", "flat")
 DIALECTS = ("hdf5", "l2", "safetensors", "accelerate")
 OPTIMIZERS = ("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam")
@@ -24,13 +27,15 @@ class Options:
     `param_names` is the order of the module's parameters, where the source does not tell it;
     `dcp_layout` says how a target of torch.distributed.checkpoint names the optimizer's state
     (None: as the source, or nested). `rename` are pairs of a regular expression and what names
-    become by it, one after the other. `dialect` is the kind of a target's files: hdf5 or l2 of
+    become by it, one after the other. `tie` are pairs of a tied weight's second name and of the
+    name that the source has for it. `model_config` is a configuration of transformers or PEFT, or
+    a folder with one. `dialect` is the kind of a target's files: hdf5 or l2 of
     ONNX Runtime's, safetensors of gathered ones, accelerate of torch.distributed.checkpoint's.
     """
 
     weights_only: bool = False
     dtype: str | None = None
-    max_file_size: int = 8 << 30
+    max_file_size: int | None = None
     dp: int | None = None
     stage: int | None = None
     config: dict[str, Any] | None = None
@@ -40,6 +45,8 @@ class Options:
     dialect: str | None = None
     dcp_layout: str | None = None
     rename: tuple[tuple[str, str], ...] = ()
+    tie: tuple[tuple[str, str], ...] = ()
+    model_config: str | None = None
 
     def __post_init__(self) -> None:
         if self.dp is not None and self.dp < 1:
@@ -63,10 +70,48 @@ class Options:
         """`dtype` as safetensors names it."""
         return None if self.dtype is None else DTYPES[self.dtype]
 
-    def refuse(self, target: str, *fields: str) -> None:
-        """Raises WrongOption where one of these is given, which a target has no use for."""
-        for name in fields:
-            word = "--ds-config" if name == "config" else f"--{name.replace('_', '-')}"
-            given = getattr(self, name)
-            if given or (given is not None and name != "group_defaults"):
-                raise WrongOption(f"{word} has no meaning for {target}")
+    def only(self, target: str, fields: Collection[str], dialects: Collection[str] = ()) -> None:
+        """Raises WrongOption where an option is given that the format `target` does not take.
+
+        `fields` are the names of those that it takes, beside names of parameters and
+        `weights_only`, which every format does; `dialects` are the values of `dialect`.
+        """
+        given = [f.name for f in dataclass_fields(self) if getattr(self, f.name) != _default(f)]
+        for name in given:
+            if name in (*fields, *EVERYWHERE) or (name == "dialect" and dialects):
+                continue
+            word = WORDS.get(name, f"--{name.replace('_', '-')}")
+            raise WrongOption(
+                f"{word} does not apply to --to {target}", hint=f"leave it out{_why(name, target)}"
+            )
+        if self.dialect is not None and self.dialect not in dialects:
+            raise WrongOption(
+                f"--dialect {self.dialect} does not apply to --to {target}",
+                hint=f"its dialects are {', '.join(dialects)}",
+            )
+
+    @property
+    def file_size(self) -> int:
+        """The largest safetensors or `.distcp` file, in bytes."""
+        return FILE_SIZE if self.max_file_size is None else self.max_file_size
+
+
+EVERYWHERE = ("weights_only", "rename", "tie", "param_names")
+WORDS = {"config": "--ds-config", "model_config": "--config"}
+NO_RANKS = {
+    "gathered": "whole files load on any number of ranks",
+    "universal": "a universal checkpoint has no ranks",
+    "hf": "a folder for from_pretrained has no ranks",
+}
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
+def _why(name: str, target: str) -> str:
+    if name == "dp" and target in NO_RANKS:
+        return f": {NO_RANKS[target]}"
+    if name == "stage":
+        return ": ZeRO stages are DeepSpeed's"
+    return ""

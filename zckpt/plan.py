@@ -54,17 +54,23 @@ def join(source: Manifest, target: Manifest, from_masters: bool = False) -> list
     weight. Raises MissingData.
     """
     wanted = (*target.entries.values(), *target.replicas)
-    return [Pair(_source_of(entry, source, from_masters), entry) for entry in wanted]
+    owners = {alias: name for name, alias in _aliases(source)}
+    names = (owners.get(entry.parameter, entry.parameter) for entry in wanted)
+    return [
+        Pair(_source_of(entry, name, source, from_masters), entry)
+        for entry, name in zip(wanted, names, strict=True)
+    ]
 
 
-def _source_of(entry: Entry, source: Manifest, from_masters: bool) -> Entry:
-    here = source.entries.get(entry.name)
+def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) -> Entry:
+    """Where the elements of `entry` are, of the parameter that the source calls `name`."""
+    here = source.entries.get(f"{name}/{entry.slot}")
     if entry.slot == "param":
-        master = source.entries.get(f"{entry.parameter}/master")
+        master = source.entries.get(f"{name}/master")
         if from_masters or here is None or here.dtype != entry.dtype:
             here = master or here
     elif entry.slot == "master" and here is None:
-        here = source.entries.get(f"{entry.parameter}/param")
+        here = source.entries.get(f"{name}/param")
     if here is None:
         raise MissingData(f"the source holds no {entry.slot} of {entry.parameter}")
     if here.shape != entry.shape:

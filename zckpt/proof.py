@@ -25,7 +25,9 @@ from .plan import WIDE, Match, match
 
 Report = dict[str, Any]
 WEIGHTS = {"param", "master"}
-FINDINGS = ("differences", "problems", "steps", "scalars", "groups")
+FINDINGS = ("differences", "problems", "steps", "scalars", "groups", "unproven")
+STATES_NO_INFERENCE = ("onnxruntime", "proof")
+"""Formats whose files cannot say that a name was inferred."""
 
 
 def verify_alone(manifest: Manifest, pattern: str | None = None, **moving: Any) -> Report:
@@ -42,6 +44,7 @@ def verify_alone(manifest: Manifest, pattern: str | None = None, **moving: Any) 
         "equal": not (problems or told["problems"] or told["differences"]),
         "problems": problems + told["problems"],
         "notes": told["notes"] + damage.not_zero(outcome, manifest),
+        "inferred": {"a": list(manifest.inferred)},
         "versions": versions(manifest, None),
     }
 
@@ -58,11 +61,32 @@ def verify_against(a: Manifest, b: Manifest, pattern: str | None = None, **movin
     outcome = compare.compare(matches, a, b, **moving)
     told = findings(outcome, a, b)
     told["notes"] += damage.other_padding(a, b, outcome)
+    told |= inferences(matches, a, b)
     return (
         with_values(told, a, b, only_a, only_b)
         if pattern is None
         else {**told, "equal": nothing_found(told)}
     )
+
+
+def inferences(matches: Iterable[Match], a: Manifest, b: Manifest) -> Report:
+    """Inferred names of both sides, and what equal tensors do not prove because of them.
+
+    An optimizer's state that stands under a wrong name in both checkpoints is equal in both.
+    """
+    kept = {item.a.parameter for item in matches if item.a.slot not in (*WEIGHTS, "state")}
+    theirs = set(a.inferred if b.format in STATES_NO_INFERENCE else b.inferred)
+    shared = [name for name in a.inferred if name in kept and name in theirs]
+    unproven = {
+        "message": f"the names of {listed(shared, 4)} are inferred in both checkpoints: their "
+        "optimizer states are equal whether or not the names are right",
+        "hint": "name the optimizer's parameters with --param-names FILE",
+        "parameters": shared,
+    }
+    return {
+        "inferred": {"a": list(a.inferred), "b": list(b.inferred)},
+        "unproven": [unproven] if shared else [],
+    }
 
 
 def diff(a: Manifest, b: Manifest, pattern: str | None = None, **moving: Any) -> Report:
@@ -75,7 +99,7 @@ def diff(a: Manifest, b: Manifest, pattern: str | None = None, **moving: Any) ->
     looked_at = compare.compare(unequal, a, b, measure="all", **moving).results
     by_match = {id(result.match): result for result in looked_at}
     outcome.results = [by_match.get(id(result.match), result) for result in outcome.results]
-    told = findings(outcome, a, b)
+    told = findings(outcome, a, b) | inferences(matches, a, b)
     lines = []
     for result in outcome.results:
         found = result.difference
@@ -94,7 +118,10 @@ def diff(a: Manifest, b: Manifest, pattern: str | None = None, **moving: Any) ->
         "states": values.states(a, b),
     }
     if pattern is not None:  # the tensors alone
-        kept = ("differences", "problems", "first", "worst", "tensors", "bytes", "digests")
+        kept = (
+            *("differences", "problems", "first", "worst", "tensors", "bytes", "digests"),
+            *("inferred", "unproven"),
+        )
         made = {key: made[key] for key in kept} | {"results": lines}
     found_something = not nothing_found(made) or any(
         made.get(key) for key in ("states", "only_a", "only_b")
@@ -212,7 +239,7 @@ def verify_proof(
     if pattern is None:
         needs_weights(matches, manifest.root, path)
     outcome = compare.compare([Match(item.a) for item in matches], manifest, manifest, **moving)
-    told = findings(outcome, manifest, manifest)
+    told = findings(outcome, manifest, manifest) | inferences(matches, manifest, stated)
     for item, result in zip(matches, outcome.results, strict=True):
         assert item.b is not None
         crc = result.digests[0]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from .checksum import crc32
-from .errors import CorruptCheckpoint, NotEnoughSpace, TargetExists
+from .errors import CorruptCheckpoint, NotEnoughSpace, TargetExists, WrongOption
 from .manifest import Sibling
 
 
@@ -110,12 +110,29 @@ class Staging:
 def refuse_existing(target: str, partial: bool = True) -> None:
     """Raises TargetExists where something stands in the way."""
     target = os.path.normpath(target)
-    if os.path.lexists(target):
+    if os.path.lexists(target) and not _is_empty(target):
         raise TargetExists(f"{target} exists", hint="choose another name, or remove it first")
     if partial and os.path.lexists(f"{target}.partial"):
         raise TargetExists(
             f"{target}.partial exists: another run is writing there, or one was killed",
             hint=f"if none is running, remove it: rm -r {shlex.quote(target + '.partial')}",
+        )
+
+
+def _is_empty(target: str) -> bool:
+    """Whether a target is there already, but with nothing in it."""
+    if os.path.islink(target) or not os.path.isdir(target):
+        return False
+    with os.scandir(target) as items:
+        return next(items, None) is None
+
+
+def refuse_inside(source: str, target: str) -> None:
+    """Raises WrongOption for a target within the source, whose files would be part of it."""
+    outer, inner = os.path.realpath(source), os.path.realpath(target)
+    if os.path.isdir(outer) and inner.startswith(outer + os.sep):
+        raise WrongOption(
+            f"{target} is inside of {source}", hint="choose a target beside the source"
         )
 
 

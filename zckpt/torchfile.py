@@ -21,7 +21,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from .dtypes import SIZES, STORAGES, TORCH_NAMES, decode
-from .errors import CorruptCheckpoint, UnsupportedCheckpoint
+from .errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint
 from .inert import Foreign, Global, Scalar
 from .manifest import Box, Extent, Fragments, Record, boxes, solid
 from .unpickle import BUILTINS, Build, Unpickler
@@ -219,7 +219,7 @@ class TorchFile:
         with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
             magic = _Parser(data, self.path)
             if magic.load() != 0x1950A86A20F9469CFC6C:
-                raise CorruptCheckpoint(f"{self.path} is a pickle, but not one of torch.save")
+                raise NotACheckpoint(f"{self.path} is a pickle, but not one of torch.save")
             protocol = _Parser(data, self.path, magic.position)
             if protocol.load() != 1001:
                 raise UnsupportedCheckpoint(f"{self.path} was written by torch before 0.1.10")

@@ -495,10 +495,16 @@ class TestReport:
         words = ["--ds-config", tmp_path / "ds.json", "--dtype", "fp32", "--json"]
         for dp, warned in ((4, False), (3, True)):
             made = zckpt("reshard", EXAMPLE, tmp_path / str(dp), "--dp", dp, *words).document
-            assert any("train_batch_size" in line for line in made["warnings"]) == warned
+            assert any("global batch" in line for line in made["warnings"]) == warned
 
-    def test_says_where_the_recovery_scripts_are(self, tmp_path: Path, zckpt: Zckpt) -> None:
-        made = zckpt("reshard", EXAMPLE, tmp_path / "run", "--dp", "2", "--json").document
+    def test_says_where_the_recovery_scripts_are(
+        self, example: Path, tmp_path: Path, zckpt: Zckpt
+    ) -> None:
+        """If the source has any."""
+        made = zckpt("reshard", example, tmp_path / "none", "--dp", "2", "--json").document
+        assert not any("zero_to_fp32.py" in line for line in made["left_out"])
+        (example / "zero_to_fp32.py").touch()
+        made = zckpt("reshard", example, tmp_path / "out", "--dp", "2", "--json").document
         assert any("zero_to_fp32.py" in line for line in made["left_out"])
         assert (made["command"], made["format"]) == ("reshard", "deepspeed")
 

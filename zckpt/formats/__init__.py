@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from ..errors import AmbiguousCheckpoint, NotACheckpoint, WrongOption, listed
+from ..errors import (
+    AmbiguousCheckpoint,
+    NotACheckpoint,
+    WrongOption,
+    ZckptError,
+    listed,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,7 @@ class Format:
     about: str
     writes: bool = False
     numbers: bool = False
+    reads: bool = True
 
     def load(self) -> Any:
         return import_module(f".{self.module}", __name__)
@@ -64,6 +71,13 @@ TABLE = (
         numbers=True,
     ),
     Format("universal", "universal", "zckpt's own: whole tensors as safetensors", writes=True),
+    Format(
+        "hf",
+        "pytorch.exporting",
+        "weights for from_pretrained of transformers and PEFT; read as gathered",
+        writes=True,
+        reads=False,
+    ),
 )
 
 
@@ -142,13 +156,30 @@ def _inside(path: str) -> list[str]:
 def _looks(path: str) -> str:
     """What a path that is no checkpoint seems to be."""
     if not os.path.isdir(path):
-        return f"it is a file of {os.path.getsize(path)} bytes"
+        return _of_torch(path) or f"it is a file of {os.path.getsize(path)} bytes"
     names = sorted(os.listdir(path))
     if not names:
         return "it is empty"
     if any(name.endswith(".safetensors") or name == "pytorch_model.bin" for name in names):
         return "it holds weights alone, without an optimizer's state"
     return f"it holds {listed(names)}"
+
+
+def _of_torch(path: str) -> str | None:
+    """What a file of torch.save has, where that is no state dict; None for other files."""
+    from ..inert import Foreign
+    from ..torchfile import Tensor, TorchFile
+
+    try:
+        value = TorchFile(path).value
+    except (ZckptError, OSError):
+        return None
+    if isinstance(value, Foreign):
+        return f"it has an object of class {value.name} (save its state_dict() instead)"
+    if isinstance(value, dict) and "param_groups" in value:
+        return "it has an optimizer's state alone (put the model's beside it)"
+    what = "a tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return f"it has {what} without a tensor by name"
 
 
 def _near(path: str, inside: Sequence[str]) -> str:

@@ -46,6 +46,7 @@ from ..manifest import (
 )
 from ..options import Options
 from ..staging import Layout, Shell
+from ..trainers import LOADED, files_to_load_by
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -111,15 +112,16 @@ def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
 
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files, without tensors and digests; `seal` adds these."""
-    options.refuse(
-        "a universal checkpoint", "dp", "stage", "optimizer", "config", "dialect", "dcp_layout"
-    )
+    options.only("universal", ("dtype", "max_file_size", "group_defaults"))
     chosen = with_defaults(select(source, options), options)
     siblings = [(f"{SIBLINGS}/{item.name}", item) for item in source.siblings]
     left_out = list(source.left_out)
     if options.weights_only:
-        left_out += [f"{item.name}: no weights" for item in source.siblings]
-        siblings = []
+        loaded = files_to_load_by(source.siblings)  # beside the weights, as from_pretrained looks
+        siblings = [(item.name, item) for item in loaded]
+        kept = {item.path for item in loaded}
+        others = [item.name for item in source.siblings if item.path not in kept]
+        left_out += [f"{', '.join(others)}: not needed to load the weights"] if others else []
     shells = list(_shells(chosen, options))
     return Layout(lambda: iter(shells), siblings, left_out, source.warnings)
 
@@ -147,7 +149,7 @@ def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
         tensors = [(entry.parameter, entry.dtype, entry.shape) for entry in entries]
         head, size = safefile.header(tensors)
         yield Shell(name, size, ((0, head),))
-    weights = _split("model", _in_slot(chosen, "param"), options.max_file_size)
+    weights = _split("model", _in_slot(chosen, "param"), options.file_size)
     if len(weights) > 1:
         text = _index(weights)
         yield Shell("model.safetensors.index.json", len(text), ((0, text),))
@@ -202,6 +204,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         ],
         "left_out": list(manifest.left_out),
         "warnings": list(manifest.warnings),
+        "inferred": list(manifest.inferred),
         "state": to_json(manifest.state),
     }
 
@@ -234,7 +237,7 @@ def _in_slot(manifest: Manifest, slot: str) -> list[Entry]:
 def _files(manifest: Manifest, options: Options) -> Iterator[tuple[str, list[Entry]]]:
     for slot in manifest.slots:
         stem = "model" if slot == "param" else slot
-        yield from _split(stem, _in_slot(manifest, slot), options.max_file_size)
+        yield from _split(stem, _in_slot(manifest, slot), options.file_size)
 
 
 def _split(stem: str, entries: Sequence[Entry], most: int) -> list[tuple[str, list[Entry]]]:
@@ -354,6 +357,7 @@ def _manifest(path: str, made: Mapping[str, Any]) -> Manifest:
         siblings=_siblings(path),
         left_out=tuple(made.get("left_out", ())),
         warnings=tuple(made.get("warnings", ())),
+        inferred=tuple(made.get("inferred", ())),
     )
 
 
@@ -432,4 +436,9 @@ def _siblings(path: str) -> tuple[Sibling, ...]:
         for name in sorted(names):
             full = os.path.join(folder, name)
             found.append(Sibling(os.path.relpath(full, root), full, os.path.getsize(full)))
+    if not found:  # weights alone have them beside them
+        with os.scandir(path) as items:
+            names = sorted(item.name for item in items if LOADED.fullmatch(item.name))
+        full_names = [(name, os.path.join(path, name)) for name in names]
+        found = [Sibling(name, full, os.path.getsize(full)) for name, full in full_names]
     return tuple(found)

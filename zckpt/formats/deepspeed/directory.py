@@ -29,7 +29,8 @@ TRAINER = re.compile(
     r"trainer_state\.json|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|scheduler\.bin"
 )
 # what DeepSpeed itself puts beside the tags
-OWN = frozenset({"zero_to_fp32.py", "zero_to_torch.py", "latest", "latest_universal"})
+SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+OWN = frozenset({*SCRIPTS, "latest", "latest_universal"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +222,15 @@ def listed(items: Sequence[object]) -> str:
     """The first few of them, in words."""
     shown = ", ".join(map(str, items[:5]))
     return shown + (f" and {len(items) - 5} more" if len(items) > 5 else "")
+
+
+def recovery_scripts(tag: str) -> list[str]:
+    """What is left out where DeepSpeed's scripts lie in the run directory around a tag's."""
+    run = os.path.dirname(os.path.abspath(tag))
+    names = [name for name in SCRIPTS if os.path.isfile(os.path.join(run, name))]
+    if not names:
+        return []
+    return [f"{' and '.join(names)}: `zckpt convert --weights-only --dtype fp32` does their work"]
 
 
 def siblings(place: Place) -> tuple[Sibling, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ... import steps
 from ...dtypes import SIZES
-from ...errors import CorruptCheckpoint, InconsistentCheckpoint
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint, not_understood
 from ...inert import TensorName, inside, map_values
 from ...manifest import Entry, Fragments, Manifest, Parameter, Runs, Sighting, Slices
 from ...torchfile import Tensor, TorchFile
@@ -47,6 +47,10 @@ ENGINE_KEYS = frozenset(
 )
 
 
+INFERRED = "zckpt_inferred"
+"""Beside the optimizer's state: parameters whose names no file of zckpt's source stated."""
+
+
 def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
     """The manifest of a run directory, a tag directory, or a trainer's directory around one.
 
@@ -59,7 +63,7 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
         ranks = Ranks(place, rank_files(place))
         return manifest(ranks, list(flats(ranks, step_policy)), "deepspeed")
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorruptCheckpoint(f"{place.directory} is malformed: {error!r}") from error
+        raise not_understood(place.directory, error) from error
 
 
 def manifest(ranks: Ranks, buffers: Sequence[Flat], format: str) -> Manifest:
@@ -114,6 +118,7 @@ def manifest(ranks: Ranks, buffers: Sequence[Flat], format: str) -> Manifest:
             + _elastic_warnings(ranks, groups)
             + _config_warnings(ranks)
         ),
+        inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
     )
 
 

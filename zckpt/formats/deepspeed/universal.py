@@ -33,6 +33,7 @@ from ...errors import (
     InconsistentCheckpoint,
     NotACheckpoint,
     UnsupportedCheckpoint,
+    not_understood,
 )
 from ...inert import Foreign, Global, Scalar
 from ...manifest import Manifest, Sighting, slot_key, slot_name
@@ -55,7 +56,7 @@ from .directory import (
 from .flats import Flat, Slot
 from .ranks import Ranks, dictionary, item, nested, open_files, version_of
 from .reading import manifest
-from .writing import VERSION, Target, seal
+from .writing import UNDERSTOOD, VERSION, Target, seal
 
 __all__ = ["detect", "lay_out", "read", "seal"]
 
@@ -165,7 +166,7 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     try:
         return _manifest(place, step_policy)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorruptCheckpoint(f"{place.directory} is malformed: {error!r}") from error
+        raise not_understood(place.directory, error) from error
 
 
 def _manifest(place: Place, step_policy: str | None) -> Manifest:
@@ -566,7 +567,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     and UnsupportedCheckpoint for what the engine's loader cannot take: numbers that an optimizer
     keeps per parameter (NAdam), in stage 3 any optimizer but Adam; names that are no folder names.
     """
-    options.refuse("DeepSpeed", "dialect", "dcp_layout")
+    options.only("deepspeed-universal", UNDERSTOOD)
     target = _Universal(source, options)
     siblings = [(found.name, found) for found in source.siblings if not target.drops(found)]
     return Layout(target.shells, siblings, target.left_out, target.warnings)
@@ -683,7 +684,7 @@ class _Universal(Target):
 
     def _common_file(self, name: str) -> Shell:
         storages = Storages()
-        value: dict[str, Any] = {MARK: 1}
+        value: dict[str, Any] = {MARK: 1, **self._inferred()}
         value["ds_version"] = self.engine.before.get("version", VERSION)
         if not self.engine.wraps_bf16:
             value |= {"zero_stage": self._stage_enum(), **self._scaling(storages)}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ... import steps
+from ... import peft, steps
 from ...dtypes import FLOATS, SIZES
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...inert import Foreign, Global, Scalar, Size
@@ -26,15 +26,18 @@ from ...ordering import need_order
 from ...staging import Layout, Shell
 from ...torchfile import Tensor
 from ...torchshell import Storages, seal_records, shell, thawed
+from ...trainers import ACCELERATE, TRANSFORMERS, program_of
 from .. import zero
+from .directory import recovery_scripts
 from .engine import Engine
 from .hyper import check_states, complete_groups, optimizer_name
 from .ranks import COUNTERS
-from .reading import ENGINE_KEYS
+from .reading import ENGINE_KEYS, INFERRED
 
 VERSION = "0.19.8"  # of the layout that is written
 # files of one rank beside a trainer's checkpoint: Hugging Face Trainer, Accelerate
 PER_RANK = re.compile(r"rng_state_\d+\.pth|random_states_\d+\.pkl")
+UNDERSTOOD = ("dp", "stage", "dtype", "config", "optimizer", "group_defaults")
 SIBLINGS = ""  # a trainer's files lie beside the tag, as the trainer looks for them
 
 
@@ -46,14 +49,12 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     (parameters of one flat buffer whose steps differ). MissingData too where the order of the
     parameters in the flat buffers is not known.
     """
-    options.refuse("DeepSpeed", "dialect", "dcp_layout")
+    options.only("deepspeed", UNDERSTOOD)
     need_order(source)
     target = Target(source, options)
     siblings = [(item.name, item) for item in source.siblings if not target.drops(item)]
-    target.left_out.append(
-        "DeepSpeed's recovery scripts zero_to_fp32.py and zero_to_torch.py: "
-        "`zckpt convert --weights-only --dtype fp32` does their work"
-    )
+    if source.format == "deepspeed":
+        target.left_out += recovery_scripts(source.root)
     return Layout(target.shells, siblings, target.left_out, target.warnings)
 
 
@@ -236,21 +237,33 @@ class Target:
             )
 
     def _warn_of_batch(self) -> None:
-        """Batch sizes that no longer fit are for the user to choose."""
+        """Batch sizes that no longer fit are for the user to choose, in the program's own words."""
         config = self.engine.config
         total = config.get("train_batch_size")
         micro = config.get("train_micro_batch_size_per_gpu")
         accumulation = config.get("gradient_accumulation_steps", 1)
-        if all(isinstance(size, int) for size in (total, micro, accumulation)):
-            if total != micro * accumulation * self.dp:
-                self.warnings.append(
-                    f"train_batch_size {total} is not micro batch {micro} x accumulation "
-                    f"{accumulation} x {self.dp} ranks: choose new ones in the ds_config that you "
-                    "run with"
-                )
-        elif isinstance(total, int) and total % self.dp:
+        of_trainer = program_of(self.source.siblings) == TRANSFORMERS
+        if type(accumulation) is not int or accumulation < 1:
+            return
+        if total is None and type(micro) is int and of_trainer:
+            total = micro * accumulation * self.source.dp
+        if type(total) is not int:
+            return
+        word = "per_device_train_batch_size" if of_trainer else "train_micro_batch_size_per_gpu"
+        fitting, rest = divmod(total, accumulation * self.dp)
+        if type(micro) is int and fitting == micro and not rest:
+            return
+        if fitting and not rest and (type(micro) is int or of_trainer):
+            self.warnings.append(f"set {word}={fitting} to keep a global batch of {total}")
+        elif total % self.dp:
             self.warnings.append(
-                f"train_batch_size {total} cannot be divided among {self.dp} ranks: choose another"
+                f"a global batch of {total} cannot be divided among {self.dp} ranks: choose "
+                f"another with {word} and gradient_accumulation_steps"
+            )
+        elif rest:
+            self.warnings.append(
+                f"a global batch of {total} is not {accumulation} accumulation steps of {self.dp} "
+                f"ranks: choose {word} and gradient_accumulation_steps anew"
             )
 
     def drops(self, sibling: Sibling) -> bool:
@@ -264,9 +277,10 @@ class Target:
 
     @property
     def tag(self) -> str:
-        return str(
-            self.source.source.get("tag") or f"global_step{self._counters()['global_steps']}"
-        )
+        stated = self.source.source.get("tag")
+        if stated is None and program_of(self.source.siblings) == ACCELERATE:
+            stated = "pytorch_model"  # which Accelerator.load_state asks for
+        return str(stated or f"global_step{self._counters()['global_steps']}")
 
     def shells(self) -> Iterator[Shell]:
         """Every file, one at a time; equal ones are made once."""
@@ -372,8 +386,11 @@ class Target:
         return self.engine.dtype if changes and dtype in FLOATS else dtype
 
     def _frozen(self, weights: Mapping[str, Tensor], storages: Storages) -> tuple[Any, Any]:
-        """frozen_param_shapes and frozen_param_fragments; stage 1 writes neither."""
-        if self.engine.stage == 1:
+        """frozen_param_shapes and frozen_param_fragments; stage 1 writes neither.
+
+        None says that the base model of an adapter is not saved; the engine has its own.
+        """
+        if self.engine.stage == 1 or peft.is_adapter_alone(self.source.parameters):
             return None, None
         names = [name for name in self.frozen if name in weights]
         shapes = OrderedDict((name, Size(self.frozen[name].shape)) for name in names)
@@ -399,8 +416,13 @@ class Target:
             "optimizer_state_dict": make(rank, storages),
             "ds_config": self.engine.config,
             "ds_version": self.engine.before.get("version", VERSION),
+            **self._inferred(),
         }
         return shell(name, value, storages)
+
+    def _inferred(self) -> dict[str, Any]:
+        """Names that no file of the source states, in a key that the engine does not read."""
+        return {INFERRED: list(self.source.inferred)} if self.source.inferred else {}
 
     def _flat_state(self, rank: int, storages: Storages) -> dict[str, Any]:
         """Stage 1 and 2: one partition per group."""

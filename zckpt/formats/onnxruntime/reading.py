@@ -19,6 +19,7 @@ from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     MissingData,
+    not_understood,
 )
 from ...manifest import Entry, Fragment, Manifest, Parameter, Runs, Sighting, solid
 from .directory import opened
@@ -42,7 +43,7 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     try:
         return manifest(opened(path), step_policy)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorruptCheckpoint(f"{path} is malformed: {error!r}") from error
+        raise not_understood(path, error) from error
 
 
 def manifest(save: Save, step_policy: str | None) -> Manifest:

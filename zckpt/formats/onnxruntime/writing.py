@@ -44,9 +44,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     Lamb, or a state is missing), InconsistentCheckpoint (Lamb has one step for all),
     UnsupportedCheckpoint (a name that HDF5 files cannot hold).
     """
-    options.refuse("ONNX Runtime", "stage", "optimizer", "config", "group_defaults", "dcp_layout")
-    if options.dialect == "safetensors":
-        raise WrongOption("--dialect safetensors has no meaning for ONNX Runtime")
+    options.only("onnxruntime", ("dp", "dtype"), dialects=("hdf5", "l2"))
     target = _Target(source, options)
     return Layout(
         target.shells, [], target.left_out, target.warnings, from_masters=target.half is not None

@@ -29,11 +29,13 @@ from ...errors import (
     InconsistentCheckpoint,
     NotACheckpoint,
     UnsupportedCheckpoint,
+    not_understood,
 )
 from ...inert import Foreign, Global
-from ...manifest import Extent, Manifest, Sibling
+from ...manifest import Extent, Manifest
 from ...safefile import Stored, read_with_metadata
 from ...torchfile import TORCH_DTYPES, Parsed, Tensor, TorchFile
+from ...trainers import beside
 from ...unpickle import Unpickler
 from . import hf
 from .state import manifest
@@ -91,6 +93,7 @@ def read(
     tag: str | None = None,
     step_policy: str | None = None,
     param_names: tuple[str, ...] | None = None,
+    weights_only: bool = False,
 ) -> Manifest:
     """The manifest of a directory, or of a trainer's directory around one.
 
@@ -109,10 +112,12 @@ def read(
         for folder in parts:
             _Folder(folder, found).read()
         hf.read(shards, found)
-        found.siblings += _siblings(root, [*parts, *shards])
-        return manifest(found, step_policy, param_names)
+        siblings, left_out = beside(root, [*parts, *shards, *_own(root, parts)])
+        found.siblings += siblings
+        found.left_out += left_out
+        return manifest(found, step_policy, param_names, weights_only)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorruptCheckpoint(f"{root} is malformed: {error!r}") from error
+        raise not_understood(root, error) from error
 
 
 def located(path: str, tag: str | None = None) -> tuple[str, list[str]]:
@@ -147,14 +152,13 @@ def _refuse_megatron(folder: str) -> None:
         raise UnsupportedCheckpoint(f"{folder} is of Megatron-Core, which zckpt does not read yet")
 
 
-def _siblings(root: str, parts: list[str]) -> Iterator[Sibling]:
-    """Files beside the checkpoint's own: a trainer's state, Lightning's meta.pt."""
-    with os.scandir(root) as items:
-        for item in sorted(items, key=lambda item: item.name):
-            dcp = item.name.startswith(METADATA) or item.name.endswith((ITEMS, ".tmp", METADATA))
-            own = item.path in parts or (dcp and root in parts)
-            if item.is_file() and not own:
-                yield Sibling(item.name, item.path, item.stat().st_size)
+def _own(root: str, parts: list[str]) -> Iterator[str]:
+    """The checkpoint's own files in its directory, finished or not."""
+    if root in parts:
+        with os.scandir(root) as items:
+            for item in items:
+                if item.name.startswith(METADATA) or item.name.endswith((ITEMS, ".tmp", METADATA)):
+                    yield item.path
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,7 @@ class _Folder:
         known = fields.get("zckpt")
         if isinstance(known, dict):
             self.found.known = known
+            self.found.inferred = list(known.get("inferred", ()))
             self.names = known["names"]
         room = MAX_LIST
         for key in [*(key for key in paths if key in items), *(k for k in items if k not in paths)]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ... import peft
 from ...dtypes import SIZES, TORCH_NAMES
-from ...errors import WrongOption
 from ...fileio import align
 from ...inert import Foreign, Global, Scalar, Size, TensorName, map_values
 from ...manifest import Manifest
@@ -24,6 +24,7 @@ from ...options import Options
 from ...pickling import dumps
 from ...staging import Layout, Shell
 from ...torchshell import ALIGNMENT, Storages, shell, state_checksums, thawed
+from ...trainers import TRANSFORMERS, program_of
 from .state_dicts import Hole, StateDicts, left_out
 from .tree import Path, dotted
 
@@ -38,10 +39,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises WrongOption and MissingData before anything is written.
     """
-    what = "torch.distributed.checkpoint"
-    options.refuse(what, "stage", "config", "optimizer")
-    if options.dialect not in (None, "accelerate"):
-        raise WrongOption(f"--dialect {options.dialect} has no meaning for {what}")
+    understood = ("dp", "dtype", "dcp_layout", "max_file_size", "group_defaults")
+    options.only("dcp", understood, dialects=("accelerate",))
     target = Target(source, options)
     siblings = [(item.name, item) for item in source.siblings]
     return Layout(target.shells, siblings, target.left_out, target.warnings)
@@ -73,18 +72,23 @@ class Target:
         self.world = options.dp or source.dp
         self.dicts = StateDicts(source, options)
         self.warnings = self.dicts.warnings
-        self.left_out = [*self.dicts.left_out, *left_out(source, options)]
-        self.left_out += self.dicts.collisions()
+        self.left_out = self.dicts.left_out
+        self.left_out += [*left_out(source, options), *self.dicts.collisions()]
         self.parts = self._parts()
         self._made: dict[tuple[str, tuple[int, ...]], Shell] = {}
         self._metadata: dict[str, bytes] = {}
 
     def _parts(self) -> dict[str, list[tuple[Path, Any]]]:
         """Items by folder: one for all, or Accelerate's for the model and for the optimizer."""
-        dicts = self.dicts
-        before = (self.source.state.get("engine") or {}).get("folders")
+        dicts, engine = self.dicts, self.source.state.get("engine") or {}
+        before = engine.get("folders")
         if self.options.dialect != "accelerate" and not before:
             return {"": list(dicts.items())}
+        of_trainer = program_of(self.source.siblings) == TRANSFORMERS
+        if engine.get("adapter") or (
+            of_trainer and any(map(peft.is_adapters, self.source.parameters))
+        ):
+            dicts.save_adapter_alone()  # as the Trainer does with PEFT and FSDP
         if not before:  # Accelerate's own keys
             dicts.model, dicts.optimizer = ("model",), ("optimizer",)
         folders = {dicts.model: "pytorch_model_fsdp_0", dicts.optimizer: "optimizer_0"}
@@ -130,7 +134,7 @@ class Target:
         size = 0
         for path, value in listed:
             for item, made in self._of_rank(dotted(path), value, rank):
-                if held and size + made.size > self.options.max_file_size:
+                if held and size + made.size > self.options.file_size:
                     yield held
                     held, size = [], 0
                 held.append((item, made))
@@ -211,12 +215,8 @@ class Target:
             )
             for each in placed
         }
-        source = self.source
-        frozen = [name for name, held in source.parameters.items() if not held.trainable]
         known = {
-            "aliases": self.dicts.aliases,
-            "buffers": list(source.buffers),
-            "frozen": frozen,
+            **self.dicts.unsaid(),
             "names": names,
             "numbers": list(self.dicts.numbers),  # the optimizer's parameters, in its order
         }

@@ -104,7 +104,8 @@ def find_models(tree: Any, optimizer: Path | None, path: Path = ()) -> Iterator[
     """Dictionaries that hold tensors by name, with those that are the optimizer's left out."""
     if path == optimizer or not isinstance(tree, dict) or len(path) > DEPTH:
         return
-    if any(isinstance(held, Leaf) and isinstance(key, str) for key, held in tree.items()):
+    keys = [key for key, value in tree.items() if isinstance(value, Leaf)]
+    if keys and all(isinstance(key, str) for key in keys):
         yield path, tree
     for key, held in tree.items():
         yield from find_models(held, optimizer, (*path, key))
@@ -115,9 +116,14 @@ def choose_model(
 ) -> Path:
     """The path of the one state dict that is the model's."""
     if not models:
+        if optimizer is None:
+            raise MissingData(
+                f"{found.root} has no state of a model: no dictionary of tensors by name",
+                hint="save model.state_dict(), alone or under a key",
+            )
         raise MissingData(
-            f"{found.root} holds an optimizer's state, but no model's",
-            hint="give the folder that holds both; names and weights are in the model's",
+            f"{found.root} has an optimizer's state, but no model's",
+            hint="give the folder that has both; names and weights are in the model's",
         )
     fitting: dict[Path, dict[Any, Any]] = dict(models)
     if optimizer is not None and not optimizer.is_numbered:

@@ -3,6 +3,7 @@
     ckpt.pt, last.ckpt                              one file: {"model": ..., "optimizer": ..., ...}
     model.pt + optim.pt                             whole, by any of the names below
     model.safetensors + optimizer.pt                Hugging Face Trainer, Accelerate, without FSDP
+    adapter_model.safetensors + optimizer.pt        the same with PEFT
     model_world_size_W_rank_R.pt + optim_...        ranks' parts (FSDP, verl's names)
     pytorch_model_fsdp_0_rankR.bin + optimizer_...  ranks' parts (Accelerate)
     model.pt + optim_rank_R.pt                      ZeroRedundancyOptimizer's local states
@@ -21,19 +22,20 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ... import safefile, steps
+from ... import peft, safefile, steps
 from ...errors import (
     AmbiguousCheckpoint,
-    CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     MissingData,
     NotACheckpoint,
     ZckptError,
     listed,
+    not_understood,
 )
-from ...manifest import Manifest, Sibling, solid
+from ...manifest import Manifest, solid
 from ...torchfile import Parsed, Tensor, TorchFile
+from ...trainers import beside
 from . import ranked, zro
 from .state import manifest
 from .tree import Found, Leaf, leaves, number_of
@@ -50,6 +52,7 @@ WHOLE = {  # names of whole files, the likeliest first
     "model": (
         *("model.pt", "model.pth", "model.bin", "pytorch_model_fsdp.bin", "pytorch_model.bin"),
         *("pytorch_model.bin.index.json", "model.safetensors", "model.safetensors.index.json"),
+        *peft.WEIGHTS,
     ),
     "optim": (
         *("optim.pt", "optimizer.pt", "optim.pth", "optimizer.pth", "optim.bin", "optimizer.bin"),
@@ -280,6 +283,7 @@ def read(
     tag: str | None = None,
     step_policy: str | None = None,
     param_names: tuple[str, ...] | None = None,
+    weights_only: bool = False,
 ) -> Manifest:
     """The manifest of files of torch.save; `tag` is the name of one of a folder's files.
 
@@ -291,16 +295,16 @@ def read(
         path = os.path.join(path, tag)
     try:
         reading = _Reading(path, find(path), step_policy, param_names)
-        made = manifest(reading.found, step_policy, param_names)
+        made = manifest(reading.found, step_policy, param_names, weights_only)
         if reading.is_local:
             _refuse_lost(made, param_names)
         if reading.found.orders is not None:
             made = _in_order(made, param_names)
         # of these files numbers are the rule: that says nothing of a directory of DCP
-        engine = {**made.state["engine"], "layout": None}
+        engine = {**made.state["engine"], "layout": None, "dialect": reading.dialect}
         return replace(made, state={**made.state, "engine": engine})
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorruptCheckpoint(f"{path} is malformed: {error!r}") from error
+        raise not_understood(path, error) from error
 
 
 def _refuse_lost(made: Manifest, names: Sequence[str] | None) -> None:
@@ -359,15 +363,23 @@ class _Reading:
         self.found.tree = dict(trees)  # what the local states are matched with
         trees |= {key: self._ranks(paths) for key, paths in files.ranks.items()}
         self.found.tree = self._tree(trees)
+        weights = os.path.basename(files.whole.get("model") or files.whole.get(None, ""))
+        self.dialect = _dialect_of(weights)
+        self.found.in_order = self.dialect != "safetensors"
         if os.path.isdir(path):
-            self.found.siblings += self._siblings()
+            siblings, left_out = beside(path, set(self.found.files))
+            self.found.siblings += siblings
+            self.found.left_out += left_out
 
     def _tree(self, trees: dict[str | None, Any]) -> dict[Any, Any]:
         """All trees as one; what is beside model and optimizer keeps its keys."""
         extra = trees.pop("extra", {})
         alone = trees.pop(None, {})
         if not isinstance(alone, dict) or not isinstance(extra, dict):
-            raise CorruptCheckpoint(f"{self.path} holds no state dicts")
+            raise NotACheckpoint(
+                f"{self.path} is no dictionary of state dicts",
+                hint="save model.state_dict(), alone or under a key",
+            )
         model = trees.get("model")
         if self.found.known and isinstance(model, dict):
             known = self.found.known
@@ -390,6 +402,7 @@ class _Reading:
         known = value.pop("zckpt", None)
         if isinstance(known, dict):
             self.found.known = known
+            self.found.inferred = list(known.get("inferred", ()))
             self.names = known["names"]
         names = iter(self.names.get(os.path.basename(file.path), ()))
         return {"extra": leaves(file, value, names)}
@@ -540,14 +553,12 @@ class _Reading:
         if self.step_policy != steps.KEEP:
             steps.agree(last, self.step_policy)
 
-    # -- what is beside
 
-    def _siblings(self) -> Iterator[Sibling]:
-        own = set(self.found.files)
-        with os.scandir(self.path) as items:
-            for item in sorted(items, key=lambda item: item.name):
-                if item.is_file() and item.path not in own:
-                    yield Sibling(item.name, item.path, item.stat().st_size)
+def _dialect_of(weights: str) -> str | None:
+    """The `--dialect` that has files of such names."""
+    if weights == "pytorch_model_fsdp.bin":
+        return "accelerate"
+    return "safetensors" if ".safetensors" in weights else None
 
 
 def _stored(stored: safefile.Stored) -> Leaf:

@@ -1,34 +1,87 @@
-"""Whole state dicts as files that plain torch loads, from any manifest, as shells.
+"""Whole state dicts as files that plain torch and trainers load, from any manifest, as shells.
 
     model.pt    what model.load_state_dict takes: every name, tied weights in one memory, buffers
     optim.pt    what optimizer.load_state_dict takes: numbers, groups complete for torch 2.13
     extra.pt    the scheduler, the program's own state, and under `zckpt` what state dicts do not
                 say: which names are tied, frozen, buffers
 
-Groups hold `param_names` as torch >= 2.6 keeps them of named parameters (loading does not go by
+Groups have `param_names` as torch >= 2.6 keeps them of named parameters (loading does not go by
 them): numbers have names again. With the dialect `safetensors` the model's state is one such file,
-where tied weights stand once, as safetensors demands.
+where tied weights stand once, as safetensors demands. Trainers look for files by other names:
+
+    safetensors, from a Trainer's directory    model.safetensors (adapter_model.safetensors with
+                                               PEFT), optimizer.pt, scheduler.pt
+    safetensors, from Accelerate's             model.safetensors, optimizer.bin, scheduler.bin
+    accelerate                                 pytorch_model_fsdp.bin, optimizer.bin: FSDP's whole
+                                               state dicts, where the optimizer knows names
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ... import safefile
-from ...errors import WrongOption
+from ... import peft, safefile, trainers
 from ...inert import Scalar, TensorName, map_values
 from ...manifest import Manifest
 from ...options import Options
 from ...staging import Layout, Shell
 from ...torchfile import Tensor
 from ...torchshell import Storages, shell
+from ...trainers import ACCELERATE, TRANSFORMERS, program_of
 from .state_dicts import Hole, StateDicts, left_out
 
-MODEL, WEIGHTS, OPTIMIZER, EXTRA = "model.pt", "model.safetensors", "optim.pt", "extra.pt"
+EXTRA = "extra.pt"
 KNOWN = "zckpt"
 """The key of what only we say."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileNames:
+    """What a program calls its files; `by_name` where its optimizer knows parameters by name.
+
+    Without a name for the scheduler it is in extra.pt.
+    """
+
+    weights: str
+    optimizer: str
+    scheduler: str | None = None
+    by_name: bool = False
+
+    @property
+    def is_safetensors(self) -> bool:
+        return self.weights.endswith(".safetensors")
+
+
+PLAIN = {
+    None: FileNames("model.pt", "optim.pt"),
+    "safetensors": FileNames("model.safetensors", "optim.pt"),
+    "accelerate": FileNames("pytorch_model_fsdp.bin", "optimizer.bin", by_name=True),
+}
+OF_TRAINERS = {
+    TRANSFORMERS: FileNames("model.safetensors", "optimizer.pt", "scheduler.pt"),
+    ACCELERATE: FileNames("model.safetensors", "optimizer.bin", "scheduler.bin"),
+}
+
+
+def file_names(source: Manifest, options: Options) -> FileNames:
+    """The names of the target's files: those of `--dialect`, else of a source of the same kind."""
+    engine = source.state.get("engine") or {}
+    dialect = options.dialect or engine.get("dialect")
+    program = program_of(source.siblings)
+    made = PLAIN[dialect]
+    if program is None:
+        return made
+    trainers = OF_TRAINERS[program]
+    if dialect == "accelerate":
+        return replace(made, scheduler=trainers.scheduler)
+    if dialect != "safetensors":
+        return made
+    if program == TRANSFORMERS and any(map(peft.is_adapters, source.parameters)):
+        return replace(trainers, weights=peft.WEIGHTS[0])
+    return trainers
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -36,10 +89,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises WrongOption and MissingData before anything is written.
     """
-    target = "files of torch.save"
-    options.refuse(target, "stage", "config", "optimizer", "dcp_layout")
-    if options.dialect not in (None, "safetensors"):
-        raise WrongOption(f"--dialect {options.dialect} has no meaning for {target}")
+    options.only("gathered", ("dtype", "group_defaults"), [name for name in PLAIN if name])
     made = Target(source, options)
     own = {shell.name for shell in made.shells()}
     siblings = [(item.name, item) for item in source.siblings if item.name not in own]
@@ -56,24 +106,30 @@ class Target(StateDicts):
 
     def __init__(self, source: Manifest, options: Options) -> None:
         super().__init__(source, options)
+        self.called = file_names(source, options)
         self.left_out += left_out(source, options)
-        self.safetensors = options.dialect == "safetensors"
+        if self.called.weights in peft.WEIGHTS:
+            self.save_adapter_alone()
         self.weights = self._model_state()
-        if self.safetensors:
+        if self.called.is_safetensors:
             self._check_safetensors()
-        self.files: dict[str, Any] = {} if self.safetensors else {MODEL: self.weights}
+        self.files: dict[str, Any] = {}
+        if not self.called.is_safetensors:
+            self.files[self.called.weights] = self.weights
         if self.optimizes:
-            self.files[OPTIMIZER] = self._optimizer_state()
+            self.files[self.called.optimizer] = self._optimizer_state()
         if not options.weights_only:
+            self._add_scheduler()
             self.files[EXTRA] = self._extra()
+        self._warn_of_names()
 
     def shells(self) -> Iterator[Shell]:
         """Every file."""
-        if self.safetensors:
-            held = {id(hole): (name, hole) for name, hole in reversed(self._holes())}
-            tensors = [(name, hole.dtype, hole.shape) for name, hole in reversed(held.values())]
+        if self.called.is_safetensors:
+            first = {id(hole): (name, hole) for name, hole in reversed(self._holes())}
+            tensors = [(name, hole.dtype, hole.shape) for name, hole in reversed(first.values())]
             head, size = safefile.header(tensors)
-            yield Shell(WEIGHTS, size, ((0, head),))
+            yield Shell(self.called.weights, size, ((0, head),))
         for name, value in self.files.items():
             storages = Storages()
             yield shell(name, self._filled(value, storages, {}), storages)
@@ -85,12 +141,37 @@ class Target(StateDicts):
         owners: dict[str, Any] = {}
         made = OrderedDict(
             (name, owners.setdefault(self.aliases.get(name, name), held))
-            for name, held in self._weights()
+            for name, held in self.weights_as_saved()
         )
         metadata = self.source.state.get("module_metadata")
         if metadata is not None:
             made._metadata = metadata  # type: ignore[attr-defined]
         return made
+
+    def _add_scheduler(self) -> None:
+        """The scheduler's own file, where the trainer looks for one and there is none yet."""
+        name, step = self.called.scheduler, self.source.step
+        if name is None or any(item.name == name for item in self.source.siblings):
+            return
+        state = self.source.state.get("lr_scheduler")
+        if state is None or "last_epoch" not in state:
+            if step is None:
+                return
+            state = trainers.fresh_scheduler(int(step), self.groups)
+            self.warnings.append(
+                f"{name}: the source has no scheduler of torch; it is set to step {step} with the "
+                "learning rates of the groups"
+            )
+        self.files[name] = state
+
+    def _warn_of_names(self) -> None:
+        program = program_of(self.source.siblings)
+        if program is not None and self.called.scheduler is None and not self.options.weights_only:
+            wanted = OF_TRAINERS[program]
+            self.warnings.append(
+                f"{self.called.optimizer} is not what the trainer looks for ({wanted.optimizer}): "
+                "to resume there, add --dialect safetensors"
+            )
 
     def _holes(self) -> list[tuple[str, Hole]]:
         return [(name, held) for name, held in self.weights.items() if isinstance(held, Hole)]
@@ -101,12 +182,21 @@ class Target(StateDicts):
         tied = [name for name in self.weights if name in self.aliases]
         if tied:
             self.warnings.append(
-                f"{', '.join(tied[:4])}: second names of tied weights, which {WEIGHTS} does not "
-                "hold (load it with safetensors.torch.load_model, or with strict=False)"
+                f"{', '.join(tied[:4])}: second names of tied weights, which "
+                f"{self.called.weights} does not have (load it with safetensors.torch.load_model, "
+                "or with strict=False)"
             )
 
     def _optimizer_state(self) -> dict[str, Any]:
         groups = []
+        if self.called.by_name:
+            return {
+                "state": dict(self._states()),
+                "param_groups": [
+                    {**group, "params": self.members(place)}
+                    for place, group in enumerate(self.groups)
+                ],
+            }
         for place, group in enumerate(self.groups):
             members = self.members(place)
             ids = [self.numbers[name] for name in members]
@@ -117,18 +207,15 @@ class Target(StateDicts):
     def _extra(self) -> dict[Any, Any]:
         source = self.source
         made: dict[Any, Any] = {}
-        if source.state.get("lr_scheduler") is not None:
+        if source.state.get("lr_scheduler") is not None and self.called.scheduler is None:
             made[self.scheduler] = source.state["lr_scheduler"]
         for key, held in (source.state.get("client_state") or {}).items():
             if key in ("model", "optim", KNOWN, *made):
                 self.left_out.append(f"client_state {key!r}: a file of the target has this name")
             else:
                 made[key] = held
-        frozen = [name for name, held in source.parameters.items() if not held.trainable]
         known = {
-            "aliases": self.aliases,
-            "buffers": list(source.buffers),
-            "frozen": frozen,
+            **self.unsaid(),
             "names": {
                 name: names
                 for name, value in (*self.files.items(), (EXTRA, made))

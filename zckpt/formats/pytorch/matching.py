@@ -1,19 +1,25 @@
-"""Names for an optimizer that knows its parameters by number alone.
+"""Which of the model's names each number of an optimizer has, and whether that is inferred.
 
     numbers of a group    0  1     2  3          torch.optim counts through its groups
-    model's names         a  b  c  d  e  f       in the order of its state dict
+    model's names         a  b  c  d  e  f       of which some are frozen, or buffers
 
-A program gives parameters to its optimizer in the model's order, some left out (frozen ones,
-buffers): each order of numbers is a subsequence of the names, with equal shapes. That is taken
-where it is so in one way alone; no guess is made between two.
+A number gets a name in three ways, and in no other:
+
+    shapes        each number has the only name of its shape, in whatever order they stand
+    order         the names stand in the module's order, and one order-preserving way fits: inferred
+    param_names   the user says
+
+A file whose names are sorted has lost the module's order: `layers.10` stands before `layers.2`.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from ...errors import MissingData, WrongOption, listed
 
@@ -22,31 +28,91 @@ Named = tuple[str, Shape]
 Order = Sequence[Shape | None]
 MAX_STATES = 200_000
 """Partial matches that are looked at; where there are more, identical layers are left out."""
-HINT = (
-    "name them with --param-names FILE (the names of the optimizer's parameters, one per line, "
-    "group by group)"
-)
+HINT = """\
+name the optimizer's parameters with --param-names names.txt. Two lines in the training program \
+write that file:
+    names = {p: name for name, p in model.named_parameters()}
+    open("names.txt", "w").write("\\n".join(names[p] for g in optimizer.param_groups for p in g["params"]))
+or, with a Trainer of transformers or TRL, after it is built:
+    names = {p: name for name, p in trainer.model.named_parameters()}
+    open("names.txt", "w").write("\\n".join(names[p] for g in trainer.create_optimizer().param_groups for p in g["params"]))"""  # noqa: E501
+
+
+class Match(NamedTuple):
+    """The names of every order's parameters; `inferred` are those that only their order tells."""
+
+    names: list[list[str]]
+    inferred: list[str]
 
 
 def match(
     orders: Sequence[Order],
     names: Sequence[Named],
+    in_order: bool,
     param_names: Sequence[str] | None = None,
-) -> list[list[str]]:
+) -> Match:
     """The names of every order's parameters.
 
-    An order lists shapes, None for a parameter without state, which may have any. As many
-    `param_names` as there are parameters are the optimizer's own, order by order, if all shapes
-    fit; otherwise they are what to choose from, in that order. Raises MissingData where no way
-    fits, or more than one, and WrongOption where `param_names` holds a name that the model does
-    not.
+    An order lists shapes, None for a parameter without state, which may have any. `in_order` says
+    whether the names stand in the module's order. As many `param_names` as there are parameters are
+    the optimizer's own, order by order, if all shapes fit; otherwise they are what to choose from,
+    in that order. Raises MissingData where no rule gives a name to every number, and WrongOption
+    where `param_names` has a name that the model lacks.
     """
-    if param_names is None:
-        return _only(orders, candidates(names))
+    if param_names is not None:
+        return Match(_chosen(orders, names, param_names), [])
+    names = candidates(names)
+    forced = _forced(orders, names)
+    if forced is not None:
+        return Match(forced, [])
+    if not in_order:
+        raise MissingData(
+            f"the optimizer knows its {sum(map(len, orders))} parameters by number, several "
+            "weights have the same shape, and the file does not show the order of the module",
+            hint=HINT,
+        )
+    found = _only(orders, names)
+    shapes = Counter(shape for _, shape in names)
+    shape_of = dict(names)
+    return Match(found, [name for each in found for name in each if shapes[shape_of[name]] > 1])
+
+
+def keeps_order(names: Sequence[str]) -> bool:
+    """Whether a dictionary with these keys shows the module's order.
+
+    Keys in sorted order, as text or with their numbers by value, show nothing: safetensors sorts
+    its keys, and what was loaded from it may have been saved again.
+    """
+    return list(names) not in (sorted(names), sorted(names, key=_by_number))
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """`layers.10` after `layers.2`."""
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]
+
+
+def _forced(orders: Sequence[Order], names: Sequence[Named]) -> list[list[str]] | None:
+    """The names, where each number has one that no other could have; None where several fit."""
+    by_shape: dict[Shape | None, list[str]] = {}
+    for name, shape in names:
+        by_shape.setdefault(shape, []).append(name)
+    numbers = Counter(shape for order in orders for shape in order)
+    if None in numbers:  # has what no other number can have
+        by_shape[None] = [name for name, shape in names if not numbers[shape]]
+    if any(count > 1 or len(by_shape.get(shape, ())) != 1 for shape, count in numbers.items()):
+        return None
+    return [[by_shape[shape][0] for shape in order] for order in orders]
+
+
+def _chosen(
+    orders: Sequence[Order], names: Sequence[Named], param_names: Sequence[str]
+) -> list[list[str]]:
     shapes = dict(names)
     if unknown := [name for name in param_names if name not in shapes]:
         raise WrongOption(
-            f"--param-names names {listed(unknown, 4)}, which the model's state does not hold"
+            f"--param-names names {listed(unknown, 4)}, which the model's state does not have"
         )
     if twice := [name for name, count in Counter(param_names).items() if count > 1]:
         raise WrongOption(f"--param-names names {listed(twice, 4)} twice")

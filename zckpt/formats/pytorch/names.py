@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...errors import InconsistentCheckpoint, MissingData, WrongOption, listed
 from .finding import Optimizer
+from .matching import keeps_order, match
 from .tree import Found, Leaf
-from .twins import Seen, is_float, is_updated
+from .twins import is_float
+
+ELEMENTWISE = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg")
+)
+"""States that have a parameter's shape in every optimizer that keeps them (torch 2.13)."""
 
 
 def names_of(
@@ -44,62 +49,54 @@ def _matched(
     optimizer: Optimizer,
     param_names: Sequence[str] | None,
 ) -> dict[int, str]:
-    """Names for numbers: as groups tell them (torch 2.6's `param_names`), else by shapes."""
+    """Names for numbers: as groups state them (torch 2.6's `param_names`), else by `match`."""
     numbers = [number for members in optimizer.members for number in members]
     if found.known is not None and len(found.known.get("numbers", ())) == len(numbers):
         return dict(zip(numbers, found.known["numbers"], strict=True))
-    told = [name for group in optimizer.groups for name in group.get("param_names") or ()]
-    if len(told) == len(numbers) and not set(told) <= model.keys():
-        told = _without_wrappers(told, model)
-    if len(told) == len(numbers):
-        _refuse_mixed(found, [_shape(optimizer.state.get(n, {})) for n in numbers], told, model)
-        return dict(zip(numbers, told, strict=True))
+    stated = [name for group in optimizer.groups for name in group.get("param_names") or ()]
+    if len(stated) == len(numbers) and not set(stated) <= model.keys():
+        stated = _without_wrappers(stated, model)
+    if len(stated) == len(numbers):
+        _refuse_mixed(found, [_shape(optimizer.state.get(n, {})) for n in numbers], stated, model)
+        return dict(zip(numbers, stated, strict=True))
     if param_names is not None and not set(param_names) <= model.keys():
         from ...naming import matched
 
         param_names = list(matched(param_names, list(model)).values())
-    from .matching import match
-
     orders = found.orders or optimizer.members
     shapes = {number: _shape(optimizer.state.get(number, {})) for number in numbers}
-    owners = [name for name in model if is_float(model[name])]
-    if len(owners) != len(numbers):  # else these are all, whichever hold the same
-        owners = _owners(model, owners)
-    candidates = [(name, model[name].shape) for name in owners]
-    names = match([[shapes[n] for n in order] for order in orders], candidates, param_names)
-    given = {
+    names = _candidates(model)
+    made = match(
+        [[shapes[number] for number in order] for order in orders],
+        [(name, model[name].shape) for name in names],
+        found.in_order and keeps_order([str(name) for name in model]),
+        param_names,
+    )
+    found.inferred = made.inferred
+    if param_names is not None:
+        found.warnings.append(
+            "the optimizer knows its parameters by number: names are those of --param-names"
+        )
+    elif made.inferred:
+        found.warnings.append(
+            "the optimizer knows its parameters by number: the names of "
+            f"{listed(made.inferred, 4)} are inferred from the order of the model's state"
+        )
+    return {
         number: name
-        for order, each in zip(orders, names, strict=True)
+        for order, each in zip(orders, made.names, strict=True)
         for number, name in zip(order, each, strict=True)
     }
-    if param_names is None:
-        _refuse_copies(model, optimizer, given, set(owners))
-    found.warnings.append(
-        "the optimizer knows its parameters by number: each was given the one name that its shape "
-        "and its place allow"
-        if param_names is None
-        else "the optimizer knows its parameters by number: names are those of --param-names"
-    )
-    return given
 
 
-def _refuse_copies(
-    model: Mapping[str, Any], optimizer: Optimizer, given: Mapping[int, str], owners: set[str]
-) -> None:
-    """Raises where a number may as well be that of a copy: only an update tells copies apart."""
-    from .matching import HINT
-
-    rest = {held.twin: n for n, held in model.items() if is_float(held) and n not in owners}
-    for number, name in given.items():
-        held = model[name]
-        known_apart = held.twin is None or held.place is not None
-        if known_apart or held.twin not in rest or is_updated(optimizer.state.get(number, {})):
-            continue
-        raise MissingData(
-            f"the optimizer knows its parameters by number, and {name} and {rest[held.twin]} hold "
-            "the same: no update shows which of them it has",
-            hint=HINT,
-        )
+def _candidates(model: Mapping[str, Any]) -> list[str]:
+    """Names of weights that an optimizer may know; of several that share one memory the first."""
+    owners: dict[Any, str] = {}
+    return [
+        name
+        for name, leaf in model.items()
+        if is_float(leaf) and owners.setdefault(leaf.place or name, name) == name
+    ]
 
 
 def _without_wrappers(told: Sequence[str], model: Mapping[str, Any]) -> list[str]:
@@ -136,21 +133,11 @@ def _refuse_mixed(
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of a parameter, as its states tell it; None without any."""
-    shapes = [held.shape for key, held in state.items() if isinstance(held, Leaf) and key != "step"]
-    return max(shapes, key=len, default=None)
+    """The shape of a parameter, as its states show it; None where they do not.
 
-
-def _owners(model: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Of several that hold the same the first.
-
-    Where the file tells what is one memory, equal bytes are two weights: a frozen copy, as of a
-    teacher or a reference, is the model's first as often as its second.
+    Adafactor keeps rows and columns, 8-bit optimizers their scales: of those no shape is taken.
     """
-    seen = Seen()
-
-    def owner(name: str) -> str:
-        held = model[name]
-        return seen.owner(name, held if held.place is None else replace(held, twin=None))
-
-    return [name for name in names if owner(name) == name]
+    tensors = {key: leaf for key, leaf in state.items() if isinstance(leaf, Leaf) and key != "step"}
+    shapes = {leaf.shape for key, leaf in tensors.items() if key in ELEMENTWISE}
+    shapes = shapes or {leaf.shape for leaf in tensors.values()}
+    return shapes.pop() if len(shapes) == 1 else None

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ... import steps
+from ... import peft, steps, ties
 from ...dtypes import FLOATS
-from ...errors import UnsupportedCheckpoint, listed
+from ...errors import MissingData, UnsupportedCheckpoint, listed
 from ...inert import TensorName, inside, map_values
 from ...manifest import Entry, Manifest, Parameter, Sighting, slot_name
+from ...trainers import json_of
 from .finding import (
     Optimizer,
     choose_model,
@@ -35,9 +36,14 @@ BUFFERS = re.compile(  # by what modules of torch and transformers call theirs
 
 
 def manifest(
-    found: Found, step_policy: str | None = None, param_names: Sequence[str] | None = None
+    found: Found,
+    step_policy: str | None = None,
+    param_names: Sequence[str] | None = None,
+    weights_only: bool = False,
 ) -> Manifest:
     """The manifest of state dicts; `param_names` where the optimizer knows numbers alone.
+
+    With `weights_only`, an optimizer whose numbers get no names is left unread.
 
     Raises MissingData (no model; numbers that fit several names), UnsupportedCheckpoint (several
     optimizers), AmbiguousCheckpoint (several models), InconsistentCheckpoint.
@@ -51,15 +57,37 @@ def manifest(
     optimizer = None if at is None else read_optimizer(value_at(found.tree, at))
     models: dict[Path, dict[Any, Any]] = dict(find_models(found.tree, at))
     path = choose_model(found, models, optimizer)
-    model = models[path]
+    model = _with_adapters_names(found, models[path], optimizer, param_names)
     if optimizer is not None:
         refuse_twice(found, [str(m) for members in optimizer.members for m in members])
-        names = names_of(found, model, optimizer, param_names)
+        try:
+            names = names_of(found, model, optimizer, param_names)
+        except MissingData:
+            if not weights_only:
+                raise
+            return _Reading(found, path, model, at, None, step_policy).manifest()
         refuse_twice(found, [names[m] for members in optimizer.members for m in members])
         if alien := [str(key) for key in optimizer.state if key not in names]:
             found.left_out.append(f"the state of {listed(alien)}, which no group holds")
         optimizer = optimizer.renamed(names)
     return _Reading(found, path, model, at, optimizer, step_policy).manifest()
+
+
+def _with_adapters_names(
+    found: Found,
+    model: Mapping[Any, Any],
+    optimizer: Optimizer | None,
+    param_names: Sequence[str] | None,
+) -> Mapping[Any, Any]:
+    """The model's state under the module's own names, where PEFT left an adapter's name out."""
+    known = [*(param_names or ()), *(found.known or {}).get("numbers", ())]
+    if optimizer is not None:
+        known += [name for group in optimizer.groups for name in group.get("param_names") or ()]
+        known += [str(name) for members in optimizer.members for name in members]
+    names = [str(name) for name in model]
+    changed = peft.module_names(names, known, json_of(found.siblings, peft.CONFIG))
+    found.adapter = bool(changed)
+    return {changed.get(name, name): leaf for name, leaf in model.items()} if changed else model
 
 
 class _Reading:
@@ -87,6 +115,7 @@ class _Reading:
         self.other: dict[str, dict[str, Any]] = {}
         self.sightings: list[Sighting] = []
         self.step_kinds: set[str] = set()
+        self.aliases: dict[str, str] = {}
         self.warnings = list(found.warnings)
 
     def manifest(self) -> Manifest:
@@ -94,6 +123,8 @@ class _Reading:
         trained = [name for members in optimizer.members for name in members] if optimizer else []
         known = found.known
         aliases = self._aliases(trained) if known is None else dict(known["aliases"])
+        config = json_of(found.siblings, ties.CONFIG)
+        self.aliases = aliases = aliases | ties.stated(config, [*self.model, *aliases])
         stepped = self._steps()
         scalars = self._scalar_keys()
         for group, members in enumerate(optimizer.members if optimizer else ()):
@@ -128,6 +159,8 @@ class _Reading:
                 self._enter(f"{alias}/param", self.model[alias])
                 continue
             self.parameters[owner] = replace(held, aliases=(*held.aliases, alias))
+            if alias not in self.model:
+                continue
             place = self.model[alias].place
             if place is None or place != self.model[owner].place:
                 copy = self.model[alias].fragments
@@ -152,6 +185,7 @@ class _Reading:
             siblings=tuple(found.siblings),
             left_out=tuple(found.left_out),
             warnings=tuple(self.warnings),
+            inferred=tuple(found.inferred),
         )
 
     def _aliases(self, trained: Sequence[str]) -> dict[str, str]:
@@ -292,11 +326,12 @@ class _Reading:
             "scheduler": scheduler,
             "folders": self.found.folders,
             "guessed": self.found.known is None,
+            "adapter": self.found.adapter,
             "group_step": self._group_step(),
         }
         state: dict[str, Any] = {
             "engine": engine,
-            "module": list(self.model),
+            "module": list(dict.fromkeys((*self.model, *self.aliases))),
             "module_extra": extra,
         }
         if scheduler is not None:

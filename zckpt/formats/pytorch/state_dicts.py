@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ... import peft
 from ...dtypes import SIZES
 from ...errors import MissingData, WrongOption, listed
 from ...hyper import torch_groups
@@ -50,6 +51,7 @@ class StateDicts:
             alias: name for name, held in source.parameters.items() for alias in held.aliases
         }
         self.groups: list[dict[str, Any]] = []
+        self.adapter = False
         states = set(source.slots) - {"param", "master", "state"}
         self.optimizes = not options.weights_only and bool(source.groups is not None or states)
         if self.optimizes:
@@ -79,7 +81,7 @@ class StateDicts:
 
     def items(self) -> Iterator[tuple[Path, Any]]:
         """Every value with its path, in the order in which a program would save them."""
-        for name, held in self._weights():
+        for name, held in self.weights_as_saved():
             yield (*self.model, name), held
         if self.options.weights_only:
             return
@@ -119,6 +121,38 @@ class StateDicts:
         return [f"client_state {listed(lost)}: a state dict of the target has this name"]
 
     # -- the model
+
+    def weights_as_saved(self) -> Iterator[tuple[str, Any]]:
+        """The module's state, or what PEFT saves of it: the adapter alone."""
+        for name, held in self._weights():
+            if self.is_saved(name):
+                yield peft.saved_name(name) if self.adapter else name, held
+
+    def is_saved(self, name: str) -> bool:
+        """Whether a weight is part of what is written; with an adapter, biases may be trained."""
+        parameter = self.source.parameters.get(name)
+        trained = parameter is not None and parameter.trainable
+        return not self.adapter or trained or peft.is_adapters(name)
+
+    def unsaid(self) -> dict[str, Any]:
+        """What state dicts do not say: which names are tied, buffers, frozen, and inferred."""
+        source = self.source
+        frozen = [name for name, held in source.parameters.items() if not held.trainable]
+        return {
+            "aliases": {
+                alias: name for alias, name in self.aliases.items() if self.is_saved(alias)
+            },
+            "buffers": list(filter(self.is_saved, source.buffers)),
+            "frozen": list(filter(self.is_saved, frozen)),
+            "inferred": list(source.inferred),
+        }
+
+    def save_adapter_alone(self) -> None:
+        """From now on the model's state is PEFT's; what it leaves out is named."""
+        self.adapter = True
+        others = [name for name, _ in self._weights() if not self.is_saved(name)]
+        if others:
+            self.left_out.append(f"{listed(others, 4)}: weights of the base model, not the adapter")
 
     def _weights(self) -> Iterator[tuple[str, Any]]:
         source = self.source

@@ -61,7 +61,9 @@ class Found:
     `source` is the manifest's; `orders` lists, for an optimizer that knows its parameters by
     number, the numbers whose order is that of the model's parameters: by default each group's.
     `known` is what a writer of ours has stated: aliases, buffers, frozen weights. `folders` are
-    Accelerate's, where model and optimizer lie apart.
+    Accelerate's, where model and optimizer lie apart. `in_order` says whether the model's names
+    stand as its program gave them; safetensors sorts them. `inferred` are names of parameters that
+    nothing states. `adapter` says whether the model's state has PEFT's names (see peft.py).
     """
 
     root: str
@@ -75,6 +77,9 @@ class Found:
     orders: list[list[int]] | None = None
     known: dict[str, Any] | None = None
     folders: list[str] | None = None
+    in_order: bool = True
+    inferred: list[str] = field(default_factory=list)
+    adapter: bool = False
 
 
 def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
