@@ -32,7 +32,17 @@ REPLACED = Path(__file__).parent / "replaced"
 FOLDER = "test/distributed/checkpoint"
 TIMEOUT = 1200.0  # seconds for one file
 
-JUSTIFIED: dict[str, str] = {}
+EXTENSION = (
+    "an extension that the program gives as _extension_registry changes the items' bytes; zckpt "
+    "refuses compressed and encrypted items by name"
+)
+JUSTIFIED = {
+    f"test_file_system_checkpoint_cpu.py::TestDistributedStateDictSaveLoadRot13.{name}": EXTENSION
+    for name in (
+        "test_read_write_tensor_and_blob_thread_count_1",
+        "test_read_write_tensor_and_blob_thread_count_2",
+    )
+}
 """Tests that pass with torch's reader alone, and why zckpt's is not to pass them."""
 
 

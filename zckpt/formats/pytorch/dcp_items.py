@@ -14,7 +14,12 @@ from functools import cache, partial
 from math import prod
 from typing import Any
 
-from ...errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint
+from ...errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    UnsupportedCheckpoint,
+    not_understood,
+)
 from ...inert import Foreign, Global
 from ...manifest import Entry, Record, solid
 from ...torchfile import Tensor, TorchFile
@@ -110,7 +115,7 @@ def stored_items(path: str, tag: str | None = None) -> StoredItems:
         version, saving = fields.get("version"), fields.get("storage_meta")
         about = _fields(saving) if isinstance(saving, Foreign) else {}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorruptCheckpoint(f"{root} is malformed: {error!r}") from error
+        raise not_understood(root, error) from error
     version = version if isinstance(version, str) else None
     return StoredItems(root, tuple(files), items, paths, version, about)
 
