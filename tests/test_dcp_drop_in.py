@@ -449,6 +449,23 @@ def test_what_a_checkpoint_lacks_is_said(tmp_path: Path) -> None:
     assert (state["epochs"], state["scheduler"]) == (0, {"x": 1})
 
 
+def test_numbers_that_a_checkpoint_has_are_keys_as_any_other(tmp_path: Path) -> None:
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.3)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    save({"optim": optimizer.state_dict()}, tmp_path / "run")
+    state = copy.deepcopy(optimizer.state_dict())
+    for moments in state["state"].values():
+        moments["exp_avg"].zero_()
+    state["param_groups"][0]["lr"] = 9.0
+    load({"optim": state}, dcp.StorageReader(tmp_path / "run"))
+    assert equal(state, optimizer.state_dict())
+    state["state"][2] = {"exp_avg": torch.zeros(4)}
+    with pytest.raises(CheckpointException, match=r"has no optim\.state\.2\.exp_avg\. Only whole"):
+        load({"optim": state}, dcp.StorageReader(tmp_path / "run"))
+
+
 def test_keys_of_the_checkpoint_are_not_taken_for_others(tmp_path: Path) -> None:
     """`model.extra.weight` is no key of this checkpoint, though it has a `weight`."""
     save({"model": {"weight": torch.ones(3)}}, tmp_path / "run")

@@ -95,7 +95,7 @@ class Lookup:
         """What the checkpoint lacks, and what may have been meant."""
         source = self.source
         numbered = [key for key in keys if NUMBERED.search(key)]
-        if numbered and not source.numbers:
+        if numbered and not source.numbers and not any(map(NUMBERED.search, source.listing.items)):
             return [
                 f"the checkpoint has no {listed(numbered, 3)}: it calls parameters by name, the "
                 "state dict by number",
