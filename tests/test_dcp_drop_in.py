@@ -478,6 +478,15 @@ def test_keys_of_the_checkpoint_are_not_taken_for_others(tmp_path: Path) -> None
             load(state, dcp.StorageReader(tmp_path / "run"))
 
 
+@pytest.mark.parametrize("fronts", [("module.", ""), ("", "module."), ("", "_orig_mod.")])
+def test_wrappers_differ_below_the_same_root(fronts: tuple[str, str], tmp_path: Path) -> None:
+    names = ("fc.weight", "fc.bias")
+    save({"model": {f"{fronts[0]}{name}": torch.ones(3) for name in names}}, tmp_path / "run")
+    state = {"model": {f"{fronts[1]}{name}": torch.zeros(3) for name in names}}
+    load(state, dcp.StorageReader(tmp_path / "run"))
+    assert all(each.all() for each in state["model"].values())
+
+
 def test_an_average_that_the_checkpoint_lacks_is_not_the_model(tmp_path: Path) -> None:
     save({"model": {"weight": torch.ones(3)}}, tmp_path / "run")
     state = {"model": {"weight": torch.zeros(3)}, "average": {"weight": torch.zeros(3)}}

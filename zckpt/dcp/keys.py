@@ -118,8 +118,10 @@ class KeyNames:
         if key in self.weights:
             return KeyMeaning("weight", self.weights[key], "", "", own_rule)
         plain = naming.plain(key)
-        if key.partition(".")[0] in self.words:
-            rules: Iterable[Rule] = [own_rule]
+        if key.partition(".")[0] in self.words:  # only wrappers may differ
+            drops = naming.leading([plain.removeprefix(self.model)])
+            pairs = product(drops, self._leading)
+            rules: Iterable[Rule] = (Rule(self.model + drop, add) for drop, add in pairs)
         else:
             cuts = ["", *(plain[: match.end()] for match in re.finditer(r"\.", plain))]
             rules = (Rule(*rule) for rule in product(cuts, self._leading))
