@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import metadata, planner
 
 from ..dtypes import FLOATS, TORCH_NAMES
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
-from ..formats.pytorch.dcp_items import StoredTensor, StoredValue
+from ..formats.pytorch.dcp_items import OpenedItem, StoredTensor, StoredValue
 from ..inert import Scalar, TensorName
 from ..loading import as_torch
 from ..manifest import Entry, Record
@@ -99,8 +99,8 @@ class LoadTarget:
         """`name` is what the state dict calls the key."""
         meaning, stored = self.meanings[key], self.source.listing.items.get(key)
         if isinstance(meaning, StoredTensor):  # a step, which may be an int in the target
-            item = meaning.boxes[()].open()
-            return [as_torch(item.entry(item.value), item.records)]
+            number = self._box(key, meaning, ())
+            return [as_torch(number.entry(number.value), number.records)]
         if isinstance(meaning, StoredValue):
             if self._is_regrouped(key):
                 return self._hyper_parameter(key, name)
@@ -111,9 +111,9 @@ class LoadTarget:
             assert self.source.names is not None
             return [rebuilt(self.source.names.extra[meaning.name], self._tensor)]
         if isinstance(meaning, KeyMeaning) and meaning.kind == "state":
-            number = self._number(meaning)
-            if number is not None:
-                return [scalar(number)]
+            known = self._number(meaning)
+            if known is not None:
+                return [scalar(known)]
             if name in self.state and self.state[name] is None:  # SGD without momentum
                 return []
         if isinstance(stored, StoredValue):
@@ -222,12 +222,20 @@ class LoadTarget:
             return [self.source.names.entries(meaning)]
         assert isinstance(meaning, StoredTensor)
         try:
-            opened = meaning.boxes[_offsets(item)].open()
+            opened = self._box(key, meaning, _offsets(item))
         except UnsupportedCheckpoint as error:
             self.lookup.not_loaded[key] = error.message
             return []
         self.records.update(dict.fromkeys(opened.records))
         return [[opened.entry(opened.value)]]
+
+    def _box(self, key: str, tensor: StoredTensor, offsets: tuple[int, ...]) -> OpenedItem:
+        box = tensor.boxes.get(offsets)
+        if box is None:
+            raise IncompleteCheckpoint(
+                f"{self.source.path} has no elements of {key} at {list(offsets)}"
+            )
+        return box.open()
 
     def _refuse_gaps(self) -> None:
         """Raises IncompleteCheckpoint where a tensor is wanted of which no box holds a part.
