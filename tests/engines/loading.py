@@ -222,7 +222,10 @@ def count_reads() -> list[int]:
 
 
 def needed(reader: Any, state: dict[str, Any]) -> int:
-    """Bytes of this rank's part of every tensor, in the type that the source has."""
+    """Bytes of this rank's part of every tensor, in the type that the source has.
+
+    torch's own directories hold a tied weight under each of its names, and each is read.
+    """
     from zckpt.dcp.keys import KeyNames
     from zckpt.dtypes import SIZES
 
@@ -232,8 +235,9 @@ def needed(reader: Any, state: dict[str, Any]) -> int:
         for part in local(tensor):
             meaning = names.meaning(key)
             entries = names.entries(meaning) if meaning else []
-            if entries and part.data_ptr() not in seen:
-                seen.add(part.data_ptr())
+            memory = part.data_ptr(), reader._source.stored is not None and key
+            if entries and memory not in seen:
+                seen.add(memory)
                 total += part.numel() * SIZES[entries[-1].dtype]
     return total
 
