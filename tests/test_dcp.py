@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 import zckpt
 from examples.make_checkpoint import Model
 from zckpt import dcp
+from zckpt.dcp import regions
 from zckpt.errors import NotACheckpoint, WrongOption
 from zckpt.fileio import Reader
 from zckpt.manifest import Entry, Runs
@@ -316,7 +317,7 @@ def test_blocks_are_small(
     held: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
     """Larger tensors come piece by piece, and into targets that are not contiguous."""
-    monkeypatch.setattr(dcp, "BLOCK", block)
+    monkeypatch.setattr(regions, "BLOCK", block)
     state = {"model": Model().state_dict()}
     state["model"]["fc1.weight"] = torch.zeros(19, 29).t()
     state["model"]["fc2.weight"] = torch.zeros(19, 40)[:, 5:34]
@@ -337,7 +338,9 @@ def test_boxes_are_runs_of_elements() -> None:
         numbers = torch.arange(prod(shape)).view(shape)
         ends = zip(offsets, sizes, strict=True)
         inside = numbers[tuple(slice(start, start + size) for start, size in ends)]
-        box = dcp.Box(Entry("x/param", "F32", shape, Runs([])), offsets, sizes, torch.empty(sizes))
+        box = regions.Region(
+            Entry("x/param", "F32", shape, Runs([])), offsets, sizes, torch.empty(sizes)
+        )
         assert [n for start, stop in box.runs() for n in range(start, stop)] == (
             inside.flatten().tolist()
         )
@@ -366,7 +369,8 @@ def test_unmatched_names_are_listed_of_both_sides() -> None:
     with pytest.raises(CheckpointException) as told:
         load(state, dcp.StorageReader(EXAMPLE))
     said = str(told.value)
-    assert "does not hold: model.tail.weight; nothing asks for its embedding.weight" in said
+    assert "Missing key in checkpoint state_dict: the checkpoint has no model.tail.weight" in said
+    assert "model.tail.weight; nothing asks for its embedding.weight" in said
     assert "rename=" in said
     assert not state["model"]["fc1.weight"].any()  # nothing was changed
     load(state, dcp.StorageReader(EXAMPLE), allow_partial_load=True)
@@ -377,7 +381,7 @@ def test_a_state_that_is_lacking_is_named() -> None:
     state: dict[str, Any] = {
         "optim": {"state": {"fc1.bias": {"exp_avg": torch.ones(29), "slow": torch.ones(29)}}}
     }
-    with pytest.raises(CheckpointException, match=r"holds no slow of fc1\.bias: leave it out"):
+    with pytest.raises(CheckpointException, match=r"has no optim\.state\.fc1\.bias\.slow"):
         load(state, dcp.StorageReader(EXAMPLE))
     load(state, dcp.StorageReader(EXAMPLE), allow_partial_load=True)
     assert torch.equal(state["optim"]["state"]["fc1.bias"]["slow"], torch.ones(29))
@@ -387,7 +391,7 @@ def test_weights_alone_fill_no_optimizer(tmp_path: Path) -> None:
     zckpt.convert(EXAMPLE, tmp_path / "weights", weights_only=True, dtype="fp32")
     moments = {"exp_avg": torch.zeros(29), "step": torch.zeros(())}
     state = {"model": {"fc1.bias": torch.zeros(29)}, "optim": {"state": {"fc1.bias": moments}}}
-    with pytest.raises(CheckpointException, match=r"holds no exp_avg of fc1\.bias, step of fc1"):
+    with pytest.raises(CheckpointException, match=r"has no optim\S+exp_avg, optim\S+step"):
         load(state, dcp.StorageReader(tmp_path / "weights"))
     load({"model": state["model"]}, dcp.StorageReader(tmp_path / "weights"))
     assert state["model"]["fc1.bias"].any()

@@ -1,4 +1,15 @@
-"""Read, convert, write and prove sharded ZeRO checkpoints, without the engine that wrote them."""
+"""Read, convert, write and prove sharded ZeRO checkpoints, without the engine that wrote them.
+
+    read, load              a checkpoint's manifest, and one of its tensors
+    inspect                 what a checkpoint holds
+    convert, reshard        write it in another format, or for another number of ranks
+    export                  weights for inference
+    verify, diff, stats     check it, compare it, look at its numbers
+    zckpt.dcp               load it into a program of torch.distributed.checkpoint
+    zckpt.probe             what a running model computes: recorded, compared, streamed
+
+Functions give the reports that the command line prints with --json. Errors are ZckptError.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +17,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import probe
-    from .api import Copying, convert, diff, export, inspect, read, reshard, stats, verify
+    from . import dcp as dcp
+    from . import probe as probe
+    from .api import Copying, convert, diff, export, inspect, load, read, reshard, stats, verify
     from .errors import ZckptError
     from .manifest import Manifest
     from .options import Options
@@ -16,6 +28,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "read": "api",
+    "load": "api",
     "inspect": "api",
     "convert": "api",
     "export": "api",
@@ -28,6 +41,7 @@ _PUBLIC = {
     "Options": "options",
     "ZckptError": "errors",
 }
+_NEED_TORCH = ("dcp", "probe")
 __all__ = [
     "Copying",
     "Manifest",
@@ -37,7 +51,7 @@ __all__ = [
     "diff",
     "export",
     "inspect",
-    "probe",
+    "load",
     "read",
     "reshard",
     "stats",
@@ -47,8 +61,15 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # on use: `zckpt --help` needs none of them
-    if name in ("dcp", "probe"):
+    if name in _NEED_TORCH:
         return import_module(f".{name}", __name__)
     if name in _PUBLIC:
         return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    from importlib.util import find_spec
+
+    own = [name for name in globals() if name.startswith("__")]
+    return sorted([*own, *__all__, *(_NEED_TORCH if find_spec("torch") else ())])

@@ -1,4 +1,4 @@
-"""What zckpt does, a few steps each: read, inspect, convert, reshard, verify, diff, stats."""
+"""What zckpt does, a few steps each: read, load, inspect, convert, reshard, verify, diff, stats."""
 
 from __future__ import annotations
 
@@ -74,6 +74,34 @@ def read(
         names = {"param_names": param_names, "weights_only": weights_only}
     manifest: Manifest = found.load().read(where, tag, step_policy, **names)
     return manifest
+
+
+def load(
+    path: str | os.PathLike[str],
+    name: str,
+    *,
+    format: str | None = None,
+    tag: str | None = None,
+    step_policy: str | None = None,
+    param_names: Sequence[str] | None = None,
+) -> Any:
+    """One whole tensor of the checkpoint at `path`, by its name `parameter/slot`.
+
+    It is a torch.Tensor on the CPU where torch is installed, else a numpy.ndarray, of the type that
+    the checkpoint has and in memory of its own. Names are those that `zckpt inspect --tensors '*'`
+    lists, as `fc1.weight/exp_avg`. Raises the ZckptError that fits: WrongOption for a name that is
+    not there, MissingExtra for bfloat16 and 8-bit floats without torch, CorruptCheckpoint where a
+    file states another CRC-32.
+    """
+    from . import loading  # `read` has no need of it
+
+    manifest = read(path, format=format, tag=tag, step_policy=step_policy, param_names=param_names)
+    entry = loading.entry_of(manifest, name)
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return loading.as_numpy(entry, manifest.records)
+    return loading.as_torch(entry, manifest.records)
 
 
 def inspect(manifest: Manifest) -> Report:

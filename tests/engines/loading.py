@@ -222,17 +222,22 @@ def count_reads() -> list[int]:
 
 
 def needed(reader: Any, state: dict[str, Any]) -> int:
-    """Bytes of this rank's part of every tensor, in the type that the source has."""
-    from zckpt.dcp import Keys
+    """Bytes of this rank's part of every tensor, in the type that the source has.
+
+    torch's own directories hold a tied weight under each of its names, and each is read.
+    """
+    from zckpt.dcp.keys import KeyNames
     from zckpt.dtypes import SIZES
 
-    keys, seen, total = Keys(reader.manifest, reader._groups), set(), 0
+    numbers = [name for group in reader._groups for name in group]
+    names, seen, total = KeyNames(reader.manifest, numbers), set(), 0
     for key, tensor in flattened(state):
         for part in local(tensor):
-            place = keys._place(key)
-            entries = keys.entries(place) if place else []
-            if entries and part.data_ptr() not in seen:
-                seen.add(part.data_ptr())
+            meaning = names.meaning(key)
+            entries = names.entries(meaning) if meaning else []
+            memory = part.data_ptr(), reader._source.stored is not None and key
+            if entries and memory not in seen:
+                seen.add(memory)
                 total += part.numel() * SIZES[entries[-1].dtype]
     return total
 

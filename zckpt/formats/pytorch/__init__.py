@@ -7,6 +7,7 @@
     twins.py              tensors that hold the same, as tied weights do
     state.py              the manifest of it all: groups, steps, frozen weights, buffers
     dcp.py                format `dcp`: torch.distributed.checkpoint's directories, read
+    dcp_items.py          the same by key, each item read when it is asked for
     hf.py                 Hugging Face's storage of it, safetensors without an index
     gathered.py           format `gathered`: files of torch.save, whole or one per rank, read
     ranked.py             ShardedTensor and DTensor in the files of ranks

@@ -101,22 +101,15 @@ def read(
     InconsistentCheckpoint, CorruptCheckpoint, UnsupportedCheckpoint (Megatron-Core, compressed or
     encrypted items).
     """
-    root = os.path.join(path, tag) if tag else path
-    parts = folders(root) if os.path.isdir(root) else []
-    steps = detect(path) if os.path.isdir(path) and not tag else []
-    if not parts and len(steps) == 1 and steps[0]:
-        root = os.path.join(path, steps[0])
-        parts = folders(root)
+    root, parts = located(path, tag)
     shards = hf.files(root) if os.path.isdir(root) and not parts else []
     if not parts and not shards:
         raise NotACheckpoint(f"{root} holds no {METADATA}")
-    _refuse_several(root, parts)
     found = Found(root, {"format": "dcp", "version": None, "dp": None, "tag": None}, {})
     try:
         if parts and parts != [root]:
             found.folders = [os.path.basename(folder) for folder in parts]
         for folder in parts:
-            _refuse_megatron(folder)
             _Folder(folder, found).read()
         hf.read(shards, found)
         siblings, left_out = beside(root, [*parts, *shards, *_own(root, parts)])
@@ -125,6 +118,23 @@ def read(
         return manifest(found, step_policy, param_names, weights_only)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise not_understood(root, error) from error
+
+
+def located(path: str, tag: str | None = None) -> tuple[str, list[str]]:
+    """The checkpoint's directory, and its folders with a `.metadata`.
+
+    Raises UnsupportedCheckpoint for several models, and for Megatron-Core.
+    """
+    root = os.path.join(path, tag) if tag else path
+    parts = folders(root) if os.path.isdir(root) else []
+    steps = detect(path) if os.path.isdir(path) and not tag else []
+    if not parts and len(steps) == 1 and steps[0]:
+        root = os.path.join(path, steps[0])
+        parts = folders(root)
+    _refuse_several(root, parts)
+    for folder in parts:
+        _refuse_megatron(folder)
+    return root, parts
 
 
 def _refuse_several(root: str, parts: list[str]) -> None:

@@ -1,0 +1,31 @@
+"""A storage reader of torch.distributed.checkpoint over any checkpoint: load without converting.
+
+    reader = zckpt.dcp.StorageReader("deepspeed_run")
+    torch.distributed.checkpoint.load({"model": ..., "optim": ...}, storage_reader=reader)
+
+    reader.py     StorageReader, which torch's loading calls
+    source.py     the keys that a checkpoint lists, and what each of a program's keys stands for
+    keys.py       names in keys: of weights, states and groups, under any program's words
+    table.py      the metadata that torch's planners see
+    target.py     the state dict that is filled: values and tensors
+    lacking.py    keys that cannot be filled, in one error
+    groups.py     hyper-parameters, by parameter
+    regions.py    parts of tensors, from files into tensors
+    values.py     objects of known classes; no pickle of a checkpoint is run
+
+It takes the place of torch's FileSystemReader: what that loads, this loads to the same values, but
+for objects of a program's own classes.
+"""
+
+from __future__ import annotations
+
+from ..errors import MissingExtra
+
+try:
+    from .reader import StorageReader
+except ImportError as error:
+    raise MissingExtra(
+        "zckpt.dcp needs torch, which is not installed", hint="pip install 'zckpt[torch]'"
+    ) from error
+
+__all__ = ["StorageReader"]

@@ -1,0 +1,120 @@
+"""Hyper-parameters of a program's groups: they go by parameter, not by the number of a group.
+
+A program's groups may have another order than the source's, or be parts of them. So each takes the
+value that the source's groups of its own parameters have, which must be one. Which parameters a
+group has stays the program's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from ..errors import InconsistentCheckpoint
+from ..inert import Scalar
+from ..values import alike
+from .keys import KeyMeaning, KeyNames
+
+
+class Groups:
+    """The source's hyper-parameters, for the groups of a state dict.
+
+    `state` is the flattened state dict, `keys` those of it that are hyper-parameters, with what
+    they stand for. `members` are names of the parameters in the optimizer's groups, where it was
+    given.
+    """
+
+    def __init__(
+        self,
+        names: KeyNames,
+        members: Sequence[Sequence[str]],
+        state: Mapping[str, Any],
+        keys: Mapping[str, KeyMeaning],
+    ) -> None:
+        self.names = names
+        self.state = state
+        self.keys = keys
+        self._members = members
+        self._sources: dict[str, dict[int, str]] = {}
+
+    @property
+    def are_unknown(self) -> bool:
+        """Whether the source has no hyper-parameters at all."""
+        return not self.names.manifest.groups
+
+    def values(self, meaning: KeyMeaning) -> list[Any]:
+        """The value of a hyper-parameter, or none where the source has none for this group.
+
+        Raises InconsistentCheckpoint where parameters of the group have different values.
+        """
+        groups = self.names.manifest.groups or ()
+        values = [
+            (name, groups[number][meaning.slot])
+            for number, name in self.sources(meaning).items()
+            if number < len(groups) and meaning.slot in groups[number]
+        ]
+        for name, value in values[1:]:
+            if not alike(_number(values[0][1]), _number(value)):
+                raise InconsistentCheckpoint(self._difference(meaning, values[0], (name, value)))
+        return [value for _, value in values[:1]]
+
+    def _difference(self, meaning: KeyMeaning, a: tuple[str, Any], b: tuple[str, Any]) -> str:
+        group = f"one group of the state dict has {a[0]} and {b[0]}"
+        way_out = "build the optimizer with the source's groups"
+        if meaning.name:
+            group = f"the frozen {meaning.name} may be in the group of {a[0]} or of {b[0]}"
+            way_out = "leave it out of the optimizer, or give model= and optimizer="
+        return (
+            f"{group}, whose {meaning.slot} differ in the source ({_number(a[1])} and "
+            f"{_number(b[1])}): {way_out}"
+        )
+
+    def sources(self, meaning: KeyMeaning) -> dict[int, str]:
+        """The source's groups of a group's parameters, with one parameter of each."""
+        parameters = self.names.manifest.parameters
+        own = parameters.get(meaning.name)
+        if own is not None and own.group is not None:
+            return {own.group: meaning.name}
+        known = meaning.name or meaning.front
+        if known not in self._sources:
+            groups = (
+                (parameters[name].group, name)
+                for name in self._companions(meaning)
+                if name in parameters
+            )
+            self._sources[known] = {n: name for n, name in groups if n is not None}
+        return self._sources[known]
+
+    def _companions(self, meaning: KeyMeaning) -> Sequence[str]:
+        """Names of what is in one group with a parameter, or in the group of a number.
+
+        torch takes a flattened group's values from its first parameter, which may be frozen: no
+        file tells its group. Without the optimizer, what has the same values now may be it.
+        """
+        if not meaning.name:
+            listed = self.state.get(f"{meaning.front}params")
+            return self._source_names(listed if isinstance(listed, (list, tuple)) else ())
+        for group in map(self._source_names, self._members):
+            if meaning.name in group:
+                return group
+        return next(group for group in self._alike if meaning.name in group)
+
+    def _source_names(self, listed: Iterable[str | int]) -> list[str]:
+        return [pair[0] for pair in map(self.names.parameter, listed) if pair is not None]
+
+    @cached_property
+    def _alike(self) -> list[list[str]]:
+        """Parameters of a flattened optimizer by equal hyper-parameters, as the target has them."""
+        values: dict[str, dict[str, str]] = {}
+        for key, meaning in self.keys.items():
+            if meaning.name:
+                values.setdefault(meaning.name, {})[meaning.slot] = repr(self.state.get(key))
+        groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+        for name, hyper in values.items():
+            groups.setdefault(tuple(sorted(hyper.items())), []).append(name)
+        return list(groups.values())
+
+
+def _number(value: Any) -> Any:
+    return value.value if isinstance(value, Scalar) else value

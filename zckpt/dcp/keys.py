@@ -1,0 +1,179 @@
+"""What a key of a program's state dict stands for: a weight, a state, a hyper-parameter.
+
+    model.fc1.weight                        a weight, below words that the program chose
+    app.optim.state.fc1.weight.exp_avg      an optimizer's state of it
+    optim.param_groups.0.lr                 a hyper-parameter of a group of the program's
+    optim.param_groups.fc1.weight.lr        the same, flattened
+
+The words before a weight are the program's, wrappers add theirs, and an optimizer may number its
+parameters: so keys are taken apart here, and the rest is looked up among the source's names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+from typing import Any
+
+from .. import naming
+from ..formats.pytorch.state_dicts import flattened
+from ..formats.pytorch.tree import dotted
+from ..inert import TensorName
+from ..manifest import Entry, Manifest, slot_name
+from ..naming import Rule
+
+SECTION = re.compile(r"(?:^|\.)(state|param_groups)\.")
+NUMBERED = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMeaning:
+    """What a key stands for in the source.
+
+    `kind` is weight, state, group or extra; `name` the source's parameter, buffer or module's extra
+    state, empty for a whole group; `slot` a state's or hyper-parameter's key; `front` what comes
+    before the parameter or, for a group, what its keys begin with; `rule` how the name became the
+    source's.
+    """
+
+    kind: str
+    name: str
+    slot: str
+    front: str
+    rule: Rule
+
+
+class KeyNames:
+    """Looks keys up among a source's names.
+
+    `numbers` are the names of the target's parameters by number, where its optimizer was given.
+    `words` are first words of the source's own keys: what begins with one of them has the source's
+    roots too. `weights` are the source's own keys of weights, with the name of each.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        numbers: Sequence[str],
+        words: Collection[str] = (),
+        weights: Mapping[str, str] | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.numbers = numbers
+        self.words = words
+        self.weights = weights or {}
+        engine = manifest.state.get("engine") or {}
+        own = engine if engine.get("name") == "torch" else {}
+        self.model = _root(own.get("model", ["model"]))
+        self.optimizer = _root(own.get("optimizer") or ["optim"])
+        self.rules = {  # of the source's own keys: what comes before a name, and how it changes
+            "weight": ("", Rule(self.model, "")),
+            "state": (f"{self.optimizer}state.", Rule("", "")),
+        }
+        extra = manifest.state.get("module_extra") or {}
+        self.extra: dict[str, Any] = {
+            dotted(path): value
+            for name, state in extra.items()
+            for path, value in flattened((name,), state)
+        }
+        self._names = naming.by_plain_name([*naming.names_of(manifest), *self.extra])
+        self._leading = naming.leading(self._names)
+        self._owners = {
+            alias: name
+            for name, parameter in manifest.parameters.items()
+            for alias in parameter.aliases
+        }
+        self._rules: dict[Rule, None] = {}  # of the weights so far
+        self._parameters: dict[str, tuple[str, Rule] | None] = {}
+        self._meanings: dict[str, KeyMeaning | None] = {}
+
+    def meaning(self, key: str) -> KeyMeaning | None:
+        if key not in self._meanings:
+            self._meanings[key] = self._optimizer_s(key) or self._module_s(key)
+        return self._meanings[key]
+
+    def _optimizer_s(self, key: str) -> KeyMeaning | None:
+        """A state or hyper-parameter: these go first, as a module's buffer may be called `step`."""
+        if key in self.weights:
+            return None
+        own = key.partition(".")[0] in self.words
+        for match in SECTION.finditer(key):
+            front, rest = key[: match.end()], key[match.end() :]
+            if own and front != f"{self.optimizer}{match[1]}.":
+                continue
+            name, _, slot = rest.rpartition(".")
+            if match[1] == "param_groups" and name.isdecimal():
+                return KeyMeaning("group", "", slot, f"{front}{name}.", Rule("", ""))
+            owner = self.parameter(name)
+            if owner is not None and owner[0] in self.manifest.parameters:
+                kind = "state" if match[1] == "state" else "group"
+                return KeyMeaning(kind, owner[0], slot, front, owner[1])
+        return None
+
+    def _module_s(self, key: str) -> KeyMeaning | None:
+        """A weight, a buffer or an extra state."""
+        _, own_rule = self.rules["weight"]
+        if key in self.weights:
+            return KeyMeaning("weight", self.weights[key], "", "", own_rule)
+        plain = naming.plain(key)
+        if key.partition(".")[0] in self.words:  # only wrappers may differ
+            drops = naming.leading([plain.removeprefix(self.model)])
+            pairs = product(drops, self._leading)
+            rules: Iterable[Rule] = (Rule(self.model + drop, add) for drop, add in pairs)
+        else:
+            cuts = ["", *(plain[: match.end()] for match in re.finditer(r"\.", plain))]
+            rules = (Rule(*rule) for rule in product(cuts, self._leading))
+            rules = chain(tuple(self._rules), rules)
+        result = self._lookup(plain, rules)
+        if result is None:
+            return None
+        name, rule = result
+        self._rules[rule] = None
+        return KeyMeaning("extra" if name in self.extra else "weight", name, "", "", rule)
+
+    def parameter(self, name: str | int) -> tuple[str, Rule] | None:
+        """The source's name of an optimizer's parameter, and the rule that fits."""
+        if isinstance(name, int) or (name.isdecimal() and name not in self._names):
+            number = int(name)
+            if number >= len(self.numbers):
+                return None
+            name = self.numbers[number]
+        if name not in self._parameters:  # each has a dozen hyper-parameters
+            plain = naming.plain(name)
+            rules = product(naming.leading([plain]), self._leading)
+            self._parameters[name] = self._lookup(plain, (Rule(*rule) for rule in rules))
+        return self._parameters[name]
+
+    def _lookup(self, name: str, rules: Iterable[Rule]) -> tuple[str, Rule] | None:
+        """The source's name by the first rule that fits; a tied weight's is its owner's."""
+        for rule in rules:
+            there = rule.there(name)
+            source = None if there is None else self._names.get(there)
+            if source is not None:
+                return self._owners.get(source, source), rule
+        return None
+
+    def entries(self, meaning: KeyMeaning) -> list[Entry]:
+        """What a tensor can be filled from: of a weight, what the module held and its master."""
+        name, slots = meaning.name, ["param", "master"]
+        if meaning.kind == "state":
+            slots = [slot_name(meaning.slot)]
+        elif meaning.kind == "extra" and isinstance(value := self.extra[name], TensorName):
+            name, slots = value.name, ["state"]
+        elif meaning.kind != "weight":
+            return []
+        entries = (self.manifest.entries.get(f"{name}/{slot}") for slot in slots)
+        return [entry for entry in entries if entry is not None]
+
+    def unused(self, meanings: Iterable[KeyMeaning]) -> list[str]:
+        """Names of the source that none of the keys stands for."""
+        used = {meaning.name for meaning in meanings}
+        names = (*self.manifest.parameters, *self.manifest.buffers)
+        return [name for name in names if name not in used]
+
+
+def _root(path: Sequence[Any]) -> str:
+    """What keys below a path begin with."""
+    return f"{dotted(tuple(path))}." if path else ""

@@ -1,0 +1,119 @@
+"""Which keys of a state dict a checkpoint cannot fill, and the one error that names them all."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from ..errors import MissingData, listed
+from ..formats.pytorch.dcp_items import StoredTensor
+from .keys import NUMBERED, KeyMeaning
+from .source import Meaning, Source
+
+MOST = 4  # reasons in one message
+MISSING = "Missing key in checkpoint state_dict: "
+"""How torch's own error begins, for programs that look for it."""
+PARTIAL = (
+    "To leave such keys as they are, load with planner=DefaultLoadPlanner(allow_partial_load=True)"
+)
+
+
+class Lookup:
+    """What the keys of a load stand for; `missing` and `not_loaded` grow as they are looked up.
+
+    `missing` are those that the checkpoint does not have, `not_loaded` those that zckpt cannot give
+    back, with the reason.
+    """
+
+    def __init__(self, source: Source, meanings: Mapping[str, Meaning | None]) -> None:
+        self.source = source
+        self.meanings = meanings
+        self.missing = {key: None for key, meaning in meanings.items() if meaning is None}
+        self.not_loaded: dict[str, str] = {}
+        self._match_rules()
+
+    @cached_property
+    def by_name(self) -> dict[str, KeyMeaning]:
+        return {key: each for key, each in self.meanings.items() if isinstance(each, KeyMeaning)}
+
+    def _match_rules(self) -> None:
+        """One rule for the names of all weights, and one for those of all states.
+
+        Else an average of weights beside the model would get the model's values, unasked. Where the
+        source's own keys are asked for as they are, what only another rule finds is missing.
+        """
+        names = self.source.names if self.by_name else None
+        if names is None:
+            return
+        for kind, own in names.rules.items():
+            rules: dict[Any, list[str]] = {}
+            for key, meaning in self.by_name.items():
+                if meaning.kind == kind:
+                    rules.setdefault((meaning.front, meaning.rule), []).append(key)
+            if self._asks_for_stored(own[0] or names.model):
+                rules.pop(own, None)
+                self.missing.update((key, None) for keys in rules.values() for key in keys)
+            elif len(rules) > 1:
+                raise MissingData(
+                    f"the keys {listed([keys[0] for keys in rules.values()])} call the source's "
+                    "names in different ways: load what they belong to one by one, or give "
+                    "StorageReader rename=[(REGEX, REPL)]"
+                )
+
+    def _asks_for_stored(self, front: str) -> bool:
+        """Whether keys of a directory of torch's own that begin so are asked for as they are."""
+        return self.source.stored is not None and any(
+            key.startswith(front)
+            for key, meaning in self.meanings.items()
+            if isinstance(meaning, StoredTensor)
+        )
+
+    def report(self, is_partial: bool) -> None:
+        """Raises MissingData; a partial load warns of what is there and is not loaded."""
+        path = self.source.path
+        reasons = [f"zckpt does not load {key}: {why}" for key, why in self.not_loaded.items()]
+        if is_partial:
+            for reason in reasons:
+                warnings.warn(f"{path}: {reason}. It stays as it is", stacklevel=2)
+            return
+        sentences = self._missing(list(self.missing)) if self.missing else []
+        if reasons:
+            sentences += reasons[:MOST]
+            if len(reasons) > MOST:
+                sentences.append(f"So it is with {listed(list(self.not_loaded)[MOST:])}")
+            if self.source.stored is not None:
+                sentences.append(
+                    "torch.distributed.checkpoint.FileSystemReader loads them: it runs the "
+                    "checkpoint's pickles, so you must trust the checkpoint"
+                )
+        if sentences:
+            raise MissingData(f"{MISSING}{'. '.join(sentences)}. {PARTIAL}")
+
+    def _missing(self, keys: Sequence[str]) -> list[str]:
+        """What the checkpoint lacks, and what may have been meant."""
+        source = self.source
+        numbered = [key for key in keys if NUMBERED.search(key)]
+        if numbered and not source.numbers and not any(map(NUMBERED.search, source.listing.items)):
+            return [
+                f"the checkpoint has no {listed(numbered, 3)}: it calls parameters by name, the "
+                "state dict by number",
+                "Give StorageReader(..., model=model, optimizer=optimizer), or use "
+                "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+            ]
+        text = f"the checkpoint has no {listed(sorted(keys))}"
+        if source.stored is not None:
+            unused = [key for key in source.listing.items if key not in self.meanings]
+        else:
+            unused = source.names.unused(self.by_name.values()) if source.names else []
+        if unused:
+            text += f"; nothing asks for its {listed(unused)}"
+        sentences = [text]
+        if source.why_nameless:
+            sentences.append(f"Only whole keys were compared: {source.why_nameless}")
+        else:
+            sentences.append(
+                "If it has them under other names, give StorageReader rename=[(REGEX, REPL)]"
+            )
+        return sentences

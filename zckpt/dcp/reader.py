@@ -1,0 +1,152 @@
+"""The storage reader that torch's loading calls; see the package's front page."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata, planner, storage
+from torch.futures import Future
+
+from ..errors import WrongOption, ZckptError
+from ..manifest import Manifest
+from .source import Reading, Source
+from .table import KeyTable
+from .target import LoadTarget
+from .values import NotLoaded, rebuilt
+
+
+class StorageReader(storage.StorageReader):
+    """Reads the checkpoint at `path`, of any format, into the state dict of any torch program.
+
+    `format`, `tag`, `step_policy` and `param_names` are those of `zckpt.read`, `rename` the pairs
+    (regex, replacement) of `--rename`. A state dict of `optimizer.state_dict()` itself, whose
+    parameters are numbers, needs `model` and `optimizer`, which also tell the groups of frozen
+    parameters.
+
+    What the source holds under a key of the state dict is filled as it is. Other keys are looked up
+    by name. A float32 weight is filled from the fp32 master where there is one; another is what the
+    module held, or its master, rounded. Hyper-parameters go by parameter, not by the number of a
+    group; those that the source lacks, and which parameters a group has, stay the target's.
+
+    Raises a ZckptError: at once for the path, on loading (within torch's CheckpointException) for
+    keys that the source lacks, and for objects whose pickles would have to be run.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,
+        tag: str | None = None,
+        step_policy: str | None = None,
+        param_names: Sequence[str] | None = None,
+        rename: Iterable[tuple[str, str]] = (),
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        super().__init__()
+        self._reading = Reading(format, tag, step_policy, param_names, tuple(rename))
+        self._groups = _groups(model, optimizer)
+        self._table: KeyTable | None = None
+        self._open(path)
+
+    def _open(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.load_id = str(uuid.uuid4())
+        self._source = Source(os.fspath(path), self._reading, self._groups)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._source.manifest
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a checkpoint is there that zckpt recognises."""
+        try:
+            Source(os.fspath(checkpoint_id), Reading(), ())
+        except ZckptError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new load begins, of another path where one is given."""
+        self.load_id = str(uuid.uuid4())
+        if checkpoint_id and Path(checkpoint_id) != self.path:
+            self._open(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """Lists what the source holds; that of all ranks, whichever one is asked for."""
+        if not self._source.is_current:
+            self._open(self.path)
+        stored = self._source.stored
+        return metadata.Metadata(
+            KeyTable(self._source),
+            planner_data=dict(self._source.listing.paths),
+            storage_meta=self._about_the_save(),
+            version=stored.version if stored is not None else None,
+        )
+
+    def _about_the_save(self) -> metadata.StorageMeta:
+        stored = self._source.stored
+        known: dict[str, Any] = {}
+        for key, value in (stored.saving if stored is not None else {}).items():
+            try:
+                known[key] = rebuilt(value, _no_tensor)
+            except NotLoaded:
+                continue
+        keys = ("checkpoint_id", "save_id", "modules")
+        about = metadata.StorageMeta(**{key: known[key] for key in keys if key in known})
+        about.load_id = self.load_id
+        return about
+
+    def set_up_storage_reader(
+        self, metadata: metadata.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """torch's planner makes its plan next."""
+        table = metadata.state_dict_metadata
+        self._table = table if isinstance(table, KeyTable) else None
+        if self._table is not None:
+            self._table.is_loading = True
+
+    def prepare_local_plan(self, plan: planner.LoadPlan) -> planner.LoadPlan:
+        if self._table is not None:
+            self._table.is_loading = False
+        return plan
+
+    def prepare_global_plan(self, plans: list[planner.LoadPlan]) -> list[planner.LoadPlan]:
+        return plans
+
+    def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> Future[None]:
+        """Fills what this process asked for; nothing is changed where something is missing."""
+        LoadTarget(self._source, planner, plan.items).fill()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _no_tensor(_: Any) -> torch.Tensor:
+    raise NotLoaded("it holds a tensor")
+
+
+def _groups(
+    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> list[list[str]]:
+    """Names of the parameters in an optimizer's groups; its state dict numbers them in order."""
+    if (model is None) != (optimizer is None):
+        raise WrongOption("model and optimizer are given together, or neither")
+    if model is None or optimizer is None:
+        return []
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        [names.get(id(parameter), "") for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]

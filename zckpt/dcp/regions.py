@@ -1,0 +1,131 @@
+"""Parts of tensors, cut along any axes, from a checkpoint's files into a program's tensors.
+
+Each process reads its own regions alone, in the order of the files, through one small buffer;
+torch's `copy_` moves, casts and rounds. CRC-32 is checked of records that one process reads whole:
+of partial ones no checksum is stated anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch
+
+from ..dtypes import SIZES, TORCH_NAMES
+from ..elements import Gatherer, Ledger, Wanted
+from ..fileio import Buffer, Reader, align, files_per_thread
+from ..manifest import Entry, Record
+
+BLOCK = 16 << 20  # bytes that are read before they are copied to where they belong
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """Elements [offset, offset + size) along each axis of an entry, and the tensor they go to."""
+
+    entry: Entry
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    target: torch.Tensor
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def inner(self) -> int:
+        """The first axis from which on everything is wanted."""
+        axis = len(self.sizes)
+        while axis and self.sizes[axis - 1] == self.entry.shape[axis - 1]:
+            axis -= 1
+        return axis
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The runs [start, stop) of row-major elements of the entry, in order."""
+        shape, axis = self.entry.shape, max(self.inner - 1, 0)
+        strides = [prod(shape[place + 1 :]) for place in range(len(shape))]
+        length = prod(self.sizes[axis:])
+        ends = zip(self.offsets[:axis], self.sizes[:axis], strict=True)
+        for outer in product(*(range(offset, offset + size) for offset, size in ends)):
+            corner = (*outer, *self.offsets[axis:])
+            start = sum(offset * stride for offset, stride in zip(corner, strides, strict=True))
+            yield start, start + length
+
+    def cut(self, most: int) -> Iterator[Region]:
+        """Regions of at most `most` elements, along the first axis that has more than one."""
+        if self.numel <= most:
+            yield self
+            return
+        axis = next(place for place, size in enumerate(self.sizes) if size > 1)
+        step = max(1, most * self.sizes[axis] // self.numel)
+        for start in range(0, self.sizes[axis], step):
+            count = min(step, self.sizes[axis] - start)
+            offsets, sizes = list(self.offsets), list(self.sizes)
+            offsets[axis] += start
+            sizes[axis] = count
+            part = self.target.narrow(axis, start, count)
+            yield from Region(self.entry, tuple(offsets), tuple(sizes), part).cut(most)
+
+    def position(self) -> tuple[str, int]:
+        """Where its first element lies."""
+        start, stop = next(self.runs())
+        for fragment in self.entry.fragments.overlapping(start, stop):
+            size = SIZES[self.entry.dtype]
+            inside = 0 if fragment.count > 1 else max(0, start - fragment.start) * size
+            return fragment.extent.file, fragment.extent.offset + inside
+        return "", 0
+
+    def wanted(self, at: int) -> Iterator[Wanted]:
+        """Its runs, to be put one behind the other from byte `at` of a buffer on."""
+        size = SIZES[self.entry.dtype]
+        whole = self.inner <= 1  # of many small runs a record's checksum would be patchwork
+        for start, stop in self.runs():
+            yield Wanted(self.entry, start, stop, at, whole)
+            at += (stop - start) * size
+
+
+def fill(regions: Iterable[Region], records: Sequence[Record]) -> None:
+    """Reads all regions, many small ones together; raises CorruptCheckpoint for damaged records.
+
+    One memory under two names, as of a tied weight, is filled once.
+    """
+    seen = set()
+    parts: list[Region] = []
+    for region in regions:
+        tensor = region.target
+        memory = tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device
+        key = id(region.entry), region.offsets, region.sizes, memory
+        if region.numel and key not in seen:
+            seen.add(key)
+            parts += region.cut(BLOCK // 8)
+    parts.sort(key=Region.position)
+    reader, buffer = Reader(files_per_thread(1)), Buffer(BLOCK)
+    gatherer = Gatherer(reader, Ledger(records), BLOCK)
+    try:
+        for batch in _batches(parts):
+            gatherer.gather([each for part, at in batch for each in part.wanted(at)], buffer.view)
+            for part, at in batch:
+                dtype = getattr(torch, TORCH_NAMES[part.entry.dtype])
+                block = torch.frombuffer(buffer.view, dtype=dtype, count=part.numel, offset=at)
+                part.target.copy_(block.view(part.sizes))
+    finally:
+        reader.close()
+
+
+def _batches(regions: Iterable[Region]) -> Iterator[list[tuple[Region, int]]]:
+    """Regions that fit into one buffer, with the byte at which each begins."""
+    batch: list[tuple[Region, int]] = []
+    end = 0
+    for region in regions:
+        size = SIZES[region.entry.dtype]
+        at = align(end, size)
+        if at + region.numel * size > BLOCK:
+            yield batch
+            batch, at = [], 0
+        batch.append((region, at))
+        end = at + region.numel * size
+    if batch:
+        yield batch

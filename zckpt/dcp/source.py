@@ -1,0 +1,190 @@
+"""A checkpoint as the state dicts of a program: the keys that it lists, and what each stands for.
+
+Of torch.distributed.checkpoint's own directories the keys are those that a program saved, and what
+is under them is taken as it is. Any other checkpoint lists the keys that `zckpt convert --to dcp`
+would write; so does torch's own under `rename` and `step_policy`, which change what is there.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from .. import api, formats, naming, steps
+from ..dtypes import TORCH_NAMES
+from ..errors import ZckptError
+from ..formats.pytorch.dcp import METADATA, located
+from ..formats.pytorch.dcp_items import (
+    OpenedItem,
+    StoredBox,
+    StoredItems,
+    StoredTensor,
+    StoredValue,
+    stored_items,
+)
+from ..formats.pytorch.state_dicts import Hole, StateDicts
+from ..formats.pytorch.tree import Path, dotted
+from ..inert import Scalar, TensorName
+from ..manifest import Entry, Manifest
+from ..options import Options
+from .keys import NUMBERED, KeyMeaning, KeyNames
+
+Meaning = StoredTensor | StoredValue | KeyMeaning
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a path is read: the arguments of `zckpt.read`, and pairs of `--rename`."""
+
+    format: str | None = None
+    tag: str | None = None
+    step_policy: str | None = None
+    param_names: Sequence[str] | None = None
+    rename: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Keys in the order of a program's save, with what is under each, and the path to it.
+
+    `weights` are the manifest's names of those that are weights; `assumed` says which
+    hyper-parameters are not the source's but defaults.
+    """
+
+    items: dict[str, StoredTensor | StoredValue]
+    paths: dict[str, Path]
+    weights: dict[str, str] = field(default_factory=dict)
+    assumed: list[str] = field(default_factory=list)
+
+
+class Source:
+    """One checkpoint; `groups` are names of the parameters in the groups of a program's optimizer.
+
+    `stored` are the items of a directory of torch's own that is taken as it is, else None. Raises a
+    ZckptError where the path holds no checkpoint.
+    """
+
+    def __init__(self, path: str, reading: Reading, groups: Sequence[Sequence[str]]) -> None:
+        self.path = path
+        self.reading = reading
+        self.groups = groups
+        self.numbers = [name for group in groups for name in group]
+        self.why_nameless = ""  # why keys mean nothing beside themselves
+        steps.check_policy(reading.step_policy)
+        self.stored = self._stored()
+        files = self.manifest.files if self.stored is None else self.stored.files
+        self._stamps = {name: _stamp(name) for name in files}
+
+    def _stored(self) -> StoredItems | None:
+        reading = self.reading
+        if formats.recognise(self.path, self._format, reading.tag).name != "dcp":
+            return None
+        if reading.rename or reading.step_policy not in (None, steps.KEEP):
+            return None
+        if not located(self.path, reading.tag)[1]:  # Hugging Face's storage
+            return None
+        return stored_items(self.path, reading.tag)
+
+    @property
+    def _format(self) -> str | None:
+        """The format that is asked for; torch's own where its `.metadata` is, whatever else is."""
+        file = os.path.join(self.path, self.reading.tag or "", METADATA)
+        return self.reading.format or ("dcp" if os.path.isfile(file) else None)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the files are still those that were read."""
+        return all(_stamp(name) == stamp for name, stamp in self._stamps.items())
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        reading = self.reading
+        manifest = api.read(
+            self.path,
+            format=self._format,
+            tag=reading.tag,
+            step_policy=reading.step_policy,
+            param_names=reading.param_names,
+        )
+        return naming.renamed(manifest, reading.rename)
+
+    @cached_property
+    def listing(self) -> Listing:
+        if self.stored is not None:
+            return Listing(self.stored.items, self.stored.paths)
+        return listing_of(self.manifest)
+
+    @cached_property
+    def names(self) -> KeyNames | None:
+        """Looks keys up by what they mean; None where a directory of torch's own is no model's."""
+        if self.stored is None:
+            return KeyNames(self.manifest, self.numbers, weights=self.listing.weights)
+        words = {key.partition(".")[0] for key in self.stored.items}
+        try:
+            return KeyNames(self.manifest, self.numbers, words)
+        except ZckptError as error:
+            self.why_nameless = error.message
+            return None
+
+    def meaning(self, key: str) -> Meaning | None:
+        """What is loaded under a key: an item as it is, or what its name stands for."""
+        item = self.listing.items.get(key)
+        if item is not None and self._is_own(key, item):
+            return item
+        by_name = None if self.names is None else self.names.meaning(key)
+        return by_name or item
+
+    def _is_own(self, key: str, item: StoredTensor | StoredValue) -> bool:
+        """Whether the key alone says what is meant."""
+        if self.stored is not None:
+            return not (self.numbers and NUMBERED.search(key))
+        if isinstance(item, StoredTensor):
+            return bool(item.boxes)
+        return self.names is not None and not key.startswith(self.names.optimizer)
+
+
+def _stamp(name: str) -> tuple[int, int, int] | None:
+    """Another one when the file was written anew."""
+    try:
+        stat = os.stat(name)
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def listing_of(manifest: Manifest) -> Listing:
+    """What `zckpt convert --to dcp` would write."""
+    listing = Listing({}, {})
+    try:
+        dicts = StateDicts(manifest, Options())
+        for path, value in dicts.items():
+            key = dotted(path)
+            listing.paths[key] = path
+            listing.items[key] = _item(manifest, value)
+            if isinstance(value, Hole) and path[:-1] == dicts.model:
+                name = path[-1]
+                listing.weights[key] = dicts.aliases.get(name) or name
+    except ZckptError as error:
+        warnings.warn(f"{manifest.root}: no keys are listed: {error.message}", stacklevel=2)
+        return Listing({}, {})
+    listing.assumed.extend(dicts.warnings[len(manifest.warnings) :])
+    return listing
+
+
+def _item(manifest: Manifest, value: Any) -> StoredTensor | StoredValue:
+    def entry(name: TensorName) -> Entry:
+        return manifest.entries[f"{name.name}/state"]
+
+    if isinstance(value, Hole):
+        return StoredTensor(TORCH_NAMES[value.dtype], value.shape, {})
+    if isinstance(value, TensorName):
+        tensor = entry(value)
+        item = OpenedItem(value, entry, manifest.records)
+        boxes = {(0,) * len(tensor.shape): StoredBox(tensor.shape, lambda: item)}
+        return StoredTensor(TORCH_NAMES[tensor.dtype], tensor.shape, boxes)
+    item = OpenedItem(value, entry, manifest.records)
+    return StoredValue(lambda: item, isinstance(value, Scalar))

@@ -1,0 +1,331 @@
+"""The state dict that a load fills, as far as one process holds it.
+
+First everything is looked up, so that one error names all that lacks and nothing is changed; then
+values are put and tensors are read.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata, planner
+
+from ..dtypes import FLOATS, TORCH_NAMES
+from ..errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from ..formats.pytorch.dcp_items import OpenedItem, StoredTensor, StoredValue
+from ..inert import Scalar, TensorName
+from ..loading import as_torch
+from ..manifest import Entry, Record
+from ..plan import WIDE
+from . import lacking, regions
+from .groups import Groups
+from .keys import KeyMeaning
+from .regions import Region
+from .source import Source
+from .values import NotLoaded, rebuilt, scalar
+
+BYTES = planner.LoadItemType.BYTE_IO
+DTYPES = {
+    getattr(torch, name): dtype for dtype, name in TORCH_NAMES.items() if hasattr(torch, name)
+}
+GROUP = re.compile(r"((?:^|.*?\.)param_groups\.\d+\.)[^.]+")
+
+
+class LoadTarget:
+    """What one process is to fill: the items of its plan, in the state dict of its planner."""
+
+    def __init__(
+        self, source: Source, filler: planner.LoadPlanner, items: Sequence[planner.ReadItem]
+    ) -> None:
+        self.source = source
+        self.planner = filler
+        # planners other than torch's own may not have it; then nothing of the target is known
+        self.state: Mapping[str, Any] = getattr(filler, "state_dict", {})
+        self.values = [item for item in items if item.type == BYTES]
+        self.tensors = [item for item in items if item.type != BYTES]
+        keys = dict.fromkeys(item.storage_index.fqn for item in items)
+        self.lookup = lacking.Lookup(source, {key: source.meaning(key) for key in keys})
+        self.meanings = self.lookup.meanings
+        self.records: dict[Record, None] = {}  # of what the tensors are read from
+        self.kept: dict[str, None] = {}  # hyper-parameters that the source lacks
+        self.assumes = False  # hyper-parameters that the source lacks are given as defaults
+        self._regrouped: dict[str, bool] = {}
+
+    def fill(self) -> None:
+        """Raises a ZckptError; MissingData where something is not in the checkpoint."""
+        values = [(item, value) for item in self.values for value in self._values(item)]
+        self._refuse_gaps()
+        entries = [(item, entry) for item in self.tensors for entry in self._entries(item)]
+        self.lookup.report(bool(getattr(self.planner, "allow_partial_load", False)))
+        self._warn()
+        with torch.no_grad():
+            for item, value in values:
+                self._put(item, value)
+            self._fill_tensors(entries)
+
+    def _warn(self) -> None:
+        if self.kept:
+            warnings.warn(
+                f"{self.source.path} does not hold the hyper-parameters {listed(list(self.kept))}: "
+                "they stay as they are",
+                stacklevel=2,
+            )
+        for sentence in self.source.listing.assumed if self.assumes else ():
+            warnings.warn(f"{self.source.path}: {sentence}", stacklevel=2)
+
+    # -- what is no tensor in the source
+
+    def _values(self, item: planner.ReadItem) -> list[Any]:
+        """The value of a key, or nothing where it stays as it is or is not to be had."""
+        key = item.storage_index.fqn
+        if key in self.lookup.missing:
+            return []
+        try:
+            return self._looked_up(key, item.dest_index.fqn)
+        except NotLoaded as error:
+            self.lookup.not_loaded[key] = str(error)
+        except UnsupportedCheckpoint as error:
+            self.lookup.not_loaded[key] = error.message
+        return []
+
+    def _looked_up(self, key: str, name: str) -> list[Any]:
+        """`name` is what the state dict calls the key."""
+        meaning, stored = self.meanings[key], self.source.listing.items.get(key)
+        if isinstance(meaning, StoredTensor):  # a step, which may be an int in the target
+            number = self._box(key, meaning, ())
+            return [as_torch(number.entry(number.value), number.records)]
+        if isinstance(meaning, StoredValue):
+            if self._is_regrouped(key):
+                return self._hyper_parameter(key, name)
+            return [_rebuilt(meaning)]
+        if isinstance(meaning, KeyMeaning) and meaning.kind == "group":
+            return self._hyper_parameter(key, name)
+        if isinstance(meaning, KeyMeaning) and meaning.kind == "extra":
+            assert self.source.names is not None
+            return [rebuilt(self.source.names.extra[meaning.name], self._tensor)]
+        if isinstance(meaning, KeyMeaning) and meaning.kind == "state":
+            known = self._number(meaning)
+            if known is not None:
+                return [scalar(known)]
+            if name in self.state and self.state[name] is None:  # SGD without momentum
+                return []
+        if isinstance(stored, StoredValue):
+            return [_rebuilt(stored)]
+        self.lookup.missing[key] = None
+        return []
+
+    def _tensor(self, name: TensorName) -> torch.Tensor:
+        """A tensor inside the manifest's state."""
+        manifest = self.source.manifest
+        return as_torch(manifest.entries[f"{name.name}/state"], manifest.records)
+
+    def _number(self, meaning: KeyMeaning) -> Scalar | None:
+        """A 0-d state."""
+        parameter = self.source.manifest.parameters[meaning.name]
+        if meaning.slot == "step":
+            return None if parameter.step is None else Scalar(float(parameter.step), "F32")
+        return parameter.scalars.get(meaning.slot)
+
+    # -- hyper-parameters
+
+    @cached_property
+    def _groups(self) -> Groups | None:
+        names = self.source.names
+        if names is None:
+            return None
+        keys = {key: each for key, each in self.lookup.by_name.items() if each.kind == "group"}
+        return Groups(names, self.source.groups, self.state, keys)
+
+    def _is_regrouped(self, key: str) -> bool:
+        """Whether a group of the target has other parameters than the source's of this number."""
+        match = GROUP.fullmatch(key)
+        if match is None:
+            return False
+        front = match[1]
+        if front not in self._regrouped:
+            self._regrouped[front] = self._has_other_members(key, f"{front}params")
+        return self._regrouped[front]
+
+    def _has_other_members(self, key: str, members: str) -> bool:
+        wanted, stored = self.state.get(members), self.source.listing.items.get(members)
+        if not isinstance(wanted, (list, tuple)) or not isinstance(stored, StoredValue):
+            return False
+        if list(wanted) == stored.open().value or self._groups is None:
+            return False
+        meaning = self._groups.names.meaning(key)
+        if meaning is None or meaning.kind != "group":
+            return False
+        return bool(self._groups.sources(meaning))
+
+    def _hyper_parameter(self, key: str, name: str) -> list[Any]:
+        """By parameter; as it is listed where the target has no value of its own."""
+        groups, stored = self._groups, self.source.listing.items.get(key)
+        assert groups is not None
+        meaning = groups.names.meaning(key)
+        assert meaning is not None
+        # which parameters a group has is the target's
+        values = groups.values(meaning) if meaning.slot != "params" else []
+        if values:
+            return [rebuilt(value, self._tensor) for value in values]
+        if isinstance(stored, StoredValue) and self._is_blank(meaning, name):
+            value = _rebuilt(stored)
+            self.assumes |= value is not None
+            return [value]
+        if meaning.slot != "params" and (groups.sources(meaning) or groups.are_unknown):
+            self.kept[meaning.slot] = None
+        return []
+
+    def _is_blank(self, meaning: KeyMeaning, name: str) -> bool:
+        """Whether torch has only marked the place of a hyper-parameter, in one of three ways."""
+        if not meaning.name:
+            members = self.state.get(f"{meaning.front}params")
+            return not isinstance(members, (list, tuple))
+        value = self.state.get(name)
+        is_mark = isinstance(value, metadata.BytesStorageMetadata) or value == "<bytes_io>"
+        return is_mark or value is None
+
+    def _put(self, item: planner.ReadItem, value: Any) -> None:
+        """A value in the type that the target has for it: a tensor is filled in place."""
+        current = self.state.get(item.dest_index.fqn)
+        is_number = isinstance(value, (int, float))
+        is_tensor = isinstance(value, torch.Tensor) and not value.shape
+        if isinstance(current, torch.Tensor) and (is_number or is_tensor):
+            local = getattr(current, "_local_tensor", current)
+            local.copy_(value) if is_tensor else local.fill_(value)
+            return
+        if is_tensor and isinstance(current, (int, float)):
+            value = type(current)(value.item())
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        self.planner.load_bytes(item, buffer)
+
+    # -- tensors
+
+    def _entries(self, item: planner.ReadItem) -> list[list[Entry]]:
+        """What an item may be read from: a stored box, or a weight's parameter and its master.
+
+        Nothing where it is not to be had.
+        """
+        key, meaning = item.storage_index.fqn, self.meanings[item.storage_index.fqn]
+        if key in self.lookup.missing:
+            return []
+        if isinstance(meaning, KeyMeaning):
+            assert self.source.names is not None
+            return [self.source.names.entries(meaning)]
+        assert isinstance(meaning, StoredTensor)
+        try:
+            opened = self._box(key, meaning, _offsets(item))
+        except UnsupportedCheckpoint as error:
+            self.lookup.not_loaded[key] = error.message
+            return []
+        self.records.update(dict.fromkeys(opened.records))
+        return [[opened.entry(opened.value)]]
+
+    def _box(self, key: str, tensor: StoredTensor, offsets: tuple[int, ...]) -> OpenedItem:
+        box = tensor.boxes.get(offsets)
+        if box is None:
+            raise IncompleteCheckpoint(
+                f"{self.source.path} has no elements of {key} at {list(offsets)}"
+            )
+        return box.open()
+
+    def _refuse_gaps(self) -> None:
+        """Raises IncompleteCheckpoint where a tensor is wanted of which no box holds a part.
+
+        torch's own reader would leave that part as it is, and say nothing.
+        """
+        for name, tensor in self.state.items():
+            stored = self.source.listing.items.get(name)
+            if self.source.stored is None or not isinstance(stored, StoredTensor):
+                continue
+            if stored.stored >= prod(stored.shape) or not isinstance(tensor, torch.Tensor):
+                continue
+            wanted = sum(part.numel() for part in _local(tensor))
+            planned = sum(
+                prod(item.lengths)
+                for item in self.tensors
+                if item.dest_index.fqn == name and _offsets(item) in stored.boxes
+            )
+            if planned < wanted:
+                raise IncompleteCheckpoint(
+                    f"{self.source.path} has {stored.stored} of the {prod(stored.shape)} elements "
+                    f"of {name}: the save did not finish, or not all ranks took part in it"
+                )
+
+    def _fill_tensors(self, wanted: Sequence[tuple[planner.ReadItem, Sequence[Entry]]]) -> None:
+        targets = [
+            (item, self.planner.resolve_tensor(item).detach(), entries) for item, entries in wanted
+        ]
+        if any(item.storage_index.fqn in self.lookup.by_name for item in self.tensors):
+            self.records.update(dict.fromkeys(self.source.manifest.records))
+        regions.fill(self._regions(targets), list(self.records))
+        for item, tensor, _ in targets:
+            self.planner.commit_tensor(item, tensor)
+
+    def _regions(
+        self, targets: Sequence[tuple[planner.ReadItem, torch.Tensor, Sequence[Entry]]]
+    ) -> Iterator[Region]:
+        rounded: dict[str, None] = {}
+        for item, tensor, entries in targets:
+            entry = _fitting(entries, tensor)
+            offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
+            if tuple(tensor.shape) != sizes:
+                raise InconsistentCheckpoint(
+                    f"{item.storage_index.fqn} is to be filled with {list(sizes)} elements, the "
+                    f"planner has a tensor of {list(tensor.shape)}"
+                )
+            is_narrow = entry.dtype in FLOATS and entry.dtype not in WIDE
+            is_widened = is_narrow and DTYPES.get(tensor.dtype) in WIDE
+            if is_widened and self._is_trained(item.storage_index.fqn):
+                rounded[entry.dtype] = None
+            yield Region(entry, offsets, sizes, tensor)
+        if rounded:
+            warnings.warn(
+                f"{self.source.path} holds no fp32 masters: float32 tensors are made of "
+                f"{listed(list(rounded))}",
+                stacklevel=2,
+            )
+
+    def _is_trained(self, key: str) -> bool:
+        """Whether a key is a weight that an optimizer updates, as far as that is known."""
+        meaning = self.meanings[key]
+        if not isinstance(meaning, KeyMeaning):
+            return True
+        parameter = self.source.manifest.parameters.get(meaning.name)
+        return meaning.kind == "weight" and parameter is not None and parameter.trainable
+
+
+def _rebuilt(stored: StoredValue) -> Any:
+    """The value under a key; raises NotLoaded."""
+    item = stored.open()
+    return rebuilt(item.value, lambda tensor: as_torch(item.entry(tensor), item.records))
+
+
+def _offsets(item: planner.ReadItem) -> tuple[int, ...]:
+    """Where the stored box of an item begins."""
+    return tuple(item.storage_index.offset or ())
+
+
+def _local(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """This process's parts of a tensor that processes may share."""
+    if hasattr(tensor, "local_shards"):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [getattr(tensor, "_local_tensor", tensor)]
+
+
+def _fitting(entries: Sequence[Entry], tensor: torch.Tensor) -> Entry:
+    """The master for a wide weight; else what has its type, or the master, to be rounded."""
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype not in WIDE:
+        for entry in entries:
+            if entry.dtype == dtype:
+                return entry
+    return entries[-1]
