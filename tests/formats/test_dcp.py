@@ -574,3 +574,39 @@ def test_bf16_stays_and_masters_are_made_with_a_warning(tmp_path: Path) -> None:
     held = zckpt.inspect(zckpt.read(tmp_path / "zero"))["slots"]
     assert held["master"]["dtype"] == held["exp_avg"]["dtype"] == "F32"
     assert held["param"]["dtype"] == "BF16"
+
+
+class Counting(torch.nn.Module):
+    """Saves more than tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 3)
+        self.extra = {"count": 1, "table": torch.zeros(3)}
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.inner(features)
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, extra: Any) -> None:
+        self.extra = extra
+
+
+@pytest.mark.parametrize("through", ["gathered", "universal", "dcp"])
+def test_extra_states_of_modules_arrive(through: str, tmp_path: Path) -> None:
+    module = Counting()
+    module.extra = {"count": 5, "table": torch.arange(3.0)}
+    torch.save({"model": module.state_dict()}, tmp_path / "run.pt")
+    zckpt.convert(tmp_path / "run.pt", tmp_path / "between", to=through)
+    zckpt.convert(tmp_path / "between", tmp_path / "dcp", to="dcp")
+    fresh = Counting()
+    state = {"model": fresh.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
+    fresh.load_state_dict(state["model"])
+    assert fresh.extra["count"] == 5
+    assert torch.equal(fresh.extra["table"], torch.arange(3.0))
+    zckpt.convert(tmp_path / "between", tmp_path / "whole", to="gathered")
+    whole = torch.load(tmp_path / "whole" / "model.pt", weights_only=False)
+    assert whole["_extra_state"]["count"] == 5

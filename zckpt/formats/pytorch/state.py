@@ -331,7 +331,7 @@ class _Reading:
         }
         state: dict[str, Any] = {
             "engine": engine,
-            "module": list(dict.fromkeys((*self.model, *self.aliases))),
+            "module": list(dict.fromkeys((*self.model, *self.aliases, *extra))),
             "module_extra": extra,
         }
         if scheduler is not None:

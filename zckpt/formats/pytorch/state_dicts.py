@@ -81,8 +81,8 @@ class StateDicts:
 
     def items(self) -> Iterator[tuple[Path, Any]]:
         """Every value with its path, in the order in which a program would save them."""
-        for name, held in self.weights_as_saved():
-            yield (*self.model, name), held
+        for name, value in self.weights_as_saved():
+            yield from flattened((*self.model, name), value)  # an extra state may be a dictionary
         if self.options.weights_only:
             return
         if self.optimizes:
