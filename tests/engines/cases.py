@@ -115,6 +115,11 @@ OPTIMIZERS = [
     Case("z1_dp2_nadam", "nadam", 1, 2, optimizer="nadam"),
     Case("z1_dp2_lion", "lion", 1, 2, optimizer="lion"),
     Case("z1_dp2_lion_bf16_optimizer", "lion", 1, 2, optimizer="lion", config=BF16_OPTIMIZER),
+    *(Case(f"z{stage}_dp2_odd", "odd", stage, 2, optimizer="odd") for stage in (2, 1, 3)),
+    *(
+        Case(f"z{stage}_dp4_odd_padding", "odd padding", stage, 4, optimizer="odd", groups=4)
+        for stage in (2, 3)
+    ),
     Case("z2_dp2_adagrad", "adagrad", 2, 2, optimizer="adagrad", groups=1),
     Case("z2_dp2_apex_fused_adam", "apex", 2, 2, optimizer="apex fused adam"),
     Case("z2_dp2_muon", "muon", 2, 2, optimizer="config", config=MUON),

@@ -7,7 +7,7 @@ with it, stage 3 pads every parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -66,11 +66,15 @@ def flats(ranks: Ranks, step_policy: str | None) -> Iterator[Flat]:
     alignment = ranks.first.get("param_alignment_paddings") or [None] * len(shapes)
     groups = ranks.base_state(ranks.first).get("param_groups") or []
     group_of = {sub: place for place, group in enumerate(groups) for sub in group["params"]}
+    buffers = []
     for place, names in enumerate(shapes):
         paddings = alignment[place] or [0] * len(names)
         partitions = [held[place] for held in masters]
-        buffer = _Buffer(ranks, place, names, paddings, partitions)
-        yield buffer.flat(group_of.get(place, place) if ranks.partitioned else place, step_policy)
+        buffers.append(_Buffer(ranks, place, names, paddings, partitions))
+    numbers = {key for buffer in buffers for key in buffer.numbers()}
+    for place, buffer in enumerate(buffers):
+        group = group_of.get(place, place) if ranks.partitioned else place
+        yield buffer.flat(group, numbers, step_policy)
 
 
 def _tensors(ranks: Ranks, state: Mapping[str, Any], key: str) -> list[Tensor]:
@@ -119,15 +123,26 @@ class _Buffer:
             )
         return lengths
 
-    def flat(self, group: int, step_policy: str | None) -> Flat:
-        """All that the ranks keep of this buffer."""
+    def numbers(self) -> Iterator[str]:
+        """States that are one number and no partition: tensors of one element, where that shows.
+
+        A partition may have one element as well; then another buffer tells.
+        """
+        partitions = {self.masters[0].numel, *self.lengths}
+        for key, value in self.ranks.flat_states(self.place)[0].items():
+            single = isinstance(value, Tensor) and value.numel == 1
+            if single and not (value.shape and 1 in partitions):
+                yield key
+
+    def flat(self, group: int, numbers: Collection[str], step_policy: str | None) -> Flat:
+        """All that the ranks keep of this buffer; `numbers` are states of one number."""
         slots = [self._cut("master", self.masters)]
         scalars: dict[str, Scalar] = {}
         left_out = []
         held = self.ranks.flat_states(self.place)
         for key in dict.fromkeys(key for state in held for key in state if key != "step"):
             values = [state.get(key) for state in held]
-            slot = self._slot(str(key), values)
+            slot = None if key in numbers else self._slot(str(key), values)
             if slot is not None:
                 slots.append(slot)
             elif (scalar := self.ranks.scalar(values)) is not None:

@@ -28,6 +28,7 @@ NEEDED = {
     "adagrad": ("sum",),
     "rmsprop": ("square_avg",),
 }
+NEEDED_NUMBERS = {"nadam": ("mu_product",)}
 
 
 def optimizer_name(engine: Engine, source: Manifest) -> str:

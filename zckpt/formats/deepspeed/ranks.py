@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...dtypes import NUMBERS
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -165,7 +166,7 @@ class Ranks:
 
     def number(self, rank: int, value: Any) -> Any:
         """`value` of an optimizer file; a tensor of one element by value."""
-        if isinstance(value, Tensor) and value.numel == 1:
+        if isinstance(value, Tensor) and value.numel == 1 and value.dtype in NUMBERS:
             return self.optimizers[rank].scalar(value)
         return value
 

@@ -28,7 +28,7 @@ from ...torchfile import Tensor
 from ...torchshell import Storages, seal_records, shell, thawed
 from .. import zero
 from .engine import Engine
-from .hyper import check_states, complete_groups, optimizer_name
+from .hyper import NEEDED_NUMBERS, check_states, complete_groups, optimizer_name
 from .ranks import COUNTERS
 from .reading import ENGINE_KEYS
 
@@ -100,7 +100,9 @@ class Target:
         }
         count = 1 + max((held.group or 0 for held in self.trainable.values()), default=0)
         self.groups, assumed = complete_groups(self.engine, source, count)
+        self.differing: dict[str, list[str]] = {}  # numbers that parameters of one buffer differ in
         self.flats = list(self._flats())
+        self._name_left_out()
         self.client_state = self._client_state()
         if not options.weights_only:
             check_states(self.engine, source, {s: 0 for flat in self.flats for s in flat.slots})
@@ -198,11 +200,43 @@ class Target:
             )
         return values[0] if values else None
 
-    def _shared_scalars(self, names: Sequence[str], held: Sequence[Parameter]) -> dict[str, Scalar]:
-        keys = dict.fromkeys(key for item in held for key in item.scalars)
-        return {
-            key: self._shared(key, names, [item.scalars.get(key) for item in held]) for key in keys
-        }
+    def _shared_scalars(
+        self, names: Sequence[str], parameters: Sequence[Parameter]
+    ) -> dict[str, Scalar]:
+        """States of one number that all parameters of a flat buffer have alike.
+
+        Others are left out, but for those that the optimizer cannot lack.
+        """
+        if self.options.weights_only:
+            return {}
+        shared: dict[str, Scalar] = {}
+        needed = NEEDED_NUMBERS.get(optimizer_name(self.engine, self.source), ())
+        for key in dict.fromkeys(key for parameter in parameters for key in parameter.scalars):
+            values = [parameter.scalars.get(key) for parameter in parameters]
+            if key in needed:
+                shared[key] = self._shared(key, names, values)
+            elif values[0] is not None and all(repr(value) == repr(values[0]) for value in values):
+                shared[key] = values[0]
+            else:
+                own = [name for name, value in zip(names, values, strict=True) if value is not None]
+                self.differing.setdefault(key, []).extend(own)
+        return shared
+
+    def _name_left_out(self) -> None:
+        """States that no flat buffer can hold."""
+        if self.options.weights_only:
+            return
+        shapeless: dict[str, list[str]] = {}
+        for name, states in (self.kept.get("other") or {}).items():
+            for key in states:
+                shapeless.setdefault(key, []).append(name)
+        for lost, why in (
+            (self.differing, "DeepSpeed keeps one value for all parameters of a flat buffer"),
+            (shapeless, "neither a number nor a tensor of the parameter's shape"),
+        ):
+            self.left_out += [
+                f"optimizer state {key!r} of {listed(names)}: {why}" for key, names in lost.items()
+            ]
 
     def _client_state(self) -> dict[Any, Any]:
         """The user's keys, but for those that DeepSpeed gives a meaning of its own."""
@@ -517,13 +551,13 @@ class Target:
         if flat.step is not None and where == "state":
             found["step"] = self._typed_step(flat.step, kind, storages)
         for key, scalar in flat.scalars.items():
-            found[key] = _typed(scalar.value, scalar.dtype, storages)
+            found[key] = _thawed_number(scalar, storages)
         return found
 
     def _typed_step(self, step: steps.Step, kind: str, storages: Storages) -> Any:
         """In the type, and as a tensor in the shape, that the source kept it in."""
         shape = () if self.options.optimizer else (self.kept.get("step") or {}).get("shape", ())
-        return _typed(step, kind, storages, tuple(shape))
+        return _thawed_number(Scalar(step, kind, tuple(shape)), storages)
 
     def _group_step(self, members: Sequence[int], storages: Storages) -> dict[str, Any]:
         where, kind, stale = self._step_kept()
@@ -580,11 +614,10 @@ class Target:
         return Foreign(Global(f"{module}.DynamicLossScaler"), (), state, "new"), True
 
 
-def _typed(value: Any, kind: str, storages: Storages, shape: tuple[int, ...] = ()) -> Any:
-    """A number as a tensor of that dtype, or as a Python number."""
-    if kind in SIZES:
-        return storages.scalar(Scalar(value, kind), shape)
-    return {"int": int, "float": float, "bool": bool}.get(kind, lambda same: same)(value)
+def _thawed_number(number: Scalar, storages: Storages) -> Any:
+    """A tensor, or a number of Python's."""
+    value = number.unwrapped()
+    return storages.scalar(value) if isinstance(value, Scalar) else value
 
 
 class _Partition:

@@ -287,10 +287,10 @@ class _Target:
                 )
             if weight.count is not None and self.optimizer == "AdamOptimizer":
                 name = f"{COUNT}_{weight.name}{view}"
-                model[name] = storages.scalar(Scalar(weight.count, "I64"), (1,))
+                model[name] = storages.scalar(Scalar(weight.count, "I64", (1,)))
         shared = self._shared_step()
         if shared is not None:
-            model[SHARED] = storages.scalar(Scalar(shared, "I64"), (1,))
+            model[SHARED] = storages.scalar(Scalar(shared, "I64", (1,)))
         part = f".ZeRO.{rank}.{self.dp - 1}" if self.dp > 1 else ""
         user = {
             key: thawed(value, self.source.entries, storages)
