@@ -128,16 +128,15 @@ class _Engine:
 
         Nothing where the tensors are not that long.
         """
-        owned, start = [], 0
+        owned: list[list[tuple[str, tuple[int, ...]]]] = []
+        start = 0
         for master in masters:
-            stop = start + master.numel
-            owned.append(
-                [
-                    (name, shape)
-                    for name, shape in shapes.items()
-                    if firsts[name] < stop and firsts[name] + prod(shape) > start and prod(shape)
-                ]
-            )
+            stop, members = start + master.numel, []
+            for name, shape in shapes.items():
+                first, numel = firsts[name], prod(shape)
+                if first < stop and first + numel > start and numel:
+                    members.append((name, shape))
+            owned.append(members)
             start = stop
         for tensor, members in zip(tensors, owned, strict=True):
             length = sum(prod(shape) for _, shape in members)
