@@ -142,6 +142,8 @@ class _Buffer:
         held = self.ranks.flat_states(self.place)
         for key in dict.fromkeys(key for state in held for key in state if key != "step"):
             values = [state.get(key) for state in held]
+            if key in numbers:
+                values = self._uncut(values)
             slot = None if key in numbers else self._slot(str(key), values)
             if slot is not None:
                 slots.append(slot)
@@ -233,6 +235,31 @@ class _Buffer:
         complete = len(fragments) == len(self.spans) and len(dtypes) == 1
         return Slot(slot_name(key), dtypes.pop(), fragments, copies) if complete else None
 
+    def _uncut(self, numbers: list[Any]) -> list[Any]:
+        """A number of every rank; what the engine's elastic save has cut away is another rank's.
+
+        It takes a partition's padding off every tensor that is not 0-d, numbers too (0.19.8).
+        """
+        whole = [number for number in numbers if not _is_empty(number)]
+        if not self.ranks.elastic or not whole:
+            return numbers
+        return [whole[0] if _is_empty(number) else number for number in numbers]
+
+    def _steps_in_states(
+        self, states: Sequence[Mapping[str, Any]], policy: str | None
+    ) -> list[Any]:
+        """Every rank's step; raises where the engine has cut it away on all of them."""
+        values = self._uncut([state.get("step") for state in states])
+        if self.ranks.elastic and values and all(map(_is_empty, values)):
+            if not (policy or "").isdecimal():
+                raise InconsistentCheckpoint(
+                    f"{self.ranks.place.directory}: the step of flat group {self.place} is lost: "
+                    "DeepSpeed's elastic save cut it away with the padding",
+                    hint="give the number of updates: --step-policy N",
+                )
+            return [int(str(policy))] * len(values)
+        return values
+
     # -- steps
 
     def _steps(
@@ -244,7 +271,7 @@ class _Buffer:
         kept: dict[str, Any] | None = None
         warnings: list[str] = []
         for where, what, values in (
-            ("state", f"state of flat group {self.place}", [state.get("step") for state in held]),
+            ("state", f"state of flat group {self.place}", self._steps_in_states(held, policy)),
             (
                 "group",
                 f"param_groups[{group}]",
@@ -275,3 +302,7 @@ class _Buffer:
                 if warning := steps.stalled(step, kinds[0], what):
                     warnings.append(warning)
         return sightings, kept, warnings
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.numel

@@ -576,6 +576,7 @@ class _Universal(Target):
     """What is decided before the first byte is written."""
 
     derives = False  # the modules' weights are not loaded: only what the source holds is written
+    may_be_elastic = False  # its loader takes hyper-parameters from the files
 
     def __init__(self, source: Manifest, options: Options) -> None:
         super().__init__(source, options)

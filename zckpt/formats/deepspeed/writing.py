@@ -19,7 +19,8 @@ from typing import Any
 from ... import steps
 from ...dtypes import FLOATS, SIZES
 from ...errors import InconsistentCheckpoint, MissingData, listed
-from ...inert import Foreign, Global, Scalar, Size
+from ...hyper import are_inferred
+from ...inert import PYTHON_NUMBERS, Foreign, Global, Scalar, Size
 from ...manifest import Manifest, Parameter, Sibling, slot_key
 from ...options import Options
 from ...ordering import need_order
@@ -28,7 +29,13 @@ from ...torchfile import Tensor
 from ...torchshell import Storages, seal_records, shell, thawed
 from .. import zero
 from .engine import Engine
-from .hyper import NEEDED_NUMBERS, check_states, complete_groups, optimizer_name
+from .hyper import (
+    NEEDED_NUMBERS,
+    adam_class,
+    check_states,
+    complete_groups,
+    optimizer_name,
+)
 from .ranks import COUNTERS
 from .reading import ENGINE_KEYS
 
@@ -81,6 +88,7 @@ class Target:
     """What is decided before the first byte is written."""
 
     derives = True  # module weights that the source lacks are made of the masters
+    may_be_elastic = True
 
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source
@@ -98,15 +106,15 @@ class Target:
         self.aliases = {
             alias: name for name, held in source.parameters.items() for alias in held.aliases
         }
-        count = 1 + max((held.group or 0 for held in self.trainable.values()), default=0)
-        self.groups, assumed = complete_groups(self.engine, source, count)
+        self.groups, assumed = complete_groups(self.engine, source)
         self.differing: dict[str, list[str]] = {}  # numbers that parameters of one buffer differ in
         self.flats = list(self._flats())
         self._name_left_out()
         self.client_state = self._client_state()
+        self.elastic = self._is_elastic()
         if not options.weights_only:
             check_states(self.engine, source, {s: 0 for flat in self.flats for s in flat.slots})
-            self._warn_of_assumed(assumed)
+            self._warn_of_hyper_parameters(assumed)
         self._warn_of_guessed()
         self._warn_of_masters()
         self._warn_of_batch()
@@ -248,16 +256,77 @@ class Target:
         ]
         return {key: value for key, value in told.items() if key not in ENGINE_KEYS}
 
+    def _is_elastic(self) -> bool:
+        """Whether the target's files are elastic: states alone, for an engine with its own groups.
+
+        Elastic files hold no hyper-parameters, so that the engine keeps those that it was built
+        with; other files would need a guess. They are written where the engine loads them as they
+        are, resumes, and can save again (DeepSpeed 0.19.8, stage_1_and_2.py
+        `_restore_base_optimizer_state`):
+
+        * Stage 1 or 2, and not BF16_Optimizer. All groups have the same states: the loader goes by
+          the keys of the first. No Muon, which keeps whole momenta: the loader gives every rank
+          those of rank 0. Moments in fp32: the loader makes all of them so.
+        * Numbers are Python's. One that is a tensor, such as the step of torch's Adam, is filled up
+          with the partition's padding, unless there is none or the engine is elastic itself.
+        """
+        if not (self.may_be_elastic and are_inferred(self.source)) or self.options.group_defaults:
+            return False
+        if "hyper_parameters" in self.engine.before or self.options.weights_only:
+            return False
+        if self.engine.partitioned or self.engine.wraps_bf16:
+            return False
+        where, _, _ = self._step_kept()
+        keys = {(*sorted(flat.slots), *sorted(flat.scalars)) for flat in self.flats}
+        types = {dtype for flat in self.flats for dtype in flat.slots.values()}
+        if len(keys) > 1 or types - {"F32"} or any(map(self.keeps_whole, self.flats)):
+            return False
+        if where == "group" and len({flat.step for flat in self.flats}) > 1:
+            return False
+        paddings = any(-flat.starts[-1] % (2 * self.dp) for flat in self.flats)
+        return self.engine.elastic or not (paddings and self._tensors_of_one())
+
+    def _tensors_of_one(self) -> bool:
+        """Whether any number beside the moments, such as the step, is a tensor."""
+        where, kind, _ = self._step_kept()
+        kinds = {number.dtype for flat in self.flats for number in flat.scalars.values()}
+        if where == "state" and any(flat.step is not None for flat in self.flats):
+            kinds.add(kind)
+        return bool(kinds - PYTHON_NUMBERS.keys())
+
     # -- reports
 
-    def _warn_of_assumed(self, assumed: Mapping[str, Any]) -> None:
-        if assumed:
+    def _warn_of_hyper_parameters(self, assumed: Mapping[str, Any]) -> None:
+        if self.elastic:
+            scheduled = self.source.state.get("lr_scheduler") is not None
+            self.warnings.append(
+                "the source holds no hyper-parameters, and neither does the target: the engine "
+                "keeps those that it is built with (--group-defaults lr=... writes others)"
+                + scheduled
+                * ", the learning rate until its scheduler's first step"
+            )
+            self._warn_of_the_next_save()
+        elif assumed:
             told = ", ".join(
                 f"{key}={value}" for key, value in assumed.items() if value is not None
             )
             name = optimizer_name(self.engine, self.source)
             self.warnings.append(
                 f"hyper-parameters that the source does not hold are {name}'s defaults: {told}"
+            )
+
+    def _warn_of_the_next_save(self) -> None:
+        """The engine's own elastic save takes the padding of a partition off its step as well.
+
+        Where the loader has made a tensor of one element of it (0.19.8). All ranks load rank 0's.
+        """
+        firsts = [_Partition(flat, self.dp, 0) for flat in self.flats]
+        cut = [place for place, part in enumerate(firsts) if part.owned < part.size]
+        if cut and self._tensors_of_one():
+            self.warnings.append(
+                f"the next elastic save of DeepSpeed (0.19.8) will lack the step of group "
+                f"{listed([*map(str, cut)])}, which has padding on rank 0: zckpt reads that save "
+                "with --step-policy N, the number of updates"
             )
 
     def _warn_of_masters(self) -> None:
@@ -445,13 +514,13 @@ class Target:
             | {
                 slot_key(slot): storages.tensor(dtype, (self._length(part, flat, slot),))
                 for slot, dtype in flat.slots.items()
-                if self._length(part, flat, slot) or slot != "momentum_buffer"
+                if self._length(part, flat, slot) or slot != "momentum_buffer" or self.elastic
             }
             for place, (flat, part) in enumerate(zip(self.flats, parts, strict=True))
         }
         common = {
             **self._clipping(),
-            "base_optimizer_state": self._base(state, storages),
+            **self._base_and_step(state, storages),
             "single_partition_of_fp32_groups": [
                 storages.tensor(flat.master, (part.size if wrapped else part.owned,))
                 for flat, part in zip(self.flats, parts, strict=True)
@@ -482,7 +551,7 @@ class Target:
     def _length(self, part: _Partition, flat: _Flat, slot: str) -> int:
         """Elements of a rank's state; Muon keeps the momentum of whole parameters (flats.py)."""
         whole = slot == "momentum_buffer" and self.keeps_whole(flat)
-        return part.whole() if whole else part.size
+        return part.whole() if whole else part.owned if self.elastic else part.size
 
     def keeps_whole(self, flat: _Flat) -> bool:
         """Whether Muon keeps the momentum of whole parameters."""
@@ -529,18 +598,32 @@ class Target:
             "param_groups": groups,
         }
 
+    def _base_and_step(self, state: Mapping[int, Any], storages: Storages) -> dict[str, Any]:
+        """The base optimizer's state_dict; of elastic files the states alone, in a list.
+
+        Beside these the engine wants the step of the groups, whether its optimizer goes by it or
+        not (0.19.8: it stops without, also where it has written none itself).
+        """
+        if not self.elastic:
+            return {"base_optimizer_state": self._base(state, storages)}
+        step = self._group_step(range(len(self.flats)), storages)
+        return {
+            "base_optimizer_state": list(state.values()),
+            "base_optimizer_state_step": step.get("step", self.flats[0].step),
+        }
+
     # -- steps, where the target's optimizer looks for them
 
     def _step_kept(self) -> tuple[str, str, Any]:
         """(in the state or group, its type, the stale step of groups) for this optimizer."""
-        asked = self.options.optimizer
-        if asked:
+        made = adam_class(self.engine, self.source)
+        if made:
             return {
                 "torch": ("state", "F32", None),
                 "deepspeed-cpu-adam": ("state", "int", None),
                 "deepspeed-fused-adam": ("state", "int", 0),
                 "apex-fused-adam": ("group", "int", None),
-            }[asked]
+            }[made]
         step = self.kept.get("step") or {}
         return step.get("in", "state"), step.get("type", "F32"), self.kept.get("group_step")
 
@@ -556,7 +639,8 @@ class Target:
 
     def _typed_step(self, step: steps.Step, kind: str, storages: Storages) -> Any:
         """In the type, and as a tensor in the shape, that the source kept it in."""
-        shape = () if self.options.optimizer else (self.kept.get("step") or {}).get("shape", ())
+        made = adam_class(self.engine, self.source)
+        shape = () if made else (self.kept.get("step") or {}).get("shape", ())
         return _thawed_number(Scalar(step, kind, tuple(shape)), storages)
 
     def _group_step(self, members: Sequence[int], storages: Storages) -> dict[str, Any]:
