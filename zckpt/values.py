@@ -84,6 +84,22 @@ def trainable(a: Manifest, b: Manifest) -> list[Report]:
     ]
 
 
+def forms(a: Manifest, b: Manifest) -> list[Report]:
+    """What files say of weights that they do not hold, where both say it and differ.
+
+    DeepSpeed's `frozen_param_fragments` is None in a save without frozen parameters. An empty
+    dictionary in its place says that the model has none, and an engine whose model has some stops.
+    """
+    told = [(side.state.get("engine") or {}).get("excludes_frozen") for side in (a, b)]
+    if None in told or told[0] == told[1]:
+        return []
+    one, other = (
+        "None (saved without frozen parameters)" if excludes else "all frozen parameters"
+        for excludes in told
+    )
+    return [{"group": None, "key": "frozen_param_fragments", "a": one, "b": other}]
+
+
 def groups(a: Manifest, b: Manifest) -> list[Report]:
     """Hyper-parameters that both hold, and which parameters belong to which group."""
     if a.groups is None or b.groups is None:

@@ -99,6 +99,8 @@ def finish(engine: Any, output: Path, losses: int, **known: Any) -> None:
 
 def build_engine(case: Case, seed: int) -> Any:
     model = models.build(case.model, seed)
+    if case.base:
+        models.copy_frozen(models.build(case.model, case.seed), model)
     groups = models.parameter_groups(model, case.groups)
     own = case.optimizer != "config"
     engine, *_ = deepspeed.initialize(

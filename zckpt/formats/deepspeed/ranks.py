@@ -87,6 +87,16 @@ class Ranks:
         return isinstance(self.first.get("base_optimizer_state"), list)
 
     @property
+    def excludes_frozen(self) -> bool | None:
+        """Whether `save_checkpoint(exclude_frozen_parameters=True)` left frozen weights out.
+
+        None where the files do not tell: stage 1, and DeepSpeed before 0.9.1.
+        """
+        if self.stage == 1 or "frozen_param_fragments" not in self.model:
+            return None
+        return self.model["frozen_param_fragments"] is None
+
+    @property
     def round_robin(self) -> bool:
         """Whether the parameters of a group lie in round-robin order (see zero.py).
 

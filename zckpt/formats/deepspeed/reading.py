@@ -351,6 +351,7 @@ def _state(ranks: Ranks, buffers: Sequence[Flat], tensors: _Tensors) -> dict[str
         "class": ranks.engine_class,
         "dtype": ranks.dtype,
         "elastic": ranks.elastic,
+        "excludes_frozen": ranks.excludes_frozen,
         "config": ranks.effective_config(),
     }
     optimizer = {
@@ -435,7 +436,7 @@ def _frozen_warnings(ranks: Ranks, lost: Sequence[str]) -> list[str]:
             f"the weights {listed(lost)} are not in this checkpoint: DeepSpeed before 0.9.1 did "
             "not save frozen weights in stage 3"
         )
-    if ranks.stage > 1 and ranks.model.get("frozen_param_shapes", {}) is None:
+    if ranks.excludes_frozen:
         found.append("saved with exclude_frozen_parameters: frozen weights, if any, are not here")
     return found
 

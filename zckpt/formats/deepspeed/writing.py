@@ -475,10 +475,16 @@ class Target:
         return self.engine.dtype if changes and dtype in FLOATS else dtype
 
     def _frozen(self, weights: Mapping[str, Tensor], storages: Storages) -> tuple[Any, Any]:
-        """frozen_param_shapes and frozen_param_fragments; stage 1 writes neither."""
-        if self.engine.stage == 1:
-            return None, None
+        """frozen_param_shapes and frozen_param_fragments; stage 1 writes neither.
+
+        Neither where frozen weights were left out, or may have been: of an empty dictionary the
+        engine concludes that the model has none, and stops at each that it has (0.19.8, engine.py
+        `load_module_state_dict`).
+        """
         names = [name for name in self.frozen if name in weights]
+        has_none = self.engine.before.get("excludes_frozen") is False
+        if self.engine.stage == 1 or not (names or has_none):
+            return None, None
         shapes = OrderedDict((name, Size(self.frozen[name].shape)) for name in names)
         if not self.engine.partitioned:
             return shapes, OrderedDict((name, weights[name]) for name in names)
