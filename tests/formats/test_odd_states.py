@@ -144,6 +144,13 @@ def test_what_it_cannot_keep_is_named(form: str, tmp_path: Path) -> None:
     ]
 
 
+def test_onnx_runtime_keeps_none(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", "gathered", lambda _: ODD)
+    report = zckpt.convert(source, tmp_path / "run", to="onnxruntime", dp=2)
+    for key in ODD:
+        assert any(f"optimizer state {key!r}" in line for line in report["left_out"]), key
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("through", [False, True])
 def test_reshard_keeps_kind_type_and_shape(stage: int, through: bool, tmp_path: Path) -> None:
