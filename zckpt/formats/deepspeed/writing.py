@@ -260,9 +260,8 @@ class Target:
         """Whether the target's files are elastic: states alone, for an engine with its own groups.
 
         Elastic files hold no hyper-parameters, so that the engine keeps those that it was built
-        with; other files would need a guess. They are written where the engine loads them as they
-        are, resumes, and can save again (DeepSpeed 0.19.8, stage_1_and_2.py
-        `_restore_base_optimizer_state`):
+        with; other files would need a guess. They are written where the engine resumes from them
+        exactly (DeepSpeed 0.19.8, stage_1_and_2.py `_restore_base_optimizer_state`):
 
         * Stage 1 or 2, and not BF16_Optimizer. All groups have the same states: the loader goes by
           the keys of the first. No Muon, which keeps whole momenta: the loader gives every rank
@@ -298,13 +297,15 @@ class Target:
 
     def _warn_of_hyper_parameters(self, assumed: Mapping[str, Any]) -> None:
         if self.elastic:
-            scheduled = self.source.state.get("lr_scheduler") is not None
             self.warnings.append(
                 "the source holds no hyper-parameters, and neither does the target: the engine "
                 "keeps those that it is built with (--group-defaults lr=... writes others)"
-                + scheduled
-                * ", the learning rate until its scheduler's first step"
             )
+            if self.source.state.get("lr_scheduler") is not None:
+                self.warnings.append(
+                    "the engine's first update uses the learning rate that it is built with: "
+                    "elastic files hold none, and its scheduler sets one after that update"
+                )
             self._warn_of_the_next_save()
         elif assumed:
             told = ", ".join(
@@ -324,9 +325,9 @@ class Target:
         cut = [place for place, part in enumerate(firsts) if part.owned < part.size]
         if cut and self._tensors_of_one():
             self.warnings.append(
-                f"the next elastic save of DeepSpeed (0.19.8) will lack the step of group "
-                f"{listed([*map(str, cut)])}, which has padding on rank 0: zckpt reads that save "
-                "with --step-policy N, the number of updates"
+                "DeepSpeed (0.19.8) resumes from this, but will not from its own next save: its "
+                f"elastic save cuts the step of group {listed([*map(str, cut)])} off with the "
+                "padding of rank 0; zckpt reads that save"
             )
 
     def _warn_of_masters(self) -> None:
