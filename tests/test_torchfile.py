@@ -175,7 +175,7 @@ def test_scalars_are_read_by_value(tmp_path: Path, legacy: bool) -> None:
     file = TorchFile(save(tmp_path / "a.pt", tensors, legacy))
     assert [file.scalar(tensor) for tensor in file.value] == [
         Scalar(7.0, "F32"),
-        Scalar(3, "I64"),
+        Scalar(3, "I64", (1,)),
         Scalar(True, "BOOL"),
         Scalar(0.5, "BF16"),
     ]

@@ -43,6 +43,37 @@ def test_scalars() -> None:
 
 
 @pytest.mark.parametrize(
+    ("other", "kinds"),
+    [
+        (Scalar(3, "I64"), ["F32", "I64", [], []]),
+        (Scalar(3, "int"), ["F32", "int", [], []]),
+        (Scalar(3, "F32", (1,)), ["F32", "F32", [], [1]]),
+    ],
+)
+def test_scalars_of_another_kind(other: Scalar, kinds: list[object]) -> None:
+    sides = [
+        manifest(parameters={"w": Parameter((2,), scalars={"count": scalar})})
+        for scalar in (Scalar(3, "F32"), other)
+    ]
+    keys = ("a_type", "b_type", "a_shape", "b_shape")
+    assert values.scalars(*sides) == [
+        {"parameter": "w", "scalar": "count", "a": 3, "b": 3, **dict(zip(keys, kinds, strict=True))}
+    ]
+
+
+def test_weights_that_were_left_out() -> None:
+    left_out, held, silent = (
+        manifest(state={"engine": {"excludes_frozen": told}}) for told in (True, False, None)
+    )
+    (line,) = values.forms(left_out, held)
+    assert line["key"] == "frozen_param_fragments"
+    assert "None" in line["a"]
+    assert "all" in line["b"]
+    assert values.forms(left_out, left_out) == values.forms(held, silent) == []
+    assert values.forms(manifest(), left_out) == []
+
+
+@pytest.mark.parametrize(
     ("ours", "theirs", "expected"),
     [
         ({"lr": 1.0, "betas": (0.9, 0.95)}, {"lr": 1.0, "betas": [0.9, 0.95], "fused": None}, []),

@@ -40,21 +40,27 @@ class Size(click.ParamType[int]):
         return int(float(found[1]) * UNITS[found[2]])
 
 
-class Pairs(click.ParamType[dict[str, Any]]):
-    """lr=3e-4,betas=[0.9,0.95],fused=null: names and JSON values."""
+class Pairs(click.ParamType[dict[Any, Any]]):
+    """lr=3e-4,betas=[0.9,0.95],fused=null: names and JSON values; 1:lr=3e-4 is for group 1."""
 
     name = "pairs"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, Any]:
+    def convert(self, value: Any, param: Any, ctx: Any) -> dict[Any, Any]:
         if isinstance(value, dict):
             return value
+        number, colon, text = value.partition(":")
+        if not (colon and number.strip().isdecimal()):
+            number, text = "", value
         try:
             # a comma within brackets belongs to a value
-            pairs = [pair.partition("=") for pair in re.split(r",(?![^\[]*\])", value)]
-            made = {key.strip(): json.loads(text) for key, _, text in pairs}
+            pairs = [pair.partition("=") for pair in re.split(r",(?![^\[]*\])", text)]
+            made = {key.strip(): json.loads(item) for key, _, item in pairs}
         except json.JSONDecodeError:
+            made = {}
+        if not made or not all(key.isidentifier() for key in made):
             self.fail(f"{value!r} is no list such as lr=3e-4,weight_decay=0.1", param, ctx)
-        return {key: tuple(held) if isinstance(held, list) else held for key, held in made.items()}
+        made = {key: tuple(item) if isinstance(item, list) else item for key, item in made.items()}
+        return {int(number): made} if number else made
 
 
 class Config(click.ParamType[dict[str, Any]]):
@@ -224,8 +230,10 @@ def writing(command: Command) -> Command:
         click.option(
             "--group-defaults",
             type=Pairs(),
-            metavar="K=V,...",
-            help="Hyper-parameters that the source does not hold.",
+            multiple=True,
+            metavar="[N:]K=V,...",
+            help="Hyper-parameters that the source does not hold, for all groups or for group N; "
+            "may be repeated.",
         ),
         click.option(
             "--dialect",
@@ -385,6 +393,15 @@ def export(source: str, target: str, to: str, **words: Any) -> None:
     write("export", source, target, words)
 
 
+def merged(given: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
+    """What `--group-defaults` gives, one after the other; a group's own values under its number."""
+    found: dict[Any, Any] = {}
+    for pairs in given:
+        for key, value in pairs.items():
+            found[key] = {**found.get(key, {}), **value} if isinstance(key, int) else value
+    return found
+
+
 def write(command: str, source: str, target: str, words: dict[str, Any], **more: Any) -> None:
     """What convert and reshard share: options, progress, the report."""
     from . import api, display
@@ -395,7 +412,7 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
         del words["step_policy"], words["param_names"]
     else:
         words["stage"] = int(words["stage"]) if words["stage"] else None
-        words["group_defaults"] = words["group_defaults"] or {}
+        words["group_defaults"] = merged(words["group_defaults"])
     reading = {key: words.pop(key) for key in ("format", "tag", "step_policy") if key in words}
     told: list[str] = []
 

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from .errors import WrongOption, listed
+from .inert import PYTHON_NUMBERS
 from .manifest import Entry, Manifest
 
 BAR = 48  # characters
@@ -287,7 +288,8 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
         yield f"step {line['a']} against {line['b']} of {line['parameters']:,} parameters"
     for line in report.get("scalars", ()):
         where = f"{line['parameter']}, {line['scalar']}"
-        yield f"{safe(where)}: {line['a']} against {line['b']}"
+        a, b = (_number_as_kept(line, side) for side in "ab")
+        yield f"{safe(where)}: {a} against {b}"
     for line in report.get("groups", ()):
         where = line["key"] if line["group"] is None else f"group {line['group']}, {line['key']}"
         yield f"{safe(where)}: {_brief(line['a'])} against {_brief(line['b'])}"
@@ -299,6 +301,15 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
     if report["differences"]:
         names = {line["tensor"] for line in report["differences"]}
         yield f"{len(names):,} tensors differ"
+
+
+def _number_as_kept(line: dict[str, Any], side: str) -> str:
+    """A number of a finding; with its type and shape, where the two sides differ in these."""
+    kind = line.get(f"{side}_type")
+    if kind is None:
+        return str(line[side])
+    tensor = "" if kind in PYTHON_NUMBERS else f" tensor of shape {line[f'{side}_shape']}"
+    return f"{line[side]} ({safe(kind)}{tensor})"
 
 
 def _one_sided(report: dict[str, Any], a: object, b: object) -> None:

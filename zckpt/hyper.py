@@ -74,13 +74,34 @@ def plain_name(name: str) -> str:
     return re.sub(r"^(deepspeed|fused|cpu)+", "", name.lower())
 
 
+def are_inferred(source: Manifest) -> bool:
+    """Whether the hyper-parameters are what a config and a scheduler say.
+
+    DeepSpeed's elastic files hold none (0.19.8).
+    """
+    return bool((source.state.get("engine") or {}).get("elastic"))
+
+
+def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
+    """Every group with `--group-defaults`, which go behind what the source holds.
+
+    They go before what was inferred.
+    """
+    count = 1 + max((held.group or 0 for held in source.parameters.values()), default=0)
+    groups: Sequence[dict[str, Any]] = source.groups or [{}] * count
+    given = [options.defaults_of(place, len(groups)) for place in range(len(groups))]
+    pairs = zip(groups, given, strict=True)
+    if are_inferred(source):
+        return [{**group, **own} for group, own in pairs]
+    return [{**own, **group} for group, own in pairs]
+
+
 def torch_groups(source: Manifest, options: Options) -> tuple[list[dict[str, Any]], list[str]]:
     """Every group with all keys that torch's own optimizer has, and warnings of what is assumed.
 
     Adam of DeepSpeed and Apex decays weights as AdamW does, unless its config says otherwise.
     """
-    count = 1 + max((held.group or 0 for held in source.parameters.values()), default=0)
-    groups = [{**options.group_defaults, **group} for group in source.groups or [{}] * count]
+    groups = given_groups(source, options)
     name = plain_name(source.optimizer or _likely(source.groups))
     needed = dict(DEFAULTS.get(name, {}))
     if name == "adam" and any("bias_correction" in group for group in groups):

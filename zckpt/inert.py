@@ -24,6 +24,10 @@ MAX_DEPTH = 100
 MAX_VALUES = 5_000_000  # a small pickle that refers to itself over and over stops here
 
 
+PYTHON_NUMBERS: dict[str, type[int] | type[float]] = {"int": int, "float": float, "bool": bool}
+"""Types of a `Scalar` that is no tensor."""
+
+
 class Size(tuple):  # type: ignore[type-arg]
     """A torch.Size."""
 
@@ -69,10 +73,19 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A 0-d tensor, by value; `dtype` as safetensors names it."""
+    """A tensor of one element, by value; `dtype` as safetensors names it.
+
+    A Python number has the dtype `int`, `float` or `bool`, and no shape.
+    """
 
     value: float | int | bool
     dtype: str
+    shape: tuple[int, ...] = ()
+
+    def unwrapped(self) -> Scalar | float | int | bool:
+        """A number of Python's as such, a tensor as it is."""
+        kind = PYTHON_NUMBERS.get(self.dtype)
+        return self if kind is None else kind(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +228,10 @@ _TAGS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     complex: ("$complex", lambda value: [value.real, value.imag]),
     OrderedDict: ("$ordered", lambda value: [list(pair) for pair in value.items()]),
     Global: ("$global", lambda value: value.name),
-    Scalar: ("$scalar", lambda value: [value.value, value.dtype]),
+    Scalar: (
+        "$scalar",
+        lambda value: [value.value, value.dtype, *([list(value.shape)] if value.shape else [])],
+    ),
     TensorName: ("$tensor", lambda value: value.name),
 }
 _MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -231,6 +247,6 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$int": lambda text: int(text, 16),
     "$global": Global,
-    "$scalar": lambda parts: Scalar(*parts),
+    "$scalar": lambda parts: Scalar(*parts[:2], *map(tuple, parts[2:])),
     "$tensor": TensorName,
 }

@@ -21,8 +21,8 @@ from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
-from .dtypes import SIZES
-from .inert import Scalar, from_json, to_json
+from .dtypes import NUMBERS, SIZES
+from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
 
@@ -312,8 +312,9 @@ class Entry:
 class Parameter:
     """What is known of a parameter beside its tensors.
 
-    `step` is completed updates, None where the optimizer keeps none; `scalars` its 0-d states other
-    than the step; `group` its place in the manifest's groups, None where frozen.
+    `step` is completed updates, None where the optimizer keeps none; `scalars` are its states of
+    one number other than the step, Python's or tensors of another shape than the parameter;
+    `group` is its place in the manifest's groups, None where frozen.
     """
 
     shape: tuple[int, ...]
@@ -332,10 +333,7 @@ def parameters_to_json(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
             "trainable": held.trainable,
             "group": held.group,
             "step": held.step,
-            "scalars": {
-                key: {"value": to_json(scalar.value), "dtype": scalar.dtype}
-                for key, scalar in held.scalars.items()
-            },
+            "scalars": {key: _scalar_to_json(scalar) for key, scalar in held.scalars.items()},
             "aliases": list(held.aliases),
         }
         for name, held in parameters.items()
@@ -350,14 +348,26 @@ def parameters_from_json(made: Mapping[str, Any]) -> dict[str, Parameter]:
             item["trainable"],
             item["group"],
             item["step"],
-            {
-                key: Scalar(from_json(scalar["value"]), scalar["dtype"])
-                for key, scalar in item.get("scalars", {}).items()
-            },
+            {key: _scalar_from_json(scalar) for key, scalar in item.get("scalars", {}).items()},
             tuple(item.get("aliases", ())),
         )
         for name, item in made.items()
     }
+
+
+def _scalar_to_json(scalar: Scalar) -> dict[str, Any]:
+    """Without a `shape` where it has none, as all were before zckpt kept shapes."""
+    shape = {"shape": list(scalar.shape)} if scalar.shape else {}
+    return {"value": to_json(scalar.value), "dtype": scalar.dtype, **shape}
+
+
+def _scalar_from_json(made: Mapping[str, Any]) -> Scalar:
+    scalar = Scalar(from_json(made["value"]), made["dtype"], tuple(made.get("shape", ())))
+    if scalar.dtype not in PYTHON_NUMBERS and scalar.dtype not in NUMBERS:
+        raise ValueError(f"a number of type {scalar.dtype!r}")
+    if any(size != 1 for size in scalar.shape):
+        raise ValueError(f"a number of shape {list(scalar.shape)}")
+    return scalar
 
 
 @dataclass(frozen=True, slots=True)

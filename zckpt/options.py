@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -23,7 +23,9 @@ class Options:
 
     `dtype` (fp32, bf16, fp16) is what the module's weights become, made of the masters. `dp`,
     `stage` and `optimizer` are the source's where they are None; `config` is a ds_config that
-    replaces the source's; `group_defaults` are hyper-parameters that the source does not hold;
+    replaces the source's; `group_defaults` are hyper-parameters that the source does not hold: for
+    all groups by name, for one group under its number ({"eps": 1e-8, 1: {"weight_decay": 0.0}}), or
+    a list with a dictionary for each group;
     `param_names` is the order of the module's parameters, where the source does not tell it;
     `dcp_layout` says how a target of torch.distributed.checkpoint names the optimizer's state
     (None: as the source, or nested). `rename` are pairs of a regular expression and what names
@@ -40,7 +42,7 @@ class Options:
     stage: int | None = None
     config: dict[str, Any] | None = None
     optimizer: str | None = None
-    group_defaults: dict[str, Any] = field(default_factory=dict)
+    group_defaults: Mapping[Any, Any] | Sequence[Mapping[str, Any]] = field(default_factory=dict)
     param_names: tuple[str, ...] | None = None
     dialect: str | None = None
     dcp_layout: str | None = None
@@ -64,6 +66,35 @@ class Options:
         ):
             if value is not None and value not in allowed:
                 raise WrongOption(f"{word} {value!r} is none of {', '.join(map(str, allowed))}")
+
+        for key, value in self._given().items():
+            numbered = isinstance(key, int) and key >= 0 and isinstance(value, Mapping)
+            if not numbered and not isinstance(key, str):
+                raise WrongOption(
+                    f"group_defaults has the key {key!r}",
+                    hint="a name of a hyper-parameter, or a group's number with a dictionary",
+                )
+
+    def _given(self) -> dict[Any, Any]:
+        """`group_defaults` as a dictionary; a list is one by the groups' numbers."""
+        given = self.group_defaults
+        return dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+
+    def defaults_of(self, group: int, count: int) -> dict[str, Any]:
+        """The `group_defaults` of one group of `count`: its own, and those for all groups.
+
+        Raises WrongOption where one is given for a group that the source does not have.
+        """
+        given = self._given()
+        numbers = [key for key in given if isinstance(key, int)]
+        if numbers and max(numbers) >= count:
+            raise WrongOption(
+                f"--group-defaults gives values for group {max(numbers)}, but the source has "
+                f"{count} group{'s' if count > 1 else ''}",
+                hint="groups are numbered from 0: see `zckpt inspect`",
+            )
+        shared = {key: value for key, value in given.items() if isinstance(key, str)}
+        return {**shared, **given.get(group, {})}
 
     @property
     def module_dtype(self) -> str | None:

@@ -152,7 +152,7 @@ def with_values(
         "problems": told["problems"] + lost,
         "steps": values.steps(a, b),
         "scalars": values.scalars(a, b),
-        "groups": values.groups(a, b) + values.trainable(a, b),
+        "groups": values.groups(a, b) + values.trainable(a, b) + values.forms(a, b),
         "only_a": list(only_a),
         "only_b": list(only_b),
         "versions": versions(a, b),

@@ -155,7 +155,7 @@ class TorchFile:
     def scalar(self, tensor: Tensor) -> Scalar:
         """A 0-d or one-element tensor by value."""
         try:
-            return Scalar(decode(tensor.dtype, self.read(tensor)), tensor.dtype)
+            return Scalar(decode(tensor.dtype, self.read(tensor)), tensor.dtype, tensor.shape)
         except KeyError as error:
             raise UnsupportedCheckpoint(
                 f"{self.path} holds a number of type {tensor.dtype}"

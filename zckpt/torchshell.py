@@ -44,9 +44,9 @@ class Storages:
         strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
         return Tensor(Storage(key, dtype, self.lengths[key]), dtype, 0, tuple(shape), strides)
 
-    def scalar(self, value: Scalar, shape: tuple[int, ...] = ()) -> Tensor:
+    def scalar(self, value: Scalar) -> Tensor:
         """A tensor of one element of known value."""
-        made = self.tensor(value.dtype, shape)
+        made = self.tensor(value.dtype, value.shape)
         self.known[made.storage.key] = encode(value.dtype, value.value)
         return made
 

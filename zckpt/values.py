@@ -45,18 +45,34 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def scalars(a: Manifest, b: Manifest) -> list[Report]:
-    """0-d states, as NAdam's `mu_product`, that differ; None where one side alone lacks one."""
+    """States of one number, as NAdam's `mu_product`, that differ in value, type or shape.
+
+    A line has `a_type`, `a_shape` and so on where these differ. What one side keeps of no parameter
+    is no difference.
+    """
     kept = [{key for held in side.parameters.values() for key in held.scalars} for side in (a, b)]
     found = []
     for name, ours, theirs in _parameters(a, b):
         for key in sorted(kept[0] & kept[1] & {*ours.scalars, *theirs.scalars}):
-            pair = [
-                to_json(held.scalars[key].value) if key in held.scalars else None
-                for held in (ours, theirs)
-            ]
-            if not alike(*pair):
-                found.append({"parameter": name, "scalar": key, "a": pair[0], "b": pair[1]})
+            one, other = ours.scalars.get(key), theirs.scalars.get(key)
+            values = [None if each is None else to_json(each.value) for each in (one, other)]
+            line = {"parameter": name, "scalar": key, "a": values[0], "b": values[1]}
+            kinds = _kinds(one, other)
+            if kinds or not alike(*values):
+                found.append({**line, **kinds})
     return found
+
+
+def _kinds(a: Scalar | None, b: Scalar | None) -> Report:
+    """Types and shapes, where they differ."""
+    if a is None or b is None or (a.dtype, a.shape) == (b.dtype, b.shape):
+        return {}
+    return {
+        "a_type": a.dtype,
+        "b_type": b.dtype,
+        "a_shape": list(a.shape),
+        "b_shape": list(b.shape),
+    }
 
 
 def trainable(a: Manifest, b: Manifest) -> list[Report]:
@@ -66,6 +82,22 @@ def trainable(a: Manifest, b: Manifest) -> list[Report]:
         for name, ours, theirs in _parameters(a, b)
         if ours.trainable != theirs.trainable
     ]
+
+
+def forms(a: Manifest, b: Manifest) -> list[Report]:
+    """What files say of weights that they do not hold, where both say it and differ.
+
+    DeepSpeed's `frozen_param_fragments` is None in a save without frozen parameters. An empty
+    dictionary in its place says that the model has none, and an engine whose model has some stops.
+    """
+    told = [(side.state.get("engine") or {}).get("excludes_frozen") for side in (a, b)]
+    if None in told or told[0] == told[1]:
+        return []
+    one, other = (
+        "None (saved without frozen parameters)" if excludes else "all frozen parameters"
+        for excludes in told
+    )
+    return [{"group": None, "key": "frozen_param_fragments", "a": one, "b": other}]
 
 
 def groups(a: Manifest, b: Manifest) -> list[Report]:

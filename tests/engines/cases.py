@@ -34,11 +34,16 @@ class Case:
     client_state: bool = False  # save values that only a careful reader survives
     scheduler: bool = False  # a LambdaLR of the user; the engine's own are made by `config`
     load: Mapping[str, Any] = field(default_factory=dict)  # arguments of load_checkpoint
+    base: bool = False  # frozen weights are of a pretrained model: the same in every engine
     reload: str = "exact"  # what the engine makes of its own files: "exact", "differs", "refused"
 
     @property
     def extension(self) -> str | None:
         """The engine's extension that needs a C++ compiler, or None."""
+        made = self.config.get("optimizer", {}) if self.optimizer == "config" else {}
+        if made.get("type") in ("Adam", "AdamW") and not made["params"].get("torch_adam"):
+            offloads = "offload_optimizer" in self.config.get("zero_optimization", {})
+            return "CPUAdamBuilder" if offloads else "FusedAdamBuilder"
         return EXTENSIONS.get(self.optimizer)
 
 
@@ -58,6 +63,16 @@ DYNAMIC_SCALE = {"fp16": {"initial_scale_power": 10, "hysteresis": 1, "loss_scal
 OVERFLOW = {"fp16": {"initial_scale_power": 20, "hysteresis": 1}}
 UNCLIPPED = {"gradient_clipping": 0.0}  # by default the engine clips to 1.0, torch does not
 STATIC_SCALE = {"fp16": {"loss_scale": 128.0}}
+
+
+def elastic(kind: str, torch_adam: bool = False, offloads: bool = False) -> dict[str, Any]:
+    """An engine that makes its own optimizer and writes elastic checkpoints."""
+    params = {"lr": 0.01, "betas": [0.8, 0.95], "weight_decay": 0.1}
+    params |= {"torch_adam": True} if torch_adam else {}
+    place = {"offload_optimizer": {"device": "cpu"}} if offloads else {}
+    return {"optimizer": {"type": kind, "params": params}, **zero(elastic_checkpoint=True, **place)}
+
+
 MUON = {
     "optimizer": {
         "type": "Muon",
@@ -115,6 +130,11 @@ OPTIMIZERS = [
     Case("z1_dp2_nadam", "nadam", 1, 2, optimizer="nadam"),
     Case("z1_dp2_lion", "lion", 1, 2, optimizer="lion"),
     Case("z1_dp2_lion_bf16_optimizer", "lion", 1, 2, optimizer="lion", config=BF16_OPTIMIZER),
+    *(Case(f"z{stage}_dp2_odd", "odd", stage, 2, optimizer="odd") for stage in (2, 1, 3)),
+    *(
+        Case(f"z{stage}_dp4_odd_padding", "odd padding", stage, 4, optimizer="odd", groups=4)
+        for stage in (2, 3)
+    ),
     Case("z2_dp2_adagrad", "adagrad", 2, 2, optimizer="adagrad", groups=1),
     Case("z2_dp2_apex_fused_adam", "apex", 2, 2, optimizer="apex fused adam"),
     Case("z2_dp2_muon", "muon", 2, 2, optimizer="config", config=MUON),
@@ -239,12 +259,20 @@ LAYOUTS = [
     *(
         # Without a step in the groups the engine cannot read its own elastic files.
         Case(
-            f"z{stage}_dp2_elastic",
-            "elastic",
+            f"z{stage}_dp2_elastic{'_' if name else ''}{name}",
+            f"elastic {name}".strip(),
             stage,
             2,
-            config=zero(elastic_checkpoint=True),
-            reload="refused",
+            optimizer="config" if name else "adamw",
+            config=config,
+            reload="exact" if name in ("adam", "adamw") else "refused",
+        )
+        for name, config in (
+            ("", zero(elastic_checkpoint=True)),
+            ("adam", elastic("Adam")),
+            ("adamw", elastic("AdamW")),
+            ("torch_adam", elastic("Adam", torch_adam=True)),
+            ("cpu_adam", elastic("AdamW", offloads=True)),
         )
         for stage in (2, 1)
     ),
@@ -312,7 +340,7 @@ MODELS = [
             2,
             save={"exclude_frozen_parameters": True},
             load={"load_module_strict": False},
-            reload="differs",
+            base=True,
         )
         for stage in (2, 1, 3)
     ),

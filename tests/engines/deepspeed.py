@@ -86,6 +86,13 @@ def resume(
     return recorded
 
 
+def save_again(case: Case, directory: Path, output: Path) -> None:
+    """A new engine of `case` loads `directory`, trains one step and saves into `output`."""
+    output.mkdir(parents=True, exist_ok=True)
+    arguments = (case, directory.resolve(), output.resolve())
+    submit("rank", "save_again", case.dp, arguments, output, case.extension)
+
+
 def submit(
     module: str,
     work: str,

@@ -130,6 +130,15 @@ def build(name: str, seed: int) -> Model:
     return Model(VARIANTS[name])
 
 
+@torch.no_grad()
+def copy_frozen(source: Model, target: Model) -> None:
+    """Gives `target` the frozen weights of `source`, as PEFT loads its base model."""
+    weights = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        if not parameter.requires_grad:
+            parameter.copy_(weights[name])
+
+
 def build_llama(seed: int) -> tuple[Any, list[dict[str, Tensor]]]:
     """A tiny tied Llama and its data, for trainers that want a model of transformers."""
     import transformers

@@ -31,6 +31,32 @@ class Lion(torch.optim.Optimizer):
             average.lerp_(gradient, 1 - second)
 
 
+class Odd(torch.optim.Optimizer):
+    """A user's own class whose states are of every kind, and each of them scales the update."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"lr": 0.001, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, parameter, gradient in gradients(self.param_groups):
+            state = self.state[parameter]
+            if not state:
+                state |= {"exp_avg": torch.zeros_like(parameter), "count": 0, "flag": False}
+                state |= {"rate": 1.5, "gain": torch.tensor(1.5), "width": torch.tensor([2.5])}
+            state["count"] += 1
+            state["flag"] = not state["flag"]
+            state["rate"] *= 0.75
+            state["gain"] *= 0.875
+            state["width"] *= 0.625
+            scale = (
+                state["rate"] * state["gain"] * state["width"] / (state["count"] + state["flag"])
+            )
+            average = state["exp_avg"].lerp_(gradient, 0.25)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.sub_(average * scale * group["lr"])
+
+
 class FusedAdam(torch.optim.Optimizer):
     """Emulates what DeepSpeed's FusedAdam keeps, 0.6.5 and newer; the real one must be compiled.
 
@@ -124,6 +150,7 @@ FACTORIES: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "momentum": lambda groups: torch.optim.SGD(groups, momentum=0.9),
     "lion": Lion,
+    "odd": Odd,
     "fused adam": FusedAdam,
     "apex fused adam": ApexFusedAdam,
     "deepspeed fused adam": deepspeed_fused_adam,

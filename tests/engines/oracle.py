@@ -142,6 +142,12 @@ def read_partitioned_parameters(names: dict[int, str], optimizer: Any) -> Layout
 def local_states(optimizer: Any, layout: Layout) -> list[dict[str, dict[str, Any]]]:
     """Master and optimizer state of each flat tensor on this rank."""
     states: list[dict[str, dict[str, Any]]] = []
+    largest = max(layout.flats, key=torch.Tensor.numel)
+    partitioned = {
+        key
+        for key, value in optimizer.optimizer.state.get(largest, {}).items()
+        if torch.is_tensor(value) and value.shape == largest.shape
+    }
     for number, flat in enumerate(layout.flats):
         kept = dict(optimizer.optimizer.state.get(flat, {}))
         whole = {}
@@ -149,7 +155,9 @@ def local_states(optimizer: Any, layout: Layout) -> list[dict[str, dict[str, Any
             momentum = kept.pop("momentum_buffer")
             whole["momentum_buffer"] = cut(momentum, layout.whole_momentum[number])
         shaped = {
-            key: value for key, value in kept.items() if torch.is_tensor(value) and value.ndim
+            key: value
+            for key, value in kept.items()
+            if torch.is_tensor(value) and value.ndim and (key in partitioned or value.numel() != 1)
         }
         assert all(value.numel() == flat.numel() for value in shaped.values())
         tensors = {"master": flat, **shaped}
@@ -180,7 +188,8 @@ def whole_tensors(name: str, states: list[dict[str, dict[str, Any]]]) -> dict[st
 
 
 def plain(value: Any) -> Any:
-    return value.item() if torch.is_tensor(value) else value
+    """By value; a tensor that is not 0-d as lists, so that its shape shows."""
+    return value.tolist() if torch.is_tensor(value) else value
 
 
 def assemble(parts: list[Tensor], place: Place, shape: torch.Size, layout: Layout) -> Tensor:

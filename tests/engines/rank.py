@@ -80,6 +80,15 @@ def resume(
     finish(engine, output, losses, dtype=case.dtype, client_state=client_state)
 
 
+def save_again(rank: int, store: Path, case: Case, directory: Path, output: Path) -> None:
+    """Loads `directory`, trains one step, saves into `output`."""
+    join(rank, case.dp, store)
+    engine = build_engine(case, case.seed + 1000)
+    engine.load_checkpoint(str(directory))
+    train_step(engine)
+    engine.save_checkpoint(str(output))
+
+
 def finish(engine: Any, output: Path, losses: int, **known: Any) -> None:
     """Writes what the engine holds now, with the losses of the steps that follow."""
     state = oracle.record(engine)
@@ -90,6 +99,8 @@ def finish(engine: Any, output: Path, losses: int, **known: Any) -> None:
 
 def build_engine(case: Case, seed: int) -> Any:
     model = models.build(case.model, seed)
+    if case.base:
+        models.copy_frozen(models.build(case.model, case.seed), model)
     groups = models.parameter_groups(model, case.groups)
     own = case.optimizer != "config"
     engine, *_ = deepspeed.initialize(

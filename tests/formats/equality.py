@@ -54,7 +54,7 @@ def assert_is_what_the_engine_held(
     assert {n for n, p in parameters.items() if not p["trainable"]} == set(oracle["frozen"]) & here
     assert {name: parameters[name]["step"] for name in oracle["steps"]} == oracle["steps"]
     for name, scalars in oracle["scalars"].items():
-        stored = {k: s["value"] for k, s in parameters[name]["scalars"].items()}
+        stored = {k: nested(s) for k, s in parameters[name]["scalars"].items()}
         assert stored == {key: plain(value) for key, value in scalars.items()}
     aliases = {alias: name for name, p in parameters.items() for alias in p["aliases"]}
     assert aliases == oracle["aliases"]
@@ -101,6 +101,14 @@ def expected_tensors(manifest: dict[str, Any], oracle: dict[str, Any]) -> dict[s
     for name in set(oracle["frozen"]) - set(manifest["parameters"]):  # saved without them
         del expected[f"{name}/param"]
     return expected | {f"{name}/param": tensor for name, tensor in oracle["buffers"].items()}
+
+
+def nested(scalar: dict[str, Any]) -> Any:
+    """A number of the manifest, in as many lists as its shape has dimensions."""
+    value = scalar["value"]
+    for _ in scalar.get("shape", ()):
+        value = [value]
+    return value
 
 
 def plain(value: Any) -> Any:

@@ -105,6 +105,17 @@ MOVES = [
     Move("strided", "z2_dp2_strided", 3),
     Move("unused", "z2_dp3_unused", 2),
     Move("unused", "z3_dp3_unused", 2),
+    *(
+        Move(f"no frozen stage {stage}", f"z{stage}_dp2_no_frozen", dp, other, through=through)
+        for stage in (2, 3, 1)
+        for dp, other, through in (
+            (3, None, False),
+            (2, None, False),
+            (1, None, True),
+            (3, 1 + stage % 3, True),
+        )
+    ),
+    Move("no frozen stage 1", "z1_dp2_no_frozen", 3, 3),
     Move("client state", "z3_dp2_client_state", 3),
     Move("client state", "z2_dp2_client_state", 3, through=True),
     Move("scheduler", "z2_dp2_warmup", 3),
@@ -210,3 +221,59 @@ def assert_same_state(before: dict[str, Any], after: dict[str, Any], weights: bo
     assert before["lr_scheduler"] == after["lr_scheduler"]
     for key, value in before["client_state"].items():
         assert repr(after["client_state"][key]) == repr(value), key
+
+
+@pytest.mark.engines
+@pytest.mark.first
+@pytest.mark.parametrize("stage", [2, 3])
+class TestWithoutFrozenParameters:
+    """`frozen_param_shapes` and `frozen_param_fragments` are None, not empty, as in the source."""
+
+    def fields(self, run: Path) -> list[Any]:
+        import deepspeed  # noqa: F401  (its classes are in the pickle)
+
+        return [
+            torch.load(file, weights_only=False)[f"frozen_param_{name}"]
+            for file in sorted(run.rglob("*model_states.pt"))
+            for name in ("shapes", "fragments")
+        ]
+
+    @pytest.mark.parametrize("to", ["deepspeed", "deepspeed-universal"])
+    @pytest.mark.parametrize("through", [False, True])
+    def test_none_stays_none(
+        self, to: str, through: bool, stage: int, trained: Trained, tmp_path: Path
+    ) -> None:
+        source = trained(CASES[f"z{stage}_dp2_no_frozen"]) / "run"
+        if through:
+            zckpt.convert(source, tmp_path / "universal")
+            source = tmp_path / "universal"
+        zckpt.convert(source, tmp_path / "run", to=to, dp=3)
+        assert self.fields(tmp_path / "run") == (2 if stage == 2 else 6) * [None]
+        assert zckpt.verify(source, tmp_path / "run")["equal"]
+
+    def test_none_is_not_empty(self, stage: int, trained: Trained, tmp_path: Path) -> None:
+        run = trained(CASES[f"z{stage}_dp2_plain"]) / "run"
+        zckpt.reshard(run, tmp_path / "run", dp=2)
+        assert self.fields(tmp_path / "run") == self.fields(run)
+        assert not any(self.fields(run))
+        assert None not in self.fields(run)
+
+    def test_a_difference_is_found(self, stage: int, trained: Trained, tmp_path: Path) -> None:
+        run = trained(CASES[f"z{stage}_dp2_no_frozen"]) / "run"
+        zckpt.reshard(run, tmp_path / "run", dp=2)
+        for file in (tmp_path / "run").rglob("*model_states.pt"):
+            value = torch.load(file, weights_only=False)
+            value |= {"frozen_param_shapes": {}, "frozen_param_fragments": {}}
+            torch.save(value, file)
+        told = {
+            "group": None,
+            "key": "frozen_param_fragments",
+            "a": "None (saved without frozen parameters)",
+            "b": "all frozen parameters",
+        }
+        for report in (
+            zckpt.verify(run, tmp_path / "run"),
+            zckpt.diff(run, tmp_path / "run"),
+        ):
+            assert not report["equal"]
+            assert report["groups"] == [told]

@@ -29,6 +29,7 @@ from ..errors import (
     NotACheckpoint,
     UnsupportedCheckpoint,
 )
+from ..hyper import are_inferred, given_groups
 from ..inert import from_json, plain_group, to_json
 from ..manifest import (
     Entry,
@@ -129,20 +130,18 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 def with_defaults(source: Manifest, options: Options) -> Manifest:
     """Hyper-parameters that the source never stored (elastic files, other engines)."""
-    elastic = bool((source.state.get("engine") or {}).get("elastic"))
-    if not options.group_defaults or not (source.groups is None or elastic):
+    inferred = are_inferred(source)
+    if not options.group_defaults or not (source.groups is None or inferred):
         return source
-    count = 1 + max((held.group or 0 for held in source.parameters.values()), default=0)
-    groups = source.groups or tuple({} for _ in range(count))
     parameters = {
         name: replace(held, group=(held.group or 0) if held.trainable else None)
         for name, held in source.parameters.items()
     }
-    return replace(
-        source,
-        parameters=parameters,
-        groups=tuple({**options.group_defaults, **group} for group in groups),
-    )
+    state = dict(source.state)
+    if inferred:
+        state["engine"] = {**state["engine"], "hyper_parameters": "given"}
+    groups = tuple(given_groups(source, options))
+    return replace(source, parameters=parameters, groups=groups, state=state)
 
 
 def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:

@@ -75,6 +75,31 @@ class Engine:
         return name if isinstance(name, str) else None
 
     @property
+    def adam_class(self) -> str | None:
+        """The class of Adam that the engine makes, as `--optimizer` names it; None for no Adam.
+
+        None too where the program makes the optimizer. DeepSpeed 0.19.8, engine.py
+        `_configure_basic_optimizer`: Adam and AdamW are FusedAdam unless the config says otherwise.
+        """
+        if (self.optimizer or "").lower() not in ("adam", "adamw"):
+            return None
+        if self.option("optimizer", "params", "torch_adam") is True:
+            return "torch"
+        return "deepspeed-cpu-adam" if self.offloads else "deepspeed-fused-adam"
+
+    @property
+    def decouples_decay(self) -> bool:
+        """Whether the Adam that the engine makes decays weights as AdamW does (0.19.8)."""
+        mode = self.option("optimizer", "params", "adam_w_mode")
+        return (self.optimizer or "").lower() == "adamw" or mode is not False
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the engine reads and writes elastic files; stage 3 refuses to (0.19.8)."""
+        wanted = self.option("zero_optimization", "elastic_checkpoint") is True
+        return wanted and not self.partitioned and not self.wraps_bf16
+
+    @property
     def offloads(self) -> bool:
         """Whether optimizer states are kept in the processor's memory."""
         device = self.option("zero_optimization", "offload_optimizer", "device")

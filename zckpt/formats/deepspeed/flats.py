@@ -7,14 +7,14 @@ with it, stage 3 pads every parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ... import steps
 from ...dtypes import SIZES
-from ...errors import CorruptCheckpoint, InconsistentCheckpoint
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 from ...inert import Scalar
 from ...manifest import Extent, Fragments, Runs, Sighting, Slices, slot_name, solid
 from ...torchfile import Tensor
@@ -66,11 +66,15 @@ def flats(ranks: Ranks, step_policy: str | None) -> Iterator[Flat]:
     alignment = ranks.first.get("param_alignment_paddings") or [None] * len(shapes)
     groups = ranks.base_state(ranks.first).get("param_groups") or []
     group_of = {sub: place for place, group in enumerate(groups) for sub in group["params"]}
+    buffers = []
     for place, names in enumerate(shapes):
         paddings = alignment[place] or [0] * len(names)
         partitions = [held[place] for held in masters]
-        buffer = _Buffer(ranks, place, names, paddings, partitions)
-        yield buffer.flat(group_of.get(place, place) if ranks.partitioned else place, step_policy)
+        buffers.append(_Buffer(ranks, place, names, paddings, partitions))
+    numbers = {key for buffer in buffers for key in buffer.numbers()}
+    for place, buffer in enumerate(buffers):
+        group = group_of.get(place, place) if ranks.partitioned else place
+        yield buffer.flat(group, numbers, step_policy)
 
 
 def _tensors(ranks: Ranks, state: Mapping[str, Any], key: str) -> list[Tensor]:
@@ -119,21 +123,38 @@ class _Buffer:
             )
         return lengths
 
-    def flat(self, group: int, step_policy: str | None) -> Flat:
-        """All that the ranks keep of this buffer."""
+    def numbers(self) -> Iterator[str]:
+        """States that are one number and no partition: tensors of one element, where that shows.
+
+        A partition may have one element as well; then another buffer tells.
+        """
+        partitions = {self.masters[0].numel, *self.lengths}
+        for key, state in self.ranks.flat_states(self.place)[0].items():
+            value = _stored(state) if self.ranks.elastic else state
+            single = isinstance(value, Tensor) and value.numel == 1
+            if single and not (value.shape and 1 in partitions):
+                yield key
+
+    def flat(self, group: int, numbers: Collection[str], step_policy: str | None) -> Flat:
+        """All that the ranks keep of this buffer; `numbers` are states of one number."""
         slots = [self._cut("master", self.masters)]
         scalars: dict[str, Scalar] = {}
         left_out = []
         held = self.ranks.flat_states(self.place)
         for key in dict.fromkeys(key for state in held for key in state if key != "step"):
             values = [state.get(key) for state in held]
-            slot = self._slot(str(key), values)
+            if key in numbers:
+                values = self._uncut(values)
+            slot = None if key in numbers else self._slot(str(key), values)
             if slot is not None:
                 slots.append(slot)
             elif (scalar := self.ranks.scalar(values)) is not None:
                 scalars[str(key)] = scalar
             elif any(value is not None for value in values):
-                left_out.append(f"optimizer state {key!r} of flat group {self.place}")
+                left_out.append(
+                    f"optimizer state {key!r} of {listed(list(self.shapes))} (flat group "
+                    f"{self.place}): neither a number nor a tensor of the parameters' shapes"
+                )
         sightings, kept, warnings = self._steps(group, held, step_policy)
         step = next((line.step for line in sightings if line.truth), None)
         return Flat(group, self.shapes, slots, step, kept, scalars, sightings, left_out, warnings)
@@ -218,7 +239,30 @@ class _Buffer:
         complete = len(fragments) == len(self.spans) and len(dtypes) == 1
         return Slot(slot_name(key), dtypes.pop(), fragments, copies) if complete else None
 
+    def _uncut(self, values: list[Any]) -> list[Any]:
+        """A number of every rank, whole where the engine's elastic save has cut it to nothing.
+
+        It takes a partition's padding off every tensor that is not 0-d, numbers too (0.19.8). The
+        storage still has the element; where it has not, another rank's number stands for it.
+        """
+        if not self.ranks.elastic or not any(map(_is_empty, values)):
+            return values
+        numbers = [self.ranks.number(rank, _stored(value)) for rank, value in enumerate(values)]
+        whole = [number for number in numbers if not _is_empty(number)]
+        return [whole[0] if whole and _is_empty(number) else number for number in numbers]
+
     # -- steps
+
+    def _kept_steps(self, states: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Every rank's step in the state; raises where the engine has cut it off on all of them."""
+        found = self._uncut([state.get("step") for state in states])
+        if any(map(_is_empty, found)):
+            raise InconsistentCheckpoint(
+                f"{self.ranks.place.directory}: the step of flat group {self.place} is lost: "
+                "DeepSpeed's elastic save cut it off with the padding",
+                hint="take an earlier save",
+            )
+        return found
 
     def _steps(
         self, group: int, held: Sequence[Mapping[str, Any]], policy: str | None
@@ -229,7 +273,7 @@ class _Buffer:
         kept: dict[str, Any] | None = None
         warnings: list[str] = []
         for where, what, values in (
-            ("state", f"state of flat group {self.place}", [state.get("step") for state in held]),
+            ("state", f"state of flat group {self.place}", self._kept_steps(held)),
             (
                 "group",
                 f"param_groups[{group}]",
@@ -255,8 +299,20 @@ class _Buffer:
             if truth:
                 kept = {"in": where, "type": kinds[0]}
                 first = values[0]
-                if isinstance(first, Tensor) and first.shape:  # capturable FusedAdam: of shape [1]
+                # of shape [1]: a capturable FusedAdam's, and what elastic files are loaded to
+                if isinstance(first, (Scalar, Tensor)) and first.shape:
                     kept["shape"] = list(first.shape)
                 if warning := steps.stalled(step, kinds[0], what):
                     warnings.append(warning)
         return sightings, kept, warnings
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.numel
+
+
+def _stored(value: Any) -> Any:
+    """The one element in the storage of an empty tensor; any other value as it is."""
+    if not _is_empty(value) or value.storage.length != SIZES[value.dtype]:
+        return value
+    return Tensor(value.storage, value.dtype, 0, (1,), (1,))

@@ -53,6 +53,7 @@ class _Engine:
         self.model: dict[str, Any] = self.models[0].value
         self.dp = len(self.optimizers)
         self.cuts_each_parameter = "fp32_flat_groups" in self.states[0]  # stage 3
+        self.numbers = self._numbers()
 
     def param_shapes(self) -> list[Shapes]:
         """Of every flat group; in the optimizer files before 0.6.0, one dictionary before 0.5.4."""
@@ -70,7 +71,7 @@ class _Engine:
         states = {name: [held.get(name) for held in kept] for held in kept for name in held}
         for name, tensors in {"master": masters, **states}.items():
             held = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.shape]
-            if name == "step" or not held:
+            if name in self.numbers or not held:
                 continue
             slot = name if name == "master" else slot_name(name)
             if len(held) == self.dp and _is_partition(held, masters):
@@ -83,6 +84,16 @@ class _Engine:
                 yield Partitioned(held[0].dtype, extents, members, self.cuts_each_parameter)
             else:
                 yield from self._whole_momenta(slot, tensors, masters, firsts, shapes)
+
+    def _numbers(self) -> set[str]:
+        """States that belong to no element: the step, and tensors of one where a rank has more."""
+        key = "fp32_flat_groups" if self.cuts_each_parameter else "single_partition_of_fp32_groups"
+        return {"step"} | {
+            name
+            for number, master in enumerate(self.states[0][key])
+            for name, tensor in self._kept(self.states[0], number).items()
+            if isinstance(tensor, Tensor) and tensor.numel == 1 < master.numel
+        }
 
     def _kept(self, state: Mapping[str, Any], number: int) -> dict[str, Any]:
         """What a rank's base optimizer keeps for a flat group; elastic files list it."""
@@ -113,17 +124,30 @@ class _Engine:
         firsts: Mapping[str, int],
         shapes: Shapes,
     ) -> Iterator[Whole]:
-        """Muon in stages 1 and 2: a rank has all of each parameter that reaches into its part."""
+        """Muon in stages 1 and 2: a rank has all of each parameter that reaches into its part.
+
+        Nothing where the tensors are not that long.
+        """
+        owned: list[list[tuple[str, tuple[int, ...]]]] = []
         start = 0
-        for file, tensor, master in zip(self.optimizers, tensors, masters, strict=True):
-            stop, here = start + master.numel, 0
+        for master in masters:
+            stop, members = start + master.numel, []
             for name, shape in shapes.items():
                 first, numel = firsts[name], prod(shape)
                 if first < stop and first + numel > start and numel:
-                    extent = file.extent(tensor.part(here, here + numel))
-                    yield Whole(f"{name}/{slot}", tensor.dtype, shape, extent)
-                    here += numel
+                    members.append((name, shape))
+            owned.append(members)
             start = stop
+        for tensor, members in zip(tensors, owned, strict=True):
+            length = sum(prod(shape) for _, shape in members)
+            if length != (tensor.numel if isinstance(tensor, Tensor) else 0):
+                return
+        for file, tensor, members in zip(self.optimizers, tensors, owned, strict=True):
+            here = 0
+            for name, shape in members:
+                extent = file.extent(tensor.part(here, here + prod(shape)))
+                yield Whole(f"{name}/{slot}", tensor.dtype, shape, extent)
+                here += prod(shape)
 
     def frozen(self) -> Iterator[Partition]:
         """Stage 3 cuts frozen parameters too, each by itself."""

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import MissingData, WrongOption
-from ...hyper import ADAM, DEFAULTS, TORCH, plain_name
+from ...hyper import ADAM, DEFAULTS, TORCH, are_inferred, given_groups, plain_name
 from ...manifest import Manifest
+from ...options import Options
 from .engine import Engine
 
 # what groups hold beside ADAM's, by the class that `--optimizer` asks for
@@ -17,6 +18,8 @@ CLASSES: dict[str, dict[str, Any]] = {
     "deepspeed-fused-adam": {"bias_correction": True},
     "apex-fused-adam": {"bias_correction": True},
 }
+# how an optimizer computes, and not what: nobody sets these to train differently
+OF_IMPLEMENTATIONS = frozenset((*TORCH, "fused", "bias_correction", "decoupled_weight_decay"))
 FAMILIES = {"adam": "adam", "adamw": "adam"} | {
     name: name for name in ("nadam", "rmsprop", "adagrad", "sgd", "lion", "muon")
 }
@@ -28,6 +31,7 @@ NEEDED = {
     "adagrad": ("sum",),
     "rmsprop": ("square_avg",),
 }
+NEEDED_NUMBERS = {"nadam": ("mu_product",)}
 
 
 def optimizer_name(engine: Engine, source: Manifest) -> str:
@@ -35,66 +39,124 @@ def optimizer_name(engine: Engine, source: Manifest) -> str:
     return plain_name(engine.optimizer or source.optimizer or "AdamW")
 
 
+def adam_class(engine: Engine, source: Manifest) -> str | None:
+    """The class of Adam to write for, as `--optimizer` names it; None to keep what the source has.
+
+    A DeepSpeed source's own files fit its own optimizer. Where hyper-parameters are missing, and
+    where another ds_config is given, the ds_config says which class the engine makes.
+    """
+    if engine.options.optimizer:
+        return engine.options.optimizer
+    if _is_complete(engine, source) and engine.options.config is None:
+        return None
+    return engine.adam_class
+
+
+def _is_complete(engine: Engine, source: Manifest) -> bool:
+    """Whether groups are as an engine's optimizer wrote them."""
+    return source.groups is not None and bool(engine.before) and not are_inferred(source)
+
+
 def complete_groups(
-    engine: Engine, source: Manifest, count: int
+    engine: Engine, source: Manifest
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Every group with all that the target's optimizer needs, and what had to be assumed.
 
     Groups that an engine wrote are complete. Elastic files and other engines' are filled up from
-    `--group-defaults`, then from the optimizer's own defaults.
+    `--group-defaults`, then from the ds_config, then from the optimizer's own defaults.
     """
-    options, name = engine.options, optimizer_name(engine, source)
-    elastic = bool(engine.before.get("elastic"))
-    complete = source.groups is not None and bool(engine.before) and not elastic
-    groups = [dict(group) for group in source.groups or [{}] * count]
-    needed = dict(DEFAULTS.get(name, {}))
-    known = needed or options.optimizer or options.weights_only
-    if source.groups is None and not elastic and not known:
+    options, name, made = engine.options, optimizer_name(engine, source), adam_class(engine, source)
+    inferred, complete = are_inferred(source), _is_complete(engine, source)
+    known = name in DEFAULTS or options.optimizer or options.weights_only
+    if source.groups is None and not inferred and not known:
         raise WrongOption(
             f"the source's {source.optimizer} is no optimizer of DeepSpeed's ZeRO",
             hint="go on with Adam: --optimizer torch; or write --weights-only",
         )
-    if options.optimizer:
-        adam = {key: needed.get(key, value) for key, value in ADAM.items()}
-        needed = {**adam, **CLASSES[options.optimizer]}
-        if options.optimizer == "torch":
-            needed["decoupled_weight_decay"] = name == "adamw"
+    if source.groups and not inferred:
+        _refuse_given(source, options)
+    needed = _needed(engine, source, name, made)
+    stated = _stated(engine, needed) if not complete else {}
     assumed: dict[str, Any] = {}
-    stated = engine.option("optimizer", "params")
-    for group in groups:
-        if (
-            source.groups
-            and not elastic
-            and (twice := sorted(set(options.group_defaults) & set(group)))
-        ):
-            raise WrongOption(
-                f"--group-defaults gives {', '.join(twice)}, which the source holds",
-                hint="change hyper-parameters in the program that resumes",
-            )
-        if not complete and isinstance(stated, dict):
-            told = {key: value for key, value in stated.items() if value != "auto"}
-            told = {key: _hyper(value) for key, value in told.items() if key in needed}
-            group |= told if elastic else {**told, **group}
-        for key, value in options.group_defaults.items():
+    groups = given_groups(source, options)
+    tagged = all("use_muon" in group for group in groups)
+    if name == "muon" and not (tagged or options.weights_only):
+        raise MissingData(
+            f"{source.root} does not say which groups Muon updates and which Adam",
+            hint="say it: --group-defaults 0:use_muon=true --group-defaults 1:use_muon=false; "
+            "or write --weights-only",
+        )
+    for place, group in enumerate(groups):
+        if inferred and "hyper_parameters" not in engine.before:
+            scheduled = {key: group[key] for key in _scheduled(source) if key in group}
+            group |= stated | scheduled | options.defaults_of(place, len(groups))
+        for key, value in stated.items():
             group.setdefault(key, value)
-        if complete and not options.optimizer:
+        if complete and made is None:
             continue
         for key, value in needed.items():
             if key not in group:
                 group[key] = value
-                if key in ADAM or not complete:
+                if key in ADAM or not (complete or key in OF_IMPLEMENTATIONS):
                     assumed[key] = value
     return groups, assumed
 
 
-def _hyper(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _scheduled(source: Manifest) -> tuple[str, ...]:
+    """The hyper-parameters that the state of a learning rate scheduler tells."""
+    scheduler = source.state.get("lr_scheduler")
+    return ("lr", "initial_lr") if isinstance(scheduler, dict) and "_last_lr" in scheduler else ()
+
+
+def _refuse_given(source: Manifest, options: Options) -> None:
+    """Raises WrongOption for a hyper-parameter that is given and that the source holds."""
+    groups = source.groups or ()
+    for place, group in enumerate(groups):
+        if twice := sorted(set(options.defaults_of(place, len(groups))) & set(group)):
+            raise WrongOption(
+                f"--group-defaults gives {', '.join(twice)}, which the source holds",
+                hint="change hyper-parameters in the program that resumes",
+            )
+
+
+def _needed(engine: Engine, source: Manifest, name: str, made: str | None) -> dict[str, Any]:
+    """What every group of the target's optimizer has, with the optimizer's own defaults.
+
+    Where the program makes an Adam, its class is not known: then all keys that any class needs.
+    """
+    needed = dict(DEFAULTS.get(name, {}))
+    if made is not None:
+        decay = {"weight_decay": needed["weight_decay"]} if made == "torch" and needed else {}
+        needed = {**ADAM, **decay, **CLASSES[made]}
+        if made == "torch":
+            made_here = engine.adam_class == "torch"
+            needed["decoupled_weight_decay"] = (
+                engine.decouples_decay if made_here else name == "adamw"
+            )
+    elif name in ("adam", "adamw") and not engine.optimizer:
+        needed["bias_correction"] = True
+    slots = source.slots
+    for key, slot in (("amsgrad", "max_exp_avg_sq"), ("centered", "grad_avg")):
+        if key in needed and slot in slots:
+            needed[key] = True
+    return needed
+
+
+def _stated(engine: Engine, needed: Mapping[str, Any]) -> dict[str, Any]:
+    """The ds_config's hyper-parameters of the optimizer."""
+    stated = engine.option("optimizer", "params")
+    params = stated.items() if isinstance(stated, dict) else ()
+    return {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in params
+        if value != "auto" and key in needed
+    }
 
 
 def check_states(engine: Engine, source: Manifest, held: Mapping[str, Any]) -> None:
     """Raises where the target's optimizer needs states that the source does not hold."""
     told = ", ".join(sorted(held)) or "none"
-    if not held and source.groups is None:
+    if not held and source.groups is None and not are_inferred(source):
         raise MissingData(f"{source.root} holds no optimizer state", hint="write --weights-only")
     name = optimizer_name(engine, source)
     before = plain_name(source.optimizer or "")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...dtypes import NUMBERS
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -84,6 +85,16 @@ class Ranks:
     def elastic(self) -> bool:
         """`elastic_checkpoint`: states without padding, and without any hyper-parameter."""
         return isinstance(self.first.get("base_optimizer_state"), list)
+
+    @property
+    def excludes_frozen(self) -> bool | None:
+        """Whether `save_checkpoint(exclude_frozen_parameters=True)` left frozen weights out.
+
+        None where the files do not tell: stage 1, and DeepSpeed before 0.9.1.
+        """
+        if self.stage == 1 or "frozen_param_fragments" not in self.model:
+            return None
+        return self.model["frozen_param_fragments"] is None
 
     @property
     def round_robin(self) -> bool:
@@ -165,7 +176,7 @@ class Ranks:
 
     def number(self, rank: int, value: Any) -> Any:
         """`value` of an optimizer file; a tensor of one element by value."""
-        if isinstance(value, Tensor) and value.numel == 1:
+        if isinstance(value, Tensor) and value.numel == 1 and value.dtype in NUMBERS:
             return self.optimizers[rank].scalar(value)
         return value
 

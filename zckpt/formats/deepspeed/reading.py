@@ -298,6 +298,9 @@ def is_extra(name: str, held: Any) -> bool:
 
 # -- what is not a tensor
 
+# arguments in a ds_config that choose the optimizer's class and are no hyper-parameters of groups
+CONSTRUCTION = frozenset({"torch_adam", "adam_w_mode", "fp32_optimizer_states"})
+
 
 def _groups(ranks: Ranks, tensors: _Tensors) -> tuple[dict[str, Any], ...] | None:
     """Hyper-parameters per group, without `params` and `step`."""
@@ -318,7 +321,12 @@ def _elastic_groups(ranks: Ranks, tensors: _Tensors) -> tuple[dict[str, Any], ..
     """What config and scheduler still say, where the files hold no hyper-parameters."""
     count = len(ranks.param_shapes())
     params = nested(ranks.config, "optimizer", "params")
-    groups = [dict(params) if isinstance(params, dict) else {} for _ in range(count)]
+    stated = {
+        key: value
+        for key, value in (params.items() if isinstance(params, dict) else ())
+        if value != "auto" and key not in CONSTRUCTION
+    }
+    groups = [dict(stated) for _ in range(count)]
     scheduler = ranks.model.get("lr_scheduler")
     if isinstance(scheduler, dict):
         for key, name in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
@@ -348,6 +356,7 @@ def _state(ranks: Ranks, buffers: Sequence[Flat], tensors: _Tensors) -> dict[str
         "class": ranks.engine_class,
         "dtype": ranks.dtype,
         "elastic": ranks.elastic,
+        "excludes_frozen": ranks.excludes_frozen,
         "config": ranks.effective_config(),
     }
     optimizer = {
@@ -355,7 +364,9 @@ def _state(ranks: Ranks, buffers: Sequence[Flat], tensors: _Tensors) -> dict[str
         for key, value in _optimizer_values(ranks.first).items()
     }
     kept = [flat.step_kept for flat in buffers if flat.step_kept]
-    stale = ranks.groups(0)[0].get("step") if kept and kept[0]["in"] == "state" else None
+    stale = None
+    if kept and kept[0]["in"] == "state":
+        stale = ranks.groups(0)[0].get("step", ranks.first.get("base_optimizer_state_step"))
     of_model = {
         key: tensors.kept(value, key, ranks.models[0])
         for key, value in _model_values(ranks.model).items()
@@ -430,7 +441,7 @@ def _frozen_warnings(ranks: Ranks, lost: Sequence[str]) -> list[str]:
             f"the weights {listed(lost)} are not in this checkpoint: DeepSpeed before 0.9.1 did "
             "not save frozen weights in stage 3"
         )
-    if ranks.stage > 1 and ranks.model.get("frozen_param_shapes", {}) is None:
+    if ranks.excludes_frozen:
         found.append("saved with exclude_frozen_parameters: frozen weights, if any, are not here")
     return found
 

@@ -578,6 +578,7 @@ class _Universal(Target):
     """What is decided before the first byte is written."""
 
     derives = False  # the modules' weights are not loaded: only what the source holds is written
+    may_be_elastic = False  # its loader takes hyper-parameters from the files
 
     def __init__(self, source: Manifest, options: Options) -> None:
         super().__init__(source, options)
@@ -647,6 +648,13 @@ class _Universal(Target):
             self.warnings.append(
                 "DeepSpeed's universal loader of stage 3 gives all groups the hyper-parameters of "
                 "group 0: set those of the others after loading"
+            )
+        if self.engine.partitioned:
+            # engine.py _load_checkpoint reads an ordinary checkpoint there, and does not use it
+            self.warnings.append(
+                "at stage 3 load_checkpoint(DIR, load_optimizer_states=False) stops for want of a "
+                "file `latest` (DeepSpeed 0.19.8): for weights alone call load_checkpoint(DIR, "
+                "load_module_only=True), or write --to deepspeed, where it works"
             )
         if self.engine.round_robin and not self.engine.aligned:
             self.warnings.append(

@@ -19,7 +19,8 @@ from typing import Any
 from ... import peft, steps
 from ...dtypes import FLOATS, SIZES
 from ...errors import InconsistentCheckpoint, MissingData, listed
-from ...inert import Foreign, Global, Scalar, Size
+from ...hyper import are_inferred
+from ...inert import PYTHON_NUMBERS, Foreign, Global, Scalar, Size
 from ...manifest import Manifest, Parameter, Sibling, slot_key
 from ...options import Options
 from ...ordering import need_order
@@ -30,7 +31,13 @@ from ...trainers import ACCELERATE, TRANSFORMERS, program_of
 from .. import zero
 from .directory import recovery_scripts
 from .engine import Engine
-from .hyper import check_states, complete_groups, optimizer_name
+from .hyper import (
+    NEEDED_NUMBERS,
+    adam_class,
+    check_states,
+    complete_groups,
+    optimizer_name,
+)
 from .ranks import COUNTERS
 from .reading import ENGINE_KEYS, INFERRED
 
@@ -84,6 +91,7 @@ class Target:
     """What is decided before the first byte is written."""
 
     derives = True  # module weights that the source lacks are made of the masters
+    may_be_elastic = True
 
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source
@@ -101,13 +109,15 @@ class Target:
         self.aliases = {
             alias: name for name, held in source.parameters.items() for alias in held.aliases
         }
-        count = 1 + max((held.group or 0 for held in self.trainable.values()), default=0)
-        self.groups, assumed = complete_groups(self.engine, source, count)
+        self.groups, assumed = complete_groups(self.engine, source)
+        self.differing: dict[str, list[str]] = {}  # numbers that parameters of one buffer differ in
         self.flats = list(self._flats())
+        self._name_left_out()
         self.client_state = self._client_state()
+        self.elastic = self._is_elastic()
         if not options.weights_only:
             check_states(self.engine, source, {s: 0 for flat in self.flats for s in flat.slots})
-            self._warn_of_assumed(assumed)
+            self._warn_of_hyper_parameters(assumed)
         self._warn_of_guessed()
         self._warn_of_masters()
         self._warn_of_batch()
@@ -201,11 +211,43 @@ class Target:
             )
         return values[0] if values else None
 
-    def _shared_scalars(self, names: Sequence[str], held: Sequence[Parameter]) -> dict[str, Scalar]:
-        keys = dict.fromkeys(key for item in held for key in item.scalars)
-        return {
-            key: self._shared(key, names, [item.scalars.get(key) for item in held]) for key in keys
-        }
+    def _shared_scalars(
+        self, names: Sequence[str], parameters: Sequence[Parameter]
+    ) -> dict[str, Scalar]:
+        """States of one number that all parameters of a flat buffer have alike.
+
+        Others are left out, but for those that the optimizer cannot lack.
+        """
+        if self.options.weights_only:
+            return {}
+        shared: dict[str, Scalar] = {}
+        needed = NEEDED_NUMBERS.get(optimizer_name(self.engine, self.source), ())
+        for key in dict.fromkeys(key for parameter in parameters for key in parameter.scalars):
+            values = [parameter.scalars.get(key) for parameter in parameters]
+            if key in needed:
+                shared[key] = self._shared(key, names, values)
+            elif values[0] is not None and all(repr(value) == repr(values[0]) for value in values):
+                shared[key] = values[0]
+            else:
+                own = [name for name, value in zip(names, values, strict=True) if value is not None]
+                self.differing.setdefault(key, []).extend(own)
+        return shared
+
+    def _name_left_out(self) -> None:
+        """States that no flat buffer can hold."""
+        if self.options.weights_only:
+            return
+        shapeless: dict[str, list[str]] = {}
+        for name, states in (self.kept.get("other") or {}).items():
+            for key in states:
+                shapeless.setdefault(key, []).append(name)
+        for lost, why in (
+            (self.differing, "DeepSpeed keeps one value for all parameters of a flat buffer"),
+            (shapeless, "neither a number nor a tensor of the parameter's shape"),
+        ):
+            self.left_out += [
+                f"optimizer state {key!r} of {listed(names)}: {why}" for key, names in lost.items()
+            ]
 
     def _client_state(self) -> dict[Any, Any]:
         """The user's keys, but for those that DeepSpeed gives a meaning of its own."""
@@ -217,16 +259,78 @@ class Target:
         ]
         return {key: value for key, value in told.items() if key not in ENGINE_KEYS}
 
+    def _is_elastic(self) -> bool:
+        """Whether the target's files are elastic: states alone, for an engine with its own groups.
+
+        Elastic files hold no hyper-parameters, so that the engine keeps those that it was built
+        with; other files would need a guess. They are written where the engine resumes from them
+        exactly (DeepSpeed 0.19.8, stage_1_and_2.py `_restore_base_optimizer_state`):
+
+        * Stage 1 or 2, and not BF16_Optimizer. All groups have the same states: the loader goes by
+          the keys of the first. No Muon, which keeps whole momenta: the loader gives every rank
+          those of rank 0. Moments in fp32: the loader makes all of them so.
+        * Numbers are Python's. One that is a tensor, such as the step of torch's Adam, is filled up
+          with the partition's padding, unless there is none or the engine is elastic itself.
+        """
+        if not (self.may_be_elastic and are_inferred(self.source)) or self.options.group_defaults:
+            return False
+        if "hyper_parameters" in self.engine.before or self.options.weights_only:
+            return False
+        if self.engine.partitioned or self.engine.wraps_bf16:
+            return False
+        where, _, _ = self._step_kept()
+        keys = {(*sorted(flat.slots), *sorted(flat.scalars)) for flat in self.flats}
+        types = {dtype for flat in self.flats for dtype in flat.slots.values()}
+        if len(keys) > 1 or types - {"F32"} or any(map(self.keeps_whole, self.flats)):
+            return False
+        if where == "group" and len({flat.step for flat in self.flats}) > 1:
+            return False
+        paddings = any(-flat.starts[-1] % (2 * self.dp) for flat in self.flats)
+        return self.engine.elastic or not (paddings and self._tensors_of_one())
+
+    def _tensors_of_one(self) -> bool:
+        """Whether any number beside the moments, such as the step, is a tensor."""
+        where, kind, _ = self._step_kept()
+        kinds = {number.dtype for flat in self.flats for number in flat.scalars.values()}
+        if where == "state" and any(flat.step is not None for flat in self.flats):
+            kinds.add(kind)
+        return bool(kinds - PYTHON_NUMBERS.keys())
+
     # -- reports
 
-    def _warn_of_assumed(self, assumed: Mapping[str, Any]) -> None:
-        if assumed:
+    def _warn_of_hyper_parameters(self, assumed: Mapping[str, Any]) -> None:
+        if self.elastic:
+            self.warnings.append(
+                "the source holds no hyper-parameters, and neither does the target: the engine "
+                "keeps those that it is built with (--group-defaults lr=... writes others)"
+            )
+            if self.source.state.get("lr_scheduler") is not None:
+                self.warnings.append(
+                    "the engine's first update uses the learning rate that it is built with: "
+                    "elastic files hold none, and its scheduler sets one after that update"
+                )
+            self._warn_of_the_next_save()
+        elif assumed:
             told = ", ".join(
                 f"{key}={value}" for key, value in assumed.items() if value is not None
             )
             name = optimizer_name(self.engine, self.source)
             self.warnings.append(
                 f"hyper-parameters that the source does not hold are {name}'s defaults: {told}"
+            )
+
+    def _warn_of_the_next_save(self) -> None:
+        """The engine's own elastic save takes the padding of a partition off its step as well.
+
+        Where the loader has made a tensor of one element of it (0.19.8). All ranks load rank 0's.
+        """
+        firsts = [_Partition(flat, self.dp, 0) for flat in self.flats]
+        cut = [place for place, part in enumerate(firsts) if part.owned < part.size]
+        if cut and self._tensors_of_one():
+            self.warnings.append(
+                "DeepSpeed (0.19.8) resumes from this, but will not from its own next save: its "
+                f"elastic save cuts the step of group {listed([*map(str, cut)])} off with the "
+                "padding of rank 0; zckpt reads that save"
             )
 
     def _warn_of_masters(self) -> None:
@@ -395,11 +499,16 @@ class Target:
     def _frozen(self, weights: Mapping[str, Tensor], storages: Storages) -> tuple[Any, Any]:
         """frozen_param_shapes and frozen_param_fragments; stage 1 writes neither.
 
-        None says that the base model of an adapter is not saved; the engine has its own.
+        Neither where frozen weights were left out, or may have been: of an empty dictionary the
+        engine concludes that the model has none, and stops at each that it has (0.19.8, engine.py
+        `load_module_state_dict`). Of an adapter the base model was left out.
         """
         if self.engine.stage == 1 or peft.is_adapter_alone(self.source.parameters):
             return None, None
         names = [name for name in self.frozen if name in weights]
+        has_none = self.engine.before.get("excludes_frozen") is False
+        if not (names or has_none):
+            return None, None
         shapes = OrderedDict((name, Size(self.frozen[name].shape)) for name in names)
         if not self.engine.partitioned:
             return shapes, OrderedDict((name, weights[name]) for name in names)
@@ -440,13 +549,13 @@ class Target:
             | {
                 slot_key(slot): storages.tensor(dtype, (self._length(part, flat, slot),))
                 for slot, dtype in flat.slots.items()
-                if self._length(part, flat, slot) or slot != "momentum_buffer"
+                if self._length(part, flat, slot) or slot != "momentum_buffer" or self.elastic
             }
             for place, (flat, part) in enumerate(zip(self.flats, parts, strict=True))
         }
         common = {
             **self._clipping(),
-            "base_optimizer_state": self._base(state, storages),
+            **self._base_and_step(state, storages),
             "single_partition_of_fp32_groups": [
                 storages.tensor(flat.master, (part.size if wrapped else part.owned,))
                 for flat, part in zip(self.flats, parts, strict=True)
@@ -477,7 +586,7 @@ class Target:
     def _length(self, part: _Partition, flat: _Flat, slot: str) -> int:
         """Elements of a rank's state; Muon keeps the momentum of whole parameters (flats.py)."""
         whole = slot == "momentum_buffer" and self.keeps_whole(flat)
-        return part.whole() if whole else part.size
+        return part.whole() if whole else part.owned if self.elastic else part.size
 
     def keeps_whole(self, flat: _Flat) -> bool:
         """Whether Muon keeps the momentum of whole parameters."""
@@ -524,18 +633,32 @@ class Target:
             "param_groups": groups,
         }
 
+    def _base_and_step(self, state: Mapping[int, Any], storages: Storages) -> dict[str, Any]:
+        """The base optimizer's state_dict; of elastic files the states alone, in a list.
+
+        Beside these the engine wants the step of the groups, whether its optimizer goes by it or
+        not (0.19.8: it stops without, also where it has written none itself).
+        """
+        if not self.elastic:
+            return {"base_optimizer_state": self._base(state, storages)}
+        step = self._group_step(range(len(self.flats)), storages)
+        return {
+            "base_optimizer_state": list(state.values()),
+            "base_optimizer_state_step": step.get("step", self.flats[0].step),
+        }
+
     # -- steps, where the target's optimizer looks for them
 
     def _step_kept(self) -> tuple[str, str, Any]:
         """(in the state or group, its type, the stale step of groups) for this optimizer."""
-        asked = self.options.optimizer
-        if asked:
+        made = adam_class(self.engine, self.source)
+        if made:
             return {
                 "torch": ("state", "F32", None),
                 "deepspeed-cpu-adam": ("state", "int", None),
                 "deepspeed-fused-adam": ("state", "int", 0),
                 "apex-fused-adam": ("group", "int", None),
-            }[asked]
+            }[made]
         step = self.kept.get("step") or {}
         return step.get("in", "state"), step.get("type", "F32"), self.kept.get("group_step")
 
@@ -546,13 +669,14 @@ class Target:
         if flat.step is not None and where == "state":
             found["step"] = self._typed_step(flat.step, kind, storages)
         for key, scalar in flat.scalars.items():
-            found[key] = _typed(scalar.value, scalar.dtype, storages)
+            found[key] = _thawed_number(scalar, storages)
         return found
 
     def _typed_step(self, step: steps.Step, kind: str, storages: Storages) -> Any:
         """In the type, and as a tensor in the shape, that the source kept it in."""
-        shape = () if self.options.optimizer else (self.kept.get("step") or {}).get("shape", ())
-        return _typed(step, kind, storages, tuple(shape))
+        made = adam_class(self.engine, self.source)
+        shape = () if made else (self.kept.get("step") or {}).get("shape", ())
+        return _thawed_number(Scalar(step, kind, tuple(shape)), storages)
 
     def _group_step(self, members: Sequence[int], storages: Storages) -> dict[str, Any]:
         where, kind, stale = self._step_kept()
@@ -609,11 +733,10 @@ class Target:
         return Foreign(Global(f"{module}.DynamicLossScaler"), (), state, "new"), True
 
 
-def _typed(value: Any, kind: str, storages: Storages, shape: tuple[int, ...] = ()) -> Any:
-    """A number as a tensor of that dtype, or as a Python number."""
-    if kind in SIZES:
-        return storages.scalar(Scalar(value, kind), shape)
-    return {"int": int, "float": float, "bool": bool}.get(kind, lambda same: same)(value)
+def _thawed_number(number: Scalar, storages: Storages) -> Any:
+    """A tensor, or a number of Python's."""
+    value = number.unwrapped()
+    return storages.scalar(value) if isinstance(value, Scalar) else value
 
 
 class _Partition:

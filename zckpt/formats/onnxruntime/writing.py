@@ -126,7 +126,6 @@ class _Target:
             for entry in self.source.entries.values()
             if entry.slot not in ("param", "master", "state")
         }
-        kept |= {key for held in self.source.parameters.values() for key in held.scalars}
         families = {"adam": "Adam", "adamw": "Adam", "lamb": "Lamb", "": "Adam", "sgd": "SGD"}
         if self.states and (told not in families or kept != set(SLOTS.values())):
             raise WrongOption(
@@ -238,6 +237,11 @@ class _Target:
             fact = key in ("optimizer", "optimizer.step", "optimizer.group_step")
             if key not in known and not fact and value not in (None, {}, [], "", False):
                 self.left_out.append(f"{key}: ONNX Runtime's files have no place for it")
+        numbers = {key for parameter in source.parameters.values() for key in parameter.scalars}
+        self.left_out += [
+            f"optimizer state {key!r}: ONNX Runtime keeps no such number"
+            for key in sorted(numbers if self.states else ())
+        ]
         self.left_out += [f"{item.name}: no part of the checkpoint" for item in source.siblings]
         if self.dialect == "l2" and MODEL in (state.get("client_state") or {}):
             self.left_out.append(f"client_state {MODEL!r}: ONNX Runtime's files use this key")
@@ -290,10 +294,10 @@ class _Target:
                 )
             if weight.count is not None and self.optimizer == "AdamOptimizer":
                 name = f"{COUNT}_{weight.name}{view}"
-                model[name] = storages.scalar(Scalar(weight.count, "I64"), (1,))
+                model[name] = storages.scalar(Scalar(weight.count, "I64", (1,)))
         shared = self._shared_step()
         if shared is not None:
-            model[SHARED] = storages.scalar(Scalar(shared, "I64"), (1,))
+            model[SHARED] = storages.scalar(Scalar(shared, "I64", (1,)))
         part = f".ZeRO.{rank}.{self.dp - 1}" if self.dp > 1 else ""
         user = {
             key: thawed(value, self.source.entries, storages)

@@ -149,7 +149,8 @@ class Target:
         if isinstance(value, Scalar):
             if not rank:
                 storages = Storages()
-                yield _Item(key, ((), ())), _item(storages.scalar(value), storages)
+                box = (0,) * len(value.shape), value.shape
+                yield _Item(key, box), _item(storages.scalar(value), storages)
         elif hole is not None:
             shape, rows = hole.shape, self._rows(hole)
             count = shape[0] if shape else 1
@@ -170,7 +171,7 @@ class Target:
             entry = self.source.entries[f"{value.name}/state"]
             return Hole(entry.dtype, entry.shape)
         if isinstance(value, Scalar):
-            return Hole(value.dtype, ())
+            return Hole(value.dtype, value.shape)
         return value if isinstance(value, Hole) else None
 
     def _rows(self, hole: Hole) -> int:

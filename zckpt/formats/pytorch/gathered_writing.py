@@ -230,7 +230,7 @@ class Target(StateDicts):
 
     def _tensor_names(self, value: Any) -> Iterator[str]:
         """What the manifest calls the tensors of a file, but for 0-d ones; weights have none."""
-        if isinstance(value, Hole):
+        if isinstance(value, (Hole, Scalar)):
             yield from [""] if value.shape else []
         elif isinstance(value, TensorName):
             yield from [value.name] if self.source.entries[f"{value.name}/state"].shape else []

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from ... import peft, steps, ties
-from ...dtypes import FLOATS
+from ...dtypes import FLOATS, NUMBERS
 from ...errors import MissingData, UnsupportedCheckpoint, listed
-from ...inert import TensorName, inside, map_values
+from ...inert import PYTHON_NUMBERS, Scalar, TensorName, inside, map_values
 from ...manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from ...trainers import json_of
 from .finding import (
@@ -233,12 +233,16 @@ class _Reading:
         self._enter(f"{name}/param", self.model[name])
 
     def _scalar_keys(self) -> set[str]:
-        """States that are 0-d, as NAdam's `mu_product`, also where a parameter is 0-d itself."""
+        """States of one number, as NAdam's `mu_product`: Python's, or a tensor of one element.
+
+        They are numbers also of a parameter that has the same shape itself.
+        """
         return {
             key
             for name, state in (self.optimizer.state if self.optimizer else {}).items()
-            for key, held in state.items()
-            if isinstance(held, Leaf) and not held.shape and self.model[name].shape
+            for key, value in state.items()
+            if _is_number(value)
+            and not (isinstance(value, Leaf) and value.shape == self.model[name].shape)
         }
 
     def _states(self, name: str, scalars: set[str]) -> None:
@@ -247,8 +251,8 @@ class _Reading:
         for key, held in self.optimizer.state.get(name, {}).items():
             if key == "step":
                 continue
-            if isinstance(held, Leaf) and not held.shape and key in scalars:
-                kept.scalars[key] = held.number()
+            if key in scalars and _is_number(held):
+                kept.scalars[key] = _number(held)
             elif isinstance(held, Leaf) and held.shape == kept.shape:
                 self._enter(f"{name}/{slot_name(key)}", held)
             else:
@@ -368,6 +372,19 @@ class _Reading:
             self._enter(f"{name}/state", value)
             return TensorName(name)
         return map_values(value, lambda held, key: self._kept(held, inside(path, key)))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a state is one number: Python's, or a tensor of one element."""
+    if isinstance(value, Leaf):
+        return value.numel == 1 and value.dtype in NUMBERS
+    return type(value) in PYTHON_NUMBERS.values()
+
+
+def _number(value: Any) -> Scalar:
+    if isinstance(value, Leaf):
+        return replace(value.number(), shape=value.shape)
+    return Scalar(value, type(value).__name__)
 
 
 def _step_value(held: Any) -> tuple[Any, str]:

@@ -224,7 +224,7 @@ class StateDicts:
             state: dict[str, Any] = {}
             if held.step is not None and not self.step_in_group:
                 state["step"] = _number(held.step, kind)
-            state |= held.scalars
+            state |= {key: scalar.unwrapped() for key, scalar in held.scalars.items()}
             for slot in slots:
                 entry = source.entries.get(f"{name}/{slot}")
                 if entry is not None:
