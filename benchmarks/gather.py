@@ -30,13 +30,13 @@ import torch.distributed as dist
 
 from zckpt import api, formats
 from zckpt.cli import Size
-from zckpt.dtypes import SIZES, TORCH_NAMES
-from zckpt.elements import Gatherer, Ledger, Wanted
-from zckpt.fileio import Reader, files_per_thread
-from zckpt.gather import READ, World, join_world
-from zckpt.manifest import Entry, Extent, Manifest
-from zckpt.partition import Member, Partitioned, Whole
-from zckpt.threads import share
+from zckpt.core.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.fileio import Reader, files_per_thread
+from zckpt.core.manifest import Entry, Extent, Manifest
+from zckpt.core.partition import Member, Partitioned, Whole
+from zckpt.core.pieces import Gatherer, Ledger, Wanted
+from zckpt.core.threads import share
+from zckpt.proof.allgather import READ, World, join_world
 
 from .measure import spread
 

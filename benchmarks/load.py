@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from tests.engines import zygote
+from zckpt.core.fileio import Reader
 from zckpt.dcp import StorageReader
-from zckpt.fileio import Reader
 
 from .checkpoints import TIMEOUT, Transformer, groups
 

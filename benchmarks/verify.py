@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zckpt.api import DEFAULT_COPYING, read
-from zckpt.dtypes import SIZES
-from zckpt.elements import Gatherer, Ledger, Wanted
-from zckpt.execute import chunk_size
-from zckpt.fileio import Buffer, Reader, files_per_thread
-from zckpt.manifest import Manifest
-from zckpt.threads import share
+from zckpt.core.copy import chunk_size
+from zckpt.core.dtypes import SIZES
+from zckpt.core.fileio import Buffer, Reader, files_per_thread
+from zckpt.core.manifest import Manifest
+from zckpt.core.pieces import Gatherer, Ledger, Wanted
+from zckpt.core.threads import share
 
 TARGETS = {"pair": 1.6, "alone": 1.3}  # times the wall of the reading
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 import zckpt
-from zckpt.manifest import Entry, Extent, Fragment, Manifest
-from zckpt.torchfile import Tensor, TorchFile, read_directory
+from zckpt.core.manifest import Entry, Extent, Fragment, Manifest
+from zckpt.files.torchfile import Tensor, TorchFile, read_directory
 
 Change = Callable[[bytes], bytes]
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from . import dcp as dcp
     from . import probe as probe
     from .api import Copying, convert, diff, export, inspect, load, read, reshard, stats, verify
+    from .core.manifest import Manifest
     from .errors import ZckptError
-    from .manifest import Manifest
-    from .options import Options
+    from .training.options import Options
 
 __version__ = "0.1.0"
 
@@ -37,8 +37,8 @@ _PUBLIC = {
     "diff": "api",
     "stats": "api",
     "Copying": "api",
-    "Manifest": "manifest",
-    "Options": "options",
+    "Manifest": "core.manifest",
+    "Options": "training.options",
     "ZckptError": "errors",
 }
 _NEED_TORCH = ("dcp", "probe")

@@ -12,7 +12,9 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from . import formats, naming, steps, ties
+from . import formats
+from .core.inert import plain_group, to_json
+from .core.manifest import Manifest
 from .errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -21,13 +23,13 @@ from .errors import (
     WrongOption,
     ZckptError,
 )
-from .inert import plain_group, to_json
-from .manifest import Manifest
-from .options import Options
-from .ordering import in_order_of
+from .training import steps, ties
+from .training.names import Renames, called_as, canonical, names_of, renamed
+from .training.options import Options
+from .training.order import in_order_of
 
 if TYPE_CHECKING:
-    from .staging import Shell
+    from .core.staging import Shell
 
 Report = dict[str, Any]
 Progress = Callable[[int], None]
@@ -93,7 +95,7 @@ def load(
     not there, MissingExtra for bfloat16 and 8-bit floats without torch, CorruptCheckpoint where a
     file states another CRC-32.
     """
-    from . import loading  # `read` has no need of it
+    from .core import loading  # `read` has no need of it
 
     manifest = read(path, format=format, tag=tag, step_policy=step_policy, param_names=param_names)
     entry = loading.entry_of(manifest, name)
@@ -234,7 +236,7 @@ def reshard(
     """
     asked = Options(**options)
     if checkpoints is not None:
-        from . import best
+        from .training import best
 
         if checkpoints not in best.CHOICES:
             raise WrongOption(f"--checkpoints {checkpoints} is none of {', '.join(best.CHOICES)}")
@@ -257,7 +259,8 @@ def _reshard_run(
     moving: dict[str, Any],
 ) -> Report:
     """Several checkpoints of a Trainer's run, which appear together."""
-    from . import best, staging
+    from .core import staging
+    from .training import best
 
     staging.refuse_existing(target)
     staging.refuse_inside(source, target)
@@ -316,8 +319,8 @@ def export(
     max_shard_size: int | None = None,
     format: str | None = None,
     tag: str | None = None,
-    rename: naming.Renames = (),
-    tie: naming.Renames = (),
+    rename: Renames = (),
+    tie: Renames = (),
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
     begin: Callable[[int], Progress] | None = None,
@@ -354,7 +357,7 @@ def verify(
     tag: str | None = None,
     step_policy: str | None = None,
     param_names: Sequence[str] | None = None,
-    rename: naming.Renames = (),
+    rename: Renames = (),
     jobs: int = 4,
     memory: int = 256 << 20,
     begin: Callable[[int], Progress] | None = None,
@@ -392,7 +395,7 @@ def verify(
     moving: dict[str, Any] = {"jobs": jobs, "memory": memory, "begin": begin}
     try:
         held = read(path, format=format, tag=tag, step_policy=step_policy, param_names=param_names)
-        manifest = naming.renamed(held, rename)
+        manifest = renamed(held, rename)
         found = _verify(manifest, against, gather, device, tensors, param_names, moving)
     except CONTRADICTIONS as error:
         if report["rank"]:  # rank 0 tells its own; this may not be the same
@@ -426,7 +429,7 @@ def _verify(
     param_names: Sequence[str] | None,
     moving: dict[str, Any],
 ) -> Report:
-    from . import proof
+    from .proof import verify as proof
 
     about = {"step": manifest.step, "held": proof.described(manifest)}
     if against is None:
@@ -435,10 +438,10 @@ def _verify(
         if gather:
             raise WrongOption("--gather compares with a checkpoint", hint="leave --gather out")
         return about | proof.verify_proof(manifest, os.fspath(against), pattern, **moving)
-    other = naming.called_as(read(against, param_names=param_names), naming.names_of(manifest))
+    other = called_as(read(against, param_names=param_names), names_of(manifest))
     if not gather:
         return about | proof.verify_against(manifest, other, pattern, **moving)
-    from .gather import verify_gathered
+    from .proof.allgather import verify_gathered
 
     return about | verify_gathered(manifest, other, pattern, device, **moving)
 
@@ -452,7 +455,7 @@ def diff(
     tag: str | None = None,
     step_policy: str | None = None,
     param_names: Sequence[str] | None = None,
-    rename: naming.Renames = (),
+    rename: Renames = (),
     jobs: int = 4,
     memory: int = 256 << 20,
     begin: Callable[[int], Progress] | None = None,
@@ -462,13 +465,13 @@ def diff(
     `tensors` is a glob; then only the tensors that match are compared, and equal ones are listed
     too. `format`, `tag`, `step_policy` and `rename` are those of `a`, `param_names` of both.
     """
-    from . import proof
+    from .proof import verify as proof
 
     started = time.monotonic()
     Copying(jobs, memory)
     held = read(a, format=format, tag=tag, step_policy=step_policy, param_names=param_names)
-    ours = naming.renamed(held, rename)
-    theirs = naming.called_as(read(b, param_names=param_names), naming.names_of(ours))
+    ours = renamed(held, rename)
+    theirs = called_as(read(b, param_names=param_names), names_of(ours))
     found = proof.diff(ours, theirs, tensors, jobs=jobs, memory=memory, begin=begin)
     report: Report = {"zckpt": 1, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
     return report | found | {"seconds": round(time.monotonic() - started, 3)}
@@ -491,7 +494,7 @@ def stats(
     `tensors` is a glob that chooses. Of each tensor, over its finite numbers, in float64: min, max,
     mean, std (with n - 1, as torch.std), norm (L2), counts, and how many have which magnitude.
     """
-    from . import health
+    from .proof import health
 
     started = time.monotonic()
     Copying(jobs, memory)
@@ -514,7 +517,7 @@ def _source_for(
     step_policy: str | None,
     options: Options,
 ) -> Manifest:
-    from .staging import refuse_existing, refuse_inside
+    from .core.staging import refuse_existing, refuse_inside
 
     refuse_existing(os.fspath(target))  # before a large source is read
     refuse_inside(os.fspath(source), os.fspath(target))
@@ -533,18 +536,18 @@ def _named_for(to: str, manifest: Manifest, options: Options) -> Manifest:
     engines = {"deepspeed-universal": "deepspeed", "gathered": "dcp"}
     before = str(manifest.source.get("format"))
     if options.rename:
-        manifest = naming.renamed(manifest, options.rename)
+        manifest = renamed(manifest, options.rename)
     elif to != "universal" and engines.get(to, to) != engines.get(before, before):
-        manifest = naming.canonical(manifest)
+        manifest = canonical(manifest)
     if options.param_names is not None:
-        named = naming.called_as(manifest, options.param_names)
+        named = called_as(manifest, options.param_names)
         manifest = in_order_of(named, options.param_names)
     return ties.with_ties(manifest, options.tie) if options.tie else manifest
 
 
 def _grouped_for(to: str, manifest: Manifest) -> tuple[Manifest, list[Shell]]:
     """The source with the groups that the target's optimizer has, and files that change with it."""
-    from . import groups
+    from .training import groups
 
     if to in ("deepspeed", "deepspeed-universal"):
         return groups.without_empty_groups(manifest)
@@ -564,7 +567,9 @@ def _write(
     best_in: str | None = None,
 ) -> Report:
     """Shells first, then their tensors, then what is known only afterwards; at last the rename."""
-    from . import best, execute, fileio, plan, staging  # `inspect` has no need of them
+    from .core import copy as execute
+    from .core import fileio, plan, staging
+    from .training import best
 
     started = time.monotonic()
     writer = formats.named(to)

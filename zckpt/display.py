@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
+from .core.inert import PYTHON_NUMBERS
+from .core.manifest import Entry, Manifest
 from .errors import WrongOption, listed
-from .inert import PYTHON_NUMBERS
-from .manifest import Entry, Manifest
 
 BAR = 48  # characters
 RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"

@@ -208,7 +208,7 @@ def fill(job: Job, program: Program, checkpoint: Path) -> tuple[Any, dict[str, A
 
 def count_reads() -> list[int]:
     """Bytes of every read from now on."""
-    from zckpt.fileio import Reader
+    from zckpt.core.fileio import Reader
 
     counts: list[int] = []
     plain: Callable[..., None] = Reader.read
@@ -226,8 +226,8 @@ def needed(reader: Any, state: dict[str, Any]) -> int:
 
     torch's own directories hold a tied weight under each of its names, and each is read.
     """
+    from zckpt.core.dtypes import SIZES
     from zckpt.dcp.keys import KeyNames
-    from zckpt.dtypes import SIZES
 
     numbers = [name for group in reader._groups for name in group]
     names, seen, total = KeyNames(reader.manifest, numbers), set(), 0

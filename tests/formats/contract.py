@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import zckpt
-from zckpt.dtypes import SIZES
-from zckpt.inert import from_json, to_json
-from zckpt.manifest import Manifest
+from zckpt.core.dtypes import SIZES
+from zckpt.core.inert import from_json, to_json
+from zckpt.core.manifest import Manifest
 
 
 class FormatContract:

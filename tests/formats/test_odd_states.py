@@ -17,8 +17,8 @@ import zckpt
 from ..conftest import Result
 from ..engines import deepspeed
 from ..engines.cases import CASES, Case
+from .deepspeed.test_reshard import assert_same_state
 from .equality import assert_is_what_the_engine_held, assert_proven
-from .test_reshard import assert_same_state
 
 Zckpt = Callable[..., Result]
 Trained = Callable[[Case], Path]

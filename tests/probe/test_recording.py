@@ -23,13 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
 from zckpt import probe
-from zckpt.dtypes import NUMBERS, TORCH_NAMES
+from zckpt.core.dtypes import NUMBERS, TORCH_NAMES
 from zckpt.errors import TargetExists, WrongOption
 from zckpt.probe import runs
 from zckpt.probe.statistics import Measurer
 
 from ..conftest import ROOT
-from ..test_stats import made
+from ..proof.test_stats import made
 
 
 class Pair(NamedTuple):

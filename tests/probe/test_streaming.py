@@ -261,7 +261,7 @@ def test_weights_of_modules_that_are_not_called(device: str, tmp_path: Path) -> 
 
 
 def manifest_of(state: dict[str, Tensor], folder: Path) -> Any:
-    from ..test_stats import manifest_of as made
+    from ..proof.test_stats import manifest_of as made
 
     return made(folder, {f"{name}/param": tensor for name, tensor in state.items()})
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from ..core.inert import Scalar
 from ..errors import InconsistentCheckpoint
-from ..inert import Scalar
-from ..values import alike
+from ..proof.values import alike
 from .keys import KeyMeaning, KeyNames
 
 

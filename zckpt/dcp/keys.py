@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any
 
-from .. import naming
-from ..formats.pytorch.state_dicts import flattened
-from ..formats.pytorch.tree import dotted
-from ..inert import TensorName
-from ..manifest import Entry, Manifest, slot_name
-from ..naming import Rule
+from ..core.inert import TensorName
+from ..core.manifest import Entry, Manifest, slot_name
+from ..formats.statedict.tree import dotted
+from ..formats.statedict.write import flattened
+from ..training.names import Rule, by_plain_name, leading, names_of, plain
 
 SECTION = re.compile(r"(?:^|\.)(state|param_groups)\.")
 NUMBERED = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
@@ -78,8 +77,8 @@ class KeyNames:
             for name, state in extra.items()
             for path, value in flattened((name,), state)
         }
-        self._names = naming.by_plain_name([*naming.names_of(manifest), *self.extra])
-        self._leading = naming.leading(self._names)
+        self._names = by_plain_name([*names_of(manifest), *self.extra])
+        self._leading = leading(self._names)
         self._owners = {
             alias: name
             for name, parameter in manifest.parameters.items()
@@ -117,9 +116,9 @@ class KeyNames:
         _, own_rule = self.rules["weight"]
         if key in self.weights:
             return KeyMeaning("weight", self.weights[key], "", "", own_rule)
-        plain = naming.plain(key)
+        plain = plain(key)
         if key.partition(".")[0] in self.words:  # only wrappers may differ
-            drops = naming.leading([plain.removeprefix(self.model)])
+            drops = leading([plain.removeprefix(self.model)])
             pairs = product(drops, self._leading)
             rules: Iterable[Rule] = (Rule(self.model + drop, add) for drop, add in pairs)
         else:
@@ -141,8 +140,8 @@ class KeyNames:
                 return None
             name = self.numbers[number]
         if name not in self._parameters:  # each has a dozen hyper-parameters
-            plain = naming.plain(name)
-            rules = product(naming.leading([plain]), self._leading)
+            plain = plain(name)
+            rules = product(leading([plain]), self._leading)
             self._parameters[name] = self._lookup(plain, (Rule(*rule) for rule in rules))
         return self._parameters[name]
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import MissingData, listed
-from ..formats.pytorch.dcp_items import StoredTensor
+from ..formats.dcp.items import StoredTensor
 from .keys import NUMBERED, KeyMeaning
 from .source import Meaning, Source
 

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint import metadata, planner, storage
 from torch.futures import Future
 
+from ..core.manifest import Manifest
 from ..errors import WrongOption, ZckptError
-from ..manifest import Manifest
 from .source import Reading, Source
 from .table import KeyTable
 from .target import LoadTarget

@@ -14,10 +14,10 @@ from math import prod
 
 import torch
 
-from ..dtypes import SIZES, TORCH_NAMES
-from ..elements import Gatherer, Ledger, Wanted
-from ..fileio import Buffer, Reader, align, files_per_thread
-from ..manifest import Entry, Record
+from ..core.dtypes import SIZES, TORCH_NAMES
+from ..core.fileio import Buffer, Reader, align, files_per_thread
+from ..core.manifest import Entry, Record
+from ..core.pieces import Gatherer, Ledger, Wanted
 
 BLOCK = 16 << 20  # bytes that are read before they are copied to where they belong
 

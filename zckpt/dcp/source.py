@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .. import api, formats, naming, steps
-from ..dtypes import TORCH_NAMES
+from .. import api, formats
+from ..core.dtypes import TORCH_NAMES
+from ..core.inert import Scalar, TensorName
+from ..core.manifest import Entry, Manifest
 from ..errors import ZckptError
-from ..formats.pytorch.dcp import METADATA, located
-from ..formats.pytorch.dcp_items import (
+from ..formats.dcp.items import (
     OpenedItem,
     StoredBox,
     StoredItems,
@@ -26,11 +27,12 @@ from ..formats.pytorch.dcp_items import (
     StoredValue,
     stored_items,
 )
-from ..formats.pytorch.state_dicts import Hole, StateDicts
-from ..formats.pytorch.tree import Path, dotted
-from ..inert import Scalar, TensorName
-from ..manifest import Entry, Manifest
-from ..options import Options
+from ..formats.dcp.read import METADATA, located
+from ..formats.statedict.tree import Path, dotted
+from ..formats.statedict.write import Hole, StateDicts
+from ..training import steps
+from ..training.names import renamed
+from ..training.options import Options
 from .keys import NUMBERED, KeyMeaning, KeyNames
 
 Meaning = StoredTensor | StoredValue | KeyMeaning
@@ -110,7 +112,7 @@ class Source:
             step_policy=reading.step_policy,
             param_names=reading.param_names,
         )
-        return naming.renamed(manifest, reading.rename)
+        return renamed(manifest, reading.rename)
 
     @cached_property
     def listing(self) -> Listing:

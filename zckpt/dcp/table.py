@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata
 
-from ..dtypes import TORCH_NAMES
+from ..core.dtypes import TORCH_NAMES
+from ..core.inert import Scalar
 from ..errors import UnsupportedCheckpoint, ZckptError
-from ..formats.pytorch.dcp_items import StoredTensor, StoredValue
-from ..inert import Scalar
-from ..torchfile import Tensor
+from ..files.torchfile import Tensor
+from ..formats.dcp.items import StoredTensor, StoredValue
 from .keys import KeyMeaning
 from .source import Source
 

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata, planner
 
-from ..dtypes import FLOATS, TORCH_NAMES
+from ..core.dtypes import FLOATS, TORCH_NAMES
+from ..core.inert import Scalar, TensorName
+from ..core.loading import as_torch
+from ..core.manifest import Entry, Record
+from ..core.plan import WIDE
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
-from ..formats.pytorch.dcp_items import OpenedItem, StoredTensor, StoredValue
-from ..inert import Scalar, TensorName
-from ..loading import as_torch
-from ..manifest import Entry, Record
-from ..plan import WIDE
+from ..formats.dcp.items import OpenedItem, StoredTensor, StoredValue
 from . import lacking, regions
 from .groups import Groups
 from .keys import KeyMeaning

@@ -21,9 +21,9 @@ from typing import Any
 import numpy
 import torch
 
-from ..dtypes import TORCH_NAMES
-from ..inert import Foreign, Global, Scalar, Size, TensorName
-from ..torchfile import Tensor
+from ..core.dtypes import TORCH_NAMES
+from ..core.inert import Foreign, Global, Scalar, Size, TensorName
+from ..files.torchfile import Tensor
 
 
 class NotLoaded(Exception):

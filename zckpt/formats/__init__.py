@@ -46,7 +46,7 @@ TABLE = (
     Format("deepspeed", "deepspeed", "DeepSpeed ZeRO-1, 2, 3, 0.5.10 to 0.19.8", writes=True),
     Format(
         "deepspeed-universal",
-        "deepspeed.universal",
+        "deepspeed_universal.read",
         "DeepSpeed's own universal checkpoints, for load_universal",
         writes=True,
     ),
@@ -58,22 +58,22 @@ TABLE = (
     ),
     Format(
         "dcp",
-        "pytorch.dcp",
+        "dcp.read",
         "torch.distributed.checkpoint of FSDP1, FSDP2, plain torch",
         writes=True,
         numbers=True,
     ),
     Format(
         "gathered",
-        "pytorch.gathered",
+        "gathered.read",
         "files of torch.save, whole or one per rank: FSDP, ZeroRedundancyOptimizer, plain torch",
         writes=True,
         numbers=True,
     ),
-    Format("universal", "universal", "zckpt's own: whole tensors as safetensors", writes=True),
+    Format("universal", "universal.read", "zckpt's own: whole tensors as safetensors", writes=True),
     Format(
         "hf",
-        "pytorch.exporting",
+        "hf.write",
         "weights for from_pretrained of transformers and PEFT; read as gathered",
         writes=True,
         reads=False,
@@ -167,8 +167,8 @@ def _looks(path: str) -> str:
 
 def _of_torch(path: str) -> str | None:
     """What a file of torch.save has, where that is no state dict; None for other files."""
-    from ..inert import Foreign
-    from ..torchfile import Tensor, TorchFile
+    from ..core.inert import Foreign
+    from ..files.torchfile import Tensor, TorchFile
 
     try:
         value = TorchFile(path).value

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..dtypes import FLOATS
+from ..core.dtypes import FLOATS
 from ..errors import MissingData, listed
 from . import runs
 from .runs import Record, Run

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..dtypes import TORCH_NAMES
+from ..core.dtypes import TORCH_NAMES
 from ..errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checksum import combine, crc32
-from ..dtypes import NUMBERS, TORCH_NAMES
-from ..statistics import Statistics, measure, told
+from ..core.checksum import combine, crc32
+from ..core.dtypes import NUMBERS, TORCH_NAMES
+from ..proof.stats import Statistics, measure, told
 
 NAMES = {getattr(torch, kind): name for name, kind in TORCH_NAMES.items() if hasattr(torch, kind)}
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .. import api, naming
-from ..cast import cast
-from ..dtypes import SIZES
-from ..elements import CAST_BLOCK, Gatherer, Ledger, Wanted
+from .. import api
+from ..core.cast import cast
+from ..core.dtypes import SIZES
+from ..core.fileio import Reader
+from ..core.manifest import Entry, Manifest
+from ..core.pieces import CAST_BLOCK, Gatherer, Ledger, Wanted
 from ..errors import MissingData, listed
-from ..fileio import Reader
-from ..manifest import Entry, Manifest
+from ..training.names import Renames, matched, plain, renamed
 from .statistics import NAMES, raw
 from .subscribers import LISTS, WHOLE, Place, Subscriber, is_compiled, subscribe, unwrapped
 
@@ -43,7 +44,7 @@ def stream(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
-    rename: naming.Renames = (),
+    rename: Renames = (),
 ) -> Iterator[None]:
     """Within the block, forwards of `model` take their weights from `checkpoint`.
 
@@ -63,7 +64,7 @@ def stream(
         if isinstance(checkpoint, Manifest)
         else api.read(checkpoint, format=format, tag=tag, step_policy=step_policy)
     )
-    manifest = naming.renamed(manifest, rename)
+    manifest = renamed(manifest, rename)
     streamer = _Streamer(unwrapped(model), manifest, device, (*WHOLE, *whole))
     try:
         with subscribe(model, streamer):
@@ -235,12 +236,12 @@ def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
     owners = {name: name for name in {entry.parameter for entry in manifest.entries.values()}}
     for owner, parameter in manifest.parameters.items():
         owners |= {alias: owner for alias in parameter.aliases if alias not in owners}
-    plain = {naming.plain(name) for name in owners}
+    plain = {plain(name) for name in owners}
     asked: dict[int, str] = {}  # one name of each tied tensor, if possible one that is held
     for name, held in wanted.items():
-        if id(held) not in asked or naming.plain(asked[id(held)]) not in plain:
+        if id(held) not in asked or plain(asked[id(held)]) not in plain:
             asked[id(held)] = name
-    found = naming.matched(list(asked.values()), list(owners))
+    found = matched(list(asked.values()), list(owners))
     return {
         name: _source(manifest, owners[found[asked[id(held)]]], name, held)
         for name, held in wanted.items()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...core.manifest import Manifest
 from ...errors import WrongOption
-from ...manifest import Manifest
-from ...options import Options
+from ...training.options import Options
 from .ranks import nested
 
 SUB_GROUP_SIZE = 10**9  # elements, the engine's default

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ... import steps
-from ...dtypes import SIZES
+from ...core.dtypes import SIZES
+from ...core.inert import Scalar
+from ...core.manifest import Extent, Fragments, Runs, Sighting, Slices, slot_name, solid
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
-from ...inert import Scalar
-from ...manifest import Extent, Fragments, Runs, Sighting, Slices, slot_name, solid
-from ...torchfile import Tensor
+from ...files.torchfile import Tensor
+from ...training import steps
 from .. import zero
-from .directory import refuse
+from .files import refuse
 from .ranks import Ranks
 
 Shapes = Mapping[str, tuple[int, ...]]

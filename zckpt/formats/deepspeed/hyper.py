@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...core.manifest import Manifest
 from ...errors import MissingData, WrongOption
-from ...hyper import ADAM, DEFAULTS, TORCH, are_inferred, given_groups, plain_name
-from ...manifest import Manifest
-from ...options import Options
+from ...training.optimizers import ADAM, DEFAULTS, TORCH, are_inferred, given_groups, plain_name
+from ...training.options import Options
 from .engine import Engine
 
 # what groups hold beside ADAM's, by the class that `--optimizer` asks for

@@ -7,17 +7,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...dtypes import NUMBERS
+from ...core.dtypes import NUMBERS
+from ...core.inert import Foreign, Scalar, map_values, to_json
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
 )
-from ...inert import Foreign, Scalar, map_values, to_json
-from ...torchfile import Parsed, Tensor, TorchFile
+from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero
-from .directory import Place, RankFiles, file_of_rank, refuse
+from .files import Place, RankFiles, file_of_rank, refuse
 
 COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 

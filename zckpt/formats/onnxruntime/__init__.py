@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .directory import detect
-from .reading import read
+from .files import detect
+from .read import read
 
 if TYPE_CHECKING:
-    from ...manifest import Manifest
-    from ...options import Options
-    from ...partition import Partition
-    from ...staging import Layout
+    from ...core.manifest import Manifest
+    from ...core.partition import Partition
+    from ...core.staging import Layout
+    from ...training.options import Options
 
 __all__ = ["check", "detect", "lay_out", "partitions", "read", "read_shells", "seal"]
 
@@ -41,27 +41,27 @@ def check(manifest: Manifest) -> None:
 
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of a target; see writing.py, which reading has no need of."""
-    from . import writing
+    from . import write as writing
 
     return writing.lay_out(source, options)
 
 
 def read_shells(path: str) -> Manifest:
     """What was laid out, in which every weight may have its own step."""
-    from ...steps import KEEP
+    from ...training.steps import KEEP
 
     return read(path, step_policy=KEEP)
 
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:
     """What is known only when all tensors are there: the records' checksums."""
-    from . import writing
+    from . import write as writing
 
     writing.seal(root, manifest, outcome)
 
 
 def partitions(path: str) -> list[Partition]:
     """What the ranks would all-gather; see gathering.py, which only a proof has need of."""
-    from . import gathering
+    from . import gather as gathering
 
     return gathering.partitions(path)

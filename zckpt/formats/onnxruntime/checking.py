@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...cast import cast
-from ...checksum import crc32
-from ...dtypes import SIZES
+from ...core.cast import cast
+from ...core.checksum import crc32
+from ...core.dtypes import SIZES
+from ...core.fileio import Reader
+from ...core.manifest import Entry, Extent, Manifest, Record
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint
-from ...fileio import Reader
-from ...manifest import Entry, Extent, Manifest, Record
-from .reading import differing
+from .read import differing
 
 BLOCK = 1 << 18  # elements
 

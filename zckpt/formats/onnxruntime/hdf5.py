@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ...core.manifest import Extent, Record
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
     MissingExtra,
     UnsupportedCheckpoint,
 )
-from ...manifest import Extent, Record
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Held, Rank, Save
 
 MAGIC = b"\x89HDF\r\n\x1a\n"

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ...dtypes import SIZES
-from ...staging import Shell
+from ...core.dtypes import SIZES
+from ...core.staging import Shell
 from .hdf5 import DTYPES, import_h5py
 
 NUMPY = {dtype: name for name, dtype in DTYPES.items()}

@@ -23,11 +23,11 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...dtypes import SIZES
+from ...core.dtypes import SIZES
+from ...core.inert import TensorName, inside, map_values, to_json
+from ...core.manifest import Entry
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
-from ...inert import TensorName, inside, map_values, to_json
-from ...manifest import Entry
-from ...torchfile import SMALL, Parsed, Tensor, TorchFile
+from ...files.torchfile import SMALL, Parsed, Tensor, TorchFile
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Held, Rank, Save
 
 SUFFIX = ".ort.pt"

@@ -1,0 +1,120 @@
+"""Float casts bit for bit as torch makes them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zckpt.core.cast import cast
+from zckpt.core.dtypes import SIZES, TORCH_NAMES
+from zckpt.errors import UnsupportedCheckpoint
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+PAIRS = [(source, target) for source in FLOATS for target in FLOATS]
+
+
+def torch_type(dtype: str) -> torch.dtype:
+    found = getattr(torch, TORCH_NAMES[dtype])
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def check(tensor: torch.Tensor, source: str, target: str) -> None:
+    """Casts the tensor's bytes and compares with torch's own."""
+    result = bytearray(tensor.numel() * SIZES[target])
+    data = bytearray(bytes(tensor.view(torch.uint8).numpy()))
+    cast(memoryview(data), source, memoryview(result), target)
+    mine = torch.frombuffer(result, dtype=torch_type(target))
+    theirs = tensor.to(torch_type(target))
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[SIZES[target]]
+    different = (mine.view(bits) != theirs.view(bits)) & ~(mine.isnan() & theirs.isnan())
+    first = different.nonzero().flatten().tolist()[:3]
+    assert not first, [(tensor[i].item(), mine[i].item(), theirs[i].item()) for i in first]
+
+
+def around(values: list[float]) -> torch.Tensor:
+    """The values, their neighbours in float64, and all of these negated."""
+    here = np.array(values)
+    near = np.concatenate([here, np.nextafter(here, np.inf), np.nextafter(here, -np.inf)])
+    return torch.from_numpy(np.concatenate([near, -near]))
+
+
+EDGES = around(
+    [
+        0.0,
+        float("inf"),
+        65504.0,  # largest float16
+        65519.99,
+        65520.0,  # halfway to what would be the next: infinite
+        65536.0,
+        2.0**-14,  # smallest normal float16
+        2.0**-24,  # smallest denormal float16
+        2.0**-25,
+        3 * 2.0**-25,
+        2.0**-126,
+        2.0**-149,
+        2.0**-150,
+        3.3895313892515355e38,  # largest bfloat16
+        3.3961775292304957e38,  # halfway to what would be the next
+        3.4028234663852886e38,
+        3.4028235677973366e38,
+        1e300,
+        5e-324,
+        1 + 2.0**-8,  # ties of bfloat16
+        1 + 3 * 2.0**-8,
+        1 + 2.0**-11,  # ties of float16
+        1 + 3 * 2.0**-11,
+        1 + 2.0**-24,  # ties of float32
+        1 + 3 * 2.0**-24,
+        1 + 2.0**-8 + 2.0**-30,  # a tie only after a first rounding to float32
+        1 + 2.0**-11 + 2.0**-30,
+        1 + 2.0**-11 - 2.0**-30,
+    ]
+)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_edges_are_rounded_as_torch_rounds(source: str, target: str) -> None:
+    check(EDGES.to(torch_type(source)), source, target)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_random_bits_are_rounded_as_torch_rounds(source: str, target: str) -> None:
+    torch.manual_seed(0)
+    data = torch.randint(0, 256, (SIZES[source] * 50_000,), dtype=torch.uint8)
+    check(data.view(torch_type(source)), source, target)
+
+
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize("source", ["F16", "BF16"])
+def test_every_number_of_16_bits(source: str, target: str) -> None:
+    check(torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch_type(source)), source, target)
+
+
+@given(st.floats(width=64), st.sampled_from(PAIRS))
+def test_any_number(value: float, pair: tuple[str, str]) -> None:
+    check(torch.tensor([value], dtype=torch.float64).to(torch_type(pair[0])), *pair)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_not_a_number_stays_one(source: str, target: str) -> None:
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[SIZES[source]]
+    infinite = torch.tensor([float("inf")], dtype=torch_type(source)).view(bits)
+    patterns = (infinite + torch.tensor([1, 2**5, -1 - infinite.item()])).to(bits)
+    values = patterns.view(torch_type(source))
+    assert values.isnan().all()
+    result = bytearray(3 * SIZES[target])
+    data = bytearray(bytes(values.view(torch.uint8).numpy()))
+    cast(memoryview(data), source, memoryview(result), target)
+    assert torch.frombuffer(result, dtype=torch_type(target)).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "pair", [("I64", "F32"), ("F32", "I32"), ("F8_E4M3", "F32"), ("F32", "C64")]
+)
+def test_what_is_no_plain_float_is_refused(pair: tuple[str, str]) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=f"{pair[0]}.*{pair[1]}"):
+        cast(memoryview(bytearray(8)), pair[0], memoryview(bytearray(8)), pair[1])

@@ -1,0 +1,146 @@
+"""Numbers of a difference, against torch's own; how parts of a tensor add up."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zckpt.core.compare import Difference, measure, rounds_to, same
+from zckpt.core.dtypes import SIZES, TORCH_NAMES
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    return memoryview(bytearray(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()))
+
+
+def measured(a: torch.Tensor, b: torch.Tensor, dtype: str, start: int = 0) -> Difference:
+    return measure(memory(a), dtype, memory(b), dtype, start)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("seed", range(3))
+def test_numbers_are_those_of_torch(dtype: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    kind = getattr(torch, TORCH_NAMES[dtype])
+    a = torch.randn(1000, generator=generator, dtype=torch.float64).to(kind)
+    b = a.clone()
+    places = torch.randperm(1000, generator=generator)[: 10 * seed + 1]
+    b[places] += torch.ones((), dtype=kind)
+    places = (a != b).nonzero().view(-1)
+    found = measured(a, b, dtype, start=50)
+    distance = (a.double() - b.double()).abs()
+    assert found.count == len(places)
+    assert found.first == 50 + int(places.min())
+    assert (found.a, found.b) == (a[places[0]].item(), b[places[0]].item())
+    assert found.max_abs == distance.max().item()
+    expected = torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0).item()
+    assert found.cosine == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_ulps_are_steps_to_the_next_number(dtype: str) -> None:
+    kind = getattr(torch, TORCH_NAMES[dtype])
+    a = torch.tensor([1.0, -1.0, 0.0, -2.0], dtype=kind)
+    b = a.clone()
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[SIZES[dtype]]
+    b.view(bits)[1] += 3
+    assert measured(a, b, dtype).max_ulp == 3
+    below, above = torch.zeros(1, dtype=kind), torch.zeros(1, dtype=kind)
+    below.view(bits)[0] = torch.iinfo(bits).min + 1  # the first number below zero
+    above.view(bits)[0] = 1
+    assert measured(below, above, dtype).max_ulp == 2
+
+
+def test_zeros_of_both_signs_differ_by_no_step() -> None:
+    found = measured(torch.tensor([0.0]), torch.tensor([-0.0]), "F32")
+    assert (found.count, found.max_abs, found.max_ulp) == (1, 0.0, 0)
+
+
+def test_nans_and_infinities() -> None:
+    nan, inf = math.nan, math.inf
+    a = torch.tensor([nan, inf, nan, 1.0, inf])
+    b = torch.tensor([nan, inf, 1.0, 1.0, -inf])
+    found = measured(a, b, "F32")
+    assert (found.count, found.first, found.max_abs) == (2, 2, inf)
+    assert found.cosine is None
+
+
+def test_what_rounding_makes_of_a_nan_is_no_difference() -> None:
+    a = torch.tensor([0x7FC0, 0x7FC1, 0x3F80], dtype=torch.int16)
+    b = torch.tensor([0x7FC0, 0x7FC0, 0x3F80], dtype=torch.int16)
+    assert measure(memory(a), "BF16", memory(b), "BF16", 0).count == 1
+    assert measure(memory(a), "BF16", memory(b), "BF16", 0, rounded=True).count == 0
+
+
+def test_other_types_are_compared_by_value() -> None:
+    values = torch.tensor([0.0, 1.5, -3.0, math.nan])
+    held = values.to(torch.bfloat16)
+    assert measure(memory(values), "F32", memory(held), "BF16", 0).count == 0
+    values[1] = 1.5000001
+    found = measure(memory(values), "F32", memory(held), "BF16", 7)
+    assert (found.count, found.first, found.max_ulp) == (1, 8, None)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "C64"])
+def test_what_is_no_number_is_compared_by_its_bytes(dtype: str) -> None:
+    a, b = bytearray(range(16)), bytearray(range(16))
+    b[9] ^= 1
+    found = measure(memoryview(a), dtype, memoryview(b), dtype, 0)
+    assert (found.count, found.first) == (1, 9 // SIZES[dtype])
+    assert found.max_abs is None
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(-4, 4, width=32)), min_size=2), st.data())
+def test_parts_add_up_to_the_whole(items: list[tuple[bool, float]], data: st.DataObject) -> None:
+    a = torch.tensor([value for _, value in items])
+    b = torch.tensor([value + differs for differs, value in items])
+    cut = data.draw(st.integers(1, len(items) - 1))
+    parts = [measured(a[cut:], b[cut:], "F32", cut), measured(a[:cut], b[:cut], "F32")]
+    found = Difference()
+    for part in parts:
+        found.add(part)
+    whole = measured(a, b, "F32")
+    for key in ("count", "first", "a", "b", "max_abs", "max_ulp"):
+        assert getattr(found, key) == getattr(whole, key)
+    assert found.dot == pytest.approx(whole.dot)
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40))
+def test_same_is_equality_of_bytes(a: bytes, b: bytes) -> None:
+    assert same(memoryview(bytearray(a)), memoryview(bytearray(b))) == (a == b)
+    assert same(memoryview(bytearray(a)), memoryview(bytearray(a)))
+
+
+def test_integers_past_the_digits_of_a_float() -> None:
+    a, b = torch.tensor([2**60 + 1]), torch.tensor([2**60])
+    found = measured(a, b, "I64")
+    assert (found.count, found.a, found.b) == (1, 2**60 + 1, 2**60)
+
+
+def test_truth_against_numbers() -> None:
+    a, b = memoryview(bytearray([1, 0, 1])), memoryview(bytearray([1, 1, 1]))
+    assert measure(a, "BOOL", b, "U8", 0).count == 1
+    assert measure(b, "BOOL", b, "U8", 0).count == 0
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(0, 19), st.integers(0, 15))
+def test_rounding_of_few_is_that_of_torch(bits: list[int], place: int, bit: int) -> None:
+    kept = [held for held in bits if held & 0x7FFFFFFF <= 0x7F800000]
+    wide = torch.tensor(kept, dtype=torch.uint32).view(torch.float32)
+    narrow = wide.to(torch.bfloat16)
+    assert rounds_to(memory(wide), memory(narrow))
+    if place < len(kept):
+        narrow.view(torch.int16)[place] ^= 1 << bit if bit < 15 else -(1 << 15)
+        assert not rounds_to(memory(wide), memory(narrow))
+
+
+def test_a_nan_is_left_to_the_cast() -> None:
+    for bits, half in ((0x7FFFFFFF, 0x8000), (0x7FC00000, 0x7FC0), (0xFFFFFFFF, 0x0000)):
+        wide = torch.tensor([bits], dtype=torch.uint32)
+        assert not rounds_to(memory(wide), memory(torch.tensor([half], dtype=torch.uint16)))

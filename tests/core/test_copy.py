@@ -1,0 +1,562 @@
+"""Copies of synthetic layouts: every byte, CRC and failure, in chunks of a few kilobytes."""
+
+from __future__ import annotations
+
+import _thread
+import errno
+import os
+import random
+import signal
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zckpt.core import copy as execute
+from zckpt.core import pieces as elements
+from zckpt.core import plan
+from zckpt.core.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.manifest import (
+    Box,
+    Entry,
+    Extent,
+    Fragment,
+    Fragments,
+    Manifest,
+    Record,
+    Runs,
+    Slices,
+    solid,
+)
+from zckpt.errors import CorruptCheckpoint
+
+CHUNK = 8192
+
+
+@pytest.fixture(autouse=True, params=["numpy", "plain"])
+def small_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small slices are spread by numpy where they are many, and without it where they are few."""
+    monkeypatch.setattr(elements, "MANY", 0 if request.param == "numpy" else 1 << 60)
+    use_chunks(monkeypatch, CHUNK)
+
+
+def use_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(execute, "chunk_size", lambda *_: chunk)
+    monkeypatch.setattr(elements, "SMALL", 64)
+    monkeypatch.setattr(elements, "LITTLE", 4096)
+    monkeypatch.setattr(elements, "CAST_BLOCK", 100)
+
+
+@dataclass
+class Disk:
+    """Files in the making, and where the tensors of a checkpoint were put in them."""
+
+    root: Path
+    random: random.Random
+    files: dict[str, bytearray] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
+    extents: list[Extent] = field(default_factory=list)
+
+    def put(self, name: str, data: bytes, size: int, most: int = 50) -> Extent:
+        """`data` behind a gap of random bytes, at a multiple of `size`."""
+        file = self.files.setdefault(str(self.root / name), bytearray())
+        gap = self.random.choice([0, 0, self.random.randrange(most)])
+        gap += -(len(file) + gap) % size
+        file += self.random.randbytes(gap)
+        extent = Extent(str(self.root / name), len(file), len(data))
+        file += data
+        return extent
+
+    def runs(self, data: bytes, size: int) -> Runs:
+        """Cut anywhere, the pieces in several files."""
+        numel = len(data) // size
+        cuts = sorted({0, numel, *(self.random.randint(0, numel) for _ in range(4))})
+        listed = []
+        for start, stop in pairwise(cuts):
+            extent = self.put(
+                f"run {self.random.randrange(3)}", data[start * size : stop * size], size
+            )
+            listed.append(Fragment(start, stop, extent))
+            self.extents.append(extent)
+        return Runs(listed)
+
+    def whole(self, data: bytes, size: int) -> Fragments:
+        extent = self.put(f"whole {self.random.randrange(2)}", data, size)
+        self.extents.append(extent)
+        return solid(len(data) // size, extent)
+
+    def slices(self, tensors: list[bytes], size: int, dp: int, name: str) -> list[Fragments]:
+        """ZeRO-3's flat buffers, the padding of random bytes."""
+        flats, places = [bytearray() for _ in range(dp)], []
+        for data in tensors:
+            width = -(-(len(data) // size) // dp) * size
+            places.append(len(flats[0]) // size)
+            for rank, flat in enumerate(flats):
+                mine = data[rank * width : (rank + 1) * width]
+                flat += mine + self.random.randbytes(width - len(mine))
+        extents = tuple(
+            self.put(f"{name} rank {rank}", bytes(flat), size) for rank, flat in enumerate(flats)
+        )
+        self.extents += extents
+        return [
+            Slices(extents, place, len(data) // size, size)
+            for place, data in zip(places, tensors, strict=True)
+        ]
+
+    def lines(self, data: bytes, size: int, shape: tuple[int, ...]) -> Fragments:
+        """The tensor in another order of its axes."""
+        order = list(range(len(shape)))
+        self.random.shuffle(order)
+        unit = torch.uint8
+        tensor = torch.frombuffer(bytearray(data), dtype=unit).view(*shape, size)
+        moved = tensor.permute(*order, len(shape)).contiguous()
+        strides = [0] * len(shape)
+        for axis, stride in zip(order, moved.stride()[:-1], strict=True):
+            strides[axis] = stride // size
+        extent = self.put("lines", bytes(moved.view(-1).numpy()), size)
+        self.extents.append(extent)
+        return Box(shape, (0,) * len(shape), shape, strides, 0, size, extent)
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], fragments: Fragments) -> None:
+        self.entries[name] = Entry(name, dtype, shape, fragments)
+
+    def write(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        for path, data in self.files.items():
+            data += self.random.randbytes(self.random.randrange(30))
+            Path(path).write_bytes(data)
+
+    def manifest(self, checked: bool = True) -> Manifest:
+        records = tuple(
+            Record(
+                extent,
+                zlib.crc32(self.files[extent.file][extent.offset : extent.offset + extent.length])
+                if checked
+                else None,
+            )
+            for extent in self.extents
+            if extent.length
+        )
+        return Manifest(str(self.root), "x", {}, dict(self.entries), {}, records=records)
+
+
+@dataclass
+class Tensor:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def some_tensors(chosen: random.Random, dtypes: tuple[str, ...], count: int) -> list[Tensor]:
+    found = []
+    for place in range(count):
+        dtype = chosen.choice(dtypes)
+        shape = tuple(chosen.choice([1, 2, 3, 7, 13]) for _ in range(chosen.choice([1, 1, 2, 3])))
+        if chosen.random() < 0.2:
+            shape = (chosen.randint(0, 6000),)
+        data = chosen.randbytes(prod(shape) * SIZES[dtype])
+        found.append(Tensor(f"{place}/exp_avg", dtype, shape, data))
+    return found
+
+
+def lay(disk: Disk, tensors: list[Tensor], kinds: tuple[str, ...]) -> None:
+    """Puts every tensor somewhere: tensors of one dtype that are cut in slices share buffers."""
+    sliced: dict[tuple[str, int], list[Tensor]] = {}
+    for tensor in tensors:
+        size = SIZES[tensor.dtype]
+        kind = disk.random.choice(kinds)
+        if kind == "slices":
+            sliced.setdefault((tensor.dtype, disk.random.choice([1, 2, 3, 9])), []).append(tensor)
+            continue
+        if kind == "lines" and tensor.data:
+            made = disk.lines(tensor.data, size, tensor.shape)
+        else:
+            made = (disk.runs if kind == "runs" else disk.whole)(tensor.data, size)
+        disk.add(tensor.name, tensor.dtype, tensor.shape, made)
+    for (dtype, dp), held in sliced.items():
+        for tensor, fragments in zip(
+            held,
+            disk.slices([item.data for item in held], SIZES[dtype], dp, f"{dtype} {dp}"),
+            strict=True,
+        ):
+            disk.add(tensor.name, dtype, tensor.shape, fragments)
+
+
+def torch_cast(data: bytes, source: str, target: str) -> bytes:
+    tensor = torch.frombuffer(bytearray(data), dtype=getattr(torch, TORCH_NAMES[source]))
+    return bytes(tensor.to(getattr(torch, TORCH_NAMES[target])).view(torch.uint8).numpy())
+
+
+@dataclass
+class Job:
+    """A source, shells of a target, and what the target must be in the end."""
+
+    source: Disk
+    target: Disk
+    tensors: list[Tensor]
+
+    def copy(self, checked: bool = True, **options: Any) -> execute.Outcome:
+        source, target = self.source.manifest(checked), self.target.manifest()
+        return execute.copy(plan.join(source, target), source, target, **options)
+
+    def check(self, outcome: execute.Outcome) -> None:
+        for path, data in self.target.files.items():
+            assert Path(path).read_bytes() == data, path
+        for path, (size, crc) in outcome.files.items():
+            assert (size, crc) == (
+                len(self.target.files[path]),
+                zlib.crc32(self.target.files[path]),
+            )
+        assert outcome.digests == {item.name: zlib.crc32(item.data) for item in self.tensors}
+        for extent, crc in outcome.records.items():
+            data = self.target.files[extent.file][extent.offset : extent.offset + extent.length]
+            assert crc == zlib.crc32(data)
+        assert not [thread for thread in threading.enumerate() if "zckpt" in thread.name]
+        assert not open_files(self)
+
+
+def open_files(job: Job) -> list[str]:
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:  # that of listdir itself
+            continue
+    return [path for path in found if path in {**job.source.files, **job.target.files}]
+
+
+def prepare(
+    root: Path,
+    seed: int,
+    tensors: list[Tensor],
+    source: tuple[str, ...] = ("runs", "slices", "lines", "whole"),
+    target: tuple[str, ...] = ("whole", "runs", "slices"),
+    dtypes: dict[str, str] | None = None,
+) -> Job:
+    """`dtypes` of the target by name of the tensor, where another than the source's."""
+    chosen = random.Random(seed)
+    disks = Disk(root / "source", chosen), Disk(root / "target", chosen)
+    lay(disks[0], tensors, source)
+    disks[0].write()
+    wanted = [replace_tensor(item, (dtypes or {}).get(item.name, item.dtype)) for item in tensors]
+    lay(disks[1], wanted, target)
+    disks[1].write()
+    for entry in disks[1].entries.values():  # a shell: the tensors' bytes are holes
+        for fragment in entry.fragments:
+            with open(fragment.extent.file, "r+b") as file:
+                os.pwrite(file.fileno(), bytes(fragment.extent.length), fragment.extent.offset)
+    return Job(*disks, wanted)
+
+
+def replace_tensor(tensor: Tensor, dtype: str) -> Tensor:
+    if dtype == tensor.dtype or not tensor.data:
+        return replace(tensor, dtype=dtype)
+    return replace(tensor, dtype=dtype, data=torch_cast(tensor.data, tensor.dtype, dtype))
+
+
+ANY = ("F32", "BF16", "I64", "U8", "F16")
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_random_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    chosen = random.Random(seed)
+    use_chunks(monkeypatch, chosen.choice([4096, 12288, 1 << 20]))
+    job = prepare(tmp_path, seed, some_tensors(chosen, ANY, chosen.choice([1, 10, 40])))
+    done: list[int] = []
+    outcome = job.copy(jobs=chosen.choice([1, 2, 4]), progress=done.append)
+    job.check(outcome)
+    assert sum(done) == outcome.bytes == sum(size for size, _ in outcome.files.values())
+
+
+def touched(disk: Disk) -> set[Extent]:
+    """The records that hold a part of a tensor; the last ranks of many may hold padding alone."""
+    return {
+        extent
+        for entry in disk.entries.values()
+        for fragment in entry.fragments
+        for extent in disk.extents
+        if extent.file == fragment.extent.file
+        and 0 <= fragment.extent.offset - extent.offset < extent.length
+    }
+
+
+@pytest.mark.parametrize("target", ["whole", "runs", "slices"])
+@pytest.mark.parametrize("source", ["whole", "runs", "slices", "lines"])
+def test_each_layout_to_each(tmp_path: Path, source: str, target: str) -> None:
+    tensors = some_tensors(random.Random(5), ("F32", "BF16"), 20)
+    tensors.append(Tensor("large/exp_avg", "F32", (130, 91), random.Random(1).randbytes(47320)))
+    job = prepare(tmp_path, 1, tensors, (source,), (target,))
+    outcome = job.copy()
+    job.check(outcome)
+    if source != "lines":  # chunks' edges read parts of a strided run twice
+        assert (outcome.checked, outcome.unchecked) == (len(touched(job.source)), 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_casts(tmp_path: Path, seed: int) -> None:
+    chosen = random.Random(seed)
+    tensors = some_tensors(chosen, ("F32", "BF16", "F16", "F64"), 20)
+    for item in tensors:  # torch may make another NaN
+        size = SIZES[item.dtype]
+        item.data = b"".join(
+            item.data[i : i + size - 1] + b"\x3b" for i in range(0, len(item.data), size)
+        )
+    dtypes = {item.name: chosen.choice(["F32", "BF16", "F16"]) for item in tensors}
+    job = prepare(tmp_path, seed, tensors, dtypes=dtypes)
+    for name, entry in job.source.entries.items():
+        data = next(item.data for item in tensors if item.name == name)
+        job.source.entries[name] = replace(entry, digest=zlib.crc32(data))
+    job.check(job.copy())
+
+
+@pytest.mark.parametrize("io", ["auto", "buffered", "direct"])
+def test_every_way_of_writing_gives_the_same(tmp_path: Path, io: str) -> None:
+    job = prepare(tmp_path, 3, some_tensors(random.Random(3), ANY, 30))
+    try:
+        outcome = job.copy(io=io)
+    except OSError as error:
+        if io == "direct" and error.errno == errno.EINVAL:
+            pytest.skip("this filesystem refuses O_DIRECT")
+        raise
+    job.check(outcome)
+
+
+def test_nothing_to_copy(tmp_path: Path) -> None:
+    job = prepare(tmp_path, 3, [])
+    assert job.copy() == execute.Outcome()
+
+
+# -- what the source's files state
+
+
+def one(root: Path, kind: str = "whole", numel: int = 9000, dtype: str = "F32") -> Job:
+    data = random.Random(7).randbytes(numel * SIZES[dtype])
+    return prepare(root, 7, [Tensor("a/exp_avg", dtype, (numel,), data)], (kind,), ("whole",))
+
+
+def flip(extent: Extent, place: int) -> None:
+    with open(extent.file, "r+b") as file:
+        byte = os.pread(file.fileno(), 1, extent.offset + place)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), extent.offset + place)
+
+
+@pytest.mark.parametrize("kind", ["whole", "runs", "slices", "lines"])
+@pytest.mark.parametrize("place", [0, 1000, -1])
+def test_a_flipped_bit_of_a_record_is_found(tmp_path: Path, kind: str, place: int) -> None:
+    job = one(tmp_path, kind)
+    extent = job.source.extents[0]
+    flip(extent, place % extent.length)
+    with pytest.raises(CorruptCheckpoint, match="CRC-32") as caught:
+        job.copy()
+    assert extent.file in caught.value.message
+
+
+def test_without_a_stated_sum_nothing_is_checked(tmp_path: Path) -> None:
+    job = one(tmp_path, "runs")
+    outcome = job.copy(checked=False)
+    job.check(outcome)
+    assert (outcome.checked, outcome.unchecked) == (0, len(job.source.extents))
+
+
+def padded(root: Path, before: int, after: int) -> tuple[Job, Extent]:
+    """The record holds bytes before and behind the tensor that no copy reads."""
+    job = one(root)
+    inner = job.source.extents.pop()
+    data = job.source.files[inner.file]
+    data[:] = bytes(before) + data[inner.offset : inner.offset + inner.length] + bytes(after)
+    Path(inner.file).write_bytes(data)
+    record = Extent(inner.file, 0, len(data))
+    job.source.extents.append(record)
+    entry = job.source.entries["a/exp_avg"]
+    job.source.entries["a/exp_avg"] = replace(
+        entry, fragments=solid(entry.numel, Extent(inner.file, before, inner.length))
+    )
+    return job, record
+
+
+@pytest.mark.parametrize("place", [0, 99, 36_100, 36_199])
+def test_a_flipped_bit_of_the_padding_is_found(tmp_path: Path, place: int) -> None:
+    job, record = padded(tmp_path, 100, 100)
+    flip(record, place)
+    with pytest.raises(CorruptCheckpoint, match="CRC-32"):
+        job.copy()
+
+
+def test_padding_completes_a_record(tmp_path: Path) -> None:
+    outcome = padded(tmp_path, 100, 100)[0].copy()
+    assert (outcome.checked, outcome.unchecked) == (1, 0)
+
+
+def test_a_record_of_which_little_was_read_is_unchecked(tmp_path: Path) -> None:
+    job, record = padded(tmp_path, 10, 100_000)
+    flip(record, 5)
+    outcome = job.copy()
+    job.check(outcome)
+    assert (outcome.checked, outcome.unchecked) == (0, 1)
+
+
+def test_records_that_touch_are_each_checked(tmp_path: Path) -> None:
+    """One read passes over both."""
+    job = one(tmp_path)
+    extent = job.source.extents.pop()
+    job.source.extents += [extent.part(0, 4000), extent.part(4000, extent.length)]
+    outcome = job.copy()
+    assert (outcome.checked, outcome.unchecked) == (2, 0)
+    flip(extent, 3999)
+    with pytest.raises(CorruptCheckpoint, match="CRC-32"):
+        job.copy()
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_the_digest_of_the_source_is_checked(tmp_path: Path, dtype: str) -> None:
+    data = torch.rand(9000).numpy().tobytes()
+    tensors = [Tensor("a/exp_avg", "F32", (9000,), data)]
+    job = prepare(tmp_path, 7, tensors, ("runs",), ("whole",), {"a/exp_avg": dtype})
+    entry = job.source.entries["a/exp_avg"]
+    job.source.entries["a/exp_avg"] = replace(entry, digest=zlib.crc32(data))
+    job.check(job.copy(checked=False))
+    flip(job.source.extents[0], 1)
+    with pytest.raises(CorruptCheckpoint, match="a/exp_avg"):
+        job.copy(checked=False)
+
+
+def test_a_source_that_was_cut_short_is_found(tmp_path: Path) -> None:
+    job = one(tmp_path)
+    extent = job.source.extents[0]
+    os.truncate(extent.file, extent.offset + extent.length - 1)
+    with pytest.raises(CorruptCheckpoint, match="ends at byte") as caught:
+        job.copy()
+    assert extent.file in caught.value.message
+    assert not open_files(job)
+
+
+# -- failures in the middle
+
+
+@pytest.fixture
+def write_fails(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The third write fails with the error that is set."""
+    wanted: list[int] = []
+    real, count, lock = os.pwrite, [0], threading.Lock()
+
+    def pwrite(file: int, data: Any, offset: int) -> int:
+        with lock:
+            count[0] += 1
+            fails = wanted and count[0] >= 3
+        if fails:
+            raise OSError(wanted[0], os.strerror(wanted[0]))
+        return real(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    yield wanted.append
+    monkeypatch.undo()
+
+
+def ended(job: Job) -> bool:
+    threads = [thread for thread in threading.enumerate() if "zckpt" in thread.name]
+    return not threads and not open_files(job)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_a_failed_write_ends_the_copy(
+    tmp_path: Path, write_fails: Any, code: int, jobs: int
+) -> None:
+    job = prepare(tmp_path, 3, some_tensors(random.Random(3), ANY, 30))
+    write_fails(code)
+    with pytest.raises(OSError, match=os.strerror(code)) as caught:
+        job.copy(jobs=jobs)
+    assert caught.value.errno == code
+    assert ended(job)
+
+
+def test_a_failing_sync_does_not_hide_the_first_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_fails: Any
+) -> None:
+    job = prepare(tmp_path, 3, some_tensors(random.Random(3), ANY, 30))
+
+    def fsync(_: int) -> None:
+        raise OSError(errno.EIO, "sync")
+
+    write_fails(errno.ENOSPC)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        job.copy()
+    assert ended(job)
+
+
+def test_a_failed_sync_ends_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = one(tmp_path)
+
+    def fsync(_: int) -> None:
+        raise OSError(errno.EIO, "sync")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="sync"):
+        job.copy()
+    assert ended(job)
+
+
+def test_a_target_that_is_gone_ends_the_copy(tmp_path: Path) -> None:
+    job = prepare(tmp_path, 3, some_tensors(random.Random(3), ANY, 30))
+    os.remove(sorted(job.target.files)[-1])
+    with pytest.raises(FileNotFoundError):
+        job.copy(jobs=3)
+    assert ended(job)
+
+
+def test_an_error_of_progress_ends_the_copy(tmp_path: Path) -> None:
+    job = one(tmp_path)
+
+    def progress(_: int) -> None:
+        raise KeyError("progress")
+
+    with pytest.raises(KeyError, match="progress"):
+        job.copy(progress=progress)
+    assert ended(job)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell may start its background jobs with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_ends_the_copy(tmp_path: Path) -> None:
+    job = one(tmp_path, numel=400_000)
+    seen: list[int] = []
+
+    def progress(length: int) -> None:
+        seen.append(length)
+        if len(seen) == 2:
+            _thread.interrupt_main()
+
+    with pytest.raises(KeyboardInterrupt):
+        job.copy(progress=progress, jobs=2)
+    assert ended(job)
+
+
+# -- sizes of chunks
+
+
+@pytest.mark.parametrize("dp", [1, 64, 1000])
+@pytest.mark.parametrize("jobs", [1, 2, 16])
+@pytest.mark.parametrize("memory", [1 << 20, 100_000_001, 1 << 30])
+def test_chunks_are_aligned_and_within_memory(
+    monkeypatch: pytest.MonkeyPatch, dp: int, jobs: int, memory: int
+) -> None:
+    monkeypatch.undo()
+    chunk = execute.chunk_size(dp, jobs, memory)
+    assert chunk % 4096 == 0
+    assert chunk == 1 << 20 or 2 * jobs * chunk <= memory

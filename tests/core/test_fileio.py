@@ -1,0 +1,226 @@
+"""Positioned reads and writes: ends of files, refused O_DIRECT, exact sizes."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zckpt.core import fileio
+from zckpt.core.fileio import Buffer, Reader, Writer, align
+from zckpt.core.manifest import Extent
+from zckpt.errors import CorruptCheckpoint
+
+
+@pytest.mark.parametrize(("size", "aligned"), [(0, 0), (1, 4096), (4096, 4096), (4097, 8192)])
+def test_sizes_are_rounded_up(size: int, aligned: int) -> None:
+    assert align(size) == aligned
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 10_000])
+def test_buffers_are_aligned_zeros(size: int) -> None:
+    view = Buffer(size).view
+    assert len(view) == max(4096, align(size))
+    assert not any(view)
+
+
+def numbered(path: Path, count: int = 1) -> list[str]:
+    paths = [str(path / str(place)) for place in range(count)]
+    for place, name in enumerate(paths):
+        Path(name).write_bytes(bytes([place]) * 100)
+    return paths
+
+
+def read(reader: Reader, extent: Extent) -> bytes:
+    into = bytearray(extent.length)
+    reader.read(extent, memoryview(into))
+    return bytes(into)
+
+
+def opened(path: Path) -> int:
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sum(os.path.exists(link) and os.readlink(link).startswith(f"{path}/") for link in links)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 101), (100, 1), (50, 51), (1000, 1)])
+def test_a_read_past_the_end_is_refused(tmp_path: Path, offset: int, length: int) -> None:
+    (name,) = numbered(tmp_path)
+    with pytest.raises(CorruptCheckpoint, match=f"{name} ends at byte"):
+        read(Reader(), Extent(name, offset, length))
+
+
+def test_short_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(bytes(range(100)))
+    real = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda file, buffers, offset: real(file, [buffers[0][:7]], offset)
+    )
+    assert read(Reader(), Extent(str(path), 10, 80)) == bytes(range(10, 90))
+
+
+def test_a_bounded_number_of_files_is_open(tmp_path: Path) -> None:
+    names = numbered(tmp_path, 10)
+    reader = Reader(keep=3)
+    for place in [0, 1, 2, 3, 0, 9, 8, 7, 0, 1, 9, 9]:
+        assert read(reader, Extent(names[place], 5, 3)) == bytes([place]) * 3
+        assert opened(tmp_path) <= 3
+    reader.close()
+    assert opened(tmp_path) == 0
+    assert read(reader, Extent(names[2], 0, 1)) == b"\2", "a closed reader opens again"
+    reader.close()
+
+
+def test_the_latest_files_are_kept(tmp_path: Path) -> None:
+    names = numbered(tmp_path, 3)
+    reader = Reader(keep=2)
+    for place in (0, 1, 0, 2):
+        read(reader, Extent(names[place], 0, 1))
+    os.remove(names[0])
+    assert read(reader, Extent(names[0], 0, 1)) == b"\0"
+    os.remove(names[1])
+    with pytest.raises(FileNotFoundError):
+        read(reader, Extent(names[1], 0, 1))
+    reader.close()
+
+
+@pytest.mark.parametrize("threads", [1, 8, 100_000])
+def test_every_thread_may_keep_some_files(threads: int) -> None:
+    assert fileio.files_per_thread(threads) >= 1
+
+
+# -- writing
+
+SIZES = [1, 4095, 4096, 4097, 10_000, 12_288]
+
+
+def written(path: Path, size: int, mode: str, chunk: int = 8192) -> bytes:
+    data = bytes(place * 31 % 251 for place in range(size))
+    path.write_bytes(bytes(size))
+    buffer = Buffer(chunk)
+    with Writer(str(path), size, mode) as writer:
+        for start in range(0, size, chunk):
+            length = min(chunk, size - start)
+            buffer.view[:] = b"\xee" * chunk  # what lies behind must not stay
+            buffer.view[:length] = data[start : start + length]
+            writer.write(buffer.view, length, start)
+    assert path.read_bytes() == data
+    assert opened(path.parent) == 0
+    return data
+
+
+def test_large_targets_bypass_the_page_cache() -> None:
+    assert fileio.write_mode("auto", 1) == "buffered"
+    assert fileio.write_mode("auto", 1 << 60) == "auto"
+    assert fileio.write_mode("direct", 1) == "direct"
+    assert fileio.write_mode("buffered", 1 << 60) == "buffered"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mode", ["auto", "buffered"])
+def test_files_have_their_exact_size(tmp_path: Path, size: int, mode: str) -> None:
+    written(tmp_path / "a", size, mode)
+
+
+def refuse_opening(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(code, os.strerror(code))
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+class Direct:
+    """O_DIRECT as it may be: opened, but every such write fails with `code`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int, after: int = 0) -> None:
+        self.files: set[int] = set()
+        self.tried = 0
+        real_open, real_write = os.open, os.pwrite
+
+        def opens(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+            file = real_open(path, flags & ~os.O_DIRECT, *rest, **more)
+            if flags & os.O_DIRECT:
+                self.files.add(file)
+            return file
+
+        def writes(file: int, data: Any, offset: int) -> int:
+            if file in self.files:
+                self.tried += 1
+                if self.tried > after:
+                    raise OSError(code, os.strerror(code))
+            return real_write(file, data, offset)
+
+        monkeypatch.setattr(os, "open", opens)
+        monkeypatch.setattr(os, "pwrite", writes)
+
+
+@pytest.mark.parametrize("code", fileio.REFUSALS)
+def test_without_direct_writes_files_are_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    refuse_opening(monkeypatch, code)
+    written(tmp_path / "a", 10_000, "auto")
+    with pytest.raises(OSError, match=os.strerror(code)):
+        written(tmp_path / "a", 10_000, "direct")
+    assert opened(tmp_path) == 0
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_where_direct_writes_fail_the_rest_is_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    direct = Direct(monkeypatch, errno.EINVAL, after)
+    written(tmp_path / "a", 50_000, "auto")
+    assert direct.tried == after + 1, "tried again after a refusal"
+
+
+def test_where_direct_is_asked_for_a_refusal_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Direct(monkeypatch, errno.EINVAL)
+    with pytest.raises(OSError, match=os.strerror(errno.EINVAL)):
+        written(tmp_path / "a", 10_000, "direct")
+    assert opened(tmp_path) == 0
+
+
+@pytest.mark.parametrize("mode", ["auto", "direct"])
+def test_a_full_disk_is_no_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    Direct(monkeypatch, errno.ENOSPC)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        written(tmp_path / "a", 10_000, mode)
+    assert opened(tmp_path) == 0
+
+
+def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: real(file, data[:4096], offset))
+    for mode in ("auto", "buffered"):
+        written(tmp_path / "a", 50_000, mode, 16_384)
+
+
+def test_a_file_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Writer(str(tmp_path / "a"), 10)
+    assert opened(tmp_path) == 0
+
+
+def test_no_room_shows_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_file: int, _size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(fileio, "_allocate", full)
+    (tmp_path / "a").write_bytes(b"")
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        Writer(str(tmp_path / "a"), 10)
+    assert opened(tmp_path) == 0

@@ -1,0 +1,200 @@
+"""Which bytes go where: sources of entries, pieces of files, chunks of pieces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zckpt.core import plan
+from zckpt.core.dtypes import SIZES
+from zckpt.core.manifest import Entry, Extent, Fragment, Manifest, Parameter, Runs, Slices, solid
+from zckpt.core.plan import Pair, Piece
+from zckpt.errors import MissingData
+
+
+def entry(name: str, dtype: str = "F32", shape: tuple[int, ...] = (2, 3)) -> Entry:
+    return Entry(name, dtype, shape, solid(6, Extent("a", 0, 6 * SIZES[dtype])))
+
+
+def manifest(*entries: Entry) -> Manifest:
+    return Manifest("/", "x", {}, {item.name: item for item in entries}, {})
+
+
+PARAM, MASTER, MOMENT = entry("w/param", "BF16"), entry("w/master"), entry("w/exp_avg")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "from_masters", "found"),
+    [
+        ([PARAM, MASTER, MOMENT], PARAM, False, "w/param"),
+        ([PARAM, MASTER, MOMENT], entry("w/param", "F16"), False, "w/master"),
+        ([PARAM, MASTER, MOMENT], MASTER, False, "w/master"),
+        ([PARAM, MASTER, MOMENT], MOMENT, False, "w/exp_avg"),
+        ([PARAM, MASTER], PARAM, True, "w/master"),
+        ([PARAM], PARAM, True, "w/param"),
+        ([PARAM], entry("w/param", "F16"), False, "w/param"),
+        ([MASTER], PARAM, False, "w/master"),
+        ([entry("w/param")], MASTER, False, "w/param"),
+    ],
+)
+def test_every_entry_finds_its_source(
+    source: list[Entry], target: Entry, from_masters: bool, found: str
+) -> None:
+    (pair,) = plan.join(manifest(*source), manifest(target), from_masters)
+    assert (pair.source.name, pair.target) == (found, target)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ([], MOMENT),
+        ([PARAM, MASTER], MOMENT),
+        ([MOMENT], PARAM),
+        ([entry("w/exp_avg", shape=(3, 2))], MOMENT),
+        ([entry("w/exp_avg", shape=(6,))], MOMENT),
+        ([entry("v/exp_avg")], MOMENT),
+    ],
+    ids=["nothing", "no moment", "no weight", "transposed", "flat", "other"],
+)
+def test_what_the_source_lacks_is_missing(source: list[Entry], target: Entry) -> None:
+    with pytest.raises(MissingData, match="w"):
+        plan.join(manifest(*source), manifest(target))
+
+
+def test_files_list_their_pieces_in_order() -> None:
+    first = Entry(
+        "a/param",
+        "F32",
+        (10,),
+        Runs([Fragment(0, 4, Extent("y", 100, 16)), Fragment(4, 10, Extent("x", 40, 24))]),
+    )
+    second = Entry("b/param", "F32", (5,), solid(5, Extent("y", 20, 20)))
+    pairs = [Pair(item, item) for item in (first, second)]
+    found = dict(plan.files(pairs))
+    assert found == {
+        "y": [Piece(20, 0, 5, pairs[1]), Piece(100, 0, 4, pairs[0])],
+        "x": [Piece(40, 4, 10, pairs[0])],
+    }
+
+
+@given(st.lists(st.integers(0, 12), max_size=5), st.integers(1, 5))
+def test_slices_give_each_rank_its_pieces(numels: list[int], dp: int) -> None:
+    flats = tuple(Extent(f"rank {rank}", 8, 1000) for rank in range(dp))
+    pairs, offset = [], 0
+    for place, numel in enumerate(numels):
+        item = Entry(f"{place}/param", "F32", (numel,), Slices(flats, offset, numel, 4))
+        offset += -(-numel // dp)
+        pairs.append(Pair(item, item))
+    listed = [
+        (file, piece.pair.target.name, element, piece.offset + (element - piece.start) * 4)
+        for file, pieces in plan.files(pairs)
+        for piece in pieces
+        for element in range(piece.start, piece.stop)
+    ]
+    expected = [
+        (f.extent.file, pair.target.name, element, f.extent.offset + (element - f.start) * 4)
+        for pair in pairs
+        for f in pair.target.fragments
+        for element in range(f.start, f.stop)
+    ]
+    assert sorted(listed) == sorted(expected)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(1, 40), st.sampled_from(["F32", "BF16", "U8"])),
+        max_size=12,
+    ),
+    st.integers(0, 9),
+    st.sampled_from([8, 16, 64, 1024]),
+)
+def test_chunks_hold_every_byte_of_every_piece_once(
+    sizes: list[tuple[int, int, str]], tail: int, chunk: int
+) -> None:
+    pieces, here = [], 0
+    for gap, numel, dtype in sizes:
+        size = SIZES[dtype]
+        here = -(-(here + gap) // size) * size
+        item = Entry(
+            f"{here}/param", dtype, (numel,), solid(numel, Extent("a", here, numel * size))
+        )
+        pieces.append(Piece(here, 0, numel, Pair(item, item)))
+        here += numel * size
+    found: dict[int, tuple[str, int]] = {}
+    end = 0
+    for made in plan.chunks("a", here + tail, pieces, chunk):
+        assert (made.file, made.offset) == ("a", end)
+        assert made.length == min(chunk, here + tail - end)
+        end += made.length
+        for piece in made.pieces:
+            assert made.offset <= piece.offset < piece.end <= end
+            size = SIZES[piece.pair.target.dtype]
+            for element in range(piece.start, piece.stop):
+                place = piece.offset + (element - piece.start) * size
+                assert place not in found
+                found[place] = piece.pair.target.name, element
+    assert end == here + tail
+    assert found == {
+        piece.offset + element * SIZES[piece.pair.target.dtype]: (piece.pair.target.name, element)
+        for piece in pieces
+        for element in range(piece.stop)
+    }
+
+
+HALF = entry("w/param", "F16")
+WIDE = entry("w/param")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ([PARAM, MASTER], [PARAM, MASTER], [("w/param", "w/param", "bits"),
+                                            ("w/master", "w/master", "bits")]),
+        ([PARAM, MASTER], [MASTER], [("w/param", "w/master", "rounded"),
+                                     ("w/master", "w/master", "bits")]),
+        ([MASTER], [PARAM, MASTER], [("w/master", "w/master", "bits"),
+                                     ("w/master", "w/param", "rounded")]),
+        ([PARAM, MASTER], [HALF, MASTER], [("w/param", "w/master", "rounded"),
+                                           ("w/master", "w/master", "bits"),
+                                           ("w/master", "w/param", "rounded")]),
+        ([PARAM, MASTER], [HALF], [("w/master", "w/param", "rounded")]),
+        ([PARAM, MASTER], [WIDE], [("w/param", "w/param", "rounded"),
+                                   ("w/master", "w/param", "bits")]),
+        ([WIDE], [MASTER], [("w/param", "w/master", "bits")]),
+        ([MASTER], [WIDE], [("w/master", "w/param", "bits")]),
+        ([WIDE], [PARAM], [("w/param", "w/param", "rounded")]),
+        ([WIDE], [PARAM, MASTER], [("w/param", "w/master", "bits"),
+                                   ("w/param", "w/param", "rounded")]),
+        ([PARAM], [HALF], [("w/param", "w/param", "values")]),
+        ([entry("w/master", "BF16")], [PARAM], [("w/master", "w/param", "bits")]),
+        ([entry("w/exp_avg", "BF16")], [MOMENT], [("w/exp_avg", "w/exp_avg", "values")]),
+        ([entry("w/param", shape=(3, 2))], [WIDE], [("w/param", "w/param", "shapes")]),
+    ],
+)  # fmt: skip
+def test_what_is_the_same_in_two_checkpoints(
+    ours: list[Entry], theirs: list[Entry], expected: list[tuple[str, str, str]]
+) -> None:
+    found, only_a, only_b = plan.match(manifest(*ours), manifest(*theirs))
+    assert [(item.a.name, item.b and item.b.name, item.how) for item in found] == expected
+    assert only_a == only_b == []
+
+
+def test_what_only_one_side_holds() -> None:
+    found, only_a, only_b = plan.match(manifest(MASTER, MOMENT), manifest(MASTER, entry("v/param")))
+    assert len(found) == 1
+    assert (only_a, only_b) == (["w/exp_avg"], ["v/param"])
+
+
+def test_a_tied_weight_may_have_its_other_name() -> None:
+    ours = replace(manifest(MASTER), parameters={"w": Parameter((2, 3), aliases=("head",))})
+    theirs = replace(
+        manifest(entry("head/master")), parameters={"head": Parameter((2, 3), aliases=("w",))}
+    )
+    found, only_a, only_b = plan.match(ours, theirs)
+    assert [(item.a.name, item.b and item.b.name) for item in found] == [
+        ("w/master", "head/master")
+    ]
+    assert only_a == only_b == []

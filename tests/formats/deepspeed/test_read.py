@@ -1,0 +1,139 @@
+"""DeepSpeed directories against what real DeepSpeed held when it wrote them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+
+from ...engines.cases import CASES, Case
+from ..contract import FormatContract
+from ..equality import assert_is_what_the_engine_held, assert_proven, load, same_bits
+
+Trained = Callable[[Case], Path]
+
+
+def every_case() -> list[Any]:
+    """All cases are of the full matrix; the first of each kind is of the default run too.
+
+    Unless DeepSpeed would have to compile an extension for it, which takes minutes.
+    """
+    seen: set[str] = set()
+    found = []
+    for case in CASES.values():
+        first = case.kind not in seen and case.extension is None
+        marks = [pytest.mark.engines, *([pytest.mark.first] if first else [])]
+        seen.add(case.kind)
+        found.append(pytest.param(case, id=case.name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("case", every_case())
+def test_universal_is_what_the_engine_held(case: Case, trained: Trained, tmp_path: Path) -> None:
+    root = trained(case)
+    oracle = torch.load(root / "oracle.pt", weights_only=False)
+    report = zckpt.convert(root / "run", tmp_path / "universal")
+    assert report["records"]["unchecked"] == 0
+    assert report["left_out"] == []
+    assert_is_what_the_engine_held(tmp_path / "universal", oracle)
+    assert_proven(root / "run", tmp_path / "universal")
+
+
+class TestContract(FormatContract):
+    format = "deepspeed"
+
+    @pytest.fixture
+    def checkpoint(self, example: Path) -> Path:
+        return example
+
+
+@pytest.mark.engines
+@pytest.mark.first
+class TestContractStage3(FormatContract):
+    format = "deepspeed"
+
+    @pytest.fixture
+    def checkpoint(self, trained: Trained) -> Path:
+        return trained(CASES["z3_dp2_bf16"]) / "run"
+
+
+@pytest.mark.engines
+@pytest.mark.first
+class TestWherePeersAreSilentlyWrong:
+    """Cases in which DeepSpeed's own converters give no error and a wrong result (0.19.8)."""
+
+    def converted(self, name: str, trained: Trained, tmp_path: Path) -> tuple[Any, Any]:
+        root = trained(CASES[name])
+        zckpt.convert(root / "run", tmp_path / "universal")
+        oracle = torch.load(root / "oracle.pt", weights_only=False)
+        return load(tmp_path / "universal"), oracle
+
+    @pytest.mark.parametrize("name", ["z1_dp2_round_robin", "z2_dp3_round_robin"])
+    def test_round_robin_is_undone(self, name: str, trained: Trained, tmp_path: Path) -> None:
+        held, oracle = self.converted(name, trained, tmp_path)
+        for parameter in oracle["trainable"]:
+            for slot in ("master", "exp_avg", "exp_avg_sq"):
+                key = f"{parameter}/{slot}"
+                assert same_bits(held[key], oracle["tensors"][key]), key
+
+    @pytest.mark.parametrize("name", ["z1_dp2_bf16", "z2_dp2_bf16", "z3_dp2_bf16"])
+    def test_buffers_are_kept(self, name: str, trained: Trained, tmp_path: Path) -> None:
+        held, oracle = self.converted(name, trained, tmp_path)
+        assert oracle["buffers"]
+        for buffer, value in oracle["buffers"].items():
+            assert value.any(), "a buffer that training changed"
+            assert same_bits(held[f"{buffer}/param"], value)
+
+    @pytest.mark.parametrize("name", ["z1_dp2_bf16", "z2_dp2_bf16", "z3_dp2_bf16"])
+    def test_frozen_weights_are_kept(self, name: str, trained: Trained, tmp_path: Path) -> None:
+        held, oracle = self.converted(name, trained, tmp_path)
+        assert oracle["frozen"]
+        for parameter in oracle["frozen"]:
+            key = f"{parameter}/param"
+            assert same_bits(held[key], oracle["tensors"][key])
+
+    def test_stage_3_groups_keep_their_own_hyper_parameters(self, trained: Trained) -> None:
+        groups = zckpt.read(trained(CASES["z3_dp2_bf16"]) / "run").groups
+        assert groups is not None
+        assert groups[0]["lr"] != groups[1]["lr"]
+        assert groups[0]["weight_decay"] != groups[1]["weight_decay"]
+
+    @pytest.mark.parametrize("name", ["z2_dp3_amsgrad", "z3_dp3_amsgrad"])
+    def test_amsgrad_keeps_its_third_moment(
+        self, name: str, trained: Trained, tmp_path: Path
+    ) -> None:
+        held, oracle = self.converted(name, trained, tmp_path)
+        for parameter in oracle["trainable"]:
+            key = f"{parameter}/max_exp_avg_sq"
+            assert same_bits(held[key], oracle["tensors"][key])
+
+    def test_weights_left_out_by_the_user_are_named(self, trained: Trained) -> None:
+        for name in ("z2_dp2_no_frozen", "z3_dp2_no_frozen"):
+            warnings = zckpt.read(trained(CASES[name]) / "run").warnings
+            assert any("exclude_frozen_parameters" in warning for warning in warnings)
+
+
+@pytest.mark.engines
+@pytest.mark.first
+class TestDirectories:
+    """A run directory, a tag directory, a run without `latest`, more ranks than ten."""
+
+    def test_tag_directory(self, trained: Trained) -> None:
+        run = trained(CASES["z2_dp2_bf16"]) / "run"
+        assert zckpt.read(run / "global_step3").source == zckpt.read(run).source
+
+    def test_run_without_latest_and_one_tag(self, trained: Trained, tmp_path: Path) -> None:
+        run = shutil.copytree(trained(CASES["z2_dp2_bf16"]) / "run", tmp_path / "run")
+        (run / "latest").unlink()
+        assert zckpt.read(run).source["tag"] == "global_step3"
+
+    def test_ranks_are_sorted_as_numbers(self, trained: Trained) -> None:
+        manifest = zckpt.read(trained(CASES["z3_dp12_many_ranks"]) / "run")
+        ranks = [file for file in manifest.files if "optim_states" in file]
+        assert [f"rank_{rank}_" in file for rank, file in enumerate(ranks)] == [True] * 12

@@ -1,0 +1,114 @@
+"""Directories of real trainers around DeepSpeed: Hugging Face Trainer, Accelerate, Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+
+from ...engines import trainers
+from ..equality import assert_proven, load, same_bits
+
+pytestmark = [pytest.mark.engines]
+Saved = Callable[[str, int], Path]
+SIBLINGS = {
+    "hf_trainer": {"trainer_state.json", "scheduler.pt", "rng_state_0.pth", "config.json"},
+    "accelerate": {"random_states_0.pkl", "scheduler.bin"},
+    "lightning": set(),
+}
+PER_RANK = {"hf_trainer": "rng_state_1.pth", "accelerate": "random_states_1.pkl", "lightning": None}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """What a trainer saved at dp 2, once per module."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def save(trainer: str, stage: int) -> Path:
+        if (trainer, stage) not in made:
+            root = tmp_path_factory.mktemp(trainer)
+            made[trainer, stage] = getattr(trainers, trainer)(root, stage, 2)
+        return made[trainer, stage]
+
+    return save
+
+
+def oracle_of(directory: Path) -> dict[str, Any]:
+    root = next(p for p in directory.parents if (p / "oracle.pt").exists())
+    oracle: dict[str, Any] = torch.load(root / "oracle.pt", weights_only=False)
+    return oracle
+
+
+def trainers_and_stages() -> list[Any]:
+    """The default run takes the Hugging Face Trainer at stage 2."""
+    return [
+        pytest.param(
+            trainer,
+            stage,
+            id=f"{trainer}-{stage}",
+            marks=[pytest.mark.first] if (trainer, stage) == ("hf_trainer", 2) else [],
+        )
+        for trainer in ("hf_trainer", "accelerate", "lightning")
+        for stage in (2, 3)
+    ]
+
+
+@pytest.mark.parametrize(("trainer", "stage"), trainers_and_stages())
+class TestTrainer:
+    def test_is_read(self, trainer: str, stage: int, saved: Saved, tmp_path: Path) -> None:
+        directory = saved(trainer, stage)
+        zckpt.convert(directory, tmp_path / "universal")
+        assert_proven(directory, tmp_path / "universal")
+        held, oracle = load(tmp_path / "universal"), oracle_of(directory)
+        for name, tensor in oracle["tensors"].items():
+            if not (stage == 3 and name.endswith("/param")):
+                assert same_bits(held[name], tensor), name
+        siblings = tmp_path / "universal" / "siblings"
+        found = {path.name for path in siblings.rglob("*")} if siblings.exists() else set()
+        assert found >= SIBLINGS[trainer]
+        assert not {"latest", "zero_to_fp32.py"} & found
+
+    @pytest.mark.parametrize(("dp", "through"), [(2, False), (3, True), (1, False)])
+    def test_its_own_resume_takes_what_zckpt_wrote(
+        self, trainer: str, stage: int, dp: int, through: bool, saved: Saved, tmp_path: Path
+    ) -> None:
+        directory = saved(trainer, stage)
+        source = directory
+        if through:
+            zckpt.convert(directory, tmp_path / "universal")
+            source = tmp_path / "universal"
+        target = tmp_path / directory.name
+        report = zckpt.reshard(source, target, dp=dp)
+        own = PER_RANK[trainer]
+        assert (target / str(own)).exists() == (own is not None and dp == 2)
+        named = any(str(own) in line for line in report["left_out"])
+        assert named == (own is not None and dp != 2)
+        before = oracle_of(directory)
+        after = trainers.resume(trainer, target, tmp_path / "resumed", stage, dp)
+        for name, tensor in before["tensors"].items():
+            assert same_bits(after["tensors"][name], tensor), name
+        assert after["steps"] == before["steps"]
+        if dp == 2:
+            assert after["losses"] == before["losses"]
+
+
+class TestFromDeepSpeedToFsdp:
+    """What a trainer saved around DeepSpeed goes on in the same trainer around FSDP."""
+
+    @pytest.mark.parametrize("world", [2, 3])
+    def test_accelerate(self, world: int, saved: Saved, tmp_path: Path) -> None:
+        directory = saved("accelerate", 2)
+        oracle, target = oracle_of(directory), tmp_path / "state"
+        zckpt.convert(directory, target, to="dcp", dialect="accelerate", dp=world)
+        held = trainers.resume("accelerate_fsdp", target, tmp_path, 0, world)
+        assert held["steps"] == oracle["steps"]
+        for name, tensor in held["tensors"].items():
+            master = name.replace("/param", "/master")
+            expected = oracle["tensors"].get(master, oracle["tensors"].get(name))
+            assert same_bits(tensor, expected.to(tensor.dtype)), name  # frozen ones were bf16
+        assert abs(held["losses"][0] - oracle["losses"][0]) < 5e-3  # bf16 then, fp32 now

@@ -1,0 +1,524 @@
+"""The files that are written: bytes, arithmetic, what torch and zip make of them, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from safetensors.numpy import save_file
+
+import zckpt
+
+from ...conftest import EXAMPLE, Result
+from ...engines import deepspeed
+from ...engines.cases import CASES, Case
+from ..equality import load, same_bits
+
+Zckpt = Callable[..., Result]
+Trained = Callable[[Case], Path]
+
+
+def reshard(source: Path, target: Path, **options: Any) -> Path:
+    zckpt.reshard(source, target, **options)
+    return target
+
+
+def tensors(path: Path, **how: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a file of torch.save, by its place in what was saved."""
+    import deepspeed  # noqa: F401  (its classes are in the pickle)
+
+    def walk(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(value, torch.Tensor):
+            yield place, value
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                yield from walk(item, f"{place}.{key}")
+        elif isinstance(value, (list, tuple)):
+            for number, item in enumerate(value):
+                yield from walk(item, f"{place}.{number}")
+
+    yield from walk(torch.load(path, weights_only=False, **how), "")
+
+
+def same_files(a: Path, b: Path) -> None:
+    """Both directories hold the same files with bit-identical tensors in the same places.
+
+    Stage 3 leaves what was in memory in the padding, and what became of it; `b` has zeros.
+    """
+    names = {p.relative_to(a) for p in a.rglob("*.pt")}
+    assert names == {p.relative_to(b) for p in b.rglob("*.pt")}
+    for name in names:
+        one, other = dict(tensors(a / name)), dict(tensors(b / name))
+        assert list(one) == list(other), name
+        for place, tensor in one.items():
+            ours = other[place]
+            if place.startswith(PADDED):
+                tensor = torch.where(ours == 0, ours, tensor)
+            assert same_bits(tensor, ours), (name, place)
+
+
+PADDED = (
+    ".optimizer_state_dict.fp32_flat_groups.",
+    ".optimizer_state_dict.optimizer_state_dict.",
+    ".frozen_param_fragments.",
+)
+ROUND_TRIPS = (
+    "z1_dp2_bf16", "z2_dp3_bf16", "z3_dp3_bf16", "z1_dp3_bf16_optimizer", "z2_dp3_round_robin",
+    "z3_dp3_sub_groups", "z2_dp3_aligned", "z2_dp2_muon", "z2_dp3_sgd", "z3_dp3_nadam",
+    "z2_dp2_fp16_dynamic", "z2_dp8_only_padding", "z1_dp2_narrow_states", "z3_dp2_client_state",
+)  # fmt: skip
+
+
+@pytest.mark.engines
+@pytest.mark.first
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+class TestRoundTrips:
+    def test_to_the_same_dp(self, name: str, trained: Trained, tmp_path: Path) -> None:
+        run = trained(CASES[name]) / "run"
+        same_files(run, reshard(run, tmp_path / "again"))
+
+    def test_through_universal(self, name: str, trained: Trained, tmp_path: Path) -> None:
+        run = trained(CASES[name]) / "run"
+        zckpt.convert(run, tmp_path / "universal")
+        same_files(run, reshard(tmp_path / "universal", tmp_path / "again"))
+
+    def test_there_and_back(self, name: str, trained: Trained, tmp_path: Path) -> None:
+        run = trained(CASES[name]) / "run"
+        there = reshard(run, tmp_path / "there", dp=7)
+        same_files(run, reshard(there, tmp_path / "back", dp=CASES[name].dp))
+
+
+@pytest.mark.engines
+@pytest.mark.first
+def test_dp_8_to_3_to_8(trained: Trained, tmp_path: Path) -> None:
+    run = trained(CASES["z2_dp8_only_padding"]) / "run"
+    three = reshard(run, tmp_path / "3", dp=3)
+    same_files(run, reshard(three, tmp_path / "8", dp=8))
+
+
+class TestFiles:
+    @pytest.fixture(params=[(1, 2), (3, 2), (5, 3), (2, 1)], ids=str)
+    def written(self, request: Any, tmp_path: Path) -> Path:
+        dp, stage = request.param
+        return reshard(EXAMPLE, tmp_path / "run", dp=dp, stage=stage)
+
+    def test_zip_finds_no_fault(self, written: Path) -> None:
+        for path in written.rglob("*.pt"):
+            with zipfile.ZipFile(path) as file:
+                assert file.testzip() is None
+            command = [sys.executable, "-m", "zipfile", "-t", path]
+            ended = subprocess.run(command, capture_output=True, text=True, check=True)
+            assert ended.stdout == "Done testing\n"
+
+    def test_torch_loads_with_and_without_mmap(self, written: Path) -> None:
+        for path in written.rglob("*.pt"):
+            plain, mapped = dict(tensors(path)), dict(tensors(path, mmap=True))
+            assert list(plain) == list(mapped)
+            assert all(same_bits(plain[place], mapped[place]) for place in plain)
+
+    def test_torch_loads_model_states_with_weights_only(self, written: Path) -> None:
+        for path in written.rglob("*model_states.pt"):
+            assert torch.load(path, weights_only=True)["dp_world_size"]
+
+    def test_storages_are_aligned(self, written: Path) -> None:
+        for path in written.rglob("*.pt"):
+            for record in TorchFile(str(path)).records.values():
+                assert record.extent.offset % 64 == 0
+
+    def test_a_flipped_bit_is_found(self, written: Path, tmp_path: Path) -> None:
+        path = next(written.rglob("*rank_0*optim_states.pt"))
+        record = max(
+            TorchFile(str(path)).records.values(),
+            key=lambda r: r.extent.length,
+        )
+        data = bytearray(path.read_bytes())
+        data[record.extent.offset] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(zckpt.ZckptError, match="damaged"):
+            zckpt.convert(written, tmp_path / "universal")
+
+
+# -- against the arithmetic, without an engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    groups: list[list[tuple[int, ...]]]
+    frozen: list[tuple[int, ...]]
+
+
+shapes = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
+models = st.builds(
+    Model,
+    st.lists(st.lists(shapes, min_size=1, max_size=6), min_size=1, max_size=3),
+    st.lists(shapes, max_size=2),
+)
+
+
+def universal(model: Model, root: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """A universal checkpoint of random numbers; gives its tensors by entry name."""
+    numbers = np.random.default_rng(0)
+    parameters: dict[str, Any] = {}
+    held: dict[str, np.ndarray[Any, Any]] = {}
+    for group, members in enumerate(model.groups):
+        for place, shape in enumerate(members):
+            name = f"g{group}.p{place}"
+            parameters[name] = {
+                "shape": shape, "trainable": True, "group": group, "step": 5, "aliases": []
+            }  # fmt: skip
+            for slot in ("param", "master", "exp_avg", "exp_avg_sq"):
+                held[f"{name}/{slot}"] = numbers.standard_normal(shape).astype(np.float32)
+            held[f"{name}/param"] = held[f"{name}/master"]
+    for place, shape in enumerate(model.frozen):
+        parameters[f"f{place}"] = {
+            "shape": shape, "trainable": False, "group": None, "step": None, "aliases": []
+        }  # fmt: skip
+        held[f"f{place}/param"] = numbers.standard_normal(shape).astype(np.float32)
+    root.mkdir()
+    for slot in ("param", "master", "exp_avg", "exp_avg_sq"):
+        stem = "model" if slot == "param" else slot
+        mine = {n.rpartition("/")[0]: t for n, t in held.items() if n.endswith(f"/{slot}")}
+        save_file(mine, root / f"{stem}.safetensors")
+    manifest = {
+        "zckpt": 1,
+        "source": {"format": "deepspeed", "zero_stage": 2, "dp": 1, "tag": "t"},
+        "groups": [{"lr": 0.1 * group} for group in range(len(model.groups))],
+        "parameters": parameters,
+        "buffers": [],
+        "entries": {n: {"dtype": "F32", "shape": list(t.shape)} for n, t in held.items()},
+        "state": {"optimizer": {"step": {"in": "state", "type": "F32"}}},
+    }
+    (root / "manifest.json").write_text(json.dumps(manifest))
+    return held
+
+
+def flat(tensors: list[Any]) -> torch.Tensor:
+    return torch.cat([torch.as_tensor(tensor).reshape(-1) for tensor in tensors])
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(models, st.integers(1, 9), st.integers(1, 3), st.sampled_from([3, 20, 10**9]), st.booleans())
+def test_partitions_follow_the_rule(
+    tmp_path: Path, model: Model, dp: int, stage: int, sub_group_size: int, round_robin: bool
+) -> None:
+    """The rule in the words of the engine's documentation, with torch as the only tool."""
+    import deepspeed  # noqa: F401
+
+    root = tmp_path / "random"
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    held = universal(model, root / "universal")
+    config = {
+        "zero_optimization": {
+            "stage": stage,
+            "sub_group_size": sub_group_size,
+            "round_robin_gradients": round_robin,
+        }
+    }
+    reshard(root / "universal", root / "run", dp=dp, config=config)
+    loaded = [
+        torch.load(
+            root / f"run/t/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", weights_only=False
+        )["optimizer_state_dict"]
+        for rank in range(dp)
+    ]
+    check = check_stage_3 if stage == 3 else check_stage_2
+    check(model, held, loaded, dp, sub_group_size, round_robin)
+
+
+def check_stage_2(model: Model, held: Any, loaded: Any, dp: int, _: int, round_robin: bool) -> None:
+    for group, members in enumerate(model.groups):
+        names = [f"g{group}.p{place}" for place in range(len(members))]
+        if round_robin:
+            names = [name for first in range(dp) for name in names[first::dp]]
+        total = sum(held[f"{name}/master"].size for name in names)
+        size = -(-total // (2 * dp)) * 2
+        states = [state["base_optimizer_state"]["state"][group] for state in loaded]
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert all(state[slot].numel() == size for state in states)
+            whole = torch.cat([state[slot] for state in states])
+            assert torch.equal(whole[:total], flat([held[f"{n}/{slot}"] for n in names]))
+            assert not whole[total:].any()
+        masters = [state["single_partition_of_fp32_groups"][group] for state in loaded]
+        assert torch.equal(torch.cat(masters), flat([held[f"{n}/master"] for n in names]))
+        paddings = [state["group_paddings"][group] for state in loaded]
+        assert [size - part.numel() for part in masters] == paddings
+        assert all(state["step"] == 5 for state in states)
+
+
+def check_stage_3(
+    model: Model, held: Any, loaded: Any, dp: int, sub_group_size: int, _: bool
+) -> None:
+    place = 0
+    for group, members in enumerate(model.groups):
+        own = []
+        names = [f"g{group}.p{number}" for number in range(len(members))]
+        widths = {name: -(-held[f"{name}/master"].size // dp) for name in names}
+        one = sub_group_size >= sum(widths.values())
+        while names:
+            mine: list[str] = []
+            while names and (one or sum(widths[n] for n in mine) < sub_group_size):
+                mine.append(names.pop(0))
+            for slot in ("master", "exp_avg", "exp_avg_sq"):
+                parts = [
+                    state["fp32_flat_groups"][place]
+                    if slot == "master"
+                    else state["optimizer_state_dict"]["state"][place][slot]
+                    for state in loaded
+                ]
+                offset = 0
+                for name in mine:
+                    tensor = held[f"{name}/{slot}"]
+                    slices = [part[offset : offset + widths[name]] for part in parts]
+                    whole = torch.cat(slices)
+                    assert torch.equal(whole[: tensor.size], flat([tensor]))
+                    assert not whole[tensor.size :].any()
+                    offset += widths[name]
+                assert all(part.numel() == offset for part in parts)
+            own.append(place)
+            place += 1
+        for state in loaded:
+            assert state["optimizer_state_dict"]["param_groups"][group]["params"] == own
+
+
+# -- steps as other classes of Adam keep them
+
+
+@pytest.mark.engines
+class TestClassesOfAdam:
+    """From torch's AdamW to DeepSpeed's and Apex' own, and back, in the engine."""
+
+    @pytest.mark.parametrize(
+        ("case", "asked", "engine"),
+        [
+            pytest.param("z2_dp2_bf16", "apex-fused-adam", "apex fused adam", marks=[]),
+            ("z2_dp2_bf16", "deepspeed-fused-adam", "fused adam"),
+            ("z2_dp2_bf16", "deepspeed-fused-adam", "deepspeed fused adam"),
+            ("z3_dp2_bf16", "deepspeed-fused-adam", "deepspeed fused adam"),
+            ("z2_dp2_bf16", "deepspeed-cpu-adam", "deepspeed cpu adam"),
+            ("z2_dp3_fused_adam", "torch", "adamw"),
+            ("z2_dp2_apex_fused_adam", "torch", "adamw"),
+            ("z2_dp2_apex_fused_adam", "deepspeed-fused-adam", "deepspeed fused adam"),
+            ("z2_dp3_fused_adam", "apex-fused-adam", "apex fused adam"),
+        ],
+    )
+    def test_the_step_arrives(
+        self, case: str, asked: str, engine: str, trained: Trained, tmp_path: Path
+    ) -> None:
+        source = CASES[case]
+        root = trained(source)
+        before = torch.load(root / "oracle.pt", weights_only=False)
+        reshard(root / "run", tmp_path / "run", dp=3, optimizer=asked)
+        config = dict(source.config)
+        if engine == "deepspeed cpu adam":
+            config["zero_optimization"] = {"offload_optimizer": {"device": "cpu"}}
+        after = deepspeed.resume(
+            source, tmp_path / "run", tmp_path, dp=3, optimizer=engine, config=config
+        )
+        for name, tensor in before["tensors"].items():
+            assert same_bits(after["tensors"][name], tensor), name
+        assert after["steps"] == before["steps"]
+        for one, other in zip(before["groups"], after["groups"], strict=True):
+            for key in {"lr", "betas", "eps", "weight_decay"} & set(one):
+                assert one[key] == other[key]
+        assert after["losses"][0] == pytest.approx(before["losses"][0], abs=1e-6)
+
+
+@pytest.mark.engines
+@pytest.mark.first
+class TestElasticSource:
+    """Elastic files hold no hyper-parameters."""
+
+    @pytest.mark.parametrize("case", ["z2_dp2_elastic", "z1_dp2_elastic"])
+    def test_given_by_the_user(self, case: str, trained: Trained, tmp_path: Path) -> None:
+        root = trained(CASES[case])
+        before = torch.load(root / "oracle.pt", weights_only=False)
+        defaults = {"lr": 3e-4, "betas": (0.8, 0.95), "weight_decay": 0.1}
+        report = zckpt.reshard(
+            root / "run",
+            tmp_path / "run",
+            dp=3,
+            config={**bf16(CASES[case])},
+            group_defaults=defaults,
+        )
+        assert any("eps=1e-08" in warning for warning in report["warnings"])
+        after = deepspeed.resume(CASES[case], tmp_path / "run", tmp_path, dp=3, config={})
+        for name, tensor in before["tensors"].items():
+            assert same_bits(after["tensors"][name], tensor), name
+        assert after["steps"] == before["steps"]
+        for group in after["groups"]:
+            assert {key: group[key] for key in defaults} == defaults
+        assert after["losses"][0] == pytest.approx(before["losses"][0], abs=1e-6)
+
+
+def bf16(case: Case) -> dict[str, Any]:
+    return {"bf16": {"enabled": True}, "zero_optimization": {"stage": case.stage}}
+
+
+@pytest.mark.engines
+@pytest.mark.first
+@pytest.mark.parametrize("case", ["z2_dp2_bf16", "z3_dp2_bf16", "z1_dp2_bf16_optimizer"])
+def test_weights_only_loads_without_the_optimizer(
+    case: str, trained: Trained, tmp_path: Path
+) -> None:
+    root = trained(CASES[case])
+    before = torch.load(root / "oracle.pt", weights_only=False)
+    reshard(root / "run", tmp_path / "run", dp=3, weights_only=True)
+    moments = {e.slot for e in zckpt.read(tmp_path / "run").entries.values()}
+    assert moments <= {"param", "master"}
+    after = deepspeed.resume(
+        CASES[case], tmp_path / "run", tmp_path, dp=3, load={"load_optimizer_states": False}
+    )
+    for name, tensor in before["tensors"].items():
+        if name.endswith("/master"):  # such a load makes the masters of the module's weights
+            tensor = tensor.to(torch.bfloat16).float()
+        if name.endswith(("/param", "/master")):
+            assert same_bits(after["tensors"][name], tensor), name
+    assert after["losses"][0] == pytest.approx(before["losses"][0], abs=1e-6)
+
+
+# -- refusals, before anything is written
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("words", "code", "says"),
+        [
+            (["--dp", "0"], 2, "--dp is at least 1"),
+            (["--dp", "-3"], 2, "--dp is at least 1"),
+            (["--stage", "0"], 2, "--stage"),
+            (["--optimizer", "sgd"], 2, "--optimizer"),
+            (["--group-defaults", "lr"], 2, "lr=3e-4"),
+            (["--ds-config", "nothing.json"], 2, "nothing.json"),
+        ],
+    )
+    def test_options(
+        self, words: list[str], code: int, says: str, tmp_path: Path, zckpt: Zckpt
+    ) -> None:
+        ended = zckpt("reshard", EXAMPLE, tmp_path / "run", *words)
+        assert (ended.code, says in ended.err) == (code, True), ended.err
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize(
+        ("config", "words", "says"),
+        [
+            ({"optimizer": {"type": "Adagrad"}}, [], "Adagrad"),
+            ({"optimizer": {"type": "RMSprop"}}, [], "RMSprop"),
+            ({"zero_optimization": {"stage": 3}}, ["--stage", "2"], "stage 3"),
+            ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, [], "both"),
+            ({"bf16": {"enabled": True}}, ["--dtype", "fp16"], "BF16"),
+            ({"zero_optimization": {"stage": 0}}, [], "stage 0"),
+            ({"zero_optimization": True}, [], "no object"),
+            ({"zero_optimization": {"sub_group_size": -5}}, [], "sub_group_size"),
+            ({"zero_optimization": {"mics_shard_size": 2}}, [], "mics_shard_size"),
+            ({"optimizer": {"type": "SGD"}}, [], "SGD"),
+            ({"optimizer": {"type": "Lion"}}, [], "Lion"),
+            ({}, ["--group-defaults", "lr=9"], "the source holds"),
+            (
+                {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+                [],
+                "NVMe",
+            ),
+        ],
+    )
+    def test_a_ds_config_that_contradicts(
+        self, config: Any, words: list[str], says: str, tmp_path: Path, zckpt: Zckpt
+    ) -> None:
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        target = tmp_path / "run"
+        ended = zckpt("reshard", EXAMPLE, target, "--ds-config", tmp_path / "ds.json", *words)
+        assert (ended.code, says in ended.err) == (2, True), ended.err
+        assert not target.exists()
+        assert not Path(f"{target}.partial").exists()
+
+    def test_weights_alone_are_no_optimizer(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        import zckpt as module
+
+        module.convert(EXAMPLE, tmp_path / "weights", weights_only=True)
+        ended = zckpt("reshard", tmp_path / "weights", tmp_path / "run")
+        assert ended.code == 1
+        assert "--weights-only" in ended.err
+        assert not (tmp_path / "run").exists()
+
+    def test_parameters_of_one_group_with_different_steps(
+        self, tmp_path: Path, zckpt: Zckpt
+    ) -> None:
+        assert zckpt("convert", EXAMPLE, tmp_path / "universal").code == 0
+        path = tmp_path / "universal" / "manifest.json"
+        manifest = json.loads(path.read_text())
+        manifest["parameters"]["fc1.weight"]["step"] = 6
+        path.write_text(json.dumps(manifest))
+        ended = zckpt("reshard", tmp_path / "universal", tmp_path / "run")
+        assert ended.code == 1
+        assert "one step" in ended.err
+        assert "fc1.weight" in ended.err
+
+    def test_too_little_space(self, tmp_path: Path, zckpt: Zckpt, monkeypatch: Any) -> None:
+        monkeypatch.setattr("zckpt.core.staging.free_space", lambda _: 1000)
+        ended = zckpt("reshard", EXAMPLE, tmp_path / "run", "--dp", "3")
+        assert (ended.code, "are free" in ended.err) == (1, True)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_auto_in_a_trainers_config_is_no_answer(tmp_path: Path) -> None:
+    config = {
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "zero_optimization": {"stage": 3, "sub_group_size": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    }
+    run = reshard(EXAMPLE, tmp_path / "run", dp=2, config=config)
+    assert len(list(run.glob("*/bf16_zero_pp_rank_*_optim_states.pt"))) == 2
+
+
+class TestReport:
+    def test_batch_sizes_that_no_longer_fit(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        config = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 6}
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        words = ["--ds-config", tmp_path / "ds.json", "--dtype", "fp32", "--json"]
+        for dp, warned in ((4, False), (3, True)):
+            made = zckpt("reshard", EXAMPLE, tmp_path / str(dp), "--dp", dp, *words).document
+            assert any("global batch" in line for line in made["warnings"]) == warned
+
+    def test_says_where_the_recovery_scripts_are(
+        self, example: Path, tmp_path: Path, zckpt: Zckpt
+    ) -> None:
+        """If the source has any."""
+        made = zckpt("reshard", example, tmp_path / "none", "--dp", "2", "--json").document
+        assert not any("zero_to_fp32.py" in line for line in made["left_out"])
+        (example / "zero_to_fp32.py").touch()
+        made = zckpt("reshard", example, tmp_path / "out", "--dp", "2", "--json").document
+        assert any("zero_to_fp32.py" in line for line in made["left_out"])
+        assert (made["command"], made["format"]) == ("reshard", "deepspeed")
+
+    def test_universal_goes_back_where_it_came_from(self, tmp_path: Path) -> None:
+        zckpt.convert(EXAMPLE, tmp_path / "universal")
+        run = reshard(tmp_path / "universal", tmp_path / "run")
+        assert zckpt.read(run).source == zckpt.read(EXAMPLE).source
+
+    def test_every_stage_from_python(self, tmp_path: Path) -> None:
+        for stage in (1, 2, 3):
+            run = reshard(
+                EXAMPLE, tmp_path / f"run{stage}", dp=1000 if stage == 3 else 5, stage=stage
+            )
+            zckpt.convert(run, tmp_path / f"universal{stage}")
+            held = load(tmp_path / f"universal{stage}")
+            assert sum(prod(t.shape) for n, t in held.items() if n.endswith("master")) == 1929

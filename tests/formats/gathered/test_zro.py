@@ -1,0 +1,74 @@
+"""ZeroRedundancyOptimizer's partition: against torch's own, and undone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from zckpt import errors
+from zckpt.formats.gathered import zro
+
+GROUPS = st.lists(st.lists(st.integers(0, 9), max_size=8), min_size=1, max_size=4)
+
+
+def torchs(groups: list[list[int]], world: int) -> list[list[list[int]]]:
+    """What torch 2.13 makes of them, by place in the group."""
+    tensors = [[torch.empty(numel) for numel in group] for group in groups]
+    places = {id(t): place for group in tensors for place, t in enumerate(group)}
+    optimizer = SimpleNamespace(
+        world_size=world,
+        param_groups=[{"params": group} for group in tensors],
+        _partition_parameters_cache=[],
+    )
+    for name in ("_get_min_index", "_partition_param_group"):
+        method = getattr(ZeroRedundancyOptimizer, name)
+        setattr(optimizer, name, method.__get__(optimizer))
+    parts = ZeroRedundancyOptimizer._partition_parameters(optimizer)
+    return [[[places[id(t)] for t in group["params"]] for group in rank] for rank in parts]
+
+
+@given(GROUPS, st.integers(1, 5))
+def test_the_rule_is_torchs(groups: list[list[int]], world: int) -> None:
+    assert zro.partition(groups, world) == torchs(groups, world)
+
+
+@given(GROUPS, st.integers(1, 5))
+def test_dealing_again_gives_the_order_back(groups: list[list[int]], world: int) -> None:
+    parts = zro.partition(groups, world)
+    numels = [
+        [[groups[group][place] for place in part] for group, part in enumerate(rank)]
+        for rank in parts
+    ]
+    for group, order in enumerate(zro.dealt(numels)):
+        places = [parts[rank][group][position] for rank, position in order]
+        assert places == sorted(range(len(groups[group])), key=lambda p: -groups[group][p])
+        sizes = [groups[group][place] for place in places]
+        for start, stop in zro.runs(sizes):
+            assert len(set(sizes[start:stop])) == 1
+            assert places[start:stop] == sorted(places[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([[[4, 1]], [[3, 2]]], None),
+        ([[[5]], [[]]], None),
+        ([[[1], [7]], [[], [7, 7]]], None),
+        ([[[1], [7, 7]], [[], [7]]], "group 1: rank 1 should own a further parameter where rank 0"),
+        ([[[4, 1]], [[3]]], "group 0: rank 1 should own a further parameter where rank 0 does"),
+        ([[[]], [[5]]], "group 0: rank 0 should own a further parameter where rank 1 does"),
+        ([[[1]], [[5]]], "group 0: rank 1 owns a parameter of 5 elements after one of 1"),
+        ([[[1], [2]], [[1]]], "different numbers of parameter groups: 2, 1"),
+    ],
+)
+def test_what_the_rule_never_makes_is_refused(ranks: list[list[list[int]]], said: str) -> None:
+    if said is None:
+        zro.dealt(ranks)
+        return
+    with pytest.raises(errors.InconsistentCheckpoint, match=said):
+        zro.dealt(ranks)

@@ -1,0 +1,202 @@
+"""Folders for from_pretrained, judged by transformers and PEFT: no key is missing or unexpected."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import zckpt
+from zckpt import errors
+
+from ...conftest import EXAMPLE, Result
+from ..equality import same_bits
+
+Program = Callable[..., Result]
+TINY: dict[str, Any] = {
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 22, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {**TINY, "tie_word_embeddings": False}),
+    "qwen3 tied": ("Qwen3ForCausalLM", {**TINY, "head_dim": 8, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 31, "n_embd": 16, "n_layer": 2, "n_head": 2}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"vocab_size": 31, "d_model": 16, "d_kv": 8, "d_ff": 22, "num_layers": 2, "num_heads": 2},
+    ),
+    "bert": ("BertForMaskedLM", TINY),
+    "mixtral": ("MixtralForCausalLM", {**TINY, "num_local_experts": 2, "head_dim": 8}),
+    "resnet": (  # has buffers
+        "ResNetForImageClassification",
+        {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "num_labels": 3},
+    ),
+    "vit": (
+        "ViTForImageClassification",
+        {"hidden_size": 16, "intermediate_size": 22, "num_hidden_layers": 2, "image_size": 8,
+         "patch_size": 4, "num_attention_heads": 2},
+    ),
+}  # fmt: skip
+
+
+def build(kind: str) -> Any:
+    import transformers
+
+    name, config = MODELS[kind]
+    cls = getattr(transformers, name)
+    torch.manual_seed(3)
+    model = cls(cls.config_class(**config))
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.add_(0.25)  # so that its first value is not right by chance
+    return model
+
+
+def config_of(model: Any, folder: Path) -> Path:
+    model.config.architectures = [type(model).__name__]  # as save_pretrained sets it
+    model.config.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "training_args.bin").write_bytes(b"private")
+    return folder
+
+
+def saved(model: Any, folder: Path, how: str) -> Path:
+    """What a program saves of a whole model, with an optimizer whose numbers no one can name."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    if how == "dcp":
+        dcp.save({"model": model.state_dict(), "step": 1}, checkpoint_id=folder)
+        return folder
+    folder.mkdir()
+    if how == "trainer":
+        model.save_pretrained(folder)
+        (folder / "trainer_state.json").write_text("{}")
+    else:
+        torch.save(model.state_dict(), folder / "model.pt")
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    return folder
+
+
+@pytest.mark.parametrize("how", ["dcp", "torch", "trainer"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_from_pretrained_misses_nothing(kind: str, how: str, tmp_path: Path) -> None:
+    model = build(kind)
+    source = saved(model, tmp_path / "run", how)
+    config = config_of(model, tmp_path / "base")
+    zckpt.export(source, tmp_path / "out", config=config)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names <= {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors"}
+    loaded, about = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert {key: value for key, value in about.items() if value} == {}
+    for name, tensor in model.state_dict().items():
+        assert same_bits(loaded.state_dict()[name], tensor), name
+
+
+def test_files_of_at_most_a_size_and_of_another_type(
+    tmp_path: Path, zckpt: Program, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build("llama")
+    source = saved(model, tmp_path / "run", "trainer")
+    capsys.readouterr()
+    done = zckpt("export", source, tmp_path / "out", "--dtype", "bf16", "--max-shard-size", "2kB")
+    assert (done.code, done.err) == (0, "")
+    assert "training" not in done.out
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(model.state_dict())
+    assert len(set(index["weight_map"].values())) > 3
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16
+    for name, tensor in model.state_dict().items():
+        assert same_bits(loaded.state_dict()[name], tensor.bfloat16()), name
+
+
+def test_an_untied_copy_of_a_tied_weight(tmp_path: Path) -> None:
+    """The program tied what the configuration does not: both names are needed."""
+    model = build("llama")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    source = saved(model, tmp_path / "run", "torch")
+    zckpt.export(source, tmp_path / "out", config=config_of(model, tmp_path / "base"))
+    assert "lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")
+    _, about = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not about["missing_keys"]
+
+
+def test_without_a_configuration(tmp_path: Path, zckpt: Program) -> None:
+    refused = zckpt("export", EXAMPLE, tmp_path / "out")
+    assert refused.code == 1
+    assert "has no config.json" in refused.err
+    assert "--config" in refused.err
+    assert not (tmp_path / "out").exists()
+    wrong = zckpt("export", EXAMPLE, tmp_path / "out", "--config", tmp_path / "nowhere")
+    assert (wrong.code, "does not exist" in wrong.err) == (2, True)
+
+
+def test_one_file_as_configuration(tmp_path: Path) -> None:
+    model = build("gpt2")
+    source = saved(model, tmp_path / "run", "torch")
+    file = config_of(model, tmp_path / "base") / "config.json"
+    zckpt.export(source, tmp_path / "out", config=file)
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "head", "bias"])
+def test_peft_loads_an_adapter(kind: str, tmp_path: Path) -> None:
+    import peft
+
+    options: dict[str, Any] = {
+        "lora": {},
+        "dora": {"use_dora": True},
+        "head": {"modules_to_save": ["lm_head"]},
+        "bias": {"bias": "lora_only"},
+    }[kind]
+    base = build("gpt2" if kind == "bias" else "llama")
+    target = ["c_attn"] if kind == "bias" else ["q_proj", "v_proj"]
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=target, **options))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    names = [name for name, each in model.named_parameters() if each.requires_grad]
+    (tmp_path / "run").mkdir()
+    torch.save(model.state_dict(), tmp_path / "run" / "model.pt")
+    torch.save(optimizer.state_dict(), tmp_path / "run" / "optim.pt")
+    model.peft_config["default"].save_pretrained(tmp_path / "base")
+    universal = tmp_path / "universal"
+    zckpt.convert(tmp_path / "run", universal, param_names=names)  # tells what is trained
+    report = zckpt.export(universal, tmp_path / "out", config=tmp_path / "base")
+    assert any("base model" in line for line in report["left_out"])
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    expected = peft.get_peft_model_state_dict(model)
+    assert written.keys() == expected.keys()
+    assert all(same_bits(written[name], expected[name]) for name in expected)
+    fresh = build("gpt2" if kind == "bias" else "llama")
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "out")
+    found = peft.get_peft_model_state_dict(loaded)
+    assert all(same_bits(found[name], expected[name]) for name in expected)
+
+
+def test_options_that_do_not_apply(tmp_path: Path) -> None:
+    with pytest.raises(errors.WrongOption, match="--stage"):
+        zckpt.convert(EXAMPLE, tmp_path / "out", to="hf", stage=2)
+
+
+def test_such_a_folder_is_read_as_weights_alone(tmp_path: Path) -> None:
+    model = build("llama")
+    source = saved(model, tmp_path / "run", "trainer")
+    zckpt.export(source, tmp_path / "out")
+    manifest = zckpt.read(tmp_path / "out")
+    assert (manifest.format, manifest.groups) == ("gathered", None)
+    with pytest.raises(errors.ZckptError):
+        zckpt.read(tmp_path / "out", format="hf")

@@ -1,0 +1,197 @@
+"""Names by number: against all assignments, and for models of real sizes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from zckpt import errors
+from zckpt.formats.statedict import matching
+from zckpt.formats.statedict.matching import keeps_order, match
+
+A, B, C = (2,), (3,), (2, 3)
+shapes = st.sampled_from([A, B, C])
+LAYER = {
+    "q": (64, 64),
+    "k": (64, 64),
+    "v": (64, 64),
+    "o": (64, 64),
+    "up": (256, 64),
+    "up.bias": (256,),
+    "down": (64, 256),
+    "down.bias": (64,),
+    "norm1": (64,),
+    "norm2": (64,),
+}
+
+
+def model(layers: int) -> list[tuple[str, tuple[int, ...]]]:
+    inner = [(f"{n}.{name}", shape) for n in range(layers) for name, shape in LAYER.items()]
+    return [("embedding", (1000, 64)), *inner, ("head", (1000, 64))]
+
+
+def every_way(
+    orders: Sequence[Sequence[Any]], names: Sequence[tuple[str, Any]]
+) -> Iterator[list[list[str]]]:
+    """All matches, by trying."""
+    if not names:
+        if not any(orders):
+            yield [[] for _ in orders]
+        return
+    (name, shape), rest = names[0], names[1:]
+    yield from every_way(orders, rest)
+    for place, order in enumerate(orders):
+        if order and order[0] in (None, shape):
+            taken = [each[1:] if at == place else each for at, each in enumerate(orders)]
+            for found in every_way(taken, rest):
+                yield [[name, *each] if at == place else each for at, each in enumerate(found)]
+
+
+def every_assignment(
+    orders: Sequence[Sequence[Any]], names: Sequence[tuple[str, Any]]
+) -> Iterator[list[list[str]]]:
+    """All assignments of names to numbers with equal shapes, in whatever order, by trying."""
+    wanted = [shape for order in orders for shape in order]
+    for chosen in itertools.permutations(names, len(wanted)):
+        if all(shape in (None, own) for shape, (_, own) in zip(wanted, chosen, strict=True)):
+            left = iter(name for name, _ in chosen)
+            yield [list(itertools.islice(left, len(order))) for order in orders]
+
+
+orders_of_shapes = st.lists(st.lists(st.one_of(st.none(), shapes), max_size=4), max_size=3)
+
+
+@given(orders_of_shapes, st.lists(shapes, max_size=6))
+@example([[A, A], [A]], [A, A, A])
+@example([[None, B]], [A, B, B])
+@example([[None, B]], [A, B])
+def test_names_in_the_modules_order_fit_in_one_way(
+    orders: list[list[Any]], held: list[Any]
+) -> None:
+    names = [(f"w{place}", shape) for place, shape in enumerate(held)]
+    ways = list(every_way(orders, names))
+    forced = list(itertools.islice(every_assignment(orders, names), 2))
+    if len(forced) == 1 and any(orders):
+        assert match(orders, names, in_order=False) == (forced[0], [])
+        assert match(orders, names, in_order=True) == (forced[0], [])
+    elif any(orders):
+        with pytest.raises(errors.MissingData, match="does not show the order") as raised:
+            match(orders, names, in_order=False)
+        assert "names.txt" in raised.value.hint
+        if len(ways) == 1:
+            found = match(orders, names, in_order=True)
+            assert found.names == ways[0]
+            assert found.inferred
+        else:
+            with pytest.raises(errors.MissingData) as raised:
+                match(orders, names, in_order=True)
+            assert not ways or f"in {len(ways)} ways" in raised.value.message
+
+
+def test_inferred_are_those_that_another_could_be() -> None:
+    names = [("a", A), ("b", C), ("c", A)]
+    assert match([[A, C, A]], names, in_order=True) == ([["a", "b", "c"]], ["a", "c"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "shown"),
+    [
+        (["layers.10.w", "layers.2.w"], False),  # as text: safetensors
+        (["layers.2.w", "layers.10.w"], False),  # by number: says as little
+        (["k_proj.weight", "o_proj.weight", "q_proj.weight", "v_proj.weight"], False),
+        (["q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"], True),
+        (["0.weight", "0.bias", "1.weight", "1.bias"], True),
+        (["0.weight", "1.weight"], False),
+        (["w"], False),
+        ([], False),
+    ],
+)
+def test_sorted_keys_do_not_show_the_modules_order(keys: list[str], shown: bool) -> None:
+    assert keeps_order(keys) is shown
+
+
+@given(st.data(), st.lists(shapes, min_size=1, max_size=6))
+def test_as_many_names_as_numbers_are_the_order(data: Any, held: list[Any]) -> None:
+    names = [(f"w{place}", shape) for place, shape in enumerate(held)]
+    order = data.draw(st.permutations(names))
+    cut = data.draw(st.integers(0, len(order)))
+    groups = [order[:cut], order[cut:]]
+    found = match(
+        [[shape for _, shape in group] for group in groups],
+        names,
+        in_order=False,
+        param_names=[name for name, _ in order],
+    )
+    assert found == ([[name for name, _ in group] for group in groups], [])
+
+
+def test_names_in_another_order_are_what_there_is_to_choose_from() -> None:
+    names = [("a", A), ("b", C), ("c", B)]
+    found = match([[C], [A, B]], names, False, param_names=["a", "b", "c"])
+    assert found == ([["b"], ["a", "c"]], [])
+    with pytest.raises(errors.MissingData, match=r"parameter 0, of shape .2, 3."):
+        match([[C], [A, B]], names, False, param_names=["c", "b", "a"])
+
+
+def test_fewer_names_are_what_there_is_to_choose_from() -> None:
+    names = [("a", A), ("frozen", A), ("b", A), ("c", C)]
+    with pytest.raises(errors.MissingData, match="in 3 ways"):
+        match([[A, A], [C]], names, True)
+    found = match([[A, A], [C]], names, True, param_names=["a", "b", "c"])
+    assert found == ([["a", "b"], ["c"]], [])
+    with pytest.raises(errors.MissingData, match="parameter 2"):
+        match([[A, A], [C]], names, True, param_names=["a", "frozen", "b"])
+
+
+@pytest.mark.parametrize(
+    ("told", "said"), [(["a", "x"], "names x, which"), (["a", "a"], "names a twice")]
+)
+def test_names_that_cannot_be_are_refused(told: list[str], said: str) -> None:
+    with pytest.raises(errors.WrongOption, match=said):
+        match([[A]], [("a", A)], True, param_names=told)
+
+
+@pytest.mark.parametrize(
+    ("orders", "said"),
+    [
+        ([[A, A]], "parameter 1, of shape .2., has no counterpart"),
+        ([[C]], "parameter 0, of shape .2, 3."),
+        ([[A, B, A]], "knows 3 parameters by number, the model holds 2"),
+    ],
+)
+def test_what_does_not_fit_is_named(orders: list[list[Any]], said: str) -> None:
+    with pytest.raises(errors.MissingData, match=said):
+        match(orders, [("a", A), ("b", B)], True)
+
+
+def test_running_statistics_are_no_parameters() -> None:
+    names = [("n.weight", A), ("n.bias", A), ("n.running_mean", A), ("n.running_var", A)]
+    assert match([[A, A]], names, True).names == [["n.weight", "n.bias"]]
+    assert matching.candidates([("running_mean", A)]) == [("running_mean", A)]  # alone: a weight
+
+
+def test_large_models_take_milliseconds() -> None:
+    names = model(200)
+    outer = [shape for _, shape in names if shape[0] == 1000]
+    matrices = [shape for _, shape in names if len(shape) == 2 and shape[0] != 1000]
+    vectors = [shape for _, shape in names if len(shape) == 1]
+    started = time.process_time()
+    found = match([matrices, vectors, outer], names, True).names
+    assert time.process_time() - started < 1
+    assert sorted(name for each in found for name in each) == sorted(name for name, _ in names)
+    assert found[2] == ["embedding", "head"]
+
+
+def test_a_search_that_has_no_end_is_given_up() -> None:
+    names = model(200)
+    shapes = [shape for _, shape in names]
+    started = time.process_time()
+    with pytest.raises(errors.MissingData, match="in very many ways"):
+        match([shapes[:1000], shapes[1000:1500], shapes[1500:]], names, True)
+    assert time.process_time() - started < 10

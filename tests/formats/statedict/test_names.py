@@ -1,0 +1,199 @@
+"""Names for an optimizer that knows its parameters by number: given, refused, or said to be so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import zckpt
+from zckpt import errors
+
+from ...conftest import Result
+from ..equality import load, same_bits
+
+LAYERS = 12  # `10` is sorted before `2`
+Program = Callable[..., Result]
+
+
+class Attention(nn.Module):
+    """Weights in the module's order q, k, v, o, which sorted is k, o, q, v."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q", "k", "v", "o"):
+            setattr(self, name, nn.Linear(4, 4, bias=False))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for name in ("q", "k", "v", "o"):
+            hidden = torch.tanh(getattr(self, name)(hidden))
+        return hidden
+
+
+def trained(layers: int = LAYERS) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = nn.ModuleDict({"layers": nn.ModuleList(Attention() for _ in range(layers))})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        hidden = torch.randn(5, 4)
+        for layer in model["layers"]:  # type: ignore[union-attr]
+            hidden = layer(hidden)
+        hidden.square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def save(folder: Path, pair: tuple[nn.Module, torch.optim.Optimizer], weights: str) -> Path:
+    folder.mkdir()
+    if weights.endswith(".safetensors"):
+        save_file(pair[0].state_dict(), folder / weights)
+    else:
+        torch.save(pair[0].state_dict(), folder / weights)
+    torch.save(pair[1].state_dict(), folder / "optimizer.pt")
+    return folder
+
+
+def assert_moments_are_right(
+    universal: Path, pair: tuple[nn.Module, torch.optim.Optimizer]
+) -> None:
+    held = load(universal)
+    for name, parameter in pair[0].named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert same_bits(held[f"{name}/{key}"], pair[1].state[parameter][key]), name
+
+
+def lines_of(error: str, which: int) -> str:
+    """The two lines of Python that an error prints: for a module, and inside a Trainer."""
+    lines = [line.strip() for line in error.splitlines()]
+    code = [line for line in lines if line.startswith(("names = ", "open("))]
+    assert len(code) == 4
+    return "\n".join(code[2 * which : 2 * which + 2])
+
+
+def test_sorted_names_give_no_name_to_a_number(tmp_path: Path, zckpt: Program) -> None:
+    """safetensors sorts `layers.10` before `layers.2`, and k, o before q, v."""
+    pair = trained()
+    source = save(tmp_path / "run", pair, "model.safetensors")
+    refused = zckpt("convert", source, tmp_path / "u")
+    assert refused.code == 1
+    assert "48 parameters by number" in refused.err
+    assert not (tmp_path / "u").exists()
+    names = tmp_path / "names.txt"
+    code = lines_of(refused.err, 0).replace("names.txt", str(names))
+    exec(code, {"model": pair[0], "optimizer": pair[1]})
+    done = zckpt("convert", source, tmp_path / "u", "--param-names", names)
+    assert done.code == 0
+    assert_moments_are_right(tmp_path / "u", pair)
+
+
+@pytest.mark.engines
+@pytest.mark.first
+def test_the_lines_for_a_trainer_write_its_names(tmp_path: Path, zckpt: Program) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=22, num_hidden_layers=2,
+        num_attention_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(model, arguments)
+    refused = zckpt("inspect", save(tmp_path / "run", trained(), "model.safetensors"))
+    names = tmp_path / "names.txt"
+    exec(lines_of(refused.err, 1).replace("names.txt", str(names)), {"trainer": trainer})
+    listed = names.read_text().splitlines()
+    assert sorted(listed) == sorted(name for name, _ in model.named_parameters())
+    norms = [place for place, name in enumerate(listed) if "norm" in name]
+    assert norms == list(range(len(listed) - len(norms), len(listed)))  # the second group
+
+
+def test_a_sorted_dictionary_shows_no_order_whoever_saved_it(tmp_path: Path) -> None:
+    pair = trained()
+    source = save(tmp_path / "run", pair, "model.safetensors")
+    torch.save(load_file(source / "model.safetensors"), source / "model.pt")
+    (source / "model.safetensors").unlink()
+    with pytest.raises(errors.MissingData, match="does not show the order"):
+        zckpt.read(source)
+
+
+def test_names_from_the_modules_order_are_said_to_be_inferred(
+    tmp_path: Path, zckpt: Program
+) -> None:
+    pair = trained()
+    source = save(tmp_path / "run", pair, "model.pt")
+    looked_at = zckpt("inspect", source, "--json").document
+    assert len(looked_at["inferred"]) == 4 * LAYERS
+    assert any("inferred from the order" in line for line in looked_at["problems"])
+    assert zckpt("convert", source, tmp_path / "u").code == 0
+    assert_moments_are_right(tmp_path / "u", pair)
+
+
+@pytest.mark.parametrize("to", ["universal", "dcp", "gathered", "deepspeed", "deepspeed-universal"])
+def test_verify_does_not_call_two_sides_equal_that_rest_on_one_inference(
+    to: str, tmp_path: Path, zckpt: Program
+) -> None:
+    """Whatever stands between, the target says that its names were inferred."""
+    source = save(tmp_path / "run", trained(2), "model.pt")
+    options = ["--stage", "2", "--dp", "2"] if to.startswith("deepspeed") else []
+    assert zckpt("convert", source, tmp_path / "u").code == 0
+    assert zckpt("convert", tmp_path / "u", tmp_path / "t", "--to", to, *options).code == 0
+    found = zckpt("verify", source, "--against", tmp_path / "t")
+    assert found.code == 3
+    assert "inferred in both" in found.out
+    assert " equals " not in found.out
+    document = zckpt("verify", source, "--against", tmp_path / "t", "--json").document
+    assert document["equal"] is False
+    assert document["differences"] == document["problems"] == []
+    assert len(document["unproven"][0]["parameters"]) == 8
+    assert len(document["inferred"]["a"]) == len(document["inferred"]["b"]) == 8
+
+
+def test_names_that_are_given_prove_what_was_inferred(tmp_path: Path, zckpt: Program) -> None:
+    pair = trained(2)
+    source = save(tmp_path / "run", pair, "model.pt")
+    zckpt("convert", source, tmp_path / "u")
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join(name for name, _ in pair[0].named_parameters()))
+    found = zckpt("verify", source, "--against", tmp_path / "u", "--param-names", names)
+    assert (found.code, found.err) == (0, "")
+    assert " equals " in found.out
+    weights = zckpt("verify", source, "--against", tmp_path / "u", "--tensors", "*/param")
+    assert weights.code == 0  # the model's own file says what these are called
+
+
+def test_shapes_that_differ_tell_in_any_order(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 2))
+    optimizer = torch.optim.Adam(reversed(list(model.parameters())))
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    zckpt.convert(save(tmp_path / "run", (model, optimizer), "model.safetensors"), tmp_path / "u")
+    assert_moments_are_right(tmp_path / "u", (model, optimizer))
+    assert zckpt.read(tmp_path / "u").inferred == ()
+
+
+def test_rows_and_columns_of_adafactor_are_not_taken_for_a_shape(tmp_path: Path) -> None:
+    """Its states of a matrix have the shape of the frozen bias."""
+    torch.manual_seed(1)
+    model = nn.Linear(3, 5)
+    state = {0: {"step": torch.tensor(1.0), "row": torch.ones(5), "column": torch.ones(3)}}
+    groups = [{"lr": 0.1, "params": [0]}]
+    folder = save(tmp_path / "run", (model, torch.optim.SGD(model.parameters())), "model.pt")
+    torch.save({"state": state, "param_groups": groups}, folder / "optimizer.pt")
+    with pytest.raises(errors.MissingData, match="by number"):
+        zckpt.read(folder)
+
+
+def test_the_hint_is_of_several_lines(tmp_path: Path, zckpt: Program) -> None:
+    source = save(tmp_path / "run", trained(), "model.safetensors")
+    text = zckpt("inspect", source).err
+    assert re.search(r"^Hint: name the optimizer's parameters", text, re.MULTILINE)
+    assert "\\n    names" not in text
+    document = zckpt("inspect", source, "--json").document
+    assert document["error"] == "MissingData"
+    assert document["hint"].count("names.txt") >= 3

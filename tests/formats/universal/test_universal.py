@@ -1,0 +1,283 @@
+"""The universal format: what README specifies, and that others can read it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import zckpt
+from zckpt import errors
+
+from ...conftest import EXAMPLE, ROOT
+from ..contract import FormatContract
+from ..equality import load, same_bits
+
+
+@pytest.fixture
+def universal(tmp_path: Path) -> Path:
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    return tmp_path / "universal"
+
+
+def manifest_of(path: Path) -> Any:
+    return json.loads((path / "manifest.json").read_text())
+
+
+class TestContract(FormatContract):
+    format = "universal"
+
+    @pytest.fixture
+    def checkpoint(self, universal: Path) -> Path:
+        return universal
+
+
+class TestFiles:
+    def test_one_file_per_slot(self, universal: Path) -> None:
+        assert {path.name for path in universal.iterdir()} == {
+            "manifest.json",
+            "model.safetensors",
+            "master.safetensors",
+            "exp_avg.safetensors",
+            "exp_avg_sq.safetensors",
+        }
+
+    def test_shapes_are_the_real_ones(self, universal: Path) -> None:
+        held = load(universal)
+        for name, parameter in manifest_of(universal)["parameters"].items():
+            assert list(held[f"{name}/param"].shape) == parameter["shape"]
+
+    def test_parameters_stand_in_optimizer_order(self, universal: Path) -> None:
+        with safe_open(universal / "master.safetensors", framework="pt") as file:
+            names = list(file.offset_keys())
+        assert names == ["embedding.weight", "fc1.weight", "fc2.weight", "fc1.bias", "fc2.bias"]
+
+    def test_data_begin_at_a_page(self, universal: Path) -> None:
+        for path in universal.glob("*.safetensors"):
+            length = int.from_bytes(path.read_bytes()[:8], "little")
+            assert (8 + length) % 4096 == 0
+
+    def test_digests_are_crcs_of_tensors_and_files(self, universal: Path) -> None:
+        manifest, held = manifest_of(universal), load(universal)
+        for name, entry in manifest["entries"].items():
+            flat = held[name].reshape(-1).view(torch.uint8).numpy().tobytes()
+            assert entry["crc32"] == f"{zlib.crc32(flat):08x}", name
+        assert len(manifest["files"]) == 4
+        for name, facts in manifest["files"].items():
+            data = (universal / name).read_bytes()
+            assert facts == {"size": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+
+    def test_no_pickle_anywhere(self, universal: Path) -> None:
+        for path in universal.rglob("*"):
+            assert path.suffix in (".json", ".safetensors")
+
+    def test_tied_weights_are_one_tensor(self, universal: Path) -> None:
+        parameters = manifest_of(universal)["parameters"]
+        assert parameters["embedding.weight"]["aliases"] == ["head.weight"]
+        assert "head.weight/param" not in load(universal)
+
+    def test_the_example_reads_it_without_zckpt(self, universal: Path) -> None:
+        script = ROOT / "examples" / "read_without_zckpt.py"
+        ended = subprocess.run(
+            [sys.executable, "-I", script, universal], capture_output=True, text=True, check=True
+        )
+        assert "step 7" in ended.stdout
+        assert "fc1.weight" in ended.stdout
+
+
+class TestSplitting:
+    def test_large_slots_become_several_files(self, tmp_path: Path) -> None:
+        zckpt.convert(EXAMPLE, tmp_path / "whole")
+        zckpt.convert(EXAMPLE, tmp_path / "split", max_file_size=3000)
+        names = {path.name for path in (tmp_path / "split").iterdir()}
+        assert "master-00001-of-00003.safetensors" in names
+        index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())
+        whole, split = load(tmp_path / "whole"), load(tmp_path / "split")
+        weights = {n.removesuffix("/param") for n in split if n.endswith("/param")}
+        assert set(index["weight_map"]) == weights
+        assert set(index["weight_map"].values()) <= names
+        assert sorted(whole) == sorted(split)
+        assert all(same_bits(whole[name], split[name]) for name in whole)
+
+    def test_universal_to_universal_is_the_same(self, universal: Path, tmp_path: Path) -> None:
+        zckpt.convert(universal, tmp_path / "again")
+        for path in universal.iterdir():
+            assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+class TestWeightsOnly:
+    def test_as_the_module_held_them(self, universal: Path, tmp_path: Path) -> None:
+        zckpt.convert(EXAMPLE, tmp_path / "weights", weights_only=True)
+        names = {path.name for path in (tmp_path / "weights").iterdir()}
+        assert names == {"model.safetensors", "manifest.json"}
+        full, weights = load(universal), load(tmp_path / "weights")
+        assert sorted(weights) == sorted(name for name in full if name.endswith("/param"))
+        assert all(same_bits(weights[name], full[name]) for name in weights)
+
+    @pytest.mark.parametrize(
+        ("option", "dtype"),
+        [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+    )
+    @pytest.mark.parametrize("again", [False, True])
+    def test_made_of_the_masters(
+        self, option: str, dtype: torch.dtype, again: bool, universal: Path, tmp_path: Path
+    ) -> None:
+        source = universal if again else EXAMPLE
+        zckpt.convert(source, tmp_path / "weights", weights_only=True, dtype=option)
+        full, weights = load(universal), load(tmp_path / "weights")
+        for name, weight in weights.items():
+            if name == "running_mean/param":  # a buffer keeps its type
+                assert same_bits(weight, full[name])
+                continue
+            master = full.get(name.replace("/param", "/master"), full[name])
+            assert same_bits(weight, master.to(dtype)), name
+
+    def test_groups_are_kept_for_an_engine(self, tmp_path: Path) -> None:
+        zckpt.convert(EXAMPLE, tmp_path / "weights", weights_only=True)
+        run = tmp_path / "run"
+        zckpt.reshard(tmp_path / "weights", run, weights_only=True, dp=2)
+        groups = [held.group for held in zckpt.read(EXAMPLE).parameters.values()]
+        assert [held.group for held in zckpt.read(run).parameters.values()] == groups
+
+    def test_records_that_are_read_twice_are_checked(self, tmp_path: Path) -> None:
+        """A master is read for itself and for the weight that is made of it, by four threads."""
+        for place in range(20):
+            report = zckpt.convert(EXAMPLE, tmp_path / str(place), dtype="fp16")
+            assert report["records"]["unchecked"] == 0
+
+    def test_dtype_keeps_the_optimizer_too(self, universal: Path, tmp_path: Path) -> None:
+        zckpt.convert(EXAMPLE, tmp_path / "half", dtype="fp16")
+        full, half = load(universal), load(tmp_path / "half")
+        assert sorted(full) == sorted(half)
+        assert half["fc1.weight/param"].dtype == torch.float16
+        assert same_bits(half["fc1.weight/master"], full["fc1.weight/master"])
+
+
+class TestRefusals:
+    def change(self, universal: Path, **changes: Any) -> None:
+        text = json.dumps(manifest_of(universal) | changes)
+        (universal / "manifest.json").write_text(text)
+
+    def test_an_unknown_version(self, universal: Path) -> None:
+        self.change(universal, zckpt=2)
+        with pytest.raises(errors.UnsupportedCheckpoint, match="version 2"):
+            zckpt.read(universal)
+
+    def test_unknown_keys_are_ignored(self, universal: Path) -> None:
+        self.change(universal, comment={"by": "someone"})
+        assert zckpt.read(universal).step == 7
+
+    def test_a_flipped_bit(self, universal: Path, tmp_path: Path) -> None:
+        path = universal / "exp_avg.safetensors"
+        data = bytearray(path.read_bytes())
+        data[5000] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(errors.CorruptCheckpoint, match=r"embedding.weight/exp_avg is damaged"):
+            zckpt.convert(universal, tmp_path / "again")
+        assert not (tmp_path / "again").exists()
+        assert not (tmp_path / "again.partial").exists()
+
+    def test_a_missing_file(self, universal: Path) -> None:
+        (universal / "exp_avg.safetensors").unlink()
+        with pytest.raises(errors.CorruptCheckpoint, match="exp_avg"):
+            zckpt.read(universal)
+
+    def test_a_short_file(self, universal: Path) -> None:
+        path = universal / "exp_avg.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(errors.CorruptCheckpoint, match="bytes"):
+            zckpt.read(universal)
+
+    @pytest.mark.parametrize("name", ["/etc/passwd", "../run/latest", "a/../../b"])
+    def test_files_outside(self, name: str, universal: Path) -> None:
+        self.change(universal, files={name: {"size": 1, "crc32": "00000000"}})
+        with pytest.raises(errors.CorruptCheckpoint, match="outside"):
+            zckpt.read(universal)
+
+    @pytest.mark.parametrize(
+        "text",
+        ['{"zckpt": ', "{", '{"zckpt": 1}', "[" * 100_000, '{"zckpt": 1, "entries": 3}', "\xff"],
+    )
+    def test_a_malformed_manifest(
+        self, text: str, universal: Path, zckpt: Callable[..., Any]
+    ) -> None:
+        (universal / "manifest.json").write_text(text)
+        ended = zckpt("inspect", "--from", "universal", universal)
+        assert ended.code == 1
+        assert ended.err.startswith("Error: ")
+        assert len(ended.err.splitlines()) <= 2
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            None,
+            {"format": "deepspeed", "dp": "x"},
+            {"format": "deepspeed", "dp": -3},
+            {"format": "deepspeed", "zero_stage": "two"},
+            {"format": "deepspeed", "tag": "../../elsewhere"},
+            {"format": "deepspeed", "tag": ".."},
+        ],
+    )
+    def test_a_source_that_none_can_be(
+        self, source: Any, universal: Path, zckpt: Callable[..., Any]
+    ) -> None:
+        self.change(universal, source=source)
+        for command in (["inspect", universal], ["reshard", universal, universal.parent / "run"]):
+            assert zckpt(*command).code == 1
+        assert sorted(path.name for path in universal.parent.iterdir()) == ["universal"]
+
+    @pytest.mark.parametrize("keep", [slice(1), slice(1, None), slice(0)])
+    def test_fragments_that_do_not_cover(self, keep: slice, universal: Path) -> None:
+        extent = zckpt.read(universal).entries["fc1.bias/master"].fragments[0].extent
+        listed = [
+            {
+                "file": "master.safetensors",
+                "offset": extent.offset + start * 4,
+                "length": (stop - start) * 4,
+                "start": start,
+                "stop": stop,
+            }
+            for start, stop in ((0, 10), (10, 29))
+        ]
+        manifest = manifest_of(universal)
+        manifest["entries"]["fc1.bias/master"]["fragments"] = listed[keep]
+        (universal / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(errors.CorruptCheckpoint, match=r"fc1.bias/master"):
+            zckpt.read(universal)
+
+    def test_files_beside_it_do_not_disturb(self, universal: Path) -> None:
+        (universal / "notes.safetensors").write_text("junk")
+        (universal / "master-old.safetensors").write_text("junk")
+        assert zckpt.read(universal).step == 7
+
+    @pytest.mark.parametrize("words", [["--dp", "8"], ["--stage", "3"], ["--optimizer", "torch"]])
+    def test_options_without_a_meaning(
+        self, words: list[str], tmp_path: Path, zckpt: Callable[..., Any]
+    ) -> None:
+        ended = zckpt("convert", EXAMPLE, tmp_path / "universal", *words)
+        assert (ended.code, words[0] in ended.err) == (2, True)
+
+    def test_fragments_may_be_listed(self, universal: Path) -> None:
+        manifest = manifest_of(universal)
+        entry = zckpt.read(universal).entries["fc1.bias/master"]
+        extent = entry.fragments[0].extent
+        manifest["entries"]["fc1.bias/master"]["fragments"] = [
+            {
+                "file": "master.safetensors",
+                "offset": extent.offset + start * 4,
+                "length": (stop - start) * 4,
+                "start": start,
+                "stop": stop,
+            }
+            for start, stop in ((0, 10), (10, 29))
+        ]
+        (universal / "manifest.json").write_text(json.dumps(manifest))
+        assert len(zckpt.read(universal).entries["fc1.bias/master"].fragments) == 2

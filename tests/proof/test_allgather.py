@@ -1,0 +1,282 @@
+"""What ranks all-gather, by the engine's rule: blocks and shares, processes, a broken reader."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from zckpt.core.manifest import Extent, Fragment, Runs, Slices
+from zckpt.core.partition import Partition, Partitioned
+from zckpt.formats import zero
+from zckpt.formats.deepspeed import flats, ranks
+
+from .. import faults
+from ..conftest import EXAMPLE, ROOT
+from ..engines.cases import CASES
+
+Trained = Callable[[Any], Path]
+
+
+# -- the reader and the engine's rule are independent
+
+
+def shift_flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages 1 and 2: a reader that is wrong by one element in the first parameter it cuts."""
+    right = zero.FlatGroup.cut
+
+    def wrong(self: zero.FlatGroup, start: int, stop: int) -> Runs:
+        found = right(self, start, stop)
+        first: Fragment = found[0]
+        if start or first.stop - first.start < 2 or self.held < 100:
+            return found
+        extent = first.extent
+        moved = Extent(extent.file, extent.offset + self.size, extent.length)
+        return Runs([Fragment(first.start, first.stop, moved), *found[1:]])
+
+    monkeypatch.setattr(zero.FlatGroup, "cut", wrong)
+
+
+def shift_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 3: the same."""
+
+    def wrong(extents: tuple[Extent, ...], start: int, numel: int, size: int) -> Slices:
+        return Slices(extents, start if start else 1, numel, size)
+
+    monkeypatch.setattr(flats, "Slices", wrong)
+
+
+def check_broken_reader(run: Path, tmp_path: Path, shift: Any, name: str) -> None:
+    with pytest.MonkeyPatch.context() as broken:
+        shift(broken)
+        zckpt.convert(run, tmp_path / "universal")
+        assert zckpt.verify(run, tmp_path / "universal")["equal"]
+        report = zckpt.verify(run, tmp_path / "universal", gather=True, device="cpu")
+    assert not report["equal"]
+    assert f"{name}/exp_avg" in [line["tensor"] for line in report["differences"]]
+    zckpt.convert(run, tmp_path / "right")
+    assert zckpt.verify(run, tmp_path / "right", gather=True, device="cpu")["equal"]
+
+
+def test_a_broken_reader_is_found(tmp_path: Path) -> None:
+    first = next(iter(zckpt.read(EXAMPLE).parameters))
+    check_broken_reader(EXAMPLE, tmp_path, shift_flat, first)
+
+
+@pytest.mark.engines
+@pytest.mark.first
+def test_a_broken_reader_of_stage_3_is_found(trained: Trained, tmp_path: Path) -> None:
+    run = trained(CASES["z3_dp2_bf16"]) / "run"
+    first = next(iter(zckpt.read(run).parameters))
+    check_broken_reader(run, tmp_path, shift_slices, first)
+
+
+def test_a_reader_with_the_wrong_order_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not of the reader's fragments alone is the engine's rule independent, but of its names."""
+    right = ranks.Ranks.param_shapes
+
+    def wrong(self: ranks.Ranks) -> list[dict[str, tuple[int, ...]]]:
+        return [dict(reversed(group.items())) for group in right(self)]
+
+    monkeypatch.setattr(ranks.Ranks, "param_shapes", wrong)
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    planned = zckpt.verify(EXAMPLE, tmp_path / "universal")
+    assert planned["differences"] == []
+    report = zckpt.verify(EXAMPLE, tmp_path / "universal", gather=True)
+    assert {line["tensor"] for line in report["differences"]} >= {
+        "fc1.bias/master",
+        "fc2.bias/exp_avg",
+    }
+
+
+def test_a_rank_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By whatever rule: what no rank brings was not compared."""
+    from zckpt.formats import deepspeed
+    from zckpt.formats.deepspeed import gather as gathering
+
+    def without_last(path: str) -> list[Partition]:
+        return [
+            replace(part, ranks=part.ranks[:-1])
+            if isinstance(part, Partitioned) and len(part.ranks) > 1
+            else part
+            for part in gathering.partitions(path)
+        ]
+
+    def without_moments(path: str) -> list[Partition]:
+        return [
+            part
+            for part in gathering.partitions(path)
+            if not (isinstance(part, Partitioned) and part.members[0].name.endswith("/exp_avg"))
+        ]
+
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    for rule, said in ((without_last, "does not cover"), (without_moments, "engine would gather")):
+        monkeypatch.setattr(deepspeed, "partitions", rule)
+        report = zckpt.verify(EXAMPLE, tmp_path / "universal", gather=True)
+        assert not report["equal"]
+        assert any(said in problem["message"] for problem in report["problems"])
+
+
+@pytest.mark.engines
+@pytest.mark.first
+def test_whole_momenta_on_several_ranks(trained: Trained, tmp_path: Path) -> None:
+    """Muon's copies: one wrong element is one, and its file is named."""
+    run = Path(shutil.copytree(trained(CASES["z2_dp2_muon"]) / "run", tmp_path / "run"))
+    zckpt.convert(run, tmp_path / "universal")
+    manifest = zckpt.read(run)
+    copy = next(item for item in manifest.replicas if item.slot == "momentum_buffer")
+    (fragment,) = copy.fragments
+    with open(fragment.extent.file, "r+b") as file:
+        file.seek(fragment.extent.offset)
+        file.write(b"\x01\x02")
+    faults.mend(fragment.extent.file)
+    for gather in (False, True):
+        report = zckpt.verify(run, tmp_path / "universal", gather=gather)
+        (line,) = report["differences"]
+        assert (line["tensor"], line["count"], line["first"]) == (copy.name, 1, 0)
+        assert line["copy"] == Path(fragment.extent.file).name
+    assert [line["tensor"] for line in zckpt.verify(run)["differences"]] == [copy.name]
+
+
+# -- several processes
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Path:
+    """The example with differences of every kind."""
+    run = Path(shutil.copytree(EXAMPLE, tmp_path / "faulty"))
+    faults.change(run, "fc1.weight/exp_avg", faults.flip(17, 4, 22))
+    faults.change(run, "fc1.weight/exp_avg", faults.flip(400, 4, 31))
+    faults.change(run, "fc2.weight/master", lambda data: data[::-1])
+    faults.change(run, "embedding.weight/param", faults.flip(5, 2, 9))
+    faults.raise_step(run, ranks=4)
+    return run
+
+
+def launch(processes: int, *words: object) -> tuple[int, dict[str, Any]]:
+    """`torchrun -m zckpt verify ... --json`; torchrun's exit code and rank 0's report."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*runner, "--nproc-per-node", str(processes), "-m", "zckpt", "verify"]
+    ended = subprocess.run(
+        [*command, *map(str, words), "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.stdout, ended.stderr
+    report: dict[str, Any] = json.loads(ended.stdout)
+    return ended.returncode, report
+
+
+def comparable(report: dict[str, Any]) -> dict[str, Any]:
+    """All but what tells of the run itself."""
+    return {key: held for key, held in report.items() if key not in ("seconds", "world", "bytes")}
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_any_number_of_processes_gives_the_same_report(
+    processes: int, faulty: Path, tmp_path: Path
+) -> None:
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    words = ["--against", tmp_path / "universal", "--gather", "--device", "cpu"]
+    code, report = launch(processes, faulty, *words)
+    assert code
+    alone = zckpt.verify(faulty, tmp_path / "universal", gather=True, device="cpu")
+    assert report["world"] == processes
+    assert comparable(report) == json.loads(json.dumps(comparable(alone)))
+    planned = zckpt.verify(faulty, tmp_path / "universal")
+    for key in ("differences", "steps", "groups", "only_a", "only_b"):
+        assert report[key] == json.loads(json.dumps(planned[key]))
+    assert report["digests"] == {
+        name: held for name, held in planned["digests"].items() if not name.endswith("/state")
+    }
+
+
+def test_two_processes_and_no_difference(tmp_path: Path) -> None:
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    words = ["--against", tmp_path / "universal", "--gather", "--memory", "1MiB"]
+    code, report = launch(2, EXAMPLE, *words, "--device", "cpu")
+    assert code == 0
+    assert report["equal"]
+    assert report["gathered"]
+
+
+@pytest.mark.parametrize("memory", [1 << 12, 1 << 14, 1 << 20])
+def test_any_memory_gives_the_same_report(memory: int, faulty: Path) -> None:
+    reports = [
+        zckpt.verify(faulty, EXAMPLE, gather=True, device="cpu", memory=size, jobs=2)
+        for size in (256 << 20, memory)
+    ]
+    assert comparable(reports[0]) == comparable(reports[1])
+
+
+def test_a_universal_checkpoint_needs_no_engine(faulty: Path, tmp_path: Path) -> None:
+    zckpt.convert(faulty, tmp_path / "universal")
+    report = zckpt.verify(tmp_path / "universal", EXAMPLE, gather=True, device="cpu")
+    planned = zckpt.verify(tmp_path / "universal", EXAMPLE)
+    assert report["differences"] == planned["differences"]
+
+
+@pytest.mark.gpu
+class TestGpu:
+    """The same on a GPU, alone and where two processes share it."""
+
+    @pytest.mark.parametrize("processes", [1, 2, 3])
+    def test_gives_the_same_report(self, processes: int, faulty: Path, tmp_path: Path) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("there is no GPU")
+        zckpt.convert(EXAMPLE, tmp_path / "universal")
+        words = ["--against", tmp_path / "universal", "--gather", "--device", "cuda"]
+        _, report = launch(processes, faulty, *words)
+        assert report["device"] == "cuda"
+        alone = zckpt.verify(faulty, tmp_path / "universal", gather=True, device="cpu")
+        for held in (report, alone):
+            del held["device"]
+        assert comparable(report) == json.loads(json.dumps(comparable(alone)))
+        _, report = launch(processes, EXAMPLE, *words)
+        assert report["equal"]
+
+
+@pytest.mark.parametrize("json_asked", [True, False])
+def test_one_of_several_processes_fails(json_asked: bool, tmp_path: Path) -> None:
+    """Nothing hangs; its reason is on stderr, and the document on stdout says that one failed."""
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    (tmp_path / "failing.py").write_text(
+        "import os\n"
+        "from zckpt import cli, gather\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    def fail(*_):\n"
+        "        raise OSError(5, 'Input/output error', 'a-file')\n"
+        "    gather._Gathering._compare = fail\n"
+        "cli.main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = ["verify", EXAMPLE, "--gather", "--device", "cpu", "--against", tmp_path / "universal"]
+    words += ["--json"] if json_asked else []
+    ended = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", tmp_path / "failing.py", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode
+    assert "Error: a-file: Input/output error" in ended.stderr
+    if ended.stdout and json_asked:  # unless torchrun stops rank 0 first
+        assert json.loads(ended.stdout)["error"] == "ProcessFailed"

@@ -1,0 +1,108 @@
+"""What two checkpoints say that is no tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zckpt.core.inert import Scalar
+from zckpt.core.manifest import Manifest, Parameter
+from zckpt.proof import values
+
+
+def manifest(**fields: object) -> Manifest:
+    made = Manifest("", "x", {}, {}, {"w": Parameter((2,), group=0, step=7), "v": Parameter((2,))})
+    return replace(made, **fields)  # type: ignore[arg-type]
+
+
+def test_steps_that_both_tell() -> None:
+    other = manifest(parameters={"w": Parameter((2,), group=0, step=8), "v": Parameter((2,))})
+    assert values.steps(manifest(), manifest()) == []
+    assert values.steps(manifest(), other) == [{"parameter": "w", "parameters": 1, "a": 7, "b": 8}]
+    silent = manifest(parameters={"w": Parameter((2,), group=0)})
+    assert values.steps(manifest(), silent) == []
+
+
+def test_a_parameter_by_its_other_name() -> None:
+    other = manifest(parameters={"head": Parameter((2,), group=0, step=9, aliases=("w",))})
+    assert values.steps(manifest(), other)[0]["b"] == 9
+    tied = manifest(parameters={"w": Parameter((2,), group=0, step=7, aliases=("head",))})
+    alone = manifest(parameters={"head": Parameter((2,), group=0, step=9)})
+    assert values.steps(tied, alone)[0]["b"] == 9
+
+
+def test_scalars() -> None:
+    held = [
+        manifest(parameters={"w": Parameter((2,), scalars={"mu_product": Scalar(value, "F32")})})
+        for value in (0.5, 0.25)
+    ]
+    assert values.scalars(held[0], held[0]) == []
+    (line,) = values.scalars(*held)
+    assert line == {"parameter": "w", "scalar": "mu_product", "a": 0.5, "b": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("other", "kinds"),
+    [
+        (Scalar(3, "I64"), ["F32", "I64", [], []]),
+        (Scalar(3, "int"), ["F32", "int", [], []]),
+        (Scalar(3, "F32", (1,)), ["F32", "F32", [], [1]]),
+    ],
+)
+def test_scalars_of_another_kind(other: Scalar, kinds: list[object]) -> None:
+    sides = [
+        manifest(parameters={"w": Parameter((2,), scalars={"count": scalar})})
+        for scalar in (Scalar(3, "F32"), other)
+    ]
+    keys = ("a_type", "b_type", "a_shape", "b_shape")
+    assert values.scalars(*sides) == [
+        {"parameter": "w", "scalar": "count", "a": 3, "b": 3, **dict(zip(keys, kinds, strict=True))}
+    ]
+
+
+def test_weights_that_were_left_out() -> None:
+    left_out, held, silent = (
+        manifest(state={"engine": {"excludes_frozen": told}}) for told in (True, False, None)
+    )
+    (line,) = values.forms(left_out, held)
+    assert line["key"] == "frozen_param_fragments"
+    assert "None" in line["a"]
+    assert "all" in line["b"]
+    assert values.forms(left_out, left_out) == values.forms(held, silent) == []
+    assert values.forms(manifest(), left_out) == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ({"lr": 1.0, "betas": (0.9, 0.95)}, {"lr": 1.0, "betas": [0.9, 0.95], "fused": None}, []),
+        ({"lr": 1.0}, {"lr": 2.0}, [{"group": 0, "key": "lr", "a": 1.0, "b": 2.0}]),
+        ({"lr": Scalar(1.0, "F32")}, {"lr": 1.0}, []),
+        ({"lr": float("nan")}, {"lr": float("nan")}, []),
+    ],
+)
+def test_groups(ours: dict[str, object], theirs: dict[str, object], expected: object) -> None:
+    found = values.groups(manifest(groups=(ours,)), manifest(groups=(theirs,)))
+    assert found == expected
+
+
+def test_groups_of_other_number_and_members() -> None:
+    a = manifest(groups=({"lr": 1.0},))
+    b = manifest(
+        groups=({"lr": 1.0}, {"lr": 1.0}), parameters={"w": Parameter((2,), group=1, step=7)}
+    )
+    found = {line["key"]: (line["a"], line["b"]) for line in values.groups(a, b)}
+    assert found == {"groups": (1, 2), "group of w": (0, 1)}
+    assert values.groups(manifest(), b) == []
+
+
+def test_states() -> None:
+    a = manifest(state={"lr_scheduler": {"last_epoch": 3, "lrs": [1.0, 2.0]}, "engine": {"x": 1}})
+    b = manifest(state={"lr_scheduler": {"last_epoch": 4, "lrs": [1.0, 5.0]}, "engine": {"x": 2}})
+    assert values.states(a, a) == []
+    assert {line["key"]: (line["a"], line["b"]) for line in values.states(a, b)} == {
+        "lr_scheduler.last_epoch": (3, 4),
+        "lr_scheduler.lrs.1": (2.0, 5.0),
+    }
+    assert values.states(a, manifest()) == []

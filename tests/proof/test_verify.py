@@ -1,0 +1,561 @@
+"""Planted faults are found and named, and nothing is found where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from zckpt.core import compare
+
+from .. import faults
+from ..conftest import EXAMPLE, ROOT, Result
+from ..engines.cases import CASES
+
+Zckpt = Callable[..., Result]
+Trained = Callable[[Any], Path]
+
+
+class Faults:
+    """One fault each; a subclass gives `original`, a checkpoint that none may touch.
+
+    `tells_weights` where the files hold every weight twice: in 16 bits and as its master.
+    """
+
+    tells_weights: bool
+    weight = "fc1.weight"
+
+    @pytest.fixture
+    def original(self) -> Path:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def copy(self, original: Path, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(original, tmp_path / "copy"))
+
+    def check(
+        self, copy: Path, original: Path, *names: str, alone: bool, against: bool = True
+    ) -> tuple[Any, Any]:
+        """Whether the fault is found by `verify` alone and against the original; both reports."""
+        reports = zckpt.verify(copy), zckpt.verify(copy, original)
+        assert (not reports[0]["equal"], not reports[1]["equal"]) == (alone, against)
+        backwards = zckpt.verify(original, copy)
+        assert backwards["equal"] != against
+        assert (not zckpt.diff(copy, original)["equal"]) == against
+        gathered = zckpt.verify(copy, original, gather=True, device="cpu")
+        if names:
+            found = [line["tensor"] for line in reports[1]["differences"]]
+            assert found == list(names)
+            assert [line["tensor"] for line in gathered["differences"]] == list(names)
+            for line, other in zip(reports[1]["differences"], gathered["differences"], strict=True):
+                assert line == other
+        return reports
+
+    def test_none(self, copy: Path, original: Path) -> None:
+        alone, against = self.check(copy, original, alone=False, against=False)
+        assert alone["notes"] == against["notes"] == []
+        assert against["only_a"] == against["only_b"] == []
+
+    @pytest.mark.parametrize("mended", [False, True])
+    def test_a_flipped_bit_in_a_moment(self, mended: bool, copy: Path, original: Path) -> None:
+        name = f"{self.weight}/exp_avg"
+        faults.change(copy, name, faults.flip(17, 4, 22), mended)
+        alone, against = self.check(copy, original, name, alone=not mended)
+        (line,) = against["differences"]
+        assert (line["count"], line["first"]) == (1, 17)
+        assert line["max_ulp"] == 1 << 22
+        assert line["max_abs"] == abs(line["a"] - line["b"]) > 0
+        if not mended:
+            (problem,) = alone["problems"]
+            assert (problem["tensors"], problem["element"]) == ([name], 17)
+            assert "element 17" in problem["message"]
+
+    @pytest.mark.parametrize("mended", [False, True])
+    def test_a_flipped_bit_in_a_master(self, mended: bool, copy: Path, original: Path) -> None:
+        name = f"{self.weight}/master"
+        faults.change(copy, name, faults.flip(3, 4, 30), mended)
+        alone, against = self.check(
+            copy, original, *self.also_rounded(name), alone=not mended or self.tells_weights
+        )
+        assert against["differences"][0]["first"] == 3
+        if self.tells_weights:
+            assert alone["differences"][0]["tensor"] == f"{self.weight}/param"
+            assert alone["differences"][0]["rounded"] == name
+
+    def also_rounded(self, name: str) -> list[str]:
+        """What a wrong master makes differ from the original."""
+        return [name]
+
+    @pytest.mark.parametrize("mended", [False, True])
+    def test_a_flipped_bit_in_padding_is_harmless(
+        self, mended: bool, copy: Path, original: Path
+    ) -> None:
+        faults.flip_padding(copy, mended)
+        alone, against = self.check(copy, original, alone=False, against=False)
+        for report in (alone, against) if self.tells_weights or not mended else (against,):
+            (note,) = report["notes"]
+            assert "padding" in note
+            assert "harmless" in note
+
+    def test_swapped_ranks(self, copy: Path, original: Path) -> None:
+        faults.swap_ranks(copy)
+        self.check(copy, original, alone=self.tells_weights)
+
+    def test_permuted_parameters(self, copy: Path, original: Path) -> None:
+        faults.permute(copy)
+        _, against = self.check(copy, original, alone=self.tells_weights)
+        first, second = list(zckpt.read(original).parameters)[:2]
+        found = [line["tensor"] for line in against["differences"]]
+        assert found == [
+            f"{name}/{slot}"
+            for name in (first, second)
+            for slot in ("master", "exp_avg", "exp_avg_sq")
+        ]
+
+    def test_a_stale_master(self, copy: Path, original: Path) -> None:
+        """As after loading weights without resetting the optimizer."""
+        name = f"{self.weight}/master"
+        faults.change(copy, name, lambda data: bytes(len(data)))
+        self.check(copy, original, *self.also_rounded(name), alone=self.tells_weights)
+
+    def test_a_transposed_tensor(self, copy: Path, original: Path) -> None:
+        name = f"{self.weight}/exp_avg_sq"
+        rows, columns = zckpt.read(copy).entries[name].shape
+        faults.change(copy, name, faults.transposed((rows, columns)))
+        _, against = self.check(copy, original, name, alone=False)
+        assert against["differences"][0]["count"] > rows
+
+    def test_a_step_of_one_rank(self, copy: Path, original: Path, zckpt: Zckpt) -> None:
+        faults.raise_step(copy, ranks=1)
+        for words in ([copy], [copy, "--against", original], [original, "--against", copy]):
+            ended = zckpt("verify", *words, "--json")
+            assert ended.code == 3
+            (problem,) = ended.document["problems"]
+            assert problem["error"] == "InconsistentCheckpoint"
+            assert "step" in problem["message"]
+
+    def test_a_step_of_all_ranks(self, copy: Path, original: Path) -> None:
+        faults.raise_step(copy, ranks=100)
+        _, against = self.check(copy, original, alone=False)
+        step = zckpt.read(original).step
+        assert step is not None
+        (line,) = against["steps"]
+        assert (line["a"], line["b"]) == (step + 1, step)
+        trainable = [held for held in zckpt.read(original).parameters.values() if held.trainable]
+        assert line["parameters"] == len(trainable)
+        assert against["differences"] == []
+
+    def test_a_short_file(self, copy: Path, original: Path, zckpt: Zckpt) -> None:
+        path = faults.optimizer_files(copy)[1]
+        path.write_bytes(path.read_bytes()[:-100])
+        ended = zckpt("verify", copy)
+        assert ended.code == 3
+        assert path.name in ended.out
+        assert ended.err == ""
+
+
+class TestStage2(Faults):
+    tells_weights = True
+
+    @pytest.fixture(params=["few", "many"])
+    def original(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """Masters are rounded without numpy where they are few."""
+        monkeypatch.setattr(compare, "FEW", 1 << 17 if request.param == "few" else -1)
+        return EXAMPLE
+
+    def test_a_flipped_bit_in_a_weight(self, copy: Path, original: Path) -> None:
+        name = f"{self.weight}/param"
+        faults.change(copy, name, faults.flip(5, 2, 9))
+        alone, _ = self.check(copy, original, name, alone=True)
+        (line,) = alone["differences"]
+        assert (line["tensor"], line["count"], line["first"]) == (name, 1, 5)
+
+    def test_damage_of_many_bits_names_the_tensors(self, copy: Path, original: Path) -> None:
+        name = f"{self.weight}/exp_avg"
+        faults.change(copy, name, lambda data: data[:-8] + b"\xff" * 8, mended=False)
+        alone, _ = self.check(copy, original, name, alone=True)
+        assert name in alone["problems"][0]["tensors"]
+        assert "CRC-32" in alone["problems"][0]["message"]
+
+    def test_a_frozen_weight(self, copy: Path, original: Path) -> None:
+        manifest = zckpt.read(copy)
+        frozen = next(name for name, held in manifest.parameters.items() if not held.trainable)
+        faults.change(copy, f"{frozen}/param", faults.flip(0, 2, 14))
+        self.check(copy, original, f"{frozen}/param", alone=False)
+
+
+@pytest.mark.engines
+@pytest.mark.first
+class TestStage3(Faults):
+    tells_weights = False
+    weight = "readout.weight"
+
+    @pytest.fixture
+    def original(self, trained: Trained) -> Path:
+        return trained(CASES["z3_dp2_bf16"]) / "run"
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_buffer_that_ranks_hold_differently_is_told(
+        self, rank: int, copy: Path, original: Path
+    ) -> None:
+        """Unsynchronised statistics are no fault; what another checkpoint holds otherwise is."""
+        manifest = zckpt.read(copy)
+        buffer = f"{manifest.buffers[0]}/param"
+        copies = [manifest.entries[buffer], *(e for e in manifest.replicas if e.name == buffer)]
+        held = copies[rank]
+        (fragment,) = held.fragments
+        with open(fragment.extent.file, "r+b") as file:
+            file.seek(fragment.extent.offset)
+            file.write(b"\x01\x02")
+        faults.mend(fragment.extent.file)
+        alone = zckpt.verify(copy)
+        assert alone["equal"]
+        assert "differs between ranks" in alone["notes"][0]
+        assert zckpt.verify(copy, original)["equal"] == bool(rank)
+
+
+class TestUniversal:
+    @pytest.fixture
+    def universal(self, tmp_path: Path) -> Path:
+        zckpt.convert(EXAMPLE, tmp_path / "universal")
+        return tmp_path / "universal"
+
+    def test_is_the_example(self, universal: Path) -> None:
+        assert zckpt.verify(universal)["equal"]
+        for pair in ((EXAMPLE, universal), (universal, EXAMPLE)):
+            report = zckpt.verify(*pair)
+            assert report["equal"]
+            assert report["only_a"] == report["only_b"] == report["notes"] == []
+            assert zckpt.diff(*pair)["equal"]
+
+    def test_a_flipped_bit(self, universal: Path) -> None:
+        faults.change(universal, "fc1.weight/exp_avg", faults.flip(9, 4, 3), mended=False)
+        (problem,) = zckpt.verify(universal)["problems"]
+        assert (problem["tensor"], problem["element"]) == ("fc1.weight/exp_avg", 9)
+        report = zckpt.verify(EXAMPLE, universal)
+        assert report["differences"][0]["tensor"] == "fc1.weight/exp_avg"
+
+    def test_a_flipped_bit_beside_the_tensors(self, universal: Path) -> None:
+        path = universal / "master.safetensors"
+        data = bytearray(path.read_bytes())
+        data[4000] ^= 1  # of the spaces that fill up the header
+        assert data[4000] == ord("!")
+        data[4000] = 9  # a tab is as good to JSON
+        path.write_bytes(data)
+        (problem,) = zckpt.verify(universal)["problems"]
+        assert path.name in problem["message"]
+        assert not problem["harmless"]
+
+    def test_a_changed_sibling(self, tmp_path: Path) -> None:
+        run = shutil.copytree(EXAMPLE, tmp_path / "run")
+        (run / "global_step7" / "notes.txt").write_text("kept")
+        (run / "trainer_state.json").write_text("{}")
+        zckpt.convert(run, tmp_path / "universal")
+        for path in (tmp_path / "universal" / "siblings").rglob("*"):
+            if path.is_file():
+                path.write_bytes(path.read_bytes().replace(b"{", b"[").replace(b"k", b"K"))
+        report = zckpt.verify(tmp_path / "universal")
+        if (tmp_path / "universal" / "siblings").exists():
+            assert not report["equal"]
+
+    def test_a_changed_hyper_parameter(self, universal: Path) -> None:
+        path = universal / "manifest.json"
+        manifest = json.loads(path.read_text())
+        lr = manifest["groups"][1]["lr"]
+        manifest["groups"][1]["lr"] = 2 * lr
+        path.write_text(json.dumps(manifest))
+        report = zckpt.verify(EXAMPLE, universal)
+        assert report["groups"] == [{"group": 1, "key": "lr", "a": lr, "b": 2 * lr}]
+        assert not report["equal"]
+
+    def test_weights_alone_in_another_type(self, tmp_path: Path) -> None:
+        """They are what the masters round to."""
+        for dtype in ("fp32", "bf16", "fp16"):
+            target = tmp_path / dtype
+            zckpt.convert(EXAMPLE, target, weights_only=True, dtype=dtype)
+            report = zckpt.verify(EXAMPLE, target)
+            assert report["equal"], report
+            assert {name.rpartition("/")[2] for name in report["only_a"]} >= {"exp_avg"}
+            assert report["only_b"] == []
+            faults.change(target, "fc1.weight/param", faults.flip(2, 2, 3), mended=False)
+            report = zckpt.verify(EXAMPLE, target)
+            slot = "master" if dtype == "fp32" else "param"
+            assert report["differences"][0]["tensor"] == f"fc1.weight/{slot}"
+
+    def test_a_lost_tensor(self, universal: Path) -> None:
+        path = universal / "manifest.json"
+        manifest = json.loads(path.read_text())
+        del manifest["entries"]["fc1.weight/exp_avg"]
+        path.write_text(json.dumps(manifest))
+        report = zckpt.verify(EXAMPLE, universal)
+        assert not report["equal"]
+        assert report["only_a"] == ["fc1.weight/exp_avg"]
+        assert "fc1.weight/exp_avg" in report["problems"][0]["message"]
+
+    def test_another_shape(self, universal: Path) -> None:
+        path = universal / "manifest.json"
+        manifest = json.loads(path.read_text())
+        for slot in ("master", "exp_avg", "exp_avg_sq", "param"):
+            if f"fc1.weight/{slot}" in manifest["entries"]:
+                shape = manifest["entries"][f"fc1.weight/{slot}"]["shape"]
+                manifest["entries"][f"fc1.weight/{slot}"]["shape"] = shape[::-1]
+        path.write_text(json.dumps(manifest))
+        for file in universal.glob("*.safetensors"):
+            old = f'"shape":{json.dumps(shape, separators=(",", ":"))}'
+            data = file.read_bytes()
+            at = data.index(b'"fc1.weight"')
+            changed = data[at:].replace(
+                old.encode(),
+                old.encode().replace(
+                    json.dumps(shape, separators=(",", ":")).encode(),
+                    json.dumps(shape[::-1], separators=(",", ":")).encode(),
+                ),
+                1,
+            )
+            file.write_bytes(data[:at] + changed)
+        for gather in (False, True):
+            report = zckpt.verify(EXAMPLE, universal, gather=gather)
+            line = report["differences"][0]
+            assert (line["a_shape"], line["b_shape"]) == (shape, shape[::-1])
+        assert not zckpt.diff(EXAMPLE, universal)["equal"]
+
+    def test_what_a_manifest_lost(self, universal: Path) -> None:
+        """Of steps, numbers, groups: what it says of others and not of one."""
+        path = universal / "manifest.json"
+        manifest = json.loads(path.read_text())
+        manifest["parameters"]["fc1.weight"]["step"] = None
+        del manifest["groups"][1]["weight_decay"]
+        manifest["parameters"]["fc2.weight"]["trainable"] = False
+        path.write_text(json.dumps(manifest))
+        report = zckpt.verify(EXAMPLE, universal)
+        assert [(line["parameter"], line["b"]) for line in report["steps"]] == [
+            ("fc1.weight", None)
+        ]
+        assert {line["key"] for line in report["groups"]} == {
+            "weight_decay",
+            "trainable of fc2.weight",
+        }
+
+    def test_a_lost_weight_that_the_other_keeps_as_a_master(self, tmp_path: Path) -> None:
+        target = tmp_path / "weights"
+        zckpt.reshard(EXAMPLE, tmp_path / "z3", stage=3, dp=2)
+        zckpt.convert(EXAMPLE, target, weights_only=True, dtype="fp32")
+        path = target / "manifest.json"
+        manifest = json.loads(path.read_text())
+        del manifest["entries"]["fc1.weight/param"]
+        path.write_text(json.dumps(manifest))
+        for gather in (False, True):
+            report = zckpt.verify(tmp_path / "z3", target, gather=gather)
+            assert not report["equal"]
+            assert "fc1.weight/master" in report["problems"][0]["message"]
+
+    def test_a_tied_weight_that_one_side_holds_twice(self, universal: Path) -> None:
+        path = universal / "manifest.json"
+        manifest = json.loads(path.read_text())
+        ((owner, held),) = [(n, p) for n, p in manifest["parameters"].items() if p["aliases"]]
+        (alias,) = held["aliases"]
+        held["aliases"] = []
+        manifest["parameters"][alias] = {**held, "group": None, "trainable": False, "step": None}
+        source = manifest["entries"][f"{owner}/param"]
+        stored = zckpt.read(universal).entries[f"{owner}/param"].fragments[0]
+        manifest["entries"][f"{alias}/param"] = {
+            **source,
+            "fragments": [
+                {
+                    "file": os.path.basename(stored.extent.file),
+                    "offset": stored.extent.offset,
+                    "length": stored.extent.length,
+                    "start": stored.start,
+                    "stop": stored.stop,
+                }
+            ],
+        }
+        path.write_text(json.dumps(manifest))
+        report = zckpt.verify(EXAMPLE, universal)
+        assert report["only_b"] == []
+        assert report["differences"] == report["problems"] == []
+
+    def test_nothing_in_common_is_an_error(self, universal: Path, zckpt: Zckpt) -> None:
+        path = universal / "manifest.json"
+        manifest = json.loads(path.read_text())
+        for key in ("parameters", "entries"):
+            manifest[key] = {f"other.{name}": held for name, held in manifest[key].items()}
+            if key == "entries":
+                manifest[key] = {}
+        path.write_text(json.dumps(manifest))
+        ended = zckpt("verify", EXAMPLE, "--against", universal, "--json")
+        assert ended.code == 1
+        assert ended.document["error"] == "MissingData"
+
+
+class TestProofFile:
+    def test_stands_for_the_original(self, tmp_path: Path, example: Path, zckpt: Zckpt) -> None:
+        zckpt("reshard", EXAMPLE, tmp_path / "dp3", "--dp", 3)
+        file = tmp_path / "proof.json"
+        ended = zckpt("verify", EXAMPLE, "--against", tmp_path / "dp3", "--save-proof", file)
+        assert ended.code == 0
+        made = json.loads(file.read_text())
+        assert made["equal"]
+        assert made["versions"]["a"]["version"] == "0.19.8"
+        assert made["versions"]["zckpt"]
+        for sides in made["digests"].values():
+            assert sides["a"] == sides["b"]
+        assert (made["device"], made["world"], made["step"]) == ("cpu", 1, 7)
+        assert zckpt("verify", tmp_path / "dp3", "--against", file).code == 0
+        faults.change(tmp_path / "dp3", "fc1.weight/exp_avg", faults.flip(9, 4, 3))
+        ended = zckpt("verify", tmp_path / "dp3", "--against", file, "--json")
+        assert ended.code == 3
+        assert [line["tensor"] for line in ended.document["differences"]] == ["fc1.weight/exp_avg"]
+        faults.raise_step(example, ranks=4)
+        ended = zckpt("verify", example, "--against", file)
+        assert ended.code == 3
+        assert "step 8 against 7" in ended.out
+
+    @pytest.mark.parametrize("gather", [False, True])
+    def test_of_what_was_rounded(self, gather: bool, tmp_path: Path, zckpt: Zckpt) -> None:
+        """A proof of a bf16 export stands for the checkpoint that it was made of."""
+        words = ["--weights-only", "--dtype", "bf16"]
+        zckpt("reshard", EXAMPLE, tmp_path / "z3", "--stage", 3)
+        zckpt("convert", EXAMPLE, tmp_path / "half", *words)
+        file = tmp_path / "proof.json"
+        options = ["--gather", "--device", "cpu"] if gather else []
+        save = ["--save-proof", file]
+        ended = zckpt("verify", tmp_path / "z3", "--against", tmp_path / "half", *options, *save)
+        assert ended.code == 0
+        assert zckpt("verify", tmp_path / "z3", "--against", file).code == 0
+        faults.change(tmp_path / "z3", "fc1.weight/master", faults.flip(9, 4, 3))
+        assert zckpt("verify", tmp_path / "z3", "--against", file).code == 3
+
+    def test_notices_what_is_lost(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        file, universal = tmp_path / "proof.json", tmp_path / "universal"
+        zckpt("convert", EXAMPLE, universal)
+        zckpt("verify", EXAMPLE, "--save-proof", file)
+        assert zckpt("verify", universal, "--against", file).code == 0
+        path = universal / "manifest.json"
+        manifest = json.loads(path.read_text())
+        del manifest["entries"]["fc1.weight/exp_avg"]
+        manifest["groups"][0]["lr"] = 99
+        manifest["parameters"]["fc2.bias"]["step"] = 77
+        path.write_text(json.dumps(manifest))
+        made = zckpt("verify", universal, "--against", file, "--json").document
+        assert "fc1.weight/exp_avg" in made["problems"][0]["message"]
+        assert made["groups"][0]["key"] == "lr"
+        assert made["steps"][0]["a"] == 77
+
+    def test_of_a_difference_is_none(self, tmp_path: Path, example: Path, zckpt: Zckpt) -> None:
+        file = tmp_path / "proof.json"
+        faults.raise_step(example, ranks=4)
+        assert zckpt("verify", example, "--against", EXAMPLE, "--save-proof", file).code == 3
+        assert json.loads(file.read_text())["equal"] is False
+        ended = zckpt("verify", example, "--against", file)
+        assert ended.code == 3
+        assert "proves a difference" in ended.out
+        assert zckpt("verify", example, "--against", file, "--gather").code == 2
+
+    def test_cannot_be_written(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        for file in (tmp_path, tmp_path / "nowhere" / "proof.json"):
+            ended = zckpt("verify", EXAMPLE, "--save-proof", file)
+            assert ended.code == 2
+            assert "cannot be written" in ended.err
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestDiff:
+    def test_first_and_worst(self, example: Path, zckpt: Zckpt) -> None:
+        faults.change(example, "fc1.weight/exp_avg", faults.flip(9, 4, 3))
+        faults.change(example, "fc2.weight/master", faults.flip(1, 4, 29))
+        ended = zckpt("diff", example, EXAMPLE, "--json")
+        assert ended.code == 3
+        made = ended.document
+        assert made["first"] == "fc1.weight/exp_avg"
+        assert made["worst"] == "fc2.weight/master"
+        for line in made["differences"]:
+            assert line["count"] == 1
+            assert -1 <= line["cosine"] <= 1
+        said = zckpt("diff", example, EXAMPLE).out
+        assert "first: fc1.weight/exp_avg" in said
+        assert "worst: fc2.weight/master" in said
+
+    def test_cosine_is_that_of_the_whole_tensors(self, example: Path) -> None:
+        name = "fc1.weight/master"
+        faults.change(example, name, faults.flip(9, 4, 23))
+        (line,) = zckpt.diff(example, EXAMPLE)["differences"]
+        a, b = (
+            torch.frombuffer(
+                bytearray(faults.read_element_bytes(zckpt.read(run).entries[name])),
+                dtype=torch.float32,
+            ).double()
+            for run in (example, EXAMPLE)
+        )
+        expected = torch.nn.functional.cosine_similarity(a, b, dim=0).item()
+        assert line["cosine"] == pytest.approx(expected, rel=1e-12)
+        assert line["max_abs"] == (a - b).abs().max().item()
+
+    def test_chosen_tensors_are_listed_even_if_equal(self, example: Path, zckpt: Zckpt) -> None:
+        faults.change(example, "fc1.weight/exp_avg", faults.flip(9, 4, 3))
+        ended = zckpt("diff", example, EXAMPLE, "--tensors", "fc1.*", "--json")
+        assert ended.code == 3
+        counts = {line["tensor"]: line["count"] for line in ended.document["results"]}
+        assert counts["fc1.weight/exp_avg"] == 1
+        assert counts["fc1.weight/master"] == 0
+        assert all(name.startswith("fc1.") for name in counts)
+        assert zckpt("diff", example, EXAMPLE, "--tensors", "fc2.*").code == 0
+        assert zckpt("diff", example, EXAMPLE, "--tensors", "nothing").code == 2
+
+    def test_states_and_steps(self, example: Path) -> None:
+        faults.raise_step(example, ranks=4)
+        made = zckpt.diff(example, EXAMPLE)
+        assert made["steps"][0]["a"] == made["steps"][0]["b"] + 1
+        assert not made["equal"]
+
+
+class TestOptions:
+    def test_a_rank_of_no_launcher_is_none(
+        self, monkeypatch: pytest.MonkeyPatch, example: Path, zckpt: Zckpt
+    ) -> None:
+        """Shells in a cluster's containers have one."""
+        monkeypatch.setenv("RANK", "3")
+        assert "is consistent" in zckpt("verify", EXAMPLE).out
+        faults.swap_ranks(example)
+        assert zckpt("verify", example).code == 3
+        assert zckpt("verify", example / "nothing", "--json").document["error"] == "NotACheckpoint"
+
+    def test_gather_needs_another_checkpoint(self, zckpt: Zckpt) -> None:
+        ended = zckpt("verify", EXAMPLE, "--gather")
+        assert ended.code == 2
+        assert "--against" in ended.err
+        assert zckpt("verify", EXAMPLE, "--device", "cpu").code == 2
+
+    def test_no_checkpoint(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        assert zckpt("verify", tmp_path).code == 1
+        assert zckpt("verify", EXAMPLE, "--against", tmp_path).code == 1
+        assert zckpt("diff", EXAMPLE, tmp_path).code == 1
+
+    def test_needs_neither_torch_nor_safetensors(
+        self, zckpt_without: Callable[..., Result], tmp_path: Path
+    ) -> None:
+        hidden = ("torch", "deepspeed", "safetensors")
+        assert zckpt_without(hidden, "verify", EXAMPLE).code == 0
+        assert zckpt_without(hidden, "diff", EXAMPLE, EXAMPLE).code == 0
+
+    def test_gather_without_torch_says_what_to_install(self, tmp_path: Path) -> None:
+        (tmp_path / "torch.py").write_text("raise ImportError('not installed')")
+        words = ["verify", str(EXAMPLE), "--against", str(EXAMPLE), "--gather"]
+        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+        ended = subprocess.run(
+            [sys.executable, "-m", "zckpt", *words], env=environment, capture_output=True, text=True
+        )
+        assert ended.returncode == 1
+        assert ended.stderr == (
+            "Error: --gather needs torch, which is not installed\n"
+            "Hint: pip install 'zckpt[torch]'\n"
+        )

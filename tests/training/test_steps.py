@@ -1,0 +1,138 @@
+"""The step ledger: values, agreement, policies, and warnings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zckpt.core.checksum import crc_of_zeros
+from zckpt.core.inert import Scalar
+from zckpt.core.manifest import Entry, Extent, Manifest, Parameter, solid
+from zckpt.errors import InconsistentCheckpoint
+from zckpt.training import steps
+from zckpt.training.steps import agree, infer_optimizer, kind_of, never_stepped, stalled, step_of
+
+
+@pytest.mark.parametrize(
+    ("value", "step", "kind"),
+    [
+        (7, 7, "int"),
+        (7.0, 7, "float"),
+        (7.5, 7.5, "float"),
+        (0, 0, "int"),
+        (Scalar(7.0, "F32"), 7, "F32"),
+        (Scalar(7, "I64"), 7, "I64"),
+        (True, None, "bool"),
+        (Scalar(True, "BOOL"), None, "BOOL"),
+        (None, None, "NoneType"),
+        ("7", None, "str"),
+        ([7], None, "list"),
+        (float("nan"), None, "float"),
+        (float("inf"), None, "float"),
+        (Scalar(float("nan"), "F32"), None, "F32"),
+    ],
+)
+def test_a_step_is_a_number(value: Any, step: float | None, kind: str) -> None:
+    found = step_of(value)
+    assert (found, type(found)) == (step, type(step))
+    assert kind_of(value) == kind
+
+
+@pytest.mark.parametrize("policy", [None, "max", "min", "5"])
+@pytest.mark.parametrize(
+    ("places", "step"), [([], None), ([("a", 3)], 3), ([("a", 3), ("b", 3)], 3)]
+)
+def test_where_all_agree_no_policy_matters(
+    places: list[tuple[str, float]], step: int | None, policy: str | None
+) -> None:
+    assert agree(places, policy) == step
+
+
+@pytest.mark.parametrize(("policy", "step"), [("max", 9), ("min", 3), ("5", 5), ("0", 0)])
+def test_a_policy_decides(policy: str, step: int) -> None:
+    assert agree([("a", 3), ("b", 9), ("c", 4)], policy) == step
+
+
+def test_disagreement_names_places_and_values() -> None:
+    places = [("rank 0", 3.0), *((f"rank {rank}", 4) for rank in range(1, 9))]
+    with pytest.raises(InconsistentCheckpoint) as caught:
+        agree(places)
+    message = caught.value.message
+    assert "3.0 (rank 0)" in message
+    assert "4 (rank 1, rank 2, rank 3 and 5 more)" in message
+    assert "--step-policy" in caught.value.hint
+
+
+OPTIMIZERS = {
+    "Adam": torch.optim.Adam,
+    "NAdam": torch.optim.NAdam,
+    "RMSprop": torch.optim.RMSprop,
+    "Adagrad": torch.optim.Adagrad,
+    "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "RAdam": torch.optim.RAdam,
+    "Adadelta": torch.optim.Adadelta,
+    "SGD without momentum": lambda weights: torch.optim.SGD(weights, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_torch_are_recognised(name: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = OPTIMIZERS[name]([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    state = optimizer.state_dict()
+    keys = [key for key, value in state["state"].get(0, {}).items() if value is not None]
+    assert infer_optimizer(keys, state["param_groups"][0]) == name.split()[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "group", "name"),
+    [
+        (["step", "exp_avg", "exp_avg_sq"], {"decoupled_weight_decay": True}, "AdamW"),
+        (["exp_avg"], {}, "Lion"),
+        (["momentum_buffer"], {"use_muon": True}, "Muon"),
+        (["momentum_buffer"], {"ns_steps": 5, "nesterov": True}, "Muon"),  # torch.optim.Muon
+        ([], {}, None),
+        (["something"], None, None),
+    ],
+)
+def test_other_optimizers_are_recognised(
+    keys: list[str], group: dict[str, Any] | None, name: str | None
+) -> None:
+    assert infer_optimizer(keys, group) == name
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, "BF16"), (torch.float16, "F16")])
+def test_steps_stall_where_torch_stalls(dtype: torch.dtype, kind: str) -> None:
+    limit = steps.STALLS[kind]
+    assert torch.tensor(limit, dtype=dtype) + 1 == limit
+    assert torch.tensor(limit - 1, dtype=dtype) + 1 == limit
+    assert "a.weight" in (stalled(limit, kind, "a.weight") or "")
+    assert stalled(limit - 1, kind, "a.weight") is None
+    assert stalled(limit, "F32", "a.weight") is None
+
+
+def stepped(step: int, *slots: str) -> Manifest:
+    entries = {
+        f"w/{slot}": Entry(f"w/{slot}", "F32", (5,), solid(5, Extent("a", 0, 20))) for slot in slots
+    }
+    return Manifest("/", "x", {}, entries, {"w": Parameter((5,), step=step)})
+
+
+def test_an_optimizer_that_was_never_stepped_is_told() -> None:
+    zero = crc_of_zeros(20)
+    digests = {"w/master": 5, "w/exp_avg": zero, "w/exp_avg_sq": zero}
+    moments = ("master", "exp_avg", "exp_avg_sq")
+    assert "not been stepped" in (never_stepped(stepped(1, *moments), digests) or "")
+    assert never_stepped(stepped(2, *moments), digests) is None
+    assert never_stepped(stepped(1, *moments), digests | {"w/exp_avg": 7}) is None
+    assert never_stepped(stepped(1, "master"), digests) is None
+
+
+def test_keep_decides_between_parameters_alone() -> None:
+    steps.check_policy("keep")
+    with pytest.raises(InconsistentCheckpoint, match="rank 1"):
+        steps.agree([("rank 0", 3), ("rank 1", 4)], steps.KEEP)

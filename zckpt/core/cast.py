@@ -1,0 +1,77 @@
+"""Numbers from one float type to another, rounded as torch rounds (to nearest, ties to even).
+
+numpy is enough and needs no torch: bfloat16 is the upper half of a float32, rounded by its bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnsupportedCheckpoint
+from .dtypes import NUMBERS, SIZES
+
+_NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype: str) -> None:
+    """Fills `target` with the elements of `source`; raises UnsupportedCheckpoint for non-floats."""
+    if source_dtype not in _NUMPY or target_dtype not in _NUMPY:
+        raise UnsupportedCheckpoint(f"cannot turn {source_dtype} into {target_dtype}")
+    values = np.frombuffer(source, dtype=_NUMPY[source_dtype])
+    result = np.frombuffer(target, dtype=_NUMPY[target_dtype])
+    if source_dtype == "BF16":
+        values = widen(values)
+    if (source_dtype, target_dtype) == ("F64", "F16"):  # torch rounds twice
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = values.astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        result[:] = _bfloat16(values) if target_dtype == "BF16" else values.astype(result.dtype)
+
+
+def _bfloat16(values: Any) -> Any:
+    """The upper halves, rounded, as uint32; in place, since every new array costs a pass more."""
+    bits = values.astype(np.float32, copy=False).view(np.uint32)
+    rounded = bits & np.uint32(1 << 16)
+    rounded >>= np.uint32(16)
+    rounded += bits
+    rounded += np.uint32(0x7FFF)
+    rounded >>= np.uint32(16)
+    nans = np.isnan(values)
+    if nans.any():  # rounding its bits could make one infinite
+        rounded[nans] = 0x7FC0
+    return rounded
+
+
+def widen(halves: Any) -> Any:
+    """bfloat16 numbers, given as uint16, as float32."""
+    bits = halves.astype(np.uint32)
+    bits <<= np.uint32(16)
+    return bits.view(np.float32)
+
+
+def numpy_type(dtype: str) -> Any:
+    """numpy's type of the elements; uint16 for BF16. Raises KeyError for what is no number."""
+    if dtype == "BOOL":
+        return np.uint8
+    return f"{dtype[0].lower()}{SIZES[dtype]}" if dtype[0] in "IU" else _NUMPY[dtype]
+
+
+def numbers(view: memoryview, dtype: str) -> Any:
+    """The elements as float64 (integers past 2**53 lose digits); None for what is no number."""
+    if dtype not in NUMBERS:
+        return None
+    values = np.frombuffer(view, numpy_type(dtype))
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return (widen(values) if dtype == "BF16" else values).astype(np.float64)
+
+
+def ordered(bits: Any, dtype: str) -> Any:
+    """Floats, given as unsigned integers, numbered by their order; neighbours differ by one.
+
+    Zero of either sign is 0.
+    """
+    wide = bits.astype(np.int64)
+    sign = np.int64(1) << np.int64(8 * SIZES[dtype] - 1)
+    return np.where(wide & sign != 0, -(wide & ~sign), wide)

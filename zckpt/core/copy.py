@@ -1,0 +1,281 @@
+"""Carry out a plan: fill every chunk of every target file from the source, and hash on the way.
+
+One chunk (4 MiB) is gathered into an aligned buffer, hashed while it is in the cache, and written.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from ..errors import CorruptCheckpoint
+from . import plan
+from .checksum import Cover, crc32
+from .dtypes import SIZES
+from .fileio import Buffer, Reader, Writer, files_per_thread
+from .manifest import Extent, Manifest
+from .pieces import CAST_BLOCK, Gatherer, Ledger, Wanted
+from .plan import Chunk, Pair, Piece
+from .threads import share
+
+CHUNK = 4 << 20  # bytes
+
+Progress = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a copy found out on the way.
+
+    `digests` of the target's entries by name; `files` size and CRC-32 by path; `records` CRC-32 of
+    the target's records, by extent, in the files that were filled; `unchecked` counts
+    source records that were read but not compared: saved without a CRC, or only touched.
+    """
+
+    digests: dict[str, int] = field(default_factory=dict)
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    records: dict[Extent, int] = field(default_factory=dict)
+    bytes: int = 0
+    checked: int = 0
+    unchecked: int = 0
+
+
+def chunk_size(dp: int, jobs: int, memory: int) -> int:
+    """Bytes per chunk: more at a large dp, where each chunk is read from every rank.
+
+    Every thread has two buffers of this size; `memory` bounds them all.
+    """
+    wanted = CHUNK * max(1, dp // 16)
+    return max(1 << 20, min(wanted, memory // (2 * jobs)) >> 20 << 20)
+
+
+class _Target:
+    """One file that is being filled: its writer, its records, how many chunks are to come."""
+
+    def __init__(self, path: str, records: Sequence[Extent], io: str, chunk: int) -> None:
+        self.path = path
+        self.size = os.path.getsize(path)
+        self.left = -(-self.size // chunk)
+        self.cover = Cover(self.size)
+        self.records = {extent: Cover(extent.length) for extent in records}
+        self._listed = sorted(records, key=lambda extent: extent.offset)
+        self._starts = [extent.offset for extent in self._listed]
+        self.stack = ExitStack()
+        self.writer = self.stack.enter_context(Writer(path, self.size, io))
+
+    def edges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """[start, stop) of the file, cut where records begin and end."""
+        here = start
+        place = max(0, bisect_right(self._starts, start) - 1)
+        for extent in self._listed[place:]:
+            for edge in (extent.offset, extent.offset + extent.length):
+                if here < edge < stop:
+                    yield here, edge
+                    here = edge
+            if extent.offset >= stop:
+                break
+        if here < stop:
+            yield here, stop
+
+    def passed(self, start: int, stop: int, crc: int) -> None:
+        """Bytes [start, stop), which lie in one record or between two, have this CRC."""
+        self.cover.add(start, stop, crc)
+        place = bisect_right(self._starts, start) - 1
+        if place >= 0:
+            extent = self._listed[place]
+            first = start - extent.offset
+            if first < extent.length:
+                self.records[extent].add(first, stop - extent.offset, crc)
+
+
+class _Copy:
+    """One copy in progress, shared by its threads."""
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        source: Manifest,
+        target: Manifest,
+        chunk: int,
+        io: str,
+        progress: Progress | None,
+    ) -> None:
+        self.chunk = chunk
+        self.io = io
+        self.progress = progress
+        self.ledger = Ledger(source.records)
+        self.records: dict[str, list[Extent]] = {}
+        for record in target.records:
+            self.records.setdefault(record.extent.file, []).append(record.extent)
+        self.outcome = Outcome()
+        self.covers = {id(pair): Cover(pair.target.length) for pair in pairs}
+        self.cast_covers = {
+            pair.source.name: Cover(pair.source.length)
+            for pair in pairs
+            if pair.source.digest is not None and pair.source.dtype != pair.target.dtype
+        }
+        self.pairs = pairs
+        first = {pair.source.name: id(pair) for pair in reversed(pairs)}
+        self.checking = set(first.values())  # one pair per source entry
+        self.lock = threading.Lock()
+        self.targets: list[_Target] = []
+        self.tasks = self._tasks()
+
+    def _tasks(self) -> Iterator[tuple[_Target, Chunk]]:
+        for file, pieces in plan.files(self.pairs):
+            if not os.path.getsize(file):
+                continue
+            records = self.records.get(file, ())
+            target = _Target(file, records, self.io, self.chunk)
+            self.targets.append(target)
+            for chunk in plan.chunks(file, target.size, pieces, self.chunk):
+                yield target, chunk
+
+    @contextmanager
+    def worker(self, keep_open: int) -> Iterator[Callable[[tuple[_Target, Chunk]], None]]:
+        """One thread's buffers; fills a chunk at a time."""
+        reader = Reader(keep_open)
+        try:
+            gatherer = Gatherer(reader, self.ledger, self.chunk)
+            buffer = Buffer(self.chunk)
+            yield lambda task: self._fill(*task, gatherer, buffer.view)
+        finally:
+            reader.close()
+
+    def _fill(self, target: _Target, chunk: Chunk, gatherer: Gatherer, buffer: memoryview) -> None:
+        view = buffer[: chunk.length]
+        self._keep_shell(target, chunk, gatherer.reader, view)
+        same = [
+            Wanted(
+                piece.pair.source,
+                piece.start,
+                piece.stop,
+                piece.offset - chunk.offset,
+                id(piece.pair) in self.checking,
+            )
+            for piece in chunk.pieces
+            if piece.pair.source.dtype == piece.pair.target.dtype
+        ]
+        gatherer.gather(same, view)
+        for piece in chunk.pieces:
+            if piece.pair.source.dtype != piece.pair.target.dtype:
+                self._cast(piece, piece.offset - chunk.offset, gatherer, view)
+        self._hash(target, chunk, view)
+        target.writer.write(buffer, chunk.length, chunk.offset)
+        with self.lock:
+            self.outcome.bytes += chunk.length
+            target.left -= 1
+            done = not target.left
+        if self.progress:
+            self.progress(chunk.length)
+        if done:
+            target.stack.close()
+
+    def _keep_shell(self, target: _Target, chunk: Chunk, reader: Reader, view: memoryview) -> None:
+        """What lies between tensors (headers) is in the file already."""
+        here = chunk.offset
+        for start, stop in (
+            *((piece.offset, piece.end) for piece in chunk.pieces),
+            (chunk.offset + chunk.length, 0),
+        ):
+            if start > here:
+                part = view[here - chunk.offset : start - chunk.offset]
+                reader.read(Extent(target.path, here, start - here), part)
+            here = max(here, stop)
+
+    def _cast(self, piece: Piece, at: int, gatherer: Gatherer, view: memoryview) -> None:
+        from .cast import cast
+
+        source, to = piece.pair.source, piece.pair.target
+        size, cast_size = SIZES[source.dtype], SIZES[to.dtype]
+        block = gatherer.block()
+        for start in range(piece.start, piece.stop, CAST_BLOCK):
+            stop = min(start + CAST_BLOCK, piece.stop)
+            held = block[: (stop - start) * size]
+            check = id(piece.pair) in self.checking
+            gatherer.gather([Wanted(source, start, stop, 0, check)], held)
+            if source.name in self.cast_covers:
+                crc = crc32(held)
+                with self.lock:
+                    self.cast_covers[source.name].add(start * size, stop * size, crc)
+            into = at + (start - piece.start) * cast_size
+            cast(held, source.dtype, view[into : into + (stop - start) * cast_size], to.dtype)
+
+    def _hash(self, target: _Target, chunk: Chunk, view: memoryview) -> None:
+        """CRCs of the chunk's pieces and gaps: for tensors, for records, for the file."""
+        here = chunk.offset
+        found: list[tuple[int, int, Piece | None]] = []
+        for piece in chunk.pieces:
+            found += [(*gap, None) for gap in target.edges(here, piece.offset)]
+            found.append((piece.offset, piece.end, piece))
+            here = piece.end
+        found += [(*gap, None) for gap in target.edges(here, chunk.offset + chunk.length)]
+        crcs = [crc32(view[a - chunk.offset : b - chunk.offset]) for a, b, _ in found]
+        with self.lock:
+            for (start, stop, own), crc in zip(found, crcs, strict=True):
+                target.passed(start, stop, crc)
+                if own is not None:
+                    size = SIZES[own.pair.target.dtype]
+                    self.covers[id(own.pair)].add(own.start * size, own.stop * size, crc)
+
+    def close(self, error: BaseException) -> None:
+        """Closes what a failure left open, without another sync, whose failure would hide it."""
+        for target in self.targets:
+            target.stack.__exit__(type(error), error, error.__traceback__)
+
+    def finish(self) -> Outcome:
+        """Checks the rest of the records and the source's digests; raises CorruptCheckpoint."""
+        for target in self.targets:
+            crc = target.cover.crc
+            assert crc is not None, target.path
+            self.outcome.files[target.path] = target.size, crc
+            for extent, cover in target.records.items():
+                assert cover.crc is not None, extent
+                self.outcome.records[extent] = cover.crc
+        for pair in self.pairs:
+            crc = self.covers[id(pair)].crc
+            assert crc is not None, pair.target.name
+            self.outcome.digests[pair.target.name] = crc
+            cast_cover = self.cast_covers.get(pair.source.name)
+            found = crc if cast_cover is None else cast_cover.crc
+            if pair.source.digest not in (None, found):
+                raise CorruptCheckpoint(
+                    f"{pair.source.name} is damaged: its CRC-32 is not the manifest's",
+                    hint="take another copy of the source; nothing was written",
+                )
+        reader = Reader()
+        try:
+            self.outcome.checked, self.outcome.unchecked = self.ledger.finish(reader)
+        finally:
+            reader.close()
+        return self.outcome
+
+
+def copy(
+    pairs: Sequence[Pair],
+    source: Manifest,
+    target: Manifest,
+    *,
+    jobs: int = 4,
+    memory: int = 256 << 20,
+    io: str = "auto",
+    progress: Progress | None = None,
+) -> Outcome:
+    """Fills the target's files, which exist with their final sizes, from the source.
+
+    `jobs` threads; `memory` bytes bound their buffers. Raises CorruptCheckpoint where the source's
+    bytes are not what its files state, and OSError (a full disk).
+    """
+    chunk = chunk_size(source.dp, jobs, memory)
+    running = _Copy(pairs, source, target, chunk, io, progress)
+    keep_open = files_per_thread(jobs)
+    try:
+        share(running.tasks, jobs, lambda: running.worker(keep_open))
+    except BaseException as error:
+        running.close(error)
+        raise
+    return running.finish()

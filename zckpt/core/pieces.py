@@ -1,0 +1,339 @@
+"""Elements of tensors, read from wherever they lie into a buffer, and checked on the way.
+
+Sources are read where they lie; pieces that follow each other in file and buffer are one read, and
+ZeRO-3's small slices are one read per rank and then one 2-D copy per tensor: 74 ns a slice, against
+2,200 for a read and a write of each. numpy is imported only where that or a strided tensor asks for
+it.
+
+CRC-32 of every record is compared with what its file states as soon as all of it passed by.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from ..errors import CorruptCheckpoint
+from .checksum import Cover, crc32
+from .dtypes import SIZES
+from .fileio import Buffer, Reader
+from .manifest import Entry, Extent, Fragment, Record, Slices
+
+MANY = 4096  # slices from which on numpy copies them faster than it is imported
+SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbours
+SHORT = 4 << 10  # bytes; runs below this, of a strided tensor, are read together
+LITTLE = 1 << 20  # bytes that are read for the sake of a record's CRC alone
+CAST_BLOCK = 1 << 18  # elements that are cast at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Elements [start, stop) of an entry, to be put at byte `at` of a buffer.
+
+    `check` where these bytes count for their record's CRC: what is read twice counts once.
+    """
+
+    entry: Entry
+    start: int
+    stop: int
+    at: int
+    check: bool = True
+
+    @property
+    def end(self) -> int:
+        return self.at + (self.stop - self.start) * SIZES[self.entry.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A record whose bytes have another CRC-32 than its file states."""
+
+    record: Record
+    found: int
+
+
+class Ledger:
+    """Which records passed by, and whether they are what their files state.
+
+    Damage raises CorruptCheckpoint, or is collected in `damage` where it is looked for.
+    """
+
+    def __init__(self, records: Sequence[Record], collect: bool = False) -> None:
+        by_file: dict[str, list[Record]] = {}
+        for record in records:
+            if record.extent.length:
+                by_file.setdefault(record.extent.file, []).append(record)
+        self._records = {
+            file: sorted(held, key=lambda record: record.extent.offset)
+            for file, held in by_file.items()
+        }
+        self._starts = {
+            file: [record.extent.offset for record in held] for file, held in self._records.items()
+        }
+        self._covers: dict[Extent, tuple[Record, Cover]] = {}
+        self._lock = threading.Lock()
+        self._collect = collect
+        self.damage: dict[Extent, Damage] = {}
+
+    def passed(self, file: str, offset: int, data: memoryview) -> None:
+        """`data` were read at `offset`; raises CorruptCheckpoint if a record turns out wrong."""
+        end = offset + len(data)
+        for record in self._within(file, offset, end):  # one read may pass over several records
+            begin = record.extent.offset
+            start, stop = max(offset, begin), min(end, begin + record.extent.length)
+            held = data[start - offset : stop - offset]
+            crc = crc32(held) if record.crc is not None else 0
+            self._add(record, start - begin, stop - begin, crc)
+
+    def told(self, extent: Extent, crc: int) -> None:
+        """The same for bytes of one record whose CRC-32 is known."""
+        for record in self._within(extent.file, extent.offset, extent.offset + extent.length):
+            start = extent.offset - record.extent.offset
+            self._add(record, start, start + extent.length, crc)
+
+    def _within(self, file: str, offset: int, end: int) -> Sequence[Record]:
+        """Records with any of these bytes."""
+        starts = self._starts.get(file)
+        if not starts or offset == end:
+            return ()
+        held, first = self._records[file], max(0, bisect_right(starts, offset) - 1)
+        if held[first].extent.offset + held[first].extent.length <= offset:
+            first += 1
+        return held[first : bisect_left(starts, end)]
+
+    def _add(self, record: Record, start: int, stop: int, crc: int) -> None:
+        """Bytes [start, stop) of a record have this CRC."""
+        extent = record.extent
+        with self._lock:
+            cover = self._cover(record)
+            cover.add(start, stop, crc)
+            found = cover.crc
+            if record.crc is None or found in (None, record.crc):
+                return
+            assert found is not None
+            self.damage[extent] = Damage(record, found)
+        if not self._collect:
+            raise CorruptCheckpoint(
+                f"{extent.file} is damaged: the {extent.length} bytes at {extent.offset} do not "
+                "have the CRC-32 that the file states",
+                hint="take another copy of this file; nothing was written",
+            )
+
+    def _cover(self, record: Record) -> Cover:
+        return self._covers.setdefault(record.extent, (record, Cover(record.extent.length)))[1]
+
+    def finish(
+        self,
+        reader: Reader,
+        everything: bool = False,
+        beside: Callable[[Record, Extent, memoryview], None] | None = None,
+    ) -> tuple[int, int]:
+        """Completes records of which little is missing (padding); counts checked and unchecked.
+
+        With `everything` all records are completed, those too that no tensor needed; `beside` is
+        told of the bytes beside tensors in their records.
+        """
+        buffer = Buffer(LITTLE)
+        checked = unchecked = 0
+        if everything:
+            for held in self._records.values():
+                for record in held:
+                    self._cover(record)
+        for record, cover in list(self._covers.values()):
+            gaps = cover.gaps()
+            if gaps is None:  # tensors that overlap: only a reading of the whole can tell
+                self._covers[record.extent] = record, Cover(record.extent.length)
+                gaps = [(0, record.extent.length)]
+            missing = sum(stop - start for start, stop in gaps)
+            if record.crc is not None and (everything or missing <= max(cover.seen, LITTLE)):
+                padding = beside if cover.seen else None
+                for start, stop in gaps:
+                    self._pass_range(reader, buffer.view, record, (start, stop), padding)
+                checked += 1
+            else:
+                unchecked += 1
+        return checked, unchecked
+
+    def _pass_range(
+        self,
+        reader: Reader,
+        view: memoryview,
+        record: Record,
+        within: tuple[int, int],
+        beside: Callable[[Record, Extent, memoryview], None] | None,
+    ) -> None:
+        for start in range(*within, len(view)):
+            part = record.extent.part(start, min(start + len(view), within[1]))
+            reader.read(part, view[: part.length])
+            self.passed(part.file, part.offset, view[: part.length])
+            if beside:
+                beside(record, part, view[: part.length])
+
+
+class Gatherer:
+    """Reads elements of entries into buffers, for one thread."""
+
+    def __init__(self, reader: Reader, ledger: Ledger, memory: int) -> None:
+        self.reader = reader
+        self.ledger = ledger
+        self.memory = memory
+        self._scratch: Buffer | None = None
+        self._block: Buffer | None = None
+
+    def block(self) -> memoryview:
+        """What is to be cast, in the source's type."""
+        self._block = self._block or Buffer(CAST_BLOCK * 8)
+        return self._block.view
+
+    def scratch(self) -> memoryview:
+        """Working memory, taken when first needed: many copies never do."""
+        self._scratch = self._scratch or Buffer(self.memory)
+        return self._scratch.view
+
+    def read(self, extent: Extent, into: memoryview, check: bool) -> None:
+        self.reader.read(extent, into)
+        if check:
+            self.ledger.passed(extent.file, extent.offset, into)
+
+    def gather(self, wanted: Sequence[Wanted], view: memoryview) -> None:
+        """Puts every wanted piece at its place in `view`."""
+        # a read that may still grow, its place, and whether it is checked
+        pending: tuple[Extent, int, bool] | None = None
+        place = 0
+        while place < len(wanted):
+            batch = self._batch(wanted, place)
+            if batch:
+                self._gather_slices(batch, view)
+                place += len(batch)
+                continue
+            item = wanted[place]
+            place += 1
+            size = SIZES[item.entry.dtype]
+            for start, extent in self._long(item, view):
+                at = item.at + (start - item.start) * size
+                if pending is None:
+                    pending = extent, at, item.check
+                    continue
+                before, here, check = pending
+                follows = _follows(before, extent) and here + before.length == at
+                if follows and check == item.check:
+                    joined = Extent(before.file, before.offset, before.length + extent.length)
+                    pending = joined, here, check
+                else:
+                    self.read(before, view[here : here + before.length], check)
+                    pending = extent, at, item.check
+        if pending is not None:
+            extent, at, check = pending
+            self.read(extent, view[at : at + extent.length], check)
+
+    def _long(self, item: Wanted, view: memoryview) -> Iterator[tuple[int, Extent]]:
+        """The runs of elements that an item wants, by their first; short ones are copied."""
+        size = SIZES[item.entry.dtype]
+        for fragment in item.entry.fragments.overlapping(item.start, item.stop):
+            if fragment.count > 1 and (fragment.stop - fragment.start) * size < SHORT:
+                self._gather_runs(item, fragment, view)
+                continue
+            for run in fragment.runs(item.start, item.stop):
+                start, stop = max(item.start, run.start), min(item.stop, run.stop)
+                first = run.start
+                yield start, run.extent.part((start - first) * size, (stop - first) * size)
+
+    def _batch(self, wanted: Sequence[Wanted], place: int) -> list[Wanted]:
+        """Whole tensors from `place` on whose small slices follow each other on every rank.
+
+        Tensors that a chunk's edge cuts are left out: their slices would be read twice.
+        """
+        found: list[Wanted] = []
+        width = 0
+        for item in islice(wanted, place, None):
+            slices = item.entry.fragments
+            if not isinstance(slices, Slices) or item.start or item.stop != slices.numel:
+                break
+            if slices.width * slices.size >= SMALL:
+                break
+            if found:
+                last = _slices(found[-1])
+                if slices.flats is not last.flats or slices.offset != last.offset + last.width:
+                    break
+                if item.check != found[-1].check:
+                    break
+            width += slices.width
+            if width * slices.size * len(slices.flats) > self.memory:
+                break
+            found.append(item)
+        return found
+
+    def _gather_slices(self, batch: Sequence[Wanted], view: memoryview) -> None:
+        """One read per rank for all tensors of the batch, then a 2-D copy for each."""
+        first, last = _slices(batch[0]), _slices(batch[-1])
+        size, begin = first.size, first.offset
+        width = last.offset + last.width - begin
+        ranks = max(len(item.entry.fragments) for item in batch)
+        scratch = self.scratch()[: ranks * width * size]
+        for rank in range(ranks):
+            row = scratch[rank * width * size : (rank + 1) * width * size]
+            part = first.flats[rank].part(begin * size, (begin + width) * size)
+            self.read(part, row, batch[0].check)
+        if sum(len(item.entry.fragments) for item in batch) < MANY:
+            self._spread(batch, scratch, begin, width, view)
+            return
+        import numpy as np
+
+        table = np.frombuffer(scratch, dtype=f"u{size}").reshape(ranks, width)
+        for item in batch:
+            slices = _slices(item)
+            mine = table[:, slices.offset - begin : slices.offset - begin + slices.width]
+            whole, rest = divmod(slices.numel, slices.width)
+            target = np.frombuffer(view[item.at : item.end], dtype=f"u{size}")
+            target[: slices.numel - rest].reshape(whole, slices.width)[:] = mine[:whole]
+            if rest:
+                target[-rest:] = mine[whole, :rest]
+
+    def _spread(
+        self,
+        batch: Sequence[Wanted],
+        scratch: memoryview,
+        begin: int,
+        width: int,
+        view: memoryview,
+    ) -> None:
+        """The same for few slices, without numpy, whose import alone takes 150 ms."""
+        for item in batch:
+            size, first = _slices(item).size, _slices(item).offset - begin
+            for rank, slice_ in enumerate(_slices(item)):
+                start, stop = item.at + slice_.start * size, item.at + slice_.stop * size
+                source = (rank * width + first) * size
+                view[start:stop] = scratch[source : source + stop - start]
+
+    def _gather_runs(self, item: Wanted, fragment: Fragment, view: memoryview) -> None:
+        """The part of a strided fragment that the item wants, through working memory."""
+        import numpy as np
+
+        size, length = SIZES[item.entry.dtype], fragment.stop - fragment.start
+        target = np.frombuffer(view[item.at : item.end], dtype=f"V{size}")
+        first = max(0, (item.start - fragment.stop) // fragment.stride + 1)
+        stop = min(fragment.count, -(-(item.stop - fragment.start) // fragment.stride))
+        step = max(1, self.memory // (length * size))
+        for begin in range(first, stop, step):
+            end = min(begin + step, stop)
+            extent = fragment.extent.part(begin * length * size, end * length * size)
+            scratch = self.scratch()[: extent.length]
+            self.read(extent, scratch, item.check)
+            runs = np.frombuffer(scratch, dtype=f"V{size}").reshape(end - begin, length)
+            at = fragment.start + np.arange(begin, end)[:, None] * fragment.stride
+            at = at + np.arange(length)[None, :] - item.start
+            inside = (at >= 0) & (at < item.stop - item.start)
+            target[at[inside]] = runs[inside]
+
+
+def _slices(item: Wanted) -> Slices:
+    slices = item.entry.fragments
+    assert isinstance(slices, Slices)
+    return slices
+
+
+def _follows(before: Extent, extent: Extent) -> bool:
+    return before.file == extent.file and before.offset + before.length == extent.offset

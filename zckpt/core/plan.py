@@ -1,0 +1,266 @@
+"""Which bytes go where, or are compared with which: the join of two manifests.
+
+Nothing here opens a file. A plan of copying is lazy, one target file at a time: at dp 1024 with
+50,000 tensors the pieces are millions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import MissingData
+from .dtypes import FLOATS, NUMBERS, SIZES
+from .manifest import Entry, Fragment, Manifest, Slices
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target's entry and the source's entry that it gets its elements from."""
+
+    source: Entry
+    target: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, stop) of a pair, which stand at byte `offset` of a target file."""
+
+    offset: int
+    start: int
+    stop: int
+    pair: Pair
+
+    @property
+    def end(self) -> int:
+        return self.offset + (self.stop - self.start) * SIZES[self.pair.target.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes [offset, offset + length) of a target file, and the pieces in them, in order."""
+
+    file: str
+    offset: int
+    length: int
+    pieces: Sequence[Piece]
+
+
+def join(source: Manifest, target: Manifest, from_masters: bool = False) -> list[Pair]:
+    """Every entry and replica of the target with its source.
+
+    A module's weight (`param`) that the source lacks, or holds in another type, is made of its
+    master; `from_masters` prefers masters always. A master that the source lacks is made of the
+    weight. Raises MissingData.
+    """
+    wanted = (*target.entries.values(), *target.replicas)
+    owners = {alias: name for name, alias in _aliases(source)}
+    names = (owners.get(entry.parameter, entry.parameter) for entry in wanted)
+    return [
+        Pair(_source_of(entry, name, source, from_masters), entry)
+        for entry, name in zip(wanted, names, strict=True)
+    ]
+
+
+def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) -> Entry:
+    """Where the elements of `entry` are, of the parameter that the source calls `name`."""
+    here = source.entries.get(f"{name}/{entry.slot}")
+    if entry.slot == "param":
+        master = source.entries.get(f"{name}/master")
+        if from_masters or here is None or here.dtype != entry.dtype:
+            here = master or here
+    elif entry.slot == "master" and here is None:
+        here = source.entries.get(f"{name}/param")
+    if here is None:
+        raise MissingData(f"the source holds no {entry.slot} of {entry.parameter}")
+    if here.shape != entry.shape:
+        raise MissingData(
+            f"{entry.name} has shape {here.shape} in the source and {entry.shape} in the target"
+        )
+    return here
+
+
+WIDE = ("F64", "F32")
+"""What weights are rounded from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Two entries that are to hold the same elements; `b` is None where one is only read.
+
+    `how`: bits; rounded (the wider, a master weight, is rounded to the other's type first); values
+    (their types differ); types or shapes (which differ so that nothing can be compared). `copy`
+    where one is a further copy of what is compared already: another rank's, a tied weight's.
+    """
+
+    a: Entry
+    b: Entry | None = None
+    how: str = "bits"
+    copy: bool = False
+
+    @property
+    def is_read(self) -> bool:
+        """Whether elements can be compared."""
+        return self.how in ("bits", "rounded", "values")
+
+    @property
+    def name(self) -> str:
+        """The entry that is compared, where one is what the other is rounded from."""
+        rounded = self.how == "rounded" and self.b is not None and self.a.dtype in WIDE
+        return self.b.name if rounded and self.b is not None else self.a.name
+
+
+def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
+    """The entries that two checkpoints share, in the order of `a`; what only `a` or `b` holds.
+
+    A master weight is the same as an F32 weight of a module whose engine keeps no masters, and what
+    a module's weight of fewer bits was rounded from. Names of tied weights are those of `a`.
+    """
+    ours, theirs = a.entries, _renamed(b, a)
+    found: list[Match] = []
+    for entry in ours.values():
+        counterpart = _counterpart(entry, theirs, ours)
+        if counterpart is not None:
+            found.append(counterpart)
+    taken = {id(held) for item in found for held in (item.a, item.b)}
+    owners = {alias: name for side in (b, a) for name, alias in _aliases(side)}
+    for entry in ours.values():  # a tied weight that one side holds twice
+        same = theirs.get(f"{owners.get(entry.parameter)}/{entry.slot}")
+        if id(entry) not in taken and same is not None:
+            found.append(_copy(entry, same))
+            taken.add(id(entry))
+    for entry in theirs.values():
+        same = ours.get(f"{owners.get(entry.parameter)}/{entry.slot}")
+        if id(entry) not in taken and same is not None:
+            found.append(_copy(same, entry))
+            taken.add(id(entry))
+    for entry in theirs.values():
+        if id(entry) in taken:
+            continue
+        counterpart = _counterpart(entry, ours, theirs)
+        if counterpart is not None and counterpart.b is not None:
+            found.append(replace(counterpart, a=counterpart.b, b=counterpart.a))
+            taken |= {id(counterpart.a), id(counterpart.b)}
+    only_a, only_b = (
+        [
+            name
+            for name, held in side.items()
+            # two weights of few bits, both rounded from one master, are not compared themselves
+            if id(held) not in taken and id(other.get(name)) not in taken
+        ]
+        for side, other in ((ours, theirs), (theirs, ours))
+    )
+    return found, only_a, only_b
+
+
+def _aliases(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Names of tied weights: the owner's, and each of the others."""
+    for name, held in manifest.parameters.items():
+        for alias in held.aliases:
+            yield name, alias
+
+
+def _copy(a: Entry, b: Entry) -> Match:
+    alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+    return Match(a, b, "bits" if alike else "shapes", copy=True)
+
+
+def _renamed(b: Manifest, a: Manifest) -> dict[str, Entry]:
+    """The entries of `b`, under the name that `a` has for a tied weight."""
+    owners = {alias: name for name, alias in _aliases(a)}
+    found = {}
+    for entry in b.entries.values():
+        owner = owners.get(entry.parameter, entry.parameter)
+        name = f"{owner}/{entry.slot}"
+        known = entry.parameter in a.parameters or name in b.entries
+        found[entry.name if known else name] = entry
+    return found
+
+
+def _counterpart(
+    entry: Entry, others: Mapping[str, Entry], own: Mapping[str, Entry]
+) -> Match | None:
+    """What the other side holds of the same: of the same type, else what it was rounded from."""
+    same = others.get(entry.name)
+    if same is not None and same.dtype == entry.dtype:
+        return Match(entry, same, "bits" if same.shape == entry.shape else "shapes")
+    if entry.slot in ("param", "master"):
+        wide = [others.get(f"{entry.parameter}/{slot}") for slot in ("master", "param")]
+        for other in wide:
+            if other is None or other.shape != entry.shape:
+                continue
+            if other.dtype == entry.dtype:
+                return Match(entry, other)
+            if other.dtype in WIDE and entry.dtype in FLOATS and entry.slot == "param":
+                return Match(entry, other, "rounded")
+        narrow = others.get(f"{entry.parameter}/param")
+        if entry.dtype in WIDE and narrow is not None and narrow.shape == entry.shape:
+            alone = entry.slot == "master" or f"{entry.parameter}/master" not in own
+            if alone and narrow.dtype in FLOATS and narrow.dtype not in WIDE:
+                return Match(entry, narrow, "rounded")
+    master = own.get(f"{entry.parameter}/master")
+    if same is None or (entry.slot == "param" and master is not None and master.dtype in WIDE):
+        return None
+    if same.shape != entry.shape:
+        return Match(entry, same, "shapes")
+    return Match(entry, same, "values" if {entry.dtype, same.dtype} <= NUMBERS else "types")
+
+
+def files(pairs: Sequence[Pair]) -> Iterator[tuple[str, list[Piece]]]:
+    """Every target file with its pieces in the order of their bytes, one file at a time."""
+    listed: dict[str, list[tuple[Pair, Fragment]]] = {}
+    sliced: dict[int, list[Pair]] = {}  # by the identity of the flats that many tensors share
+    slices_in: dict[str, list[tuple[int, int]]] = {}
+    for pair in pairs:
+        fragments = pair.target.fragments
+        if isinstance(fragments, Slices):
+            flats = id(fragments.flats)
+            if flats not in sliced:
+                for rank, flat in enumerate(fragments.flats):
+                    slices_in.setdefault(flat.file, []).append((flats, rank))
+            sliced.setdefault(flats, []).append(pair)
+        else:
+            for fragment in fragments:
+                listed.setdefault(fragment.extent.file, []).append((pair, fragment))
+    for file in dict.fromkeys((*listed, *slices_in)):
+        found = list(listed.get(file, ()))
+        for flats, rank in slices_in.get(file, ()):
+            found += [
+                (pair, pair.target.fragments[rank])
+                for pair in sliced[flats]
+                if rank < len(pair.target.fragments)
+            ]
+        pieces = [
+            Piece(fragment.extent.offset, fragment.start, fragment.stop, pair)
+            for pair, fragment in found
+        ]
+        yield file, sorted(pieces, key=lambda piece: piece.offset)
+
+
+def chunks(file: str, size: int, pieces: Sequence[Piece], chunk: int) -> Iterator[Chunk]:
+    """A target file in chunks of `chunk` bytes, pieces cut at their edges.
+
+    Edges never split an element: tensors are aligned to their elements in every format.
+    """
+    first = 0
+    for offset in range(0, size, chunk):
+        end = min(offset + chunk, size)
+        inside = []
+        place = first
+        while place < len(pieces) and pieces[place].offset < end:
+            piece = pieces[place]
+            inside.append(_clip(piece, offset, end))
+            if piece.end <= end:
+                first = place + 1
+            place += 1
+        yield Chunk(file, offset, end - offset, inside)
+
+
+def _clip(piece: Piece, offset: int, end: int) -> Piece:
+    if piece.offset >= offset and piece.end <= end:
+        return piece
+    size = SIZES[piece.pair.target.dtype]
+    start = piece.start + max(0, offset - piece.offset) // size
+    stop = piece.stop - max(0, piece.end - end) // size
+    assert (max(piece.offset, offset) - piece.offset) % size == 0, piece
+    return Piece(max(piece.offset, offset), start, stop, piece.pair)

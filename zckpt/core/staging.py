@@ -1,0 +1,164 @@
+"""A directory that appears whole or not at all.
+
+Everything is written into `<target>.partial` and synced to the disk; one rename makes it the
+target. A run that fails removes what it wrote; one that is killed leaves `.partial` behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from ..errors import CorruptCheckpoint, NotEnoughSpace, TargetExists, WrongOption
+from .checksum import crc32
+from .manifest import Sibling
+
+
+@dataclass(frozen=True, slots=True)
+class Shell:
+    """A file without its tensors: `size` bytes, of which `parts` (offset, bytes) are known."""
+
+    name: str
+    size: int
+    parts: tuple[tuple[int, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a format is going to write: `shells()` gives every file, again at every call.
+
+    `siblings` pairs names in the target with files that are copied as they are; `left_out` and
+    `warnings` are the whole report, the source's included. `from_masters` where weights are made of
+    the masters, though the source may hold them. `about` says in one line what is written.
+    """
+
+    shells: Callable[[], Iterator[Shell]]
+    siblings: Sequence[tuple[str, Sibling]]
+    left_out: Sequence[str]
+    warnings: Sequence[str]
+    from_masters: bool = False
+    about: str = ""
+
+
+class Staging:
+    """`with Staging(target) as staging:` — write below `staging.path`; leaving renames it.
+
+    Raises TargetExists where target or `<target>.partial` is already there.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.target = os.path.abspath(target)
+        self.path = f"{self.target}.partial"
+
+    def __enter__(self) -> Staging:
+        refuse_existing(self.target)
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        os.mkdir(self.path)
+        return self
+
+    def lay(self, shells: Iterable[Shell]) -> None:
+        """Writes shells; their holes take no space yet."""
+        for shell in shells:
+            path = self._inside(shell.name)
+            with open(path, "xb") as file:
+                file.truncate(shell.size)
+                for offset, data in shell.parts:
+                    file.seek(offset)
+                    file.write(data)
+
+    def _inside(self, name: str) -> str:
+        """The path of a new file, its folder made; raises for a name that leads elsewhere."""
+        path = os.path.normpath(os.path.join(self.path, name))
+        if not path.startswith(self.path + os.sep) or "\0" in name:
+            raise CorruptCheckpoint(f"a file of the source has a name that leads outside: {name!r}")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return path
+
+    def copy(self, source: str, name: str) -> tuple[int, int]:
+        """A whole file as it is, below `path`; gives its size and CRC-32."""
+        path = self._inside(name)
+        size = crc = 0
+        with open(source, "rb") as read, open(path, "xb") as write:
+            while data := read.read(1 << 20):
+                write.write(data)
+                crc = crc32(data, crc)
+                size += len(data)
+        return size, crc
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: object, _trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            return
+        try:
+            for folder, _folders, names in os.walk(self.path):
+                for name in names:
+                    _sync(os.path.join(folder, name))
+                _sync(folder)
+            refuse_existing(self.target, partial=False)
+            os.rename(self.path, self.target)
+        except BaseException:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        _sync(os.path.dirname(self.target))
+
+
+def refuse_existing(target: str, partial: bool = True) -> None:
+    """Raises TargetExists where something stands in the way."""
+    target = os.path.normpath(target)
+    if os.path.lexists(target) and not _is_empty(target):
+        raise TargetExists(f"{target} exists", hint="choose another name, or remove it first")
+    if partial and os.path.lexists(f"{target}.partial"):
+        raise TargetExists(
+            f"{target}.partial exists: another run is writing there, or one was killed",
+            hint=f"if none is running, remove it: rm -r {shlex.quote(target + '.partial')}",
+        )
+
+
+def _is_empty(target: str) -> bool:
+    """Whether a target is there already, but with nothing in it."""
+    if os.path.islink(target) or not os.path.isdir(target):
+        return False
+    with os.scandir(target) as items:
+        return next(items, None) is None
+
+
+def refuse_inside(source: str, target: str) -> None:
+    """Raises WrongOption for a target within the source, whose files would be part of it."""
+    outer, inner = os.path.realpath(source), os.path.realpath(target)
+    if os.path.isdir(outer) and inner.startswith(outer + os.sep):
+        raise WrongOption(
+            f"{target} is inside of {source}", hint="choose a target beside the source"
+        )
+
+
+def free_space(target: str) -> int:
+    """Bytes that may still be written where `target` would be."""
+    folder = os.path.dirname(os.path.abspath(target))
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def need_space(target: str, size: int) -> None:
+    """Raises NotEnoughSpace unless `size` bytes fit where `target` would be."""
+    free = free_space(target)
+    if size > free:
+        raise NotEnoughSpace(
+            f"{target} needs {size / 1e9:.3f} GB, {free / 1e9:.3f} GB are free",
+            hint="choose a target on another filesystem, or free some space",
+        )
+
+
+def _sync(path: str) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,173 @@
+"""Plain data and inert records as a pickle of protocol 2, the mirror image of unpickle.py.
+
+The standard Pickler would import every class that it names; here a `Global` is written by its name
+alone, and a `Foreign` record as the same call that it was read from. Names and texts are shared by
+memo, nothing else: tensors share by the key of their storage.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from ..core.inert import Foreign, Global, Size
+
+_PYTHON2 = {"builtins": "__builtin__", "copyreg": "copy_reg"}  # protocol 2's names of modules
+
+
+def dumps(value: Any, special: Callable[[Any], Any]) -> bytes:
+    """The pickle of `value`.
+
+    `special` turns a value of an unknown type into a `Foreign`, a `Global` or a `Persistent`;
+    raises TypeError where it gives None.
+    """
+    parts: list[bytes] = [b"\x80\x02"]
+    _Writer(parts.append, special).write(value)
+    parts.append(b".")
+    return b"".join(parts)
+
+
+class Persistent:
+    """A value by its persistent id (torch: a storage)."""
+
+    __slots__ = ("identity",)
+
+    def __init__(self, identity: tuple[Any, ...]) -> None:
+        self.identity = identity
+
+
+class _Writer:
+    def __init__(self, emit: Callable[[bytes], None], special: Callable[[Any], Any]) -> None:
+        self.emit = emit
+        self.special = special
+        self.memo: dict[str | Global, int] = {}
+
+    def write(self, value: Any) -> None:
+        write = _WRITERS.get(type(value))
+        if write is not None:
+            write(self, value)
+            return
+        made = self.special(value)
+        if made is None:
+            raise TypeError(f"cannot pickle {type(value).__name__}")
+        self.write(made)
+
+    def tuple_(self, value: tuple[Any, ...]) -> None:
+        if len(value) > 3:
+            self.emit(b"(")
+        for item in value:
+            self.write(item)
+        self.emit((b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t")
+
+    def list_(self, value: list[Any]) -> None:
+        self.emit(b"]")
+        self._append(value)
+
+    def _append(self, items: list[Any]) -> None:
+        if items:
+            self.emit(b"(")
+            for item in items:
+                self.write(item)
+            self.emit(b"e")
+
+    def dict_(self, value: dict[Any, Any]) -> None:
+        self.emit(b"}")
+        self._set_items(list(value.items()))
+
+    def _set_items(self, items: list[tuple[Any, Any]]) -> None:
+        if items:
+            self.emit(b"(")
+            for key, item in items:
+                self.write(key)
+                self.write(item)
+            self.emit(b"u")
+
+    def ordered(self, value: OrderedDict[Any, Any]) -> None:
+        self.write(Global("collections.OrderedDict"))
+        self.emit(b")R")
+        self._set_items(list(value.items()))
+        if hasattr(value, "_metadata"):  # of a module's state_dict
+            self.write({"_metadata": value._metadata})
+            self.emit(b"b")
+
+    def foreign(self, value: Foreign) -> None:
+        self.write(value.function)
+        self.write(tuple(value.arguments))
+        if value.keywords:  # NEWOBJ_EX is protocol 4's, but readers of any protocol know it
+            self.write(value.keywords)
+            self.emit(b"\x92")
+        else:
+            self.emit(b"\x81" if value.how == "new" else b"R")
+        self._append(value.appended)
+        self._set_items(value.items)
+        if value.state is not None:
+            self.write(value.state)
+            self.emit(b"b")
+
+    def named(self, value: Global) -> None:
+        if not self._recall(value):
+            module, _, name = value.name.rpartition(".")
+            self.emit(f"c{_PYTHON2.get(module, module)}\n{name}\n".encode())
+            self._remember(value)
+
+    def _recall(self, value: str | Global) -> bool:
+        """Writes what was written before by its number."""
+        place = self.memo.get(value)
+        if place is not None:
+            self.emit(b"h" + bytes([place]) if place < 256 else b"j" + struct.pack("<I", place))
+        return place is not None
+
+    def _remember(self, value: str | Global) -> None:
+        place = self.memo[value] = len(self.memo)
+        self.emit(b"q" + bytes([place]) if place < 256 else b"r" + struct.pack("<I", place))
+
+    def persistent(self, value: Persistent) -> None:
+        self.write(value.identity)
+        self.emit(b"Q")
+
+    def text(self, value: str) -> None:
+        if not self._recall(value):
+            data = value.encode("utf-8", "surrogatepass")
+            self.emit(b"X" + struct.pack("<I", len(data)) + data)
+            self._remember(value)
+
+    def integer(self, value: int) -> None:
+        if 0 <= value < 256:
+            self.emit(b"K" + bytes([value]))
+        elif -(1 << 31) <= value < 1 << 31:
+            self.emit(b"J" + struct.pack("<i", value))
+        else:
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            head = b"\x8a" + bytes([len(data)]) if len(data) < 256 else None
+            self.emit((head or b"\x8b" + struct.pack("<I", len(data))) + data)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        self.write(Global(name))
+        self.tuple_(arguments)
+        self.emit(b"R")
+
+
+_WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
+    type(None): lambda self, value: self.emit(b"N"),
+    bool: lambda self, value: self.emit(b"\x88" if value else b"\x89"),
+    int: _Writer.integer,
+    float: lambda self, value: self.emit(b"G" + struct.pack(">d", value)),
+    str: _Writer.text,
+    bytes: lambda self, value: self.call("_codecs.encode", value.decode("latin1"), "latin1"),
+    bytearray: lambda self, value: self.call(
+        "builtins.bytearray", value.decode("latin1"), "latin1"
+    ),
+    complex: lambda self, value: self.call("builtins.complex", value.real, value.imag),
+    set: lambda self, value: self.call("builtins.set", sorted(value, key=repr)),
+    frozenset: lambda self, value: self.call("builtins.frozenset", sorted(value, key=repr)),
+    tuple: _Writer.tuple_,
+    Size: lambda self, value: self.call("torch.Size", tuple(value)),
+    list: _Writer.list_,
+    dict: _Writer.dict_,
+    OrderedDict: _Writer.ordered,
+    Foreign: _Writer.foreign,
+    Global: _Writer.named,
+    Persistent: _Writer.persistent,
+}

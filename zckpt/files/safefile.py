@@ -1,0 +1,123 @@
+"""safetensors files: a JSON header that says where every tensor lies, then the bytes.
+
+    8 bytes     length of the header, little-endian
+    header      {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
+    data        without holes
+
+Headers are read and written here, not by the safetensors package, because it gives tensors and we
+need byte offsets (and neither numpy nor torch imported). Its rules are kept: see `read`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ..core.dtypes import SIZES
+from ..core.fileio import align
+from ..core.manifest import Extent
+from ..errors import CorruptCheckpoint
+
+MAX_HEADER = 100_000_000  # bytes, as the safetensors package has it
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    extent: Extent
+
+
+def read(path: str) -> list[Stored]:
+    """The tensors of a file in the order of their bytes; raises as `read_with_metadata`."""
+    return read_with_metadata(path)[0]
+
+
+def read_with_metadata(path: str, begin: int = 0) -> tuple[list[Stored], dict[str, str]]:
+    """The tensors in the order of their bytes, and the texts that the header keeps beside them.
+
+    `begin` is the first byte, where something else lies before it in the file. Raises
+    CorruptCheckpoint for a header that is too long, malformed, names a tensor twice, or whose
+    offsets leave holes, overlap, or pass the end of the file.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(begin)
+        length = int.from_bytes(file.read(8), "little")
+        first = begin + 8 + length
+        if size < begin + 8 or length > MAX_HEADER or first > size:
+            raise CorruptCheckpoint(f"{path} ends early, or is no safetensors file")
+        try:
+            header = json.loads(file.read(length).decode(), object_pairs_hook=_unique)
+            metadata = header.pop("__metadata__", None) or {}
+            listed = [
+                Stored(
+                    name,
+                    _dtype(item["dtype"]),
+                    tuple(_sizes(item["shape"])),
+                    _extent(path, first, *_sizes(item["data_offsets"])),
+                )
+                for name, item in header.items()
+            ]
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise CorruptCheckpoint(f"{path}: the safetensors header is malformed") from error
+    listed.sort(key=lambda stored: (stored.extent.offset, stored.extent.length))
+    here = first
+    for stored in listed:
+        wrong = stored.extent.offset != here
+        if wrong or stored.extent.length != prod(stored.shape) * SIZES[stored.dtype]:
+            raise CorruptCheckpoint(f"{path}: the header contradicts itself at {stored.name!r}")
+        here += stored.extent.length
+    if here != size:
+        raise CorruptCheckpoint(
+            f"{path} has {size} bytes, its header says {here}", hint="it was cut short, or grew"
+        )
+    return listed, {key: text for key, text in metadata.items() if isinstance(text, str)}
+
+
+def _dtype(name: Any) -> str:
+    if not isinstance(name, str) or name not in SIZES:
+        raise ValueError("unknown dtype")
+    return name
+
+
+def _sizes(sizes: Any) -> list[int]:
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError("no sizes")
+    return sizes
+
+
+def _extent(path: str, begin: int, start: int, stop: int) -> Extent:
+    if stop < start:
+        raise ValueError("negative size")
+    return Extent(path, begin + start, stop - start)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name stands twice")
+    return made
+
+
+def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, int]:
+    """The beginning of a file that holds `(name, dtype, shape)` one behind the other, and its size.
+
+    The data begin at a multiple of 4096 bytes, so that direct reads need no copy.
+    """
+    made: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    here = 0
+    for name, dtype, shape in tensors:
+        stop = here + prod(shape) * SIZES[dtype]
+        made[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [here, stop]}
+        here = stop
+    text = json.dumps(made, separators=(",", ":"), ensure_ascii=False).encode()
+    length = align(8 + len(text)) - 8
+    return length.to_bytes(8, "little") + text.ljust(length), 8 + length + here

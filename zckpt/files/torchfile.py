@@ -1,0 +1,467 @@
+"""Files of torch.save, read without their data and without their classes.
+
+A file is a zip of STORED members (torch >= 1.6): `<folder>/data.pkl`, whose tensors name storages,
+and one member `<folder>/data/<key>` per storage; or, before 1.6, several pickles followed by the
+storages. Either way a tensor here is dtype, shape, strides and the storage it looks into, and a
+`TorchFile` says at which bytes of the file that storage lies. torch is not imported.
+
+Equal pickles are parsed once: the ranks of a ZeRO run often write the same bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import struct
+import zlib
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, decode
+from ..core.inert import Foreign, Global, Scalar
+from ..core.manifest import Box, Extent, Fragments, Record, boxes, solid
+from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint
+from .unpickle import BUILTINS, Build, Unpickler
+
+TORCH_DTYPES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
+MAX_PICKLE = 1 << 30  # bytes
+SMALL = 1 << 20  # bytes; records up to this are checked when a tensor in them is read
+Parsed = dict[tuple[int, int, int], Any]
+"""What equal pickles gave, by length, CRC-32 and hash; one dictionary for all ranks' files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """`length` bytes of the file, known by `key`; `start` bytes into it where it is a view."""
+
+    key: str
+    dtype: str
+    length: int
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor inside a pickle: `offset` and `strides` count elements of `storage`."""
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without gaps."""
+        if not self.numel:
+            return True
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Which bytes it looks at: equal for tensors that share memory (tied weights)."""
+        return self.storage.key, self.storage.start + self.offset * SIZES[self.dtype]
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a contiguous tensor, flat."""
+        return Tensor(self.storage, self.dtype, self.offset + start, (stop - start,), (1,))
+
+
+class TorchFile:
+    """One file of torch.save: `value` is what was saved; `extent` and `read` find the bytes.
+
+    `within` are the bytes of a file that holds several, one behind the other. Raises
+    CorruptCheckpoint (truncated, flipped bits in the pickle, overlapping members),
+    UnsupportedCheckpoint (big-endian, compressed, torch < 0.1.10).
+    """
+
+    def __init__(
+        self, path: str, parsed: Parsed | None = None, within: Extent | None = None
+    ) -> None:
+        self.path = path
+        self.records: dict[str, Record] = {}
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CorruptCheckpoint(f"{path} is no regular file")
+        with open(path, "rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            if within is None:
+                within = Extent(path, 0, self.size)
+            head = os.pread(file.fileno(), 4, within.offset)
+            if head == b"PK\3\4":
+                seen = {} if parsed is None else parsed
+                self.value = self._read_zip(file.fileno(), within, seen)
+            elif head[:1] == b"\x80" and 2 <= head[1] <= 5 and not within.offset:
+                self.value = self._read_legacy(file.fileno())
+            elif not self.size:
+                raise CorruptCheckpoint(f"{path} is empty", hint="the save did not finish")
+            elif head == b"vers":  # "version https://git-lfs.github.com/..."
+                raise CorruptCheckpoint(f"{path} is a Git LFS pointer", hint="run `git lfs pull`")
+            else:
+                raise CorruptCheckpoint(f"{path} is not a file of torch.save")
+
+    # -- where a tensor's bytes are
+
+    def extent(self, tensor: Tensor) -> Extent:
+        """The bytes of a contiguous tensor."""
+        size = SIZES[tensor.dtype]
+        record = self._record(tensor)
+        start = tensor.storage.start + tensor.offset * size
+        return record.extent.part(start, start + tensor.numel * size)
+
+    def fragments(self, tensor: Tensor) -> Fragments:
+        """The bytes of any tensor, in runs of row-major elements."""
+        if tensor.contiguous:
+            return solid(tensor.numel, self.extent(tensor))
+        shape, at = tensor.shape, (0,) * len(tensor.shape)
+        size, extent = SIZES[tensor.dtype], self.whole(tensor)
+        return boxes([Box(shape, at, shape, tensor.strides, tensor.offset, size, extent)])
+
+    def whole(self, tensor: Tensor) -> Extent:
+        """All bytes of the storage that the tensor looks into."""
+        record = self._record(tensor)
+        return record.extent.part(tensor.storage.start, record.extent.length)
+
+    def read(self, tensor: Tensor) -> bytes:
+        """The bytes of a small contiguous tensor; raises CorruptCheckpoint.
+
+        No copy will pass over a step and check it, so that its small record is checked here.
+        """
+        extent, record = self.extent(tensor), self._record(tensor)
+        crc, whole = record.crc, record.extent
+        if crc is None or whole.length > SMALL:
+            crc, whole = None, extent
+        with open(self.path, "rb") as file:
+            data = os.pread(file.fileno(), whole.length, whole.offset)
+        if len(data) != whole.length or (crc is not None and zlib.crc32(data) != crc):
+            raise CorruptCheckpoint(
+                f"{self.path} is damaged: storage {tensor.storage.key!r} does not have the CRC-32 "
+                "that the file states"
+            )
+        start = extent.offset - whole.offset
+        return data[start : start + extent.length]
+
+    def scalar(self, tensor: Tensor) -> Scalar:
+        """A 0-d or one-element tensor by value."""
+        try:
+            return Scalar(decode(tensor.dtype, self.read(tensor)), tensor.dtype, tensor.shape)
+        except KeyError as error:
+            raise UnsupportedCheckpoint(
+                f"{self.path} holds a number of type {tensor.dtype}"
+            ) from error
+
+    def crc(self, tensor: Tensor) -> tuple[int, int | None]:
+        """Length and stated CRC-32 of the record that the tensor looks into."""
+        record = self._record(tensor)
+        return record.extent.length, record.crc
+
+    def _record(self, tensor: Tensor) -> Record:
+        record = self.records.get(tensor.storage.key)
+        if record is None and not tensor.numel:
+            return Record(Extent(self.path, 0, 0), None)  # an empty storage
+        if record is None:
+            raise CorruptCheckpoint(f"{self.path} lacks the storage {tensor.storage.key!r}")
+        size = SIZES[tensor.dtype]
+        if tensor.numel:
+            last = tensor.offset + sum(
+                (count - 1) * stride
+                for count, stride in zip(tensor.shape, tensor.strides, strict=True)
+            )
+            stop = tensor.storage.start + (last + 1) * size
+            if stop > record.extent.length:
+                raise CorruptCheckpoint(
+                    f"{self.path}: a tensor reaches past its storage {tensor.storage.key!r}",
+                    hint="the file was cut short or edited; take another copy",
+                )
+        return record
+
+    # -- torch >= 1.6
+
+    def _read_zip(self, file: int, within: Extent, parsed: Parsed) -> Any:
+        members = read_directory(file, within)
+        pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(pickles) != 1:
+            raise CorruptCheckpoint(f"{self.path} is a zip, but not one of torch.save")
+        folder = pickles[0].removesuffix("data.pkl")
+        order = members.get(folder + "byteorder")
+        if order and _member(file, order, self.path) != b"little":
+            raise UnsupportedCheckpoint(f"{self.path} was written on a big-endian machine")
+
+        stated = members[pickles[0]]
+        if stated.length > MAX_PICKLE:
+            raise UnsupportedCheckpoint(f"{self.path} holds a pickle of {stated.length} bytes")
+        text = _member(file, stated, self.path)
+        for name, member in members.items():
+            if member.length and name.startswith(folder + "data/"):
+                self.records[name.removeprefix(folder + "data/")] = Record(
+                    Extent(self.path, member.offset, member.length), member.crc
+                )
+        # at 1,000 ranks CRC-32 alone would meet its twin once in 10,000 checkpoints
+        seen = (stated.length, zlib.crc32(text), hash(text))
+        if seen not in parsed:
+            parsed[seen] = _Parser(text, self.path).load()
+        return parsed[seen]
+
+    # -- torch < 1.6
+
+    def _read_legacy(self, file: int) -> Any:
+        with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
+            magic = _Parser(data, self.path)
+            if magic.load() != 0x1950A86A20F9469CFC6C:
+                raise NotACheckpoint(f"{self.path} is a pickle, but not one of torch.save")
+            protocol = _Parser(data, self.path, magic.position)
+            if protocol.load() != 1001:
+                raise UnsupportedCheckpoint(f"{self.path} was written by torch before 0.1.10")
+            system = _Parser(data, self.path, protocol.position)
+            about = system.load()
+            if not (isinstance(about, dict) and about.get("little_endian", True)):
+                raise UnsupportedCheckpoint(f"{self.path} was written on a big-endian machine")
+            parser = _Parser(data, self.path, system.position)
+            value = parser.load()
+            keys = _Parser(data, self.path, parser.position)
+            listed = keys.load()
+            offset = keys.position
+            for key in listed if isinstance(listed, list) else [listed]:
+                storage = parser.storages.get(key) if isinstance(key, str) else None
+                if storage is None:
+                    raise CorruptCheckpoint(f"{self.path} lists a storage that nothing uses")
+                if offset + 8 > self.size:
+                    raise CorruptCheckpoint(f"{self.path} ends early", hint="it was cut short")
+                (numel,) = struct.unpack_from("<q", data, offset)
+                length = numel * SIZES[storage.dtype]
+                if length < 0 or offset + 8 + length > self.size:
+                    raise CorruptCheckpoint(f"{self.path} ends early", hint="it was cut short")
+                # this container has no checksums
+                self.records[key] = Record(Extent(self.path, offset + 8, length), None)
+                offset += 8 + length
+        return value
+
+
+class _Parser(Unpickler):
+    """The unpickler with torch's storages and tensors in its table."""
+
+    def __init__(self, data: Any, path: str, start: int = 0) -> None:
+        table = {**BUILTINS, **_TENSORS}
+        super().__init__(data, start, table=table, persistent=self.storage)
+        self.path = path
+        self.storages: dict[str, Storage] = {}
+
+    def load(self) -> Any:
+        try:
+            return super().load()
+        except (CorruptCheckpoint, UnsupportedCheckpoint) as error:
+            raise type(error)(f"{self.path}: {error.message}", error.hint) from error
+
+    def storage(self, identity: Any) -> Storage:
+        """From torch's persistent id: ("storage", type, key, location, numel[, view])."""
+        kind, cls, key, _location, numel, *view = identity
+        dtype = STORAGES.get(cls.name.rsplit(".", 1)[-1]) if isinstance(cls, Global) else None
+        if kind != "storage" or dtype is None or not isinstance(key, str):
+            raise UnsupportedCheckpoint(
+                f"a storage of an unknown type: {getattr(cls, 'name', type(cls).__name__)}"
+            )
+        # torch < 1.6: (key of the view, offset, numel) of a larger storage
+        first = view[0][1] if view and view[0] else 0
+        length, start = (_size(count) * SIZES[dtype] for count in (numel, first))
+        made = Storage(key, dtype, length, start)
+        self.storages.setdefault(key, made)
+        return made
+
+
+def _size(count: Any) -> int:
+    if type(count) is not int or not 0 <= count < 1 << 60:
+        raise CorruptCheckpoint("a tensor has a size or stride that none can have")
+    return count
+
+
+def _tensor(
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    _grad: Any = None,
+    _hooks: Any = None,
+    lazy: Any = None,
+) -> Tensor:
+    if not isinstance(storage, Storage) or len(shape) != len(strides):
+        raise CorruptCheckpoint("a pickle makes a tensor of something that is no storage")
+    if lazy:  # {"conj": True} or {"neg": True}: the bytes are not the values
+        raise UnsupportedCheckpoint("a tensor that is to be conjugated or negated")
+    sizes, steps = tuple(map(_size, shape)), tuple(map(_size, strides))
+    _size(prod(sizes))
+    return Tensor(storage, storage.dtype, _size(offset), sizes, steps)
+
+
+def _typed_tensor(
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Any,
+    lazy: Any = None,
+) -> Tensor:
+    # dtypes without a storage class of their own: float8, uint16... (torch >= 2.0)
+    name = TORCH_DTYPES.get(dtype.name) if isinstance(dtype, Global) else None
+    if name is None:
+        raise UnsupportedCheckpoint(f"a tensor of type {getattr(dtype, 'name', dtype)}")
+    plain = _tensor(storage, offset, shape, strides, grad, hooks, lazy)
+    return Tensor(plain.storage, name, plain.offset, plain.shape, plain.strides)
+
+
+def _from_type(function: Any, cls: Any, arguments: Any, state: Any) -> Any:
+    # a tensor with attributes, as ZeRO-3's fp32 groups (`ds_id`); anything else stays a record
+    plain = isinstance(function, Global) and function.name in _TENSORS
+    if plain and isinstance(cls, Global) and cls.name in _PLAIN_TENSORS:
+        return _TENSORS[function.name](*arguments)
+    return Foreign(Global("torch._tensor._rebuild_from_type_v2"), (function, cls, arguments, state))
+
+
+_PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter")
+_TENSORS: dict[str, Build] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _typed_tensor,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+}
+
+
+# -- the zip directory
+
+
+class Member(NamedTuple):
+    """One member of a zip, as its directory states it.
+
+    `header` and `entry` are the offsets of its local header and of its entry in the directory,
+    `offset` that of its data.
+    """
+
+    name: str
+    header: int
+    entry: int
+    offset: int
+    length: int
+    crc: int | None
+
+
+def _data_offset(file: int, header: int, name: bytes, path: str) -> int:
+    """Where a member's data begin: only its local header knows."""
+    head = os.pread(file, 30 + len(name), header)
+    if head[:4] != b"PK\3\4" or head[30:] != name:
+        raise CorruptCheckpoint(f"{path}: the zip directory points to no member")
+    length, extra = struct.unpack_from("<HH", head, 26)
+    return int(header + 30 + length + extra)
+
+
+def _member(file: int, member: Member, path: str) -> bytes:
+    """The whole of a small member; raises CorruptCheckpoint unless its CRC is right."""
+    data = os.pread(file, member.length, member.offset)
+    if len(data) != member.length or (member.crc is not None and zlib.crc32(data) != member.crc):
+        raise CorruptCheckpoint(
+            f"{path}: {member.name} is damaged (its CRC-32 differs)",
+            hint="take another copy of this file",
+        )
+    return data
+
+
+_ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
+
+
+def read_directory(file: int, within: Extent) -> dict[str, Member]:
+    """The members of a zip, from its end; STORED ones only, which lie inside it.
+
+    Offsets of members are those of the file, of which the zip may be a part.
+    """
+    path, size = within.file, within.length
+
+    def read(start: int, length: int) -> bytes:
+        return os.pread(file, length, within.offset + start) if start + length <= size else b""
+
+    for most in (4096, 65557):  # the first has a short directory as well, the second any comment
+        behind = max(0, size - most)
+        tail = read(behind, size - behind)
+        end = tail.rfind(b"PK\5\6")
+        if end >= 0:
+            break
+    if end < 0 or len(tail) < end + 22:
+        raise CorruptCheckpoint(
+            f"{path} ends early: its zip directory is missing",
+            hint="the file was cut short, or the save did not finish",
+        )
+    count, length, start = struct.unpack_from("<HII", tail, end + 10)
+    if end >= 20 and tail[end - 20 : end - 16] == b"PK\6\7":  # zip64, which torch always writes
+        (place,) = struct.unpack_from("<Q", tail, end - 12)
+        record = tail[place - behind :][:56] if place >= behind else read(place, 56)
+        if len(record) != 56 or record[:4] != b"PK\6\6":
+            raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
+        count, length, start = struct.unpack_from("<QQQ", record, 32)
+    if start + length > size or 46 * count > length:
+        raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
+    directory = tail[start - behind :][:length] if start >= behind else read(start, length)
+
+    found: dict[str, Member] = {}
+    taken: list[tuple[int, int]] = []
+    place = 0
+    for _ in range(count):
+        if len(directory) < place + 46:
+            raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
+        magic, flags, method, crc, packed, length, named, extras, comment, header = (
+            _ENTRY.unpack_from(directory, place)
+        )
+        if magic != b"PK\1\2":
+            raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
+        text = directory[place + 46 : place + 46 + named]
+        if extras:
+            extra = directory[place + 46 + named : place + 46 + named + extras]
+            length, packed, header = _zip64(path, extra, length, packed, header)
+        name = text.decode("utf-8", "replace")
+        if method or packed != length or flags & 1:
+            raise UnsupportedCheckpoint(f"{path}: {name} is compressed or encrypted")
+        if name in found or header + 30 + length > start:
+            raise CorruptCheckpoint(f"{path}: the zip directory contradicts itself at {name!r}")
+        # stage 3 leaves an empty storage per parameter on every rank: not worth a read each
+        header += within.offset
+        offset = _data_offset(file, header, text, path) if length else header + 30 + named
+        taken.append((header, offset + length))
+        found[name] = Member(name, header, within.offset + start + place, offset, length, crc)
+        place += 46 + named + extras + comment
+    taken = [*sorted(taken), (within.offset + start, within.offset + size)]
+    if any(stop > start for (_, stop), (start, _) in pairwise(taken)):
+        raise CorruptCheckpoint(f"{path}: members of the zip overlap")
+    if not any(member.crc for member in found.values() if member.length):
+        # torch.serialization.set_crc32_options(False) leaves zeros everywhere (torch >= 2.6)
+        found = {name: member._replace(crc=None) for name, member in found.items()}
+    return found
+
+
+def _zip64(path: str, extra: bytes, *fields: int) -> list[int]:
+    """length, packed length and offset, each from the zip64 field where it is 0xFFFFFFFF."""
+    wide: bytes = b""
+    place = 0
+    while place + 4 <= len(extra):
+        tag, size = struct.unpack_from("<HH", extra, place)
+        if tag == 1:
+            wide = extra[place + 4 : place + 4 + size]
+        place += 4 + size
+    values = []
+    for value in fields:
+        if value == 0xFFFFFFFF:
+            if len(wide) < 8:
+                raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
+            value, wide = struct.unpack_from("<Q", wide)[0], wide[8:]
+        values.append(value)
+    return values

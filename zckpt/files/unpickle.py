@@ -1,0 +1,447 @@
+"""A pickle as plain data: nothing is imported, nothing is called.
+
+The standard Unpickler with a guarded `find_class` would be half as long, but it calls what it
+finds, sets attributes on it, and lets a hostile memo index or nested key exhaust memory or the C
+stack. Here every opcode either builds plain data or leaves an inert record (see inert.py).
+`table` maps the dotted names of globals to functions that may build a value from the arguments.
+"""
+
+from __future__ import annotations
+
+import codecs
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from ..core.inert import Foreign, Global, Size
+from ..errors import CorruptCheckpoint
+
+Build = Callable[..., Any]
+MAX_KEY_DEPTH = 16
+MAX_KEY_ITEMS = 1000
+MAX_COPIES = 4  # of the pickle's own length, by functions that copy their arguments
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    # protocol 2 has no bytes: b"..." is _codecs.encode("...", "latin1")
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise CorruptCheckpoint("a pickle encodes text in a way that no pickler writes")
+    return text.encode("latin1")
+
+
+BUILTINS: dict[str, Build] = {
+    "collections.OrderedDict": lambda pairs=(): OrderedDict(_pairs(pairs)),
+    "_codecs.encode": _encode,
+    "builtins.set": lambda items=(): set(map(_key, items)),
+    "builtins.frozenset": lambda items=(): frozenset(map(_key, items)),
+    "builtins.bytes": lambda data=(): bytes(_octets(data)),
+    "builtins.bytearray": lambda data=(), encoding="latin1": bytearray(
+        _encode(data, encoding) if isinstance(data, str) else _octets(data)
+    ),
+    "builtins.complex": complex,
+    "torch.Size": lambda items=(): Size(items),
+}
+
+
+def _octets(data: Any) -> bytes | list[int] | tuple[int, ...]:
+    if not isinstance(data, (bytes, list, tuple)):  # a number would ask for that much memory
+        raise CorruptCheckpoint("a pickle makes bytes of something that holds none")
+    return data
+
+
+def _pairs(pairs: Any) -> list[tuple[Hashable, Any]]:
+    return [(_key(key), value) for key, value in pairs]
+
+
+def _key(value: Any) -> Hashable:
+    """`value`, if it can be hashed and compared without deep recursion, in little time."""
+    nested, depth = [value] if isinstance(value, (tuple, frozenset)) else [], 0
+    while nested:
+        depth += 1
+        if depth > MAX_KEY_DEPTH or sum(map(len, nested)) > MAX_KEY_ITEMS:
+            raise CorruptCheckpoint("a pickle nests a dictionary key too deeply")
+        nested = [item for held in nested for item in held if isinstance(item, (tuple, frozenset))]
+    if not isinstance(value, Hashable):
+        raise CorruptCheckpoint("a pickle uses a list or dictionary as a key")
+    return value
+
+
+class Unpickler:
+    """Reads one pickle of `data` from `start`; afterwards `position` is the byte behind it.
+
+    `persistent` turns a persistent id (torch: a storage) into a value. Raises CorruptCheckpoint
+    for anything that is not a well-formed pickle.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        start: int = 0,
+        *,
+        table: Mapping[str, Build] = BUILTINS,
+        persistent: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.data = data
+        self.position = start
+        self.table = table
+        self.persistent = persistent
+        self.stack: list[Any] = []  # above the topmost mark
+        self.marked: list[list[Any]] = []  # the stacks below each mark
+        self.start = start
+        self.copied = 0
+        self.memo: dict[int, Any] = {}
+        self.globals: dict[str, Global] = {}
+
+    def load(self) -> Any:
+        data, dispatch, stop = self.data, _OPCODES, ord(".")
+        try:
+            while True:
+                code = data[self.position]
+                self.position += 1
+                if code == stop:
+                    break
+                dispatch[code](self)
+            value = self.stack.pop()
+        except CorruptCheckpoint:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CorruptCheckpoint(f"malformed pickle near byte {self.position}") from error
+        except struct.error as error:
+            raise CorruptCheckpoint("a pickle ends early") from error
+        if self.stack or self.marked:
+            raise CorruptCheckpoint("a pickle leaves values behind")
+        return value
+
+    # -- bytes
+
+    def take(self, count: int) -> bytes:
+        start = self.position
+        self.position = start + count
+        taken = bytes(self.data[start : self.position])
+        if len(taken) != count:
+            raise CorruptCheckpoint("a pickle ends early")
+        return taken
+
+    def number(self, form: str, size: int) -> Any:
+        value = struct.unpack_from(form, self.data, self.position)[0]
+        self.position += size
+        return value
+
+    def line(self) -> bytes:
+        start = self.position
+        end = self.data.find(b"\n", start)
+        if end < 0:
+            raise CorruptCheckpoint("a pickle ends early")
+        self.position = end + 1
+        return bytes(self.data[start:end])
+
+    # -- the stack
+
+    def pop_mark(self) -> list[Any]:
+        """Everything above the topmost mark, removing both."""
+        items = self.stack
+        if not self.marked:
+            raise CorruptCheckpoint("a pickle closes what it never opened")
+        self.stack = self.marked.pop()
+        return items
+
+    # -- objects
+
+    def named(self, module: str, name: str) -> Global:
+        full = f"{_PYTHON2.get(module, module)}.{name}"
+        return self.globals.setdefault(full, Global(full))
+
+    def call(self, function: Any, arguments: Any) -> Any:
+        if not isinstance(arguments, tuple):
+            raise CorruptCheckpoint("a pickle calls with something that is no tuple")
+        if isinstance(function, Global):
+            build = self.table.get(function.name)
+            if build is not None:
+                return self.build(build, arguments)
+        elif not isinstance(function, Foreign):
+            raise CorruptCheckpoint("a pickle calls something that is no function")
+        return Foreign(function, arguments)
+
+    def new(self, cls: Any, arguments: Any, keywords: Any = None) -> Any:
+        if not isinstance(cls, (Global, Foreign)) or not isinstance(arguments, tuple):
+            raise CorruptCheckpoint("a pickle makes an object of something that is no class")
+        if not isinstance(keywords, (dict, type(None))) or not all(
+            isinstance(key, str) for key in keywords or ()
+        ):
+            raise CorruptCheckpoint("a pickle makes an object with malformed keywords")
+        if isinstance(cls, Global) and cls.name in self.table and not keywords:
+            return self.build(self.table[cls.name], arguments)
+        return Foreign(cls, arguments, None, "new", keywords or {})
+
+    def build(self, build: Build, arguments: tuple[Any, ...]) -> Any:
+        # each may copy an argument that the memo gives again and again
+        self.copied += sum(
+            len(item) for item in arguments if isinstance(item, (str, bytes, tuple, list, dict))
+        )
+        if self.copied > MAX_COPIES * (self.position - self.start) + 1000:
+            raise CorruptCheckpoint("a pickle copies the same values over and over")
+        return build(*arguments)
+
+
+def _push(make: Callable[[Unpickler], Any]) -> Callable[[Unpickler], None]:
+    def operate(self: Unpickler) -> None:
+        value = make(self)  # which may change the stack
+        self.stack.append(value)
+
+    return operate
+
+
+def _constant(value: Any) -> Callable[[Unpickler], None]:
+    return lambda self: self.stack.append(value)
+
+
+def _number(form: str, size: int) -> Callable[[Unpickler], None]:
+    return lambda self: self.stack.append(self.number(form, size))
+
+
+def _text(form: str, size: int) -> Callable[[Unpickler], None]:
+    return _push(lambda self: str(self.take(self.number(form, size)), "utf-8", "surrogatepass"))
+
+
+def _bytes(form: str, size: int) -> Callable[[Unpickler], None]:
+    return _push(lambda self: self.take(self.number(form, size)))
+
+
+def _string(form: str, size: int) -> Callable[[Unpickler], None]:
+    # Python 2's str; torch's own storage keys of that time are ASCII
+    return _push(lambda self: str(self.take(self.number(form, size)), "latin1"))
+
+
+def _long(form: str, size: int) -> Callable[[Unpickler], None]:
+    return _push(
+        lambda self: int.from_bytes(self.take(self.number(form, size)), "little", signed=True)
+    )
+
+
+def _tuple(count: int) -> Callable[[Unpickler], None]:
+    def operate(self: Unpickler) -> None:
+        if len(self.stack) < count:
+            raise CorruptCheckpoint("a pickle takes more than it put")
+        self.stack[-count:] = [tuple(self.stack[-count:])]
+
+    return operate
+
+
+def _get(index: Callable[[Unpickler], int]) -> Callable[[Unpickler], None]:
+    return lambda self: self.stack.append(self.memo[index(self)])
+
+
+def _put(index: Callable[[Unpickler], int]) -> Callable[[Unpickler], None]:
+    def operate(self: Unpickler) -> None:
+        self.memo[index(self)] = self.stack[-1]
+
+    return operate
+
+
+def _int_line(self: Unpickler) -> int:
+    line = self.line()
+    return line == b"01" if line in (b"00", b"01") else int(line)  # protocol 0's booleans
+
+
+def _mark(self: Unpickler) -> None:
+    self.marked.append(self.stack)
+    self.stack = []
+
+
+def _pop(self: Unpickler) -> None:
+    if self.stack:
+        self.stack.pop()
+    else:  # a mark
+        self.pop_mark()
+
+
+def _pop_mark(self: Unpickler) -> None:
+    self.pop_mark()
+
+
+def _append(self: Unpickler) -> None:
+    value = self.stack.pop()
+    _extend(self.stack[-1], [value])
+
+
+def _appends(self: Unpickler) -> None:
+    items = self.pop_mark()
+    _extend(self.stack[-1], items)
+
+
+def _extend(target: Any, items: list[Any]) -> None:
+    if isinstance(target, list):
+        target.extend(items)
+    elif isinstance(target, Foreign):
+        target.appended.extend(items)
+    else:
+        raise CorruptCheckpoint("a pickle appends to something that is no list")
+
+
+def _set_items(target: Any, flat: list[Any]) -> None:
+    pairs = [(_key(flat[i]), flat[i + 1]) for i in range(0, len(flat), 2)]
+    if isinstance(target, dict):
+        target.update(pairs)
+    elif isinstance(target, Foreign):
+        target.items.extend(pairs)
+    else:
+        raise CorruptCheckpoint("a pickle sets items of something that is no dictionary")
+
+
+def _setitem(self: Unpickler) -> None:
+    value, key = self.stack.pop(), self.stack.pop()
+    _set_items(self.stack[-1], [key, value])
+
+
+def _setitems(self: Unpickler) -> None:
+    flat = self.pop_mark()
+    _set_items(self.stack[-1], flat)
+
+
+def _additems(self: Unpickler) -> None:
+    items = self.pop_mark()
+    self.stack[-1].update(map(_key, items))
+
+
+def _dict(self: Unpickler) -> None:
+    flat, made = self.pop_mark(), {}  # type: ignore[var-annotated]
+    _set_items(made, flat)
+    self.stack.append(made)
+
+
+def _build(self: Unpickler) -> None:
+    state = self.stack.pop()
+    target = self.stack[-1]
+    if isinstance(target, Foreign):
+        target.state = state
+    elif isinstance(target, OrderedDict) and isinstance(state, dict) and "_metadata" in state:
+        target._metadata = state["_metadata"]  # type: ignore[attr-defined]  # of a module's state_dict
+    # else: attributes of a plain value, which are not data
+
+
+def _reduce(self: Unpickler) -> None:
+    arguments = self.stack.pop()
+    self.stack.append(self.call(self.stack.pop(), arguments))
+
+
+def _newobj(self: Unpickler) -> None:
+    arguments = self.stack.pop()
+    self.stack.append(self.new(self.stack.pop(), arguments))
+
+
+def _newobj_ex(self: Unpickler) -> None:
+    keywords, arguments = self.stack.pop(), self.stack.pop()
+    self.stack.append(self.new(self.stack.pop(), arguments, keywords))
+
+
+def _inst(self: Unpickler) -> None:
+    cls = self.named(self.line().decode(), self.line().decode())
+    arguments = tuple(self.pop_mark())
+    self.stack.append(self.call(cls, arguments))
+
+
+def _obj(self: Unpickler) -> None:
+    cls, *arguments = self.pop_mark()
+    self.stack.append(self.call(cls, tuple(arguments)))
+
+
+def _stack_global(self: Unpickler) -> None:
+    name, module = self.stack.pop(), self.stack.pop()
+    if not isinstance(name, str) or not isinstance(module, str):
+        raise CorruptCheckpoint("a pickle names a global by something that is no text")
+    self.stack.append(self.named(module, name))
+
+
+def _persist(self: Unpickler, identity: Any) -> None:
+    if self.persistent is None:
+        raise CorruptCheckpoint("a pickle refers to storages outside itself")
+    self.stack.append(self.persistent(identity))
+
+
+def _skip(size: int) -> Callable[[Unpickler], None]:
+    def operate(self: Unpickler) -> None:
+        self.position += size
+
+    return operate
+
+
+def _refuse(self: Unpickler) -> None:
+    code = self.data[self.position - 1]
+    raise CorruptCheckpoint(f"a pickle uses opcode {code:#04x}, which no checkpoint needs")
+
+
+def _python2_string(self: Unpickler) -> str:
+    line = self.line()
+    if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1]:
+        raise CorruptCheckpoint("a pickle holds a malformed string")
+    return codecs.escape_decode(line[1:-1])[0].decode("latin1")
+
+
+_PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+
+_TABLE: dict[bytes, Callable[[Unpickler], None]] = {
+    b"\x80": _skip(1),  # PROTO
+    b"\x95": _skip(8),  # FRAME
+    b"(": _mark,
+    b"0": _pop,
+    b"1": _pop_mark,
+    b"2": lambda self: self.stack.append(self.stack[-1]),  # DUP
+    b"N": _constant(None),
+    b"\x88": _constant(True),
+    b"\x89": _constant(False),
+    b"I": _push(_int_line),
+    b"L": _push(lambda self: int(self.line().rstrip(b"L"))),
+    b"J": _number("<i", 4),
+    b"K": _number("<B", 1),
+    b"M": _number("<H", 2),
+    b"\x8a": _long("<B", 1),
+    b"\x8b": _long("<I", 4),
+    b"F": _push(lambda self: float(self.line())),
+    b"G": _number(">d", 8),
+    b"S": _push(_python2_string),
+    b"T": _string("<I", 4),
+    b"U": _string("<B", 1),
+    b"V": _push(lambda self: self.line().decode("raw-unicode-escape")),
+    b"X": _text("<I", 4),
+    b"\x8c": _text("<B", 1),
+    b"\x8d": _text("<Q", 8),
+    b"B": _bytes("<I", 4),
+    b"C": _bytes("<B", 1),
+    b"\x8e": _bytes("<Q", 8),
+    b"\x96": _push(lambda self: bytearray(self.take(self.number("<Q", 8)))),
+    b")": _constant(()),
+    b"t": _push(lambda self: tuple(self.pop_mark())),
+    b"\x85": _tuple(1),
+    b"\x86": _tuple(2),
+    b"\x87": _tuple(3),
+    b"]": _push(lambda self: []),
+    b"a": _append,
+    b"e": _appends,
+    b"l": _push(lambda self: self.pop_mark()),
+    b"}": _push(lambda self: {}),
+    b"s": _setitem,
+    b"u": _setitems,
+    b"d": _dict,
+    b"\x8f": _push(lambda self: set()),
+    b"\x90": _additems,
+    b"\x91": _push(lambda self: frozenset(map(_key, self.pop_mark()))),
+    b"c": _push(lambda self: self.named(self.line().decode(), self.line().decode())),
+    b"\x93": _stack_global,
+    b"R": _reduce,
+    b"b": _build,
+    b"\x81": _newobj,
+    b"\x92": _newobj_ex,
+    b"i": _inst,
+    b"o": _obj,
+    b"p": _put(lambda self: int(self.line())),
+    b"q": _put(lambda self: self.number("<B", 1)),
+    b"r": _put(lambda self: self.number("<I", 4)),
+    b"\x94": _put(lambda self: len(self.memo)),  # MEMOIZE
+    b"g": _get(lambda self: int(self.line())),
+    b"h": _get(lambda self: self.number("<B", 1)),
+    b"j": _get(lambda self: self.number("<I", 4)),
+    b"P": lambda self: _persist(self, self.line().decode()),
+    b"Q": lambda self: _persist(self, self.stack.pop()),
+}
+_OPCODES = [_TABLE.get(bytes([code]), _refuse) for code in range(256)]

@@ -1,0 +1,204 @@
+"""What DeepSpeed's ranks would all-gather, by the rule of the engine and not of our reader.
+
+Names and shapes stand in the order in which the engine flattened them (`param_shapes`). Stages 1
+and 2 (stage_1_and_2.py, bf16_optimizer.py) cut the flattened group; stage 3 (stage3.py) cuts every
+parameter, pads it, and lays a rank's slices one behind the other. DeepSpeed 0.19.8.
+
+Nothing of the reader is used but the parser of torch files: which file is whose rank, which keys
+hold what and where a parameter begins are said here once more, so that a proof does not repeat a
+reader's mistake. What is refused or damaged, the reader has told before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ...core.manifest import slot_name
+from ...core.partition import Member, Partition, Partitioned, Whole
+from ...files.torchfile import Parsed, Tensor, TorchFile
+
+Shapes = Mapping[str, tuple[int, ...]]
+RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_?(optim|model)_states\.pt")
+
+
+def partitions(directory: str) -> list[Partition]:
+    """Everything that the engine holds beside its state: weights, masters and moments."""
+    engine = _Engine(directory)
+    found: list[Partition] = []
+    for number, shapes in enumerate(engine.param_shapes()):
+        found += engine.flat_group(number, shapes)
+    return [*found, *engine.frozen(), *engine.module()]
+
+
+class _Engine:
+    """The ranks' files, as each rank loads its own."""
+
+    def __init__(self, directory: str) -> None:
+        found: dict[str, dict[int, str]] = {"optim": {}, "model": {}}
+        for name in os.listdir(directory):
+            if told := RANK.fullmatch(name):
+                found[told[2]][int(told[1])] = os.path.join(directory, name)
+        if not found["model"]:  # stages 1 and 2: one file for all
+            found["model"][0] = os.path.join(directory, "mp_rank_00_model_states.pt")
+        parsed: Parsed = {}
+        self.optimizers, self.models = (
+            [TorchFile(path, parsed) for _, path in sorted(found[kind].items())]
+            for kind in ("optim", "model")
+        )
+        self.states = [file.value["optimizer_state_dict"] for file in self.optimizers]
+        self.model: dict[str, Any] = self.models[0].value
+        self.dp = len(self.optimizers)
+        self.cuts_each_parameter = "fp32_flat_groups" in self.states[0]  # stage 3
+        self.numbers = self._numbers()
+
+    def param_shapes(self) -> list[Shapes]:
+        """Of every flat group; in the optimizer files before 0.6.0, one dictionary before 0.5.4."""
+        places = (self.model, self.states[0], self.optimizers[0].value)
+        told = next(place["param_shapes"] for place in places if place.get("param_shapes"))
+        groups = [told] if isinstance(told, dict) else told
+        return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+
+    def flat_group(self, number: int, shapes: Shapes) -> Iterator[Partition]:
+        """Masters and optimizer states of one flattened group (stage 3: of one sub-group)."""
+        key = "fp32_flat_groups" if self.cuts_each_parameter else "single_partition_of_fp32_groups"
+        masters = [state[key][number] for state in self.states]
+        firsts = self._firsts(number, shapes)
+        kept = [self._kept(state, number) for state in self.states]
+        states = {name: [held.get(name) for held in kept] for held in kept for name in held}
+        for name, tensors in {"master": masters, **states}.items():
+            held = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.shape]
+            if name in self.numbers or not held:
+                continue
+            slot = name if name == "master" else slot_name(name)
+            if len(held) == self.dp and _is_partition(held, masters):
+                members = [
+                    Member(f"{parameter}/{slot}", shape, firsts[parameter])
+                    for parameter, shape in shapes.items()
+                ]
+                pairs = zip(self.optimizers, held, strict=True)
+                extents = tuple(file.extent(tensor) for file, tensor in pairs)
+                yield Partitioned(held[0].dtype, extents, members, self.cuts_each_parameter)
+            else:
+                yield from self._whole_momenta(slot, tensors, masters, firsts, shapes)
+
+    def _numbers(self) -> set[str]:
+        """States that belong to no element: the step, and tensors of one where a rank has more."""
+        key = "fp32_flat_groups" if self.cuts_each_parameter else "single_partition_of_fp32_groups"
+        return {"step"} | {
+            name
+            for number, master in enumerate(self.states[0][key])
+            for name, tensor in self._kept(self.states[0], number).items()
+            if isinstance(tensor, Tensor) and tensor.numel == 1 < master.numel
+        }
+
+    def _kept(self, state: Mapping[str, Any], number: int) -> dict[str, Any]:
+        """What a rank's base optimizer keeps for a flat group; elastic files list it."""
+        base = state.get(
+            "optimizer_state_dict" if self.cuts_each_parameter else "base_optimizer_state"
+        )
+        assert base is not None
+        found: dict[str, Any] = (
+            base[number] if isinstance(base, list) else base["state"].get(number) or {}
+        )
+        return found
+
+    def _firsts(self, number: int, shapes: Shapes) -> dict[str, int]:
+        """Where each parameter begins: in the flattened group, or in every rank's part of it."""
+        paddings = (self.states[0].get("param_alignment_paddings") or {number: None})[number]
+        firsts, here = {}, 0
+        for place, (name, shape) in enumerate(shapes.items()):
+            firsts[name] = here
+            here += -(-prod(shape) // self.dp) if self.cuts_each_parameter else prod(shape)
+            here += paddings[place] if paddings else 0
+        return firsts
+
+    def _whole_momenta(
+        self,
+        slot: str,
+        tensors: Sequence[Any],
+        masters: Sequence[Tensor],
+        firsts: Mapping[str, int],
+        shapes: Shapes,
+    ) -> Iterator[Whole]:
+        """Muon in stages 1 and 2: a rank has all of each parameter that reaches into its part.
+
+        Nothing where the tensors are not that long.
+        """
+        owned: list[list[tuple[str, tuple[int, ...]]]] = []
+        start = 0
+        for master in masters:
+            stop, members = start + master.numel, []
+            for name, shape in shapes.items():
+                first, numel = firsts[name], prod(shape)
+                if first < stop and first + numel > start and numel:
+                    members.append((name, shape))
+            owned.append(members)
+            start = stop
+        for tensor, members in zip(tensors, owned, strict=True):
+            length = sum(prod(shape) for _, shape in members)
+            if length != (tensor.numel if isinstance(tensor, Tensor) else 0):
+                return
+        for file, tensor, members in zip(self.optimizers, tensors, owned, strict=True):
+            here = 0
+            for name, shape in members:
+                extent = file.extent(tensor.part(here, here + prod(shape)))
+                yield Whole(f"{name}/{slot}", tensor.dtype, shape, extent)
+                here += prod(shape)
+
+    def frozen(self) -> Iterator[Partition]:
+        """Stage 3 cuts frozen parameters too, each by itself."""
+        if not self.cuts_each_parameter:
+            return
+        shapes = self.model.get("frozen_param_shapes") or {}
+        held = [file.value.get("frozen_param_fragments") or {} for file in self.models]
+        for name, size in shapes.items():
+            shape = tuple(size)
+            tensors = [tensor for each in held if isinstance(tensor := each.get(name), Tensor)]
+            if len(tensors) != self.dp:
+                continue
+            pairs = list(zip(self.models, tensors, strict=True))
+            width = -(-prod(shape) // self.dp)
+            if any(tensor.numel != width for tensor in tensors):  # not managed by the engine
+                for file, tensor in pairs:
+                    yield _whole(f"{name}/param", file, tensor)
+                continue
+            extents = tuple(file.extent(tensor) for file, tensor in pairs)
+            member = Member(f"{name}/param", shape, 0)
+            yield Partitioned(tensors[0].dtype, extents, [member], interleaved=True)
+
+    def module(self) -> Iterator[Whole]:
+        """What the module itself holds: all of it, but in stage 3 buffers alone."""
+        buffers = self.model.get("buffer_names") or ()
+        seen = set()
+        for name, held in self.model["module"].items():
+            if not isinstance(held, Tensor) or name.endswith("_extra_state"):
+                continue
+            wanted = name in buffers or not self.cuts_each_parameter
+            if wanted and held.place not in seen:
+                seen.add(held.place)  # a tied weight has two names
+                yield _whole(f"{name}/param", self.models[0], held)
+
+
+def _is_partition(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
+    """As long as the masters, which may have been saved without their padding at the end.
+
+    That is less than two elements a rank (the engine aligns a group to twice its ranks).
+    """
+    more = sum(tensor.numel for tensor in tensors) - sum(master.numel for master in masters)
+    longer = all(
+        tensor.numel >= master.numel for tensor, master in zip(tensors, masters, strict=True)
+    )
+    alike = len({tensor.numel for tensor in tensors}) == 1
+    return more == 0 or (longer and alike and more < 2 * len(masters))
+
+
+def _whole(name: str, file: TorchFile, tensor: Tensor) -> Whole:
+    if tensor.contiguous:
+        return Whole(name, tensor.dtype, tensor.shape, file.extent(tensor))
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
+    flat = Tensor(tensor.storage, tensor.dtype, tensor.offset, (last + 1,), (1,))
+    return Whole(name, tensor.dtype, tensor.shape, file.extent(flat), tensor.strides)

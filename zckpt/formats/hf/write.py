@@ -1,0 +1,215 @@
+"""A folder for `from_pretrained`: weights under Hugging Face's names, and what loads them.
+
+    model.safetensors                                    of more than --max-shard-size, several:
+    model-00001-of-00003.safetensors ...                 and model.safetensors.index.json
+    config.json, generation_config.json, tokenizer.json, chat_template.jinja, ...
+    adapter_model.safetensors, adapter_config.json       instead, where PEFT trained an adapter
+
+Written like `save_pretrained` does (transformers 5.23, PEFT 0.21): of names that config.json ties
+the one that it ties them to, of an adapter what was trained. Nothing that only a trainer needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
+from ...core.manifest import Manifest, Sibling
+from ...core.staging import Layout, Shell
+from ...errors import MissingData, WrongOption, listed
+from ...files import safefile
+from ...training import peft, ties
+from ...training.options import Options
+from ...training.trainers import HUGGING_FACE, LOADED, files_to_load_by, json_of
+from ..gathered import read as gathered
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def detect(path: str) -> list[str]:
+    """None: such a folder is read as weights alone."""
+    return []
+
+
+def lay_out(source: Manifest, options: Options) -> Layout:
+    """The files of the folder. Raises MissingData where there is no configuration to load it by."""
+    options.only("hf", ("dtype", "max_file_size", "model_config"))
+    target = Export(source, options)
+    about = "an adapter for PEFT" if target.adapter else "a model for from_pretrained"
+    return Layout(target.shells, target.siblings, target.left_out, source.warnings, about=about)
+
+
+def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
+    """What was laid out: weights alone."""
+    return gathered.read(path)
+
+
+def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+    """safetensors state no checksums."""
+
+
+class Export:
+    """What is decided before the first byte is written."""
+
+    def __init__(self, source: Manifest, options: Options) -> None:
+        self.source = source
+        self.options = options
+        self.adapter = any(map(peft.is_adapters, source.parameters))
+        self.files = self._files_to_load_by()
+        self.config = self._config()
+        self.tensors = dict(self._tensors())
+        kept = {item.name for item in self.files}
+        self.siblings = [(item.name, item) for item in self.files if item.name != self._config_name]
+        names = [item.name for item in source.siblings]
+        others = [name for name in names if name.removeprefix(HUGGING_FACE) not in kept]
+        self.left_out = [f"{', '.join(others)}: not needed to load the weights"] if others else []
+        if base := [name for name in self._names() if not self._is_exported(name)]:
+            self.left_out.append(f"{listed(base, 4)}: weights of the base model, not the adapter")
+
+    # -- what loads the weights
+
+    @property
+    def _config_name(self) -> str:
+        return peft.CONFIG if self.adapter else ties.CONFIG
+
+    def _files_to_load_by(self) -> list[Sibling]:
+        """Configuration, tokenizer and processor: of the source's folder, or of `--config`."""
+        found = {item.name: item for item in files_to_load_by(self.source.siblings)}
+        given = self.options.model_config
+        if given is None:
+            return list(found.values())
+        if os.path.isdir(given):
+            with os.scandir(given) as items:
+                names = sorted(item.name for item in items if item.is_file())
+            found |= {
+                name: _sibling(name, os.path.join(given, name))
+                for name in names
+                if LOADED.fullmatch(name)
+            }
+        elif os.path.isfile(given):
+            found[self._config_name] = _sibling(self._config_name, given)
+        else:
+            raise WrongOption(f"--config {given} does not exist")
+        return list(found.values())
+
+    def _config(self) -> dict[str, Any]:
+        """The model's (or adapter's) configuration; raises MissingData."""
+        config = json_of(self.files, self._config_name)
+        if config is None:
+            raise MissingData(
+                f"{self.source.root} has no {self._config_name}, without which from_pretrained "
+                "cannot load the weights",
+                hint="give the file, or the folder that has it and the tokenizer: --config "
+                + ("ADAPTER_FOLDER" if self.adapter else "BASE_MODEL_FOLDER"),
+            )
+        return config
+
+    # -- weights
+
+    def _names(self) -> list[str]:
+        """Parameters and buffers in the module's order, tied ones by the name that is loaded."""
+        kept = self._owners()
+        module = self.source.state.get("module") or []
+        names = [*self.source.parameters, *self.source.buffers]
+        names += [a for held in self.source.parameters.values() for a in held.aliases]
+        places = {name: place for place, name in enumerate(module)}
+        order = sorted(names, key=lambda name: places.get(name, len(places)))
+        return [name for name in dict.fromkeys(order) if kept.get(name, name) == name]
+
+    def _owners(self) -> dict[str, str]:
+        """Of every name that the configuration ties the one that is saved."""
+        if self.adapter:
+            return {}
+        tied = ties.of_config(self.config)
+        found: dict[str, str] = {}
+        for name, parameter in self.source.parameters.items():
+            same = {name, *parameter.aliases}
+            found |= {alias: owner for alias, owner in tied.items() if {alias, owner} <= same}
+            if not self.config.get("architectures") and self.config.get("tie_word_embeddings"):
+                found |= dict.fromkeys(parameter.aliases, name)
+        return found
+
+    def _is_exported(self, name: str) -> bool:
+        parameter = self.source.parameters.get(name)
+        trained = parameter is not None and parameter.trainable
+        return not self.adapter or trained or peft.is_adapters(name)
+
+    def _tensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+        """Names in the files, types and shapes."""
+        owners = {a: n for n, held in self.source.parameters.items() for a in held.aliases}
+        for name in filter(self._is_exported, self._names()):
+            owner = owners.get(name, name)
+            entries = self.source.entries
+            weight = entries.get(f"{owner}/param")
+            entry = weight or entries.get(f"{owner}/master")
+            if entry is None:
+                raise MissingData(f"the source has no weights of {owner}")
+            called = peft.saved_name(name) if self.adapter else name
+            yield called, (self._dtype(owner, entry.dtype, weight is not None), entry.shape)
+
+    def _dtype(self, name: str, dtype: str, is_weight: bool) -> str:
+        """What is asked for, else what the module had; masters alone are rounded as it was."""
+        if name not in self.source.parameters or dtype not in FLOATS:
+            return dtype
+        module = (self.source.state.get("engine") or {}).get("dtype")
+        return self.options.module_dtype or (dtype if is_weight else str(module or dtype))
+
+    # -- files
+
+    def shells(self) -> Iterator[Shell]:
+        stem = peft.WEIGHTS[0] if self.adapter else WEIGHTS
+        parts = self._parts()
+        count = len(parts)
+        index: dict[str, str] = {}
+        for place, part in enumerate(parts, 1):
+            front = stem.removesuffix(".safetensors")
+            name = stem if count == 1 else f"{front}-{place:05d}-of-{count:05d}.safetensors"
+            index |= dict.fromkeys(part, name)
+            head, size = safefile.header([(n, *self.tensors[n]) for n in part])
+            yield Shell(name, size, ((0, head),))
+        if count > 1:
+            total = sum(map(self._length, self.tensors))
+            yield _text(INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+        yield _text(self._config_name, self._config_as_saved())
+
+    def _length(self, name: str) -> int:
+        dtype, shape = self.tensors[name]
+        size = SIZES[dtype]
+        for count in shape:
+            size *= count
+        return size
+
+    def _parts(self) -> list[list[str]]:
+        """Names by file, of at most `--max-shard-size` each; an adapter is one file."""
+        most = self.options.file_size
+        parts: list[list[str]] = [[]]
+        size = 0
+        # large elements first, so that all are aligned
+        for name in sorted(self.tensors, key=lambda name: -SIZES[self.tensors[name][0]]):
+            length = self._length(name)
+            if parts[-1] and size + length > most and not self.adapter:
+                parts.append([])
+                size = 0
+            parts[-1].append(name)
+            size += length
+        return parts
+
+    def _config_as_saved(self) -> dict[str, Any]:
+        """The configuration; with `--dtype` it says the type that is written."""
+        wanted = self.options.module_dtype
+        if wanted is None or self.adapter:
+            return self.config
+        key = "torch_dtype" if "torch_dtype" in self.config else "dtype"
+        return {**self.config, key: TORCH_NAMES[wanted]}
+
+
+def _sibling(name: str, path: str) -> Sibling:
+    return Sibling(name, path, os.path.getsize(path))
+
+
+def _text(name: str, value: Any) -> Shell:
+    text = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return Shell(name, len(text), ((0, text),))

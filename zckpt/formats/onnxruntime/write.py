@@ -1,0 +1,375 @@
+"""An ONNX Runtime checkpoint for any data-parallel size, from any manifest, as shells.
+
+HDF5 files are loaded by ORTTrainer.load_checkpoint, which merges them and cuts them anew: any
+number of ranks resumes from any. Legacy files (L2) are loaded by each rank as they are, so that
+names and sizes are exactly those of the engine's own partition.
+
+What is not a tensor of a weight has little room: counters (one more than the updates), in HDF5
+files also ORTTrainer's own and the user's dictionary. The rest is named in `left_out`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ...core.dtypes import FLOATS
+from ...core.inert import Scalar
+from ...core.manifest import Manifest
+from ...core.staging import Layout, Shell
+from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
+from ...files.torchshell import Storages, seal_records, shell, thawed
+from ...training.options import Options
+from . import hdf5shell
+from .legacy import HALVES, MODEL
+from .partition import Share, by_name, place_of, shares
+from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS
+
+PREFIX = "ORT_checkpoint"  # ONNX Runtime's own
+SUFFIXES = {dtype: suffix for suffix, dtype in HALVES.items()}
+NAMES = {short: name for name, short in OPTIMIZERS.items()}
+# state that the target holds, in every dialect or in HDF5 files
+ENGINE = frozenset({"engine", "module", "counters"})
+TRAINER = ("trainer_options", "train_step_info", "user_dict")
+MISREAD = re.compile(r"_view_|_fp16|Moment_[12]_|Update_Count_|^Step")
+
+
+def lay_out(source: Manifest, options: Options) -> Layout:
+    """The files of the target, and what it cannot take along.
+
+    Raises before anything is written: WrongOption, MissingData (the optimizer is neither Adam nor
+    Lamb, or a state is missing), InconsistentCheckpoint (Lamb has one step for all),
+    UnsupportedCheckpoint (a name that HDF5 files cannot hold).
+    """
+    options.only("onnxruntime", ("dp", "dtype"), dialects=("hdf5", "l2"))
+    target = _Target(source, options)
+    return Layout(
+        target.shells,
+        [],
+        target.left_out,
+        target.warnings,
+        from_masters=target.half is not None,
+        about=f"files of ONNX Runtime Training, one for each of {target.dp} ranks",
+    )
+
+
+def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+    """Writes the CRC-32 of every record into the legacy files' zip directories."""
+    if manifest.source["dialect"] != "hdf5":  # these have no checksums
+        seal_records(manifest, outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A weight of the target; `owned` where it is trained, `apart` where its owners alone hold it.
+
+    `moments` are its optimizer states' dtypes by slot; `count` is what its counter stores.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    owned: list[Share]
+    apart: bool
+    moments: dict[str, str]
+    count: int | None
+
+
+class _Target:
+    """What is decided before the first byte is written."""
+
+    def __init__(self, source: Manifest, options: Options) -> None:
+        self.source = source
+        self.options = options
+        self.dp = options.dp or source.dp
+        self.dialect = options.dialect or "hdf5"
+        self.before: dict[str, Any] = source.state.get("engine") or {}
+        self.left_out: list[str] = list(source.left_out)
+        self.warnings: list[str] = list(source.warnings)
+        self.half = self._half()
+        self.states = not options.weights_only and any(
+            entry.slot in SLOTS.values() for entry in source.entries.values()
+        )
+        self.optimizer = self._optimizer()
+        trained = [name for name, held in source.parameters.items() if held.trainable]
+        if not trained:
+            raise MissingData("the source has no trainable parameter")
+        numels = {name: prod(source.parameters[name].shape) for name in trained}
+        owned = shares(numels, self.dp)
+        self.weights = [
+            *(self._trained(name, owned[name]) for name in by_name(trained)),
+            *(self._frozen(name) for name in by_name(set(source.parameters) - set(trained))),
+            *(self._frozen(name) for name in by_name(source.buffers)),
+        ]
+        self._check_steps()
+        self._check_names()
+        self._report()
+
+    # -- decisions
+
+    def _half(self) -> str | None:
+        """The type of the 16-bit copies; None for an fp32 run."""
+        asked = self.options.module_dtype or self.before.get("dtype")
+        if asked is None:
+            held = {entry.dtype for entry in self.source.slots.get("param", ())}
+            asked = next((dtype for dtype in ("BF16", "F16") if dtype in held), "F32")
+        return asked if asked in SUFFIXES else None
+
+    def _optimizer(self) -> str:
+        """AdamOptimizer or LambOptimizer; raises where the source's states are of another."""
+        told = re.sub(r"^(deepspeed|fused|cpu)+", "", (self.source.optimizer or "").lower())
+        kept = {
+            entry.slot
+            for entry in self.source.entries.values()
+            if entry.slot not in ("param", "master", "state")
+        }
+        families = {"adam": "Adam", "adamw": "Adam", "lamb": "Lamb", "": "Adam", "sgd": "SGD"}
+        if self.states and (told not in families or kept != set(SLOTS.values())):
+            raise WrongOption(
+                f"ONNX Runtime keeps the states of Adam and Lamb, the source is of "
+                f"{self.source.optimizer or 'an unknown optimizer'} and keeps "
+                f"{', '.join(sorted(kept))}",
+                hint="the weights alone can be written: --weights-only",
+            )
+        if kept and not self.states and not self.options.weights_only:
+            raise WrongOption(
+                f"ONNX Runtime keeps the states of Adam and Lamb, the source keeps "
+                f"{', '.join(sorted(kept))}",
+                hint="the weights alone can be written: --weights-only",
+            )
+        return NAMES[families.get(told, "Adam")]
+
+    def _trained(self, name: str, owned: list[Share]) -> _Weight:
+        held, entries = self.source.parameters[name], self.source.entries
+        weight = entries.get(f"{name}/master") or entries.get(f"{name}/param")
+        if weight is None:
+            raise MissingData(f"the source holds no weights of {name}")
+        # in a mixed run some weights may stay fp32; ranks hold these alike
+        mixed_before = self.before.get("dtype") in SUFFIXES
+        kept = mixed_before and weight.slot == "param" and weight.dtype == "F32"
+        moments = {}
+        for moment, slot in SLOTS.items() if self.states else ():
+            entry = entries.get(f"{name}/{slot}")
+            if entry is None:
+                raise MissingData(f"the source holds no {slot} of {name}, but of its neighbours")
+            moments[moment] = "F16" if entry.dtype == "F16" else "F32"
+        apart = self.half is not None and not kept
+        return _Weight(name, "F32", held.shape, owned, apart, moments, self._count(name))
+
+    def _frozen(self, name: str) -> _Weight:
+        """A frozen weight or a buffer, which ONNX Runtime keeps in fp32 and does not cut."""
+        entry = self.source.entries.get(f"{name}/param")
+        if entry is None:
+            raise MissingData(f"the source holds no weights of {name}, which is frozen")
+        dtype = "F32" if entry.dtype in FLOATS - {"F64"} else entry.dtype
+        return _Weight(name, dtype, entry.shape, [], False, {}, None)
+
+    def _count(self, name: str) -> int | None:
+        """What its counter stores: one more than the updates that were made."""
+        if not self.states:
+            return None
+        step = self.source.parameters[name].step
+        if step is None or step != int(step) or step < 0:
+            raise MissingData(f"the source holds no whole number of updates of {name} ({step})")
+        return int(step) + 1
+
+    def _check_steps(self) -> None:
+        counts = {weight.count for weight in self.weights if weight.count is not None}
+        if len(counts) <= 1:
+            return
+        told = ", ".join(str(count - 1) for count in sorted(counts))
+        if self.optimizer == "LambOptimizer":
+            raise InconsistentCheckpoint(
+                f"Lamb has one step for all weights, the source has {told}",
+                hint="choose one: --step-policy max|min|N",
+            )
+        self.warnings.append(
+            f"weights have made different numbers of updates ({told}): zckpt reads this target "
+            "with --step-policy keep"
+        )
+
+    def _check_names(self) -> None:
+        names = [weight.name for weight in self.weights]
+        for name in names if self.dialect == "hdf5" else ():
+            if "/" in name or "\0" in name or name in ("", "."):
+                raise UnsupportedCheckpoint(
+                    f"the name {name!r} cannot stand in an HDF5 file: ONNX Runtime takes it for "
+                    "several and loads nothing",
+                    hint="write --dialect l2",
+                )
+        misread = [name for name in names if MISREAD.search(name)]
+        if misread and self.dialect == "l2":
+            self.warnings.append(
+                f"ONNX Runtime's aggregation of legacy files misreads names such as {misread[0]}; "
+                "ranks that load their own files do not"
+            )
+        if self.dialect == "hdf5":
+            for weight in self.weights:
+                if weight.dtype not in hdf5shell.NUMPY:
+                    raise UnsupportedCheckpoint(
+                        f"{weight.name} has elements of type {weight.dtype}, which HDF5 files "
+                        "cannot hold"
+                    )
+
+    # -- reports
+
+    def _report(self) -> None:
+        source, state = self.source, self.source.state
+        if source.groups and self.states:
+            self.left_out.append(
+                "hyper-parameters (learning rate, betas, weight decay, ...): ONNX Runtime stores "
+                "none; set them in the program that resumes"
+            )
+        tied = [alias for held in source.parameters.values() for alias in held.aliases]
+        if tied:
+            self.left_out.append(f"second names of tied weights: {', '.join(tied[:8])}")
+        if source.buffers:
+            self.warnings.append(
+                f"buffers are written as frozen weights: {', '.join(source.buffers[:8])}"
+            )
+        known = set(ENGINE) | {"trainer_options"}
+        known |= set(TRAINER) if self.dialect == "hdf5" else {"client_state"}
+        told = state.get("optimizer") or {}
+        for key, value in {**state, **{f"optimizer.{k}": v for k, v in told.items()}}.items():
+            fact = key in ("optimizer", "optimizer.step", "optimizer.group_step")
+            if key not in known and not fact and value not in (None, {}, [], "", False):
+                self.left_out.append(f"{key}: ONNX Runtime's files have no place for it")
+        numbers = {key for parameter in source.parameters.values() for key in parameter.scalars}
+        self.left_out += [
+            f"optimizer state {key!r}: ONNX Runtime keeps no such number"
+            for key in sorted(numbers if self.states else ())
+        ]
+        self.left_out += [f"{item.name}: no part of the checkpoint" for item in source.siblings]
+        if self.dialect == "l2" and MODEL in (state.get("client_state") or {}):
+            self.left_out.append(f"client_state {MODEL!r}: ONNX Runtime's files use this key")
+        if self.half == "BF16":
+            self.warnings.append(
+                "ONNX Runtime's Python trainer mixes fp16 alone, not bf16: --dtype fp16 or fp32 "
+                "writes what it runs with"
+            )
+        lamb = self.optimizer == "LambOptimizer" and self.states
+        if lamb and max(self.dp, source.dp) > 1 and (self.dp != source.dp):
+            self.warnings.append(
+                "Lamb on another number of ranks is exact in state, not in trajectory: ONNX "
+                "Runtime takes its norms of each rank's pieces"
+            )
+
+    # -- files
+
+    def shells(self) -> Iterator[Shell]:
+        """Every rank's file."""
+        make = self._hdf5 if self.dialect == "hdf5" else self._legacy
+        for rank in range(self.dp):
+            yield make(rank)
+
+    def _values(self, weight: _Weight, rank: int) -> tuple[Share | None, tuple[int, ...] | None]:
+        """What `rank` owns of a weight, and the shape in which it holds its values, if it does."""
+        share = place_of(weight.owned, rank)
+        if not weight.apart:
+            return share, weight.shape
+        return share, None if share is None else _shape(weight, share)
+
+    # -- L2
+
+    def _legacy(self, rank: int) -> Shell:
+        storages = Storages()
+        model: dict[str, Any] = {}
+        for weight in self.weights:
+            share, shape = self._values(weight, rank)
+            view = "" if share is None or share.view is None else f"_view_{share.view}"
+            if shape is not None:
+                name = weight.name + (view if weight.apart else "")
+                model[name] = storages.tensor(weight.dtype, shape)
+            if weight.apart and self.half is not None:
+                copy = weight.name + SUFFIXES[self.half]
+                model[copy] = storages.tensor(self.half, weight.shape)
+            if share is None:
+                continue
+            for moment, dtype in weight.moments.items():
+                model[f"{moment}_{weight.name}{view}"] = storages.tensor(
+                    dtype, _shape(weight, share)
+                )
+            if weight.count is not None and self.optimizer == "AdamOptimizer":
+                name = f"{COUNT}_{weight.name}{view}"
+                model[name] = storages.scalar(Scalar(weight.count, "I64", (1,)))
+        shared = self._shared_step()
+        if shared is not None:
+            model[SHARED] = storages.scalar(Scalar(shared, "I64", (1,)))
+        part = f".ZeRO.{rank}.{self.dp - 1}" if self.dp > 1 else ""
+        user = {
+            key: thawed(value, self.source.entries, storages)
+            for key, value in (self.source.state.get("client_state") or {}).items()
+            if key != MODEL and not self.options.weights_only
+        }
+        return shell(f"{PREFIX}{part}.ort.pt", {MODEL: model, **user}, storages)
+
+    def _shared_step(self) -> int | None:
+        if self.optimizer != "LambOptimizer" or not self.states:
+            return None
+        return max(weight.count for weight in self.weights if weight.count is not None)
+
+    # -- HDF5
+
+    def _hdf5(self, rank: int) -> Shell:
+        model: dict[str, Any] = {}
+        states: dict[str, Any] = {}
+        split: dict[str, Any] = {}
+        for weight in self.weights:
+            share, shape = self._values(weight, rank)
+            if shape is not None:
+                model[weight.name] = hdf5shell.Hole(weight.dtype, shape)
+            if share is None:
+                continue
+            if share.view is not None:
+                split[weight.name] = {
+                    "original_dim": list(weight.shape),
+                    "megatron_row_partition": [-1],
+                }
+            held: dict[str, Any] = {
+                moment: hdf5shell.Hole(dtype, _shape(weight, share))
+                for moment, dtype in weight.moments.items()
+            }
+            if weight.count is not None and self.optimizer == "AdamOptimizer":
+                held[COUNT] = [weight.count]
+            if held:
+                states[weight.name] = held
+        shared = self._shared_step()
+        if shared is not None:
+            states["shared_optimizer_state"] = {SHARED: [shared]}
+        tree: dict[str, Any] = {"model": {"full_precision": model}}
+        if self.states:
+            tree["optimizer"] = states
+        tree["trainer_options"] = {
+            "mixed_precision": self.half is not None,
+            "zero_stage": int(self.dp > 1),
+            "world_rank": rank,
+            "world_size": self.dp,
+            "data_parallel_size": self.dp,
+            "horizontal_parallel_size": 1,
+            "optimizer_name": self.optimizer,
+        }
+        if self.dp > 1:
+            tree["partition_info"] = split
+        if info := self._step_info():
+            tree["train_step_info"] = info
+        if user := self.source.state.get("user_dict"):
+            tree["user_dict"] = user
+        part = f".rank{rank}" if self.dp > 1 else ""
+        return hdf5shell.shell(f"checkpoint{part}.ortcp", tree)
+
+    def _step_info(self) -> dict[str, int]:
+        """ORTTrainer's own counters: the source's, or as if every step had been one update."""
+        kept = self.source.state.get("train_step_info")
+        if isinstance(kept, dict) and kept:
+            return kept
+        counts = [weight.count for weight in self.weights if weight.count is not None]
+        done = max(counts, default=1) - 1
+        return {"optimization_step": done, "step": done} if counts else {}
+
+
+def _shape(weight: _Weight, share: Share) -> tuple[int, ...]:
+    """Of a weight or a moment as its owner holds it: flat where ranks share it."""
+    return weight.shape if share.view is None else (share.stop - share.start,)

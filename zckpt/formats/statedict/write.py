@@ -1,0 +1,282 @@
+"""A manifest as the state dicts that torch's programs save: the counterpart of state.py.
+
+Tensors are holes, which are filled afterwards. Groups have all keys that torch 2.13's optimizers
+have, since loading demands them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.dtypes import SIZES
+from ...core.inert import Scalar, TensorName
+from ...core.manifest import Manifest, slot_key
+from ...errors import MissingData, WrongOption, listed
+from ...training import peft
+from ...training.optimizers import torch_groups
+from ...training.options import Options
+from .tree import Path, dotted
+
+OF_TORCH = (
+    "engine", "module", "module_extra", "module_metadata",
+    "lr_scheduler", "client_state", "optimizer",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """A tensor that is to be filled later."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class StateDicts:
+    """A manifest as the state dicts that torch's programs save: values and holes by path."""
+
+    def __init__(self, source: Manifest, options: Options) -> None:
+        self.source = source
+        self.options = options
+        self.engine = source.state.get("engine") or {}
+        own = self.engine if self.engine.get("name") == "torch" else {}
+        self.model: Path = tuple(own.get("model", ("model",)))
+        self.optimizer: Path = tuple(own.get("optimizer") or ("optim",))
+        self.scheduler = own.get("scheduler") or "lr_scheduler"
+        self.layout = options.dcp_layout or own.get("layout") or "nested"
+        self.warnings = list(source.warnings)
+        self.left_out = list(source.left_out)
+        self.aliases = {
+            alias: name for name, held in source.parameters.items() for alias in held.aliases
+        }
+        self.groups: list[dict[str, Any]] = []
+        self.adapter = False
+        states = set(source.slots) - {"param", "master", "state"}
+        self.optimizes = not options.weights_only and bool(source.groups is not None or states)
+        if self.optimizes:
+            self.groups, assumed = torch_groups(source, options)
+            self.warnings += assumed
+        self.names = {*source.parameters, *self.aliases, *source.buffers}
+        self._steps_in_groups(own.get("group_step"))
+        members = [name for place in range(len(self.groups)) for name in self.members(place)]
+        self.numbers = {name: number for number, name in enumerate(members)}
+
+    def _steps_in_groups(self, kind: str | None) -> None:
+        """Where the source's optimizer keeps a step per group, groups get it, and not the states.
+
+        Apex's FusedAdam begins at 1 again where its group has none.
+        """
+        parameters = self.source.parameters
+        steps = [
+            {step for name in self.members(place) if (step := parameters[name].step) is not None}
+            for place in range(len(self.groups))
+        ]
+        self.step_in_group = kind is not None and all(len(told) < 2 for told in steps)
+        if self.step_in_group:
+            self.groups = [
+                group | ({"step": _number(told.pop(), str(kind))} if told else {})
+                for group, told in zip(self.groups, steps, strict=True)
+            ]
+
+    def items(self) -> Iterator[tuple[Path, Any]]:
+        """Every value with its path, in the order in which a program would save them."""
+        for name, value in self.weights_as_saved():
+            yield from flattened((*self.model, name), value)  # an extra state may be a dictionary
+        if self.options.weights_only:
+            return
+        if self.optimizes:
+            yield from self._optimizer()
+        state = self.source.state
+        if state.get("lr_scheduler") is not None:
+            yield from flattened((self.scheduler,), state["lr_scheduler"])
+        for path, held in self._client():
+            if not self._is_taken(path):
+                yield path, held
+
+    def _client(self) -> Iterator[tuple[Path, Any]]:
+        """The program's own state."""
+        for key, held in (self.source.state.get("client_state") or {}).items():
+            yield from flattened((str(key),), held)
+
+    def _is_taken(self, path: Path) -> bool:
+        """Whether what a program calls its own would take the place of a state dict, or of a part.
+
+        DeepSpeed keeps its client's state apart, whatever it is called.
+        """
+        if not self.model and path[0] in self.names:
+            return True
+        taken = [self.model] if self.model else []
+        taken += [self.optimizer] if self.optimizes else []
+        taken += [(self.scheduler,)] if self.source.state.get("lr_scheduler") is not None else []
+        return any(path[: len(own)] == own[: len(path)] for own in taken)
+
+    def collisions(self) -> list[str]:
+        """What `items` leaves out of the program's own state."""
+        if self.options.weights_only:
+            return []
+        lost = [dotted(path) for path, _ in self._client() if self._is_taken(path)]
+        if not lost:
+            return []
+        return [f"client_state {listed(lost)}: a state dict of the target has this name"]
+
+    # -- the model
+
+    def weights_as_saved(self) -> Iterator[tuple[str, Any]]:
+        """The module's state, or what PEFT saves of it: the adapter alone."""
+        for name, held in self._weights():
+            if self.is_saved(name):
+                yield peft.saved_name(name) if self.adapter else name, held
+
+    def is_saved(self, name: str) -> bool:
+        """Whether a weight is part of what is written; with an adapter, biases may be trained."""
+        parameter = self.source.parameters.get(name)
+        trained = parameter is not None and parameter.trainable
+        return not self.adapter or trained or peft.is_adapters(name)
+
+    def unsaid(self) -> dict[str, Any]:
+        """What state dicts do not say: which names are tied, buffers, frozen, and inferred."""
+        source = self.source
+        frozen = [name for name, held in source.parameters.items() if not held.trainable]
+        return {
+            "aliases": {
+                alias: name for alias, name in self.aliases.items() if self.is_saved(alias)
+            },
+            "buffers": list(filter(self.is_saved, source.buffers)),
+            "frozen": list(filter(self.is_saved, frozen)),
+            "inferred": list(source.inferred),
+        }
+
+    def save_adapter_alone(self) -> None:
+        """From now on the model's state is PEFT's; what it leaves out is named."""
+        self.adapter = True
+        others = [name for name, _ in self._weights() if not self.is_saved(name)]
+        if others:
+            self.left_out.append(f"{listed(others, 4)}: weights of the base model, not the adapter")
+
+    def _weights(self) -> Iterator[tuple[str, Any]]:
+        source = self.source
+        extra = source.state.get("module_extra") or {}
+        names = source.state.get("module") or [
+            *source.parameters, *source.buffers, *self.aliases
+        ]  # fmt: skip
+        for name in names:
+            owner = self.aliases.get(name, name)
+            if name in extra:
+                yield name, extra[name]
+            elif owner in source.parameters:
+                yield name, Hole(self._dtype(owner), source.parameters[owner].shape)
+            elif f"{owner}/param" in source.entries:
+                entry = source.entries[f"{owner}/param"]
+                yield name, Hole(entry.dtype, entry.shape)
+
+    def _dtype(self, name: str) -> str:
+        """What the module holds: what its optimizer updates, which are masters where there are."""
+        entries = self.source.entries
+        held = entries.get(f"{name}/master") or entries.get(f"{name}/param")
+        if held is None:
+            raise MissingData(f"the source holds no weights of {name}")
+        return self.options.module_dtype or held.dtype
+
+    # -- the optimizer
+
+    def _optimizer(self) -> Iterator[tuple[Path, Any]]:
+        for name, held in self._states():
+            for key, value in held.items():
+                yield from flattened(self._state_path(name, key), value)
+        for place, group in enumerate(self.groups):
+            members = self.members(place)
+            if self.layout == "flat":
+                _refuse_tensors(group)
+                for name in members:
+                    for key, value in group.items():
+                        at = (*self.optimizer, f"param_groups.{name}.{key}")
+                        yield from flattened(at, value)
+                continue
+            for key, value in group.items():
+                yield from flattened((*self.optimizer, "param_groups", place, key), value)
+            called = [self.numbers[name] if self.layout == "raw" else name for name in members]
+            yield (*self.optimizer, "param_groups", place, "params"), called
+
+    def members(self, group: int) -> list[str]:
+        """The names of a group's parameters, in the optimizer's order."""
+        return [
+            name
+            for name, held in self.source.parameters.items()
+            if held.trainable and (held.group or 0) == group
+        ]
+
+    def _state_path(self, name: str, key: str) -> Path:
+        if self.layout == "flat":
+            return (*self.optimizer, f"state.{name}.{key}")
+        called = str(self.numbers[name]) if self.layout == "raw" else name
+        return (*self.optimizer, "state", called, key)
+
+    def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every trainable parameter's state, as torch's optimizers keep it."""
+        source = self.source
+        slots = [slot for slot in source.slots if slot not in ("param", "master", "state")]
+        kept = source.state.get("optimizer") or {}
+        own = self.engine.get("name") == "torch"
+        kind = (kept.get("step") or {}).get("type", "F32") if own else "F32"
+        other = kept.get("other") or {}
+        for name, held in source.parameters.items():
+            state: dict[str, Any] = {}
+            if held.step is not None and not self.step_in_group:
+                state["step"] = _number(held.step, kind)
+            state |= {key: scalar.unwrapped() for key, scalar in held.scalars.items()}
+            for slot in slots:
+                entry = source.entries.get(f"{name}/{slot}")
+                if entry is not None:
+                    state[slot_key(slot)] = Hole(entry.dtype, entry.shape)
+            state |= other.get(name) or {}
+            if state:
+                yield name, state
+
+
+def _refuse_tensors(group: dict[str, Any]) -> None:
+    """A tensor of a group would have to stand once for each of its parameters."""
+    for key, value in group.items():
+        if any(isinstance(held, TensorName) for _, held in flattened((), value)):
+            raise WrongOption(
+                f"the hyper-parameter {key} is a tensor, which the flat layout has no place for",
+                hint="keep groups as they are: --dcp-layout nested",
+            )
+
+
+def _number(step: float, kind: str) -> Scalar | int:
+    return Scalar(step, kind) if kind in SIZES else int(step)
+
+
+def flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """Values by path, as torch.distributed.checkpoint flattens state dicts (torch 2.4 to 2.13).
+
+    Dictionaries are entered, and lists that hold dictionaries or tensors.
+    """
+    if isinstance(value, dict):
+        for key, held in value.items():
+            yield from flattened((*path, str(key)), held)
+    elif isinstance(value, list) and any(map(_is_entered, value)):
+        for place, held in enumerate(value):
+            yield from flattened((*path, place), held)
+    else:
+        yield path, value
+
+
+def _is_entered(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_is_entered, value))
+    return isinstance(value, (dict, Hole, Scalar, TensorName))
+
+
+def left_out(source: Manifest, options: Options) -> list[str]:
+    """What of the source's state torch's programs have no place for."""
+    if options.weights_only:
+        return []
+    kept = dict(source.state.get("optimizer") or {})
+    for key in ("other", "step", "group_step"):
+        kept.pop(key, None)
+    lost = [f"optimizer.{key}" for key, held in kept.items() if held is not None]
+    lost += [key for key, held in source.state.items() if held and key not in OF_TORCH]
+    engine = (source.state.get("engine") or {}).get("name")
+    return [f"{', '.join(lost)}: {engine}'s own"] if lost else []

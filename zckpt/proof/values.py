@@ -1,0 +1,167 @@
+"""Where two checkpoints say different things that are no tensors: steps, groups, states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..core.inert import Scalar, plain_group, to_json
+from ..core.manifest import Manifest, Parameter
+
+Report = dict[str, Any]
+
+
+def _parameters(a: Manifest, b: Manifest) -> Iterator[tuple[str, Parameter, Parameter]]:
+    """What both hold, by the name in `a`; a tied weight may have another name in `b`."""
+    theirs = {
+        name: held
+        for held_name, held in b.parameters.items()
+        for name in (held_name, *held.aliases)
+    }
+    for name, held in a.parameters.items():
+        for known in (name, *held.aliases):
+            if known in theirs:
+                yield name, held, theirs[known]
+                break
+
+
+def steps(a: Manifest, b: Manifest) -> list[Report]:
+    """Steps that differ, one line per pair of steps.
+
+    None where only one side tells a step, though it tells those of others.
+    """
+    telling = [any(held.step is not None for held in side.parameters.values()) for side in (a, b)]
+    found: dict[tuple[Any, Any], Report] = {}
+    for name, ours, theirs in _parameters(a, b):
+        pair = ours.step, theirs.step
+        silent = any(step is None and not tells for step, tells in zip(pair, telling, strict=True))
+        if silent or pair[0] == pair[1]:
+            continue
+        line = found.setdefault(
+            pair, {"parameter": name, "parameters": 0, "a": pair[0], "b": pair[1]}
+        )
+        line["parameters"] += 1
+    return list(found.values())
+
+
+def scalars(a: Manifest, b: Manifest) -> list[Report]:
+    """States of one number, as NAdam's `mu_product`, that differ in value, type or shape.
+
+    A line has `a_type`, `a_shape` and so on where these differ. What one side keeps of no parameter
+    is no difference.
+    """
+    kept = [{key for held in side.parameters.values() for key in held.scalars} for side in (a, b)]
+    found = []
+    for name, ours, theirs in _parameters(a, b):
+        for key in sorted(kept[0] & kept[1] & {*ours.scalars, *theirs.scalars}):
+            one, other = ours.scalars.get(key), theirs.scalars.get(key)
+            values = [None if each is None else to_json(each.value) for each in (one, other)]
+            line = {"parameter": name, "scalar": key, "a": values[0], "b": values[1]}
+            kinds = _kinds(one, other)
+            if kinds or not alike(*values):
+                found.append({**line, **kinds})
+    return found
+
+
+def _kinds(a: Scalar | None, b: Scalar | None) -> Report:
+    """Types and shapes, where they differ."""
+    if a is None or b is None or (a.dtype, a.shape) == (b.dtype, b.shape):
+        return {}
+    return {
+        "a_type": a.dtype,
+        "b_type": b.dtype,
+        "a_shape": list(a.shape),
+        "b_shape": list(b.shape),
+    }
+
+
+def trainable(a: Manifest, b: Manifest) -> list[Report]:
+    """Parameters that only one side trains."""
+    return [
+        {"group": None, "key": f"trainable of {name}", "a": ours.trainable, "b": theirs.trainable}
+        for name, ours, theirs in _parameters(a, b)
+        if ours.trainable != theirs.trainable
+    ]
+
+
+def forms(a: Manifest, b: Manifest) -> list[Report]:
+    """What files say of weights that they do not hold, where both say it and differ.
+
+    DeepSpeed's `frozen_param_fragments` is None in a save without frozen parameters. An empty
+    dictionary in its place says that the model has none, and an engine whose model has some stops.
+    """
+    told = [(side.state.get("engine") or {}).get("excludes_frozen") for side in (a, b)]
+    if None in told or told[0] == told[1]:
+        return []
+    one, other = (
+        "None (saved without frozen parameters)" if excludes else "all frozen parameters"
+        for excludes in told
+    )
+    return [{"group": None, "key": "frozen_param_fragments", "a": one, "b": other}]
+
+
+def groups(a: Manifest, b: Manifest) -> list[Report]:
+    """Hyper-parameters that both hold, and which parameters belong to which group."""
+    if a.groups is None or b.groups is None:
+        return []
+    found: list[Report] = []
+    if len(a.groups) != len(b.groups):
+        found.append({"group": None, "key": "groups", "a": len(a.groups), "b": len(b.groups)})
+    kept = [{key for group in side for key in group} for side in (a.groups, b.groups)]
+    for place, (ours, theirs) in enumerate(zip(a.groups, b.groups, strict=False)):
+        one, other = _hyper(ours), _hyper(theirs)
+        found += [
+            {"group": place, "key": key, "a": one.get(key), "b": other.get(key)}
+            for key in {**one, **other}
+            # what one side keeps for no group is another engine's
+            if key in kept[0] & kept[1] and not alike(one.get(key), other.get(key))
+        ]
+    found += [
+        {"group": None, "key": f"group of {name}", "a": ours.group, "b": theirs.group}
+        for name, ours, theirs in _parameters(a, b)
+        if ours.group != theirs.group
+    ]
+    return found
+
+
+def _hyper(group: dict[str, Any]) -> Report:
+    """Hyper-parameters as JSON, 0-d tensors (a capturable optimizer's lr) by value."""
+    return plain_group(
+        {key: held.value if isinstance(held, Scalar) else held for key, held in group.items()}
+    )
+
+
+def states(a: Manifest, b: Manifest) -> list[Report]:
+    """Counters, schedulers, loss scalers and client states of which both hold any.
+
+    What they say of their engine (version, stage, size) is left out: that may differ.
+    """
+    found: list[Report] = []
+    for key in ("counters", "lr_scheduler", "optimizer", "client_state"):
+        if a.state.get(key) is not None and b.state.get(key) is not None:
+            found += _states(to_json(a.state[key]), to_json(b.state[key]), key)
+    return found
+
+
+def _states(a: Any, b: Any, path: str) -> Iterator[Report]:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in a:
+            if key in b:
+                yield from _states(a[key], b[key], f"{path}.{key}")
+            elif path != "optimizer":  # stages keep different things there
+                yield {"key": f"{path}.{key}", "only": "a"}
+        for key in b:
+            if key not in a and path != "optimizer":
+                yield {"key": f"{path}.{key}", "only": "b"}
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for place, (one, other) in enumerate(zip(a, b, strict=True)):
+            yield from _states(one, other, f"{path}.{place}")
+    elif not alike(a, b):
+        yield {"key": path, "a": a, "b": b}
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Equal; a NaN equals itself, and a tuple the list that JSON makes of it."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return bool(a == b) or (a != a and b != b)

@@ -1,0 +1,85 @@
+"""The best checkpoint of a Trainer's run, which every later one names by its path.
+
+`trainer_state.json` says where the best checkpoint lies: with `load_best_model_at_end` the Trainer
+loads it when training ends. Written anew in another layout it lies elsewhere, and the path has to
+follow (transformers 5.23).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+
+from ..core.manifest import Sibling
+from ..core.staging import Shell
+from ..errors import NotACheckpoint
+from .trainers import json_of
+
+STATE = "trainer_state.json"
+KEY = "best_model_checkpoint"
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+CHOICES = ("all", "best-and-last")
+
+
+def best_of(siblings: Iterable[Sibling]) -> str | None:
+    """The path of the best checkpoint, as a checkpoint's trainer_state.json has it."""
+    path = (json_of(siblings, STATE) or {}).get(KEY)
+    return path if isinstance(path, str) and path else None
+
+
+def is_best(siblings: Iterable[Sibling]) -> bool:
+    """Whether a checkpoint is the best one itself."""
+    state = json_of(siblings, STATE) or {}
+    match = CHECKPOINT.fullmatch(os.path.basename(os.path.normpath(str(state.get(KEY)))))
+    return match is not None and int(match[1]) == state.get("global_step")
+
+
+def pointing_to(siblings: Iterable[Sibling], path: str) -> Shell:
+    """trainer_state.json with another path of the best checkpoint, as the Trainer writes it."""
+    state = {**(json_of(siblings, STATE) or {}), KEY: path}
+    text = (json.dumps(state, indent=2, sort_keys=True) + "\n").encode()
+    return Shell(STATE, len(text), ((0, text),))
+
+
+def warning(best: str) -> str:
+    """What a user of `load_best_model_at_end` has to know where one checkpoint alone is written."""
+    return (
+        f"{STATE} names the best checkpoint {best}, which is not written here: with "
+        "load_best_model_at_end the Trainer loads it at the end. Take it along: zckpt reshard "
+        f"{os.path.dirname(best) or '.'} DST --checkpoints best-and-last"
+    )
+
+
+def chosen(run: str, which: str) -> list[str]:
+    """The checkpoints of a run directory that are meant, oldest first.
+
+    Raises NotACheckpoint where there are none, or the best one is not there.
+    """
+    with os.scandir(run) as items:
+        names = [item.name for item in items if item.is_dir() and CHECKPOINT.fullmatch(item.name)]
+    names.sort(key=_number)
+    if not names:
+        raise NotACheckpoint(
+            f"{run} holds no checkpoint-N folder",
+            hint="--checkpoints takes a Trainer's output directory",
+        )
+    if which == "all":
+        return names
+    last = os.path.join(run, names[-1], STATE)
+    size = os.path.getsize(last) if os.path.isfile(last) else 0
+    best = best_of([Sibling(STATE, last, size)])
+    if best is None:
+        return names[-1:]
+    name = os.path.basename(os.path.normpath(best))
+    if name not in names:
+        raise NotACheckpoint(
+            f"{last} names the best checkpoint {best}, but {run} has no {name}",
+            hint="put it there, or choose one checkpoint and write it alone",
+        )
+    return sorted({name, names[-1]}, key=_number)
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])

@@ -1,0 +1,144 @@
+"""Hyper-parameters that an optimizer needs in every group, with its own defaults.
+
+torch 2.13, DeepSpeed 0.19.8. What a source never stored is taken from here, with a warning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..core.manifest import Manifest
+from .options import Options
+
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+TORCH = {"maximize": False, "foreach": None, "capturable": False, "differentiable": False}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adam": {**ADAM, "amsgrad": False, **TORCH, "fused": None, "decoupled_weight_decay": False},
+    "adamw": {
+        **ADAM,
+        "weight_decay": 1e-2,
+        "amsgrad": False,
+        **TORCH,
+        "fused": None,
+        "decoupled_weight_decay": True,
+    },
+    "nadam": {
+        **ADAM,
+        "lr": 2e-3,
+        "momentum_decay": 4e-3,
+        "decoupled_weight_decay": False,
+        **TORCH,
+    },
+    "rmsprop": {
+        "lr": 1e-2,
+        "momentum": 0,
+        "alpha": 0.99,
+        "eps": 1e-8,
+        "centered": False,
+        "weight_decay": 0,
+        "capturable": False,
+        "foreach": None,
+        "maximize": False,
+        "differentiable": False,
+    },
+    "adagrad": {
+        "lr": 1e-2,
+        "lr_decay": 0,
+        "eps": 1e-10,
+        "weight_decay": 0,
+        "initial_accumulator_value": 0,
+        "foreach": None,
+        "maximize": False,
+        "differentiable": False,
+        "fused": None,
+    },
+    "sgd": {
+        "lr": 1e-3,
+        "momentum": 0,
+        "dampening": 0,
+        "weight_decay": 0,
+        "nesterov": False,
+        "maximize": False,
+        "foreach": None,
+        "differentiable": False,
+        "fused": None,
+    },
+    "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+}
+
+
+def plain_name(name: str) -> str:
+    """An optimizer's name in lower case, without the words for who implements it."""
+    return re.sub(r"^(deepspeed|fused|cpu)+", "", name.lower())
+
+
+def are_inferred(source: Manifest) -> bool:
+    """Whether the hyper-parameters are what a config and a scheduler say.
+
+    DeepSpeed's elastic files hold none (0.19.8).
+    """
+    return bool((source.state.get("engine") or {}).get("elastic"))
+
+
+def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
+    """Every group with `--group-defaults`, which go behind what the source holds.
+
+    They go before what was inferred.
+    """
+    count = 1 + max((held.group or 0 for held in source.parameters.values()), default=0)
+    groups: Sequence[dict[str, Any]] = source.groups or [{}] * count
+    given = [options.defaults_of(place, len(groups)) for place in range(len(groups))]
+    pairs = zip(groups, given, strict=True)
+    if are_inferred(source):
+        return [{**group, **own} for group, own in pairs]
+    return [{**own, **group} for group, own in pairs]
+
+
+def torch_groups(source: Manifest, options: Options) -> tuple[list[dict[str, Any]], list[str]]:
+    """Every group with all keys that torch's own optimizer has, and warnings of what is assumed.
+
+    Adam of DeepSpeed and Apex decays weights as AdamW does, unless its config says otherwise.
+    """
+    groups = given_groups(source, options)
+    name = plain_name(source.optimizer or _likely(source.groups))
+    needed = dict(DEFAULTS.get(name, {}))
+    if name == "adam" and any("bias_correction" in group for group in groups):
+        needed["decoupled_weight_decay"] = _adam_w_mode(source)
+    assumed = {
+        key: value
+        for key, value in needed.items()
+        if key in ("lr", "betas", "eps", "weight_decay", "momentum")
+        and any(key not in group for group in groups)
+    }
+    warnings = []
+    if assumed:
+        told = ", ".join(f"{key}={value}" for key, value in assumed.items())
+        warnings.append(
+            f"hyper-parameters that the source does not hold are {name}'s defaults: {told}"
+        )
+    return [_typed({**needed, **group}) for group in groups], warnings
+
+
+def _likely(groups: Sequence[Mapping[str, Any]] | None) -> str:
+    """The optimizer whose states tell nothing: by its groups; AdamW where these are no other's."""
+    own = {"amsgrad", "bias_correction"}  # torch's Adam, and those of DeepSpeed and Apex
+    known = all("lr" not in group or own & group.keys() for group in groups or ())
+    return "AdamW" if known else "unknown"
+
+
+def _adam_w_mode(source: Manifest) -> bool:
+    config = (source.state.get("engine") or {}).get("config")
+    params: Any = config if isinstance(config, dict) else {}
+    for key in ("optimizer", "params", "adam_w_mode"):
+        params = params.get(key) if isinstance(params, dict) else None
+    return params is not False
+
+
+def _typed(group: dict[str, Any]) -> dict[str, Any]:
+    """`betas` is a tuple, as torch has it; a config that was JSON made a list of it."""
+    return {
+        key: tuple(value) if key == "betas" and isinstance(value, Sequence) else value
+        for key, value in group.items()
+    }

@@ -1,0 +1,148 @@
+"""What a user asks of a writer; every format takes what it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import Field, dataclass, field
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+from ..core.dtypes import OPTIONS as DTYPES
+from ..errors import WrongOption
+
+MAX_DP = 1 << 16
+FILE_SIZE = 8 << 30
+DCP_LAYOUTS = ("nested", "flat")
+DIALECTS = ("hdf5", "l2", "safetensors", "accelerate")
+OPTIMIZERS = ("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Raises WrongOption for what none can be.
+
+    `dtype` (fp32, bf16, fp16) is what the module's weights become, made of the masters. `dp`,
+    `stage` and `optimizer` are the source's where they are None; `config` is a ds_config that
+    replaces the source's; `group_defaults` are hyper-parameters that the source does not hold: for
+    all groups by name, for one group under its number ({"eps": 1e-8, 1: {"weight_decay": 0.0}}), or
+    a list with a dictionary for each group;
+    `param_names` is the order of the module's parameters, where the source does not tell it;
+    `dcp_layout` says how a target of torch.distributed.checkpoint names the optimizer's state
+    (None: as the source, or nested). `rename` are pairs of a regular expression and what names
+    become by it, one after the other. `tie` are pairs of a tied weight's second name and of the
+    name that the source has for it. `model_config` is a configuration of transformers or PEFT, or
+    a folder with one. `dialect` is the kind of a target's files: hdf5 or l2 of
+    ONNX Runtime's, safetensors of gathered ones, accelerate of torch.distributed.checkpoint's.
+    """
+
+    weights_only: bool = False
+    dtype: str | None = None
+    max_file_size: int | None = None
+    dp: int | None = None
+    stage: int | None = None
+    config: dict[str, Any] | None = None
+    optimizer: str | None = None
+    group_defaults: Mapping[Any, Any] | Sequence[Mapping[str, Any]] = field(default_factory=dict)
+    param_names: tuple[str, ...] | None = None
+    dialect: str | None = None
+    dcp_layout: str | None = None
+    rename: tuple[tuple[str, str], ...] = ()
+    tie: tuple[tuple[str, str], ...] = ()
+    model_config: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dp is not None and self.dp < 1:
+            raise WrongOption(f"a data-parallel size of {self.dp}", hint="--dp is at least 1")
+        if self.dp is not None and self.dp > MAX_DP:
+            raise WrongOption(
+                f"a data-parallel size of {self.dp}", hint=f"--dp is at most {MAX_DP}"
+            )
+        for word, value, allowed in (
+            ("dtype", self.dtype, tuple(DTYPES)),
+            ("stage", self.stage, (1, 2, 3)),
+            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("dialect", self.dialect, DIALECTS),
+            ("dcp-layout", self.dcp_layout, DCP_LAYOUTS),
+        ):
+            if value is not None and value not in allowed:
+                raise WrongOption(f"{word} {value!r} is none of {', '.join(map(str, allowed))}")
+
+        for key, value in self._given().items():
+            numbered = isinstance(key, int) and key >= 0 and isinstance(value, Mapping)
+            if not numbered and not isinstance(key, str):
+                raise WrongOption(
+                    f"group_defaults has the key {key!r}",
+                    hint="a name of a hyper-parameter, or a group's number with a dictionary",
+                )
+
+    def _given(self) -> dict[Any, Any]:
+        """`group_defaults` as a dictionary; a list is one by the groups' numbers."""
+        given = self.group_defaults
+        return dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+
+    def defaults_of(self, group: int, count: int) -> dict[str, Any]:
+        """The `group_defaults` of one group of `count`: its own, and those for all groups.
+
+        Raises WrongOption where one is given for a group that the source does not have.
+        """
+        given = self._given()
+        numbers = [key for key in given if isinstance(key, int)]
+        if numbers and max(numbers) >= count:
+            raise WrongOption(
+                f"--group-defaults gives values for group {max(numbers)}, but the source has "
+                f"{count} group{'s' if count > 1 else ''}",
+                hint="groups are numbered from 0: see `zckpt inspect`",
+            )
+        shared = {key: value for key, value in given.items() if isinstance(key, str)}
+        return {**shared, **given.get(group, {})}
+
+    @property
+    def module_dtype(self) -> str | None:
+        """`dtype` as safetensors names it."""
+        return None if self.dtype is None else DTYPES[self.dtype]
+
+    def only(self, target: str, fields: Collection[str], dialects: Collection[str] = ()) -> None:
+        """Raises WrongOption where an option is given that the format `target` does not take.
+
+        `fields` are the names of those that it takes, beside names of parameters and
+        `weights_only`, which every format does; `dialects` are the values of `dialect`.
+        """
+        given = [f.name for f in dataclass_fields(self) if getattr(self, f.name) != _default(f)]
+        for name in given:
+            if name in (*fields, *EVERYWHERE) or (name == "dialect" and dialects):
+                continue
+            word = WORDS.get(name, f"--{name.replace('_', '-')}")
+            raise WrongOption(
+                f"{word} does not apply to --to {target}", hint=f"leave it out{_why(name, target)}"
+            )
+        if self.dialect is not None and self.dialect not in dialects:
+            raise WrongOption(
+                f"--dialect {self.dialect} does not apply to --to {target}",
+                hint=f"its dialects are {', '.join(dialects)}",
+            )
+
+    @property
+    def file_size(self) -> int:
+        """The largest safetensors or `.distcp` file, in bytes."""
+        return FILE_SIZE if self.max_file_size is None else self.max_file_size
+
+
+EVERYWHERE = ("weights_only", "rename", "tie", "param_names")
+WORDS = {"config": "--ds-config", "model_config": "--config"}
+NO_RANKS = {
+    "gathered": "whole files load on any number of ranks",
+    "universal": "a universal checkpoint has no ranks",
+    "hf": "a folder for from_pretrained has no ranks",
+}
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
+def _why(name: str, target: str) -> str:
+    if name == "dp" and target in NO_RANKS:
+        return f": {NO_RANKS[target]}"
+    if name == "stage":
+        return ": ZeRO stages are DeepSpeed's"
+    return ""

@@ -1,0 +1,118 @@
+"""Which program saved a directory, and what that program looks for when it resumes.
+
+    transformers    trainer_state.json, scheduler.pt, rng_state*.pth: its Trainer, and TRL's
+    accelerate      random_states_R.pkl, scheduler.bin: Accelerator.save_state
+
+They put these files beside an engine's own, as siblings, and wrap every engine in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..core.inert import Scalar
+from ..core.manifest import Sibling
+
+TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
+SCHEDULERS = ("scheduler.pt", "scheduler.bin")
+HUGGING_FACE = "huggingface/"
+MAX_JSON = 16 << 20  # bytes of a sibling that is read
+# what from_pretrained of models, tokenizers and processors looks for, and code of a model's own
+LOADED = re.compile(
+    r"(?:adapter_|generation_|preprocessor_|processor_|image_processor_|video_preprocessor_)?"
+    r"config\.json|configuration_\w+\.py|(?:modeling|tokenization|processing|image_processing)_\w+"
+    r"\.py|tokenizer(?:_config)?\.json|tokenizer\.model(?:\.v\d+)?|special_tokens_map\.json"
+    r"|added_tokens\.json|vocab\.(?:json|txt|bpe)|merges\.txt|chat_template\.(?:jinja|json)"
+    r"|additional_chat_templates/\w+\.jinja|(?:spiece|spm|sentencepiece\.bpe|source|target)\.model"
+    r"|source\.spm|target\.spm|bpe\.codes|\w+\.tiktoken|tekken\.json|preprocessor_config\.json"
+)
+_MARKS = (
+    (TRANSFORMERS, re.compile(r"trainer_state\.json|training_args\.bin")),
+    (ACCELERATE, re.compile(r"random_states_\d+\.pkl|scheduler\.bin|sampler\.bin")),
+)
+
+
+def program_of(siblings: Iterable[Sibling]) -> str | None:
+    """The program that saved a checkpoint, by the files beside it."""
+    names = [item.name for item in siblings]
+    for program, mark in _MARKS:
+        if any(map(mark.fullmatch, names)):
+            return program
+    return None
+
+
+def json_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
+    """A JSON object among the siblings; None where there is none that can be read."""
+    item = next((each for each in siblings if each.name == name and each.size <= MAX_JSON), None)
+    if item is None:
+        return None
+    try:
+        with open(item.path, encoding="utf-8") as file:
+            made = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return made if isinstance(made, dict) else None
+
+
+def fresh_scheduler(step: int, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state of a torch LambdaLR after `step` updates, which is what transformers makes."""
+    rates = [number(group.get("lr")) for group in groups]
+    return {
+        "base_lrs": [number(group.get("initial_lr", group.get("lr"))) for group in groups],
+        "last_epoch": step,
+        "_step_count": step + 1,
+        "_get_lr_called_within_step": False,
+        "_last_lr": rates,
+        "lr_lambdas": [None] * len(groups),
+    }
+
+
+def number(value: Any) -> Any:
+    """A 0-d tensor, as of a capturable optimizer's learning rate, by value."""
+    return value.value if isinstance(value, Scalar) else value
+
+
+def files_to_load_by(siblings: Iterable[Sibling]) -> list[Sibling]:
+    """Configuration, tokenizer and processor: what from_pretrained needs beside the weights.
+
+    Of a folder `huggingface`, as verl has it, they stand without that folder's name.
+    """
+    found: dict[str, Sibling] = {}
+    for item in siblings:
+        name = item.name.removeprefix(HUGGING_FACE)
+        if LOADED.fullmatch(name):
+            found.setdefault(name, replace(item, name=name))
+    return list(found.values())
+
+
+def beside(root: str, own: Collection[str]) -> tuple[list[Sibling], list[str]]:
+    """Files of a directory that are no part of its checkpoint, and what of it is left out.
+
+    `own` are paths of the checkpoint's files and folders. A folder comes along where it has nothing
+    but configuration and tokenizer, as verl's `huggingface`; others are named.
+    """
+    siblings: list[Sibling] = []
+    left_out: list[str] = []
+    with os.scandir(root) as items:
+        listed = sorted(items, key=lambda item: item.name)
+    for item in listed:
+        if item.path in own:
+            continue
+        if item.is_file():
+            siblings.append(Sibling(item.name, item.path, item.stat().st_size))
+        elif item.is_dir():
+            with os.scandir(item.path) as inside:
+                held = sorted(inside, key=lambda each: each.name)
+            if held and all(each.is_file() and LOADED.fullmatch(each.name) for each in held):
+                siblings += [
+                    Sibling(f"{item.name}/{each.name}", each.path, each.stat().st_size)
+                    for each in held
+                ]
+            else:
+                left_out.append(f"{item.name}/: a folder that is no part of the checkpoint")
+    return siblings, left_out
