@@ -198,12 +198,22 @@ class TestNoCheckpoint:
 
 class TestTargets:
     def test_existing(self, example: Path, zckpt: Zckpt) -> None:
-        for make in (Path.mkdir, Path.touch, lambda path: path.symlink_to("nowhere")):
-            target = example.parent / "target"
+        def full(path: Path) -> None:
+            path.mkdir()
+            (path / "kept").touch()
+
+        target = example.parent / "target"
+        for make in (full, Path.touch, lambda path: path.symlink_to("nowhere")):
             make(target)
             ended = zckpt("convert", example, target)
             assert (ended.code, "exists" in ended.err) == (1, True)
-            target.rmdir() if target.is_dir() else target.unlink()
+            shutil.rmtree(target) if target.is_dir() else target.unlink()
+
+    def test_an_empty_directory(self, example: Path, zckpt: Zckpt) -> None:
+        target = example.parent / "target"
+        target.mkdir()
+        assert zckpt("convert", example, target).code == 0
+        assert (target / "manifest.json").is_file()
 
     def test_a_killed_run_is_in_the_way(self, example: Path, zckpt: Zckpt) -> None:
         (example.parent / "target.partial").mkdir()

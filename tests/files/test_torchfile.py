@@ -23,7 +23,7 @@ import torch
 
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.inert import Foreign, Global, Scalar, Size
-from zckpt.errors import CorruptCheckpoint, UnsupportedCheckpoint, ZckptError
+from zckpt.errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError
 from zckpt.files.torchfile import Parsed, Tensor, TorchFile
 
 MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
@@ -646,9 +646,9 @@ OTHER_FILES = {
     "a byte": (b"P", CorruptCheckpoint),
     "the start of a zip": (b"PK\3\4", CorruptCheckpoint),
     "text": (b"hello, world\n" * 50, CorruptCheckpoint),
-    "a plain pickle": (pickle.dumps({"a": 1}, 2), CorruptCheckpoint),
-    "a plain pickle of protocol 4": (pickle.dumps({"a": 1}, 4), CorruptCheckpoint),
-    "a pickle of an object": (pickle.dumps(Call(os.getcwd), 2), CorruptCheckpoint),
+    "a plain pickle": (pickle.dumps({"a": 1}, 2), NotACheckpoint),
+    "a plain pickle of protocol 4": (pickle.dumps({"a": 1}, 4), NotACheckpoint),
+    "a pickle of an object": (pickle.dumps(Call(os.getcwd), 2), NotACheckpoint),
     "the start of a pickle": (b"\x80\x02", CorruptCheckpoint),
     "an empty zip": (b"PK\5\6" + bytes(18), CorruptCheckpoint),
     "a directory of no members": (zipped([]), CorruptCheckpoint),

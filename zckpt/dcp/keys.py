@@ -116,16 +116,16 @@ class KeyNames:
         _, own_rule = self.rules["weight"]
         if key in self.weights:
             return KeyMeaning("weight", self.weights[key], "", "", own_rule)
-        plain = plain(key)
+        word = plain(key)
         if key.partition(".")[0] in self.words:  # only wrappers may differ
-            drops = leading([plain.removeprefix(self.model)])
+            drops = leading([word.removeprefix(self.model)])
             pairs = product(drops, self._leading)
             rules: Iterable[Rule] = (Rule(self.model + drop, add) for drop, add in pairs)
         else:
-            cuts = ["", *(plain[: match.end()] for match in re.finditer(r"\.", plain))]
+            cuts = ["", *(word[: match.end()] for match in re.finditer(r"\.", word))]
             rules = (Rule(*rule) for rule in product(cuts, self._leading))
             rules = chain(tuple(self._rules), rules)
-        result = self._lookup(plain, rules)
+        result = self._lookup(word, rules)
         if result is None:
             return None
         name, rule = result
@@ -140,9 +140,9 @@ class KeyNames:
                 return None
             name = self.numbers[number]
         if name not in self._parameters:  # each has a dozen hyper-parameters
-            plain = plain(name)
-            rules = product(leading([plain]), self._leading)
-            self._parameters[name] = self._lookup(plain, (Rule(*rule) for rule in rules))
+            word = plain(name)
+            rules = product(leading([word]), self._leading)
+            self._parameters[name] = self._lookup(word, (Rule(*rule) for rule in rules))
         return self._parameters[name]
 
     def _lookup(self, name: str, rules: Iterable[Rule]) -> tuple[str, Rule] | None:

@@ -316,7 +316,10 @@ def _typed_tensor(
     # dtypes without a storage class of their own: float8, uint16... (torch >= 2.0)
     name = TORCH_DTYPES.get(dtype.name) if isinstance(dtype, Global) else None
     if name is None:
-        raise UnsupportedCheckpoint(f"a tensor of type {getattr(dtype, 'name', dtype)}")
+        raise UnsupportedCheckpoint(
+            f"zckpt does not read tensors of type {getattr(dtype, 'name', dtype)}",
+            hint="cast them before saving, or leave them out of the checkpoint",
+        )
     plain = _tensor(storage, offset, shape, strides, grad, hooks, lazy)
     return Tensor(plain.storage, name, plain.offset, plain.shape, plain.strides)
 

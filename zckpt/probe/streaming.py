@@ -236,10 +236,10 @@ def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
     owners = {name: name for name in {entry.parameter for entry in manifest.entries.values()}}
     for owner, parameter in manifest.parameters.items():
         owners |= {alias: owner for alias in parameter.aliases if alias not in owners}
-    plain = {plain(name) for name in owners}
+    known = {plain(name) for name in owners}
     asked: dict[int, str] = {}  # one name of each tied tensor, if possible one that is held
     for name, held in wanted.items():
-        if id(held) not in asked or plain(asked[id(held)]) not in plain:
+        if id(held) not in asked or plain(asked[id(held)]) not in known:
             asked[id(held)] = name
     found = matched(list(asked.values()), list(owners))
     return {

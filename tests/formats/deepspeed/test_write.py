@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from safetensors.numpy import save_file
 
 import zckpt
+from zckpt.files.torchfile import TorchFile
 
 from ...conftest import EXAMPLE, Result
 from ...engines import deepspeed

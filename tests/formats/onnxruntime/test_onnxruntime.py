@@ -1088,7 +1088,8 @@ def test_deepspeed_goes_on(way: Way, trained: Callable[[Case], Path], tmp_path: 
         if not (way.dtype and name.endswith("/param")):
             assert same_bits(tensor, after["tensors"][name]), name
     assert after["steps"] == before["steps"]
-    assert after["groups"][0] == group
+    # the program makes its Adam: the files have the key of every class that it may be of
+    assert after["groups"][0] == {"bias_correction": True, **group}
     if way.to == "deepspeed":
         for name, tensor in before["buffers"].items():
             assert same_bits(tensor, after["buffers"][name]), name

@@ -393,7 +393,10 @@ def _dtype(properties: Any) -> str:
     dtype = state[0] if isinstance(state, tuple) else state["dtype"]
     name = TORCH_DTYPES.get(dtype.name) if isinstance(dtype, Global) else None
     if name is None:
-        raise UnsupportedCheckpoint(f"a tensor of type {getattr(dtype, 'name', dtype)}")
+        raise UnsupportedCheckpoint(
+            f"zckpt does not read tensors of type {getattr(dtype, 'name', dtype)}",
+            hint="cast them before saving, or leave them out of the checkpoint",
+        )
     return name
 
 
