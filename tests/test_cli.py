@@ -182,8 +182,8 @@ class TestConvert:
     def test_a_signal_leaves_nothing(self, tmp_path: Path) -> None:
         """TERM is what a queue sends before it kills."""
         script = (
-            "import os, signal, sys; from zckpt import cli, execute\n"
-            "execute._Copy._fill = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+            "import os, signal, sys; from zckpt import cli; from zckpt.core import copy\n"
+            "copy._Copy._fill = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
             f"sys.argv = ['zckpt', 'convert', {str(EXAMPLE)!r}, {str(tmp_path / 'u')!r}]\n"
             "cli.main()"
         )

@@ -511,7 +511,7 @@ resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
 from itertools import islice
 from zckpt.errors import ZckptError
-from zckpt.torchfile import Tensor, TorchFile
+from zckpt.files.torchfile import Tensor, TorchFile
 try:
     file = TorchFile(sys.argv[1])
     if isinstance(file.value, Tensor):

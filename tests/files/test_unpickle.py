@@ -444,8 +444,8 @@ import json, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
 from zckpt.errors import CorruptCheckpoint
-from zckpt.inert import to_json
-from zckpt.unpickle import Unpickler
+from zckpt.core.inert import to_json
+from zckpt.files.unpickle import Unpickler
 try:
     value = Unpickler(sys.stdin.buffer.read()).load()
     if sys.argv[1] == "json":

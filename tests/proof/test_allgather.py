@@ -258,11 +258,11 @@ def test_one_of_several_processes_fails(json_asked: bool, tmp_path: Path) -> Non
     zckpt.convert(EXAMPLE, tmp_path / "universal")
     (tmp_path / "failing.py").write_text(
         "import os\n"
-        "from zckpt import cli, gather\n"
+        "from zckpt import cli\nfrom zckpt.proof import allgather\n"
         "if os.environ['RANK'] == '1':\n"
         "    def fail(*_):\n"
         "        raise OSError(5, 'Input/output error', 'a-file')\n"
-        "    gather._Gathering._compare = fail\n"
+        "    allgather._Gathering._compare = fail\n"
         "cli.main()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
