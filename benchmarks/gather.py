@@ -81,7 +81,7 @@ def each_parameter(setting: Setting) -> int:
     world, entries = setting.world, setting.other.entries
     gatherer = Gatherer(Reader(), Ledger(()), READ)
     passed = place = 0
-    for part in formats.named(setting.source.format).load().partitions(setting.source.root):
+    for part in formats.named(setting.source.format).partitions(setting.source.root):
         for member in [part] if isinstance(part, Whole) else part.members:
             place += 1
             entry = entries.get(member.name)

@@ -663,10 +663,9 @@ def _forgotten(manifest: Manifest, held: Mapping[str, Entry]) -> list[Report]:
 
 def _parts(manifest: Manifest) -> list[Partition]:
     """By the engine's rule; formats that no engine gathers hold their tensors whole."""
-    module = formats.named(manifest.format).load()
-    if hasattr(module, "partitions"):
-        found: list[Partition] = module.partitions(manifest.root)
-        return found
+    parts = formats.named(manifest.format).partitions(manifest.root)
+    if parts is not None:
+        return parts
     return [_own(entry) for entry in manifest.entries.values() if entry.slot != "state"]
 
 

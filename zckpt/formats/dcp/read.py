@@ -51,8 +51,7 @@ from ..statedict.tree import (
 from . import hf
 
 if TYPE_CHECKING:
-    from ...core.staging import Layout
-    from ...training.options import Options
+    pass
 
 METADATA = ".metadata"
 ITEMS = ".distcp"
@@ -435,17 +434,3 @@ def _put(tree: Any, path: tuple[Any, ...], value: Any, room: int) -> int:
             here[key] = [] if type(following) is int else {}
         here = here[key]
     return room
-
-
-def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of a target; see dcp_writing.py, which reading has no need of."""
-    from . import write as dcp_writing
-
-    return dcp_writing.lay_out(source, options)
-
-
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
-    """What is known only when all tensors are there: the records' checksums."""
-    from . import write as dcp_writing
-
-    dcp_writing.seal(root, manifest, outcome)

@@ -39,8 +39,6 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises WrongOption and MissingData before anything is written.
     """
-    understood = ("dp", "dtype", "dcp_layout", "max_file_size", "group_defaults")
-    options.only("dcp", understood, dialects=("accelerate",))
     target = Target(source, options)
     siblings = [(item.name, item) for item in source.siblings]
     about = "a directory of torch.distributed.checkpoint, which any number of ranks loads"

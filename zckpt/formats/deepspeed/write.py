@@ -38,7 +38,6 @@ from .read import ENGINE_KEYS, INFERRED
 VERSION = "0.19.8"  # of the layout that is written
 # files of one rank beside a trainer's checkpoint: Hugging Face Trainer, Accelerate
 PER_RANK = re.compile(r"rng_state_\d+\.pth|random_states_\d+\.pkl")
-UNDERSTOOD = ("dp", "stage", "dtype", "config", "optimizer", "group_defaults")
 SIBLINGS = ""  # a trainer's files lie beside the tag, as the trainer looks for them
 
 
@@ -50,7 +49,6 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     (parameters of one flat buffer whose steps differ). MissingData too where the order of the
     parameters in the flat buffers is not known.
     """
-    options.only("deepspeed", UNDERSTOOD)
     need_order(source)
     target = Target(source, options)
     siblings = [(item.name, item) for item in source.siblings if not target.drops(item)]

@@ -56,7 +56,7 @@ from ..deepspeed.files import (
 from ..deepspeed.flats import Flat, Slot
 from ..deepspeed.ranks import Ranks, dictionary, item, nested, open_files, version_of
 from ..deepspeed.read import manifest
-from ..deepspeed.write import UNDERSTOOD, VERSION, Target, seal
+from ..deepspeed.write import VERSION, Target, seal
 
 __all__ = ["detect", "lay_out", "read", "seal"]
 
@@ -567,7 +567,6 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     and UnsupportedCheckpoint for what the engine's loader cannot take: numbers that an optimizer
     keeps per parameter (NAdam), in stage 3 any optimizer but Adam; names that are no folder names.
     """
-    options.only("deepspeed-universal", UNDERSTOOD)
     target = _Universal(source, options)
     siblings = [(found.name, found) for found in source.siblings if not target.drops(found)]
     about = f"a universal checkpoint of DeepSpeed's own, ZeRO stage {target.engine.stage}"

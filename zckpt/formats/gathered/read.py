@@ -42,8 +42,7 @@ from ..statedict.tree import Found, Leaf, leaves, number_of
 from . import ranked, zro
 
 if TYPE_CHECKING:
-    from ...core.staging import Layout
-    from ...training.options import Options
+    pass
 
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 RANK = re.compile(
@@ -611,25 +610,3 @@ def _last_step(file: TorchFile) -> steps.Step | None:
     held = [state.get("step") for state in file.value["state"].values()]
     told = [file.scalar(step) if isinstance(step, Tensor) else step for step in held]
     return max((s for s in map(steps.step_of, told) if s is not None), default=None)
-
-
-# -- writing
-
-
-def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of a target; see gathered_writing.py, which reading has no need of."""
-    from . import write as gathered_writing
-
-    return gathered_writing.lay_out(source, options)
-
-
-def read_shells(path: str) -> Manifest:
-    """What was laid out, in which every parameter has its own step."""
-    return read(path, step_policy=steps.KEEP)
-
-
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
-    """What is known only when all tensors are there: the records' checksums."""
-    from ...files.torchshell import seal_records
-
-    seal_records(manifest, outcome)

@@ -28,7 +28,7 @@ from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
 from ...files import safefile
 from ...files.torchfile import Tensor
-from ...files.torchshell import Storages, shell
+from ...files.torchshell import Storages, seal_records, shell
 from ...training import peft, trainers
 from ...training.options import Options
 from ...training.trainers import ACCELERATE, TRANSFORMERS, program_of
@@ -90,7 +90,6 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises WrongOption and MissingData before anything is written.
     """
-    options.only("gathered", ("dtype", "group_defaults"), [name for name in PLAIN if name])
     made = Target(source, options)
     own = {shell.name for shell in made.shells()}
     siblings = [(item.name, item) for item in source.siblings if item.name not in own]
@@ -254,3 +253,8 @@ class Target(StateDicts):
         if hasattr(value, "_metadata"):
             filled._metadata = value._metadata
         return filled
+
+
+def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+    """Writes what is known when all tensors are in place: the records' checksums."""
+    seal_records(manifest, outcome)

@@ -29,14 +29,8 @@ from ..gathered import read as gathered
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def detect(path: str) -> list[str]:
-    """None: such a folder is read as weights alone."""
-    return []
-
-
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of the folder. Raises MissingData where there is no configuration to load it by."""
-    options.only("hf", ("dtype", "max_file_size", "model_config"))
     target = Export(source, options)
     about = "an adapter for PEFT" if target.adapter else "a model for from_pretrained"
     return Layout(target.shells, target.siblings, target.left_out, source.warnings, about=about)
@@ -45,10 +39,6 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
     """What was laid out: weights alone."""
     return gathered.read(path)
-
-
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
-    """safetensors state no checksums."""
 
 
 class Export:

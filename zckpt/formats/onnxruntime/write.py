@@ -44,7 +44,6 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     Lamb, or a state is missing), InconsistentCheckpoint (Lamb has one step for all),
     UnsupportedCheckpoint (a name that HDF5 files cannot hold).
     """
-    options.only("onnxruntime", ("dp", "dtype"), dialects=("hdf5", "l2"))
     target = _Target(source, options)
     return Layout(
         target.shells,

@@ -108,7 +108,6 @@ def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
 
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files, without tensors and digests; `seal` adds these."""
-    options.only("universal", ("dtype", "max_file_size", "group_defaults"))
     chosen = with_defaults(select(source, options), options)
     siblings = [(f"{SIBLINGS}/{item.name}", item) for item in source.siblings]
     left_out = list(source.left_out)
