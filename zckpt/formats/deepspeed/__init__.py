@@ -19,7 +19,6 @@ Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..format import Format

@@ -5,7 +5,7 @@ They are written only: such a folder is read as `gathered`, weights alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..format import Format

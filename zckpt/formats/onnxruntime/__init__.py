@@ -18,7 +18,6 @@ Facts in this package are of onnxruntime-training 1.16.3 and its sources back to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..format import Format
