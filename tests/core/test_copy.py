@@ -52,6 +52,7 @@ def use_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(elements, "SMALL", 64)
     monkeypatch.setattr(elements, "LITTLE", 4096)
     monkeypatch.setattr(elements, "CAST_BLOCK", 100)
+    monkeypatch.setattr(execute, "CAST_BLOCK", 100)
 
 
 @dataclass
