@@ -23,18 +23,8 @@ from zckpt.core import copy as execute
 from zckpt.core import pieces as elements
 from zckpt.core import plan
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
-from zckpt.core.manifest import (
-    Box,
-    Entry,
-    Extent,
-    Fragment,
-    Fragments,
-    Manifest,
-    Record,
-    Runs,
-    Slices,
-    solid,
-)
+from zckpt.core.fragments import Box, Extent, Fragment, Fragments, Record, Runs, Slices, solid
+from zckpt.core.manifest import Entry, Manifest
 from zckpt.errors import CorruptCheckpoint
 
 CHUNK = 8192

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from zckpt.core import plan
 from zckpt.core.dtypes import SIZES
-from zckpt.core.manifest import Entry, Extent, Fragment, Manifest, Parameter, Runs, Slices, solid
+from zckpt.core.fragments import Extent, Fragment, Runs, Slices, solid
+from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.plan import Pair, Piece
 from zckpt.errors import MissingData
 

@@ -19,7 +19,8 @@ from .checksum import Cover, combine, crc32
 from .copy import chunk_size
 from .dtypes import FLOATS, SIZES
 from .fileio import Buffer, Reader, files_per_thread
-from .manifest import Entry, Extent, Manifest, Record, Runs, Slices
+from .fragments import Extent, Record, Runs, Slices
+from .manifest import Entry, Manifest
 from .pieces import CAST_BLOCK, SMALL, Damage, Gatherer, Ledger, Wanted
 from .plan import Match
 from .threads import share

@@ -17,7 +17,8 @@ from . import plan
 from .checksum import Cover, crc32
 from .dtypes import SIZES
 from .fileio import Buffer, Reader, Writer, files_per_thread
-from .manifest import Extent, Manifest
+from .fragments import Extent
+from .manifest import Manifest
 from .pieces import CAST_BLOCK, Gatherer, Ledger, Wanted
 from .plan import Chunk, Pair, Piece
 from .threads import share

@@ -20,7 +20,8 @@ from ..errors import CorruptCheckpoint
 from .checksum import Cover, crc32
 from .dtypes import SIZES
 from .fileio import Buffer, Reader
-from .manifest import Entry, Extent, Fragment, Record, Slices
+from .fragments import Extent, Fragment, Record, Slices
+from .manifest import Entry
 
 MANY = 4096  # slices from which on numpy copies them faster than it is imported
 SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbours

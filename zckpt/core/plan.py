@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from ..errors import MissingData
 from .dtypes import FLOATS, NUMBERS, SIZES
-from .manifest import Entry, Fragment, Manifest, Slices
+from .fragments import Fragment, Slices
+from .manifest import Entry, Manifest
 
 
 @dataclass(frozen=True, slots=True)
