@@ -8,18 +8,19 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 from ..errors import CorruptCheckpoint
 from . import plan
-from .checksum import Cover, crc32
+from .checksum import Cover, Scattered, crc32, crc_of_runs
 from .dtypes import SIZES
 from .fileio import Buffer, Reader, Writer, files_per_thread
-from .fragments import Extent
+from .fragments import Extent, Runs, Slices
 from .manifest import Manifest
-from .pieces import CAST_BLOCK, Gatherer, Ledger, Wanted
+from .pieces import CAST_BLOCK, SMALL, Gatherer, Ledger, Wanted
 from .plan import Chunk, Pair, Piece
 from .threads import share
 
@@ -113,15 +114,25 @@ class _Copy:
         for record in target.records:
             self.records.setdefault(record.extent.file, []).append(record.extent)
         self.outcome = Outcome()
-        self.covers = {id(pair): Cover(pair.target.length) for pair in pairs}
-        self.cast_covers = {
-            pair.source.name: Cover(pair.source.length)
+        in_order = [pair for pair in pairs if _is_in_order(pair)]
+        ordered = {id(pair) for pair in in_order}
+        self.covers: dict[int, Cover | Scattered] = {
+            id(pair): (Cover if id(pair) in ordered else Scattered)(pair.target.length)
+            for pair in pairs
+        }
+        self.cast_covers: dict[int, Cover | Scattered] = {
+            id(pair): (Cover if id(pair) in ordered else Scattered)(pair.source.length)
             for pair in pairs
             if pair.source.digest is not None and pair.source.dtype != pair.target.dtype
         }
         self.pairs = pairs
-        first = {pair.source.name: id(pair) for pair in reversed(pairs)}
-        self.checking = set(first.values())  # one pair per source entry
+        # one pair per source entry; of runs at a stride the records are read once more in the end
+        first = {pair.source.name: id(pair) for pair in reversed(in_order)}
+        self.checking = set(first.values())
+        for pair in pairs:
+            if pair.source.name not in first:
+                for fragment in pair.source.fragments:
+                    self.ledger.require(fragment.extent)
         self.lock = threading.Lock()
         self.targets: list[_Target] = []
         self.tasks = self._tasks()
@@ -150,21 +161,17 @@ class _Copy:
     def _fill(self, target: _Target, chunk: Chunk, gatherer: Gatherer, buffer: memoryview) -> None:
         view = buffer[: chunk.length]
         self._keep_shell(target, chunk, gatherer.reader, view)
-        same = [
-            Wanted(
-                piece.pair.source,
-                piece.start,
-                piece.stop,
-                piece.offset - chunk.offset,
-                id(piece.pair) in self.checking,
-            )
-            for piece in chunk.pieces
-            if piece.pair.source.dtype == piece.pair.target.dtype
-        ]
+        same: list[Wanted] = []
+        for piece in chain.from_iterable(map(_parts, chunk.pieces)):
+            source, at = piece.pair.source, piece.offset - chunk.offset
+            if piece.count > 1:
+                self._fill_runs(piece, at, gatherer, view)
+            elif source.dtype != piece.pair.target.dtype:
+                self._cast(piece, at, gatherer, view)
+            else:
+                check = id(piece.pair) in self.checking
+                same.append(Wanted(source, piece.start, piece.stop, at, check))
         gatherer.gather(same, view)
-        for piece in chunk.pieces:
-            if piece.pair.source.dtype != piece.pair.target.dtype:
-                self._cast(piece, piece.offset - chunk.offset, gatherer, view)
         self._hash(target, chunk, view)
         target.writer.write(buffer, chunk.length, chunk.offset)
         with self.lock:
@@ -199,12 +206,50 @@ class _Copy:
             held = block[: (stop - start) * size]
             check = id(piece.pair) in self.checking
             gatherer.gather([Wanted(source, start, stop, 0, check)], held)
-            if source.name in self.cast_covers:
+            if id(piece.pair) in self.cast_covers:
                 crc = crc32(held)
                 with self.lock:
-                    self.cast_covers[source.name].add(start * size, stop * size, crc)
+                    self.cast_covers[id(piece.pair)].add(start * size, stop * size, crc)
             into = at + (start - piece.start) * cast_size
             cast(held, source.dtype, view[into : into + (stop - start) * cast_size], to.dtype)
+
+    def _fill_runs(self, piece: Piece, at: int, gatherer: Gatherer, view: memoryview) -> None:
+        """Runs at a stride: reads the rows that they are cut from, and picks them by a 2-D copy."""
+        import numpy as np
+
+        from .cast import cast
+
+        source, target = piece.pair.source, piece.pair.target
+        size, length, stride = SIZES[source.dtype], piece.stop - piece.start, piece.stride
+        block = gatherer.block()
+        most = max(1, min(CAST_BLOCK, len(block) // size) // stride)
+        for first in range(0, piece.count, most):
+            count = min(most, piece.count - first)
+            start = piece.start + first * stride
+            stop = start + (count - 1) * stride + length
+            gatherer.gather([Wanted(source, start, stop, 0, False)], block[: (stop - start) * size])
+            rows = np.frombuffer(block, f"u{size}", count * stride).reshape(count, stride)
+            runs = np.ascontiguousarray(rows[:, :length]).data.cast("B")
+            begin = at + first * length * SIZES[target.dtype]
+            into = view[begin : begin + count * length * SIZES[target.dtype]]
+            if source.dtype == target.dtype:
+                into[:] = runs
+                continue
+            cast(runs, source.dtype, into, target.dtype)
+            if id(piece.pair) in self.cast_covers:
+                self._add_runs(self.cast_covers[id(piece.pair)], piece, runs, stop)
+
+    def _add_runs(
+        self, cover: Cover | Scattered, piece: Piece, runs: memoryview, stop: int
+    ) -> None:
+        """The CRC of runs of a piece, the last of which ends at element `stop` of the tensor."""
+        assert isinstance(cover, Scattered)
+        length = piece.stop - piece.start
+        # bytes per element, before the cast or after it
+        size = cover.length // piece.pair.target.numel
+        crc = crc_of_runs(runs, length * size, piece.stride * size)
+        with self.lock:
+            cover.add_runs(len(runs), stop * size, crc)
 
     def _hash(self, target: _Target, chunk: Chunk, view: memoryview) -> None:
         """CRCs of the chunk's pieces and gaps: for tensors, for records, for the file."""
@@ -219,9 +264,14 @@ class _Copy:
         with self.lock:
             for (start, stop, own), crc in zip(found, crcs, strict=True):
                 target.passed(start, stop, crc)
-                if own is not None:
+                if own is not None and own.count == 1:
                     size = SIZES[own.pair.target.dtype]
                     self.covers[id(own.pair)].add(own.start * size, own.stop * size, crc)
+        for piece in chunk.pieces:
+            if piece.count > 1:
+                runs = view[piece.offset - chunk.offset : piece.end - chunk.offset]
+                stop = piece.stop + (piece.count - 1) * piece.stride
+                self._add_runs(self.covers[id(piece.pair)], piece, runs, stop)
 
     def close(self, error: BaseException) -> None:
         """Closes what a failure left open, without another sync, whose failure would hide it."""
@@ -241,7 +291,7 @@ class _Copy:
             crc = self.covers[id(pair)].crc
             assert crc is not None, pair.target.name
             self.outcome.digests[pair.target.name] = crc
-            cast_cover = self.cast_covers.get(pair.source.name)
+            cast_cover = self.cast_covers.get(id(pair))
             found = crc if cast_cover is None else cast_cover.crc
             if pair.source.digest not in (None, found):
                 raise CorruptCheckpoint(
@@ -254,6 +304,17 @@ class _Copy:
         finally:
             reader.close()
         return self.outcome
+
+
+def _is_in_order(pair: Pair) -> bool:
+    """Whether the target holds the tensor in few long runs: no box that is cut along inner axes."""
+    return isinstance(pair.target.fragments, (Runs, Slices))
+
+
+def _parts(piece: Piece) -> Iterable[Piece]:
+    """Runs that are to be read together, or each run by itself where far more lies between them."""
+    near = piece.stride * SIZES[piece.pair.source.dtype] < SMALL
+    return [piece] if near or piece.count == 1 else piece.runs()
 
 
 def copy(

@@ -76,6 +76,7 @@ class Ledger:
         }
         self._covers: dict[Extent, tuple[Record, Cover]] = {}
         self._lock = threading.Lock()
+        self._required: set[Extent] = set()
         self._collect = collect
         self.damage: dict[Extent, Damage] = {}
 
@@ -94,6 +95,13 @@ class Ledger:
         for record in self._within(extent.file, extent.offset, extent.offset + extent.length):
             start = extent.offset - record.extent.offset
             self._add(record, start, start + extent.length, crc)
+
+    def require(self, extent: Extent) -> None:
+        """The records with any of these bytes are read and checked by `finish`, whatever passed."""
+        for record in self._within(extent.file, extent.offset, extent.offset + extent.length):
+            self._required.add(record.extent)
+            with self._lock:
+                self._cover(record)
 
     def _within(self, file: str, offset: int, end: int) -> Sequence[Record]:
         """Records with any of these bytes."""
@@ -149,7 +157,8 @@ class Ledger:
                 self._covers[record.extent] = record, Cover(record.extent.length)
                 gaps = [(0, record.extent.length)]
             missing = sum(stop - start for start, stop in gaps)
-            if record.crc is not None and (everything or missing <= max(cover.seen, LITTLE)):
+            completed = everything or record.extent in self._required
+            if record.crc is not None and (completed or missing <= max(cover.seen, LITTLE)):
                 padding = beside if cover.seen else None
                 for start, stop in gaps:
                     self._pass_range(reader, buffer.view, record, (start, stop), padding)

@@ -25,16 +25,31 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [start, stop) of a pair, which stand at byte `offset` of a target file."""
+    """Elements [start, stop) of a pair, which stand at byte `offset` of a target file.
+
+    A piece with a `count` above one is that many runs of equal length. They follow each other in
+    the file without a gap; run i holds elements [start + i * stride, stop + i * stride).
+    """
 
     offset: int
     start: int
     stop: int
     pair: Pair
+    count: int = 1
+    stride: int = 0
 
     @property
     def end(self) -> int:
-        return self.offset + (self.stop - self.start) * SIZES[self.pair.target.dtype]
+        numel = (self.stop - self.start) * self.count
+        return self.offset + numel * SIZES[self.pair.target.dtype]
+
+    def runs(self) -> Iterator[Piece]:
+        """Each run as a piece of its own."""
+        length = (self.stop - self.start) * SIZES[self.pair.target.dtype]
+        for number in range(self.count):
+            first = number * self.stride
+            offset = self.offset + number * length
+            yield Piece(offset, self.start + first, self.stop + first, self.pair)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +247,14 @@ def files(pairs: Sequence[Pair]) -> Iterator[tuple[str, list[Piece]]]:
                 if rank < len(pair.target.fragments)
             ]
         pieces = [
-            Piece(fragment.extent.offset, fragment.start, fragment.stop, pair)
+            Piece(
+                fragment.extent.offset,
+                fragment.start,
+                fragment.stop,
+                pair,
+                fragment.count,
+                fragment.stride,
+            )
             for pair, fragment in found
         ]
         yield file, sorted(pieces, key=lambda piece: piece.offset)
@@ -246,22 +268,32 @@ def chunks(file: str, size: int, pieces: Sequence[Piece], chunk: int) -> Iterato
     first = 0
     for offset in range(0, size, chunk):
         end = min(offset + chunk, size)
-        inside = []
+        inside: list[Piece] = []
         place = first
         while place < len(pieces) and pieces[place].offset < end:
             piece = pieces[place]
-            inside.append(_clip(piece, offset, end))
+            inside += _clipped(piece, offset, end)
             if piece.end <= end:
                 first = place + 1
             place += 1
         yield Chunk(file, offset, end - offset, inside)
 
 
-def _clip(piece: Piece, offset: int, end: int) -> Piece:
+def _clipped(piece: Piece, offset: int, end: int) -> Iterator[Piece]:
+    """What bytes [offset, end) of the file hold of a piece: whole runs together, cut ones alone."""
     if piece.offset >= offset and piece.end <= end:
-        return piece
-    size = SIZES[piece.pair.target.dtype]
-    start = piece.start + max(0, offset - piece.offset) // size
-    stop = piece.stop - max(0, piece.end - end) // size
+        yield piece
+        return
+    size, length = SIZES[piece.pair.target.dtype], piece.stop - piece.start
     assert (max(piece.offset, offset) - piece.offset) % size == 0, piece
-    return Piece(max(piece.offset, offset), start, stop, piece.pair)
+    # elements of the piece, counted as they lie in the file
+    position = max(0, offset - piece.offset) // size
+    last = length * piece.count - max(0, piece.end - end) // size
+    while position < last:
+        run, skipped = divmod(position, length)
+        whole_runs = 0 if skipped else (last - position) // length
+        start = piece.start + run * piece.stride + skipped
+        stop = start + (length if whole_runs else min(length - skipped, last - position))
+        count, stride = (whole_runs, piece.stride) if whole_runs > 1 else (1, 0)
+        yield Piece(piece.offset + position * size, start, stop, piece.pair, count, stride)
+        position += count * (stop - start)
