@@ -33,6 +33,7 @@ from zckpt.core.fragments import (
     Runs,
     Slices,
     boxes,
+    range_of_box,
     solid,
 )
 from zckpt.core.manifest import Entry, Manifest
@@ -127,22 +128,28 @@ class Disk:
         self.extents.append(extent)
         return Box(shape, (0,) * len(shape), shape, strides, 0, size, extent)
 
-    def boxes(self, data: bytes, size: int, shape: tuple[int, ...]) -> Fragments:
-        """Cut along any axes, the parts in several files, each part row-major."""
+    def boxes(self, data: bytes, size: int, shape: tuple[int, ...], split: int = 0) -> Fragments:
+        """Cut along any axes, each part row-major, and cut again into up to `split` + 1 ranges."""
         cuts = [
             sorted({0, length, *(self.random.randint(0, length) for _ in range(2))})
             for length in shape
         ]
         whole = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(*shape, size)
-        parts = []
+        parts: list[Box] = []
         for corner in product(*map(pairwise, cuts)):
             part = whole[tuple(slice(*ends) for ends in corner)].contiguous()
-            extent = self.put(f"box {len(parts) % 3}", bytes(part.view(-1).numpy()), size)
-            self.extents.append(extent)
             offsets, sizes = [start for start, _ in corner], part.shape[:-1]
-            strides = [stride // size for stride in part.stride()[:-1]]
-            parts.append(Box(shape, offsets, sizes, strides, 0, size, extent))
+            bounds = {0, prod(sizes), *(self.random.randint(0, prod(sizes)) for _ in range(split))}
+            for start, stop in pairwise(sorted(bounds)):
+                inside = bytes(part.view(-1)[start * size : stop * size].numpy())
+                extent = self.put(f"box {len(parts) % 3}", inside, size)
+                self.extents.append(extent)
+                parts += range_of_box(shape, offsets, sizes, start, stop, size, extent)
         return boxes(parts)
+
+    def ranges(self, data: bytes, size: int, shape: tuple[int, ...]) -> Fragments:
+        """As the partitions of tensor-parallel slices lie in files."""
+        return self.boxes(data, size, shape, 2)
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], fragments: Fragments) -> None:
         self.entries[name] = Entry(name, dtype, shape, fragments)
@@ -196,8 +203,8 @@ def lay(disk: Disk, tensors: list[Tensor], kinds: tuple[str, ...]) -> None:
         if kind == "slices":
             sliced.setdefault((tensor.dtype, disk.random.choice([1, 2, 3, 9])), []).append(tensor)
             continue
-        if kind in ("lines", "boxes") and tensor.data:
-            layout = disk.lines if kind == "lines" else disk.boxes
+        if kind in ("lines", "boxes", "ranges") and tensor.data:
+            layout = {"lines": disk.lines, "boxes": disk.boxes, "ranges": disk.ranges}[kind]
             fragments = layout(tensor.data, size, tensor.shape)
         else:
             fragments = (disk.runs if kind == "runs" else disk.whole)(tensor.data, size)
@@ -258,8 +265,8 @@ def prepare(
     root: Path,
     seed: int,
     tensors: list[Tensor],
-    source: tuple[str, ...] = ("runs", "slices", "lines", "boxes", "whole"),
-    target: tuple[str, ...] = ("whole", "runs", "slices", "lines", "boxes"),
+    source: tuple[str, ...] = ("runs", "slices", "lines", "boxes", "ranges", "whole"),
+    target: tuple[str, ...] = ("whole", "runs", "slices", "lines", "boxes", "ranges"),
     dtypes: dict[str, str] | None = None,
 ) -> Job:
     """`dtypes` of the target by name of the tensor, where another than the source's."""
@@ -309,15 +316,19 @@ def touched(disk: Disk) -> set[Extent]:
     }
 
 
-@pytest.mark.parametrize("target", ["whole", "runs", "slices", "lines", "boxes"])
-@pytest.mark.parametrize("source", ["whole", "runs", "slices", "lines", "boxes"])
+@pytest.mark.parametrize("target", ["whole", "runs", "slices", "lines", "boxes", "ranges"])
+@pytest.mark.parametrize("source", ["whole", "runs", "slices", "lines", "boxes", "ranges"])
 def test_each_layout_to_each(tmp_path: Path, source: str, target: str) -> None:
     tensors = some_tensors(random.Random(5), ("F32", "BF16"), 20)
     tensors.append(Tensor("large/exp_avg", "F32", (130, 91), random.Random(1).randbytes(47320)))
     job = prepare(tmp_path, 1, tensors, (source,), (target,))
     outcome = job.copy()
     job.check(outcome)
-    if source not in ("lines", "boxes"):  # chunks' edges read parts of a strided run twice
+    if source not in (
+        "lines",
+        "boxes",
+        "ranges",
+    ):  # chunks' edges read parts of a strided run twice
         assert (outcome.checked, outcome.unchecked) == (len(touched(job.source)), 0)
 
 

@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Runs, Slices, boxes, solid
+from zckpt.core.fragments import (
+    Box,
+    Boxes,
+    Extent,
+    Fragment,
+    Fragments,
+    Runs,
+    Slices,
+    boxes,
+    range_of_box,
+    solid,
+)
 
 SIZE = 4
 
@@ -162,13 +173,20 @@ def test_boxes_that_tile_a_tensor_hold_every_element_once(
                 element = element * size + offset + here
             at = 100 + sum(map(int.__mul__, place, strides)) * SIZE
             expected[element] = (extent.file, at)
-    made = boxes(draw.draw(st.permutations(parts)))
-    assert places(made) == expected
-    assert len(made) == len(list(made))
-    assert [made[place] for place in range(len(made))] == list(made)
-    start, stop = draw.draw(ranges(prod(shape)))
-    needed = [item for item in made if any(start <= element < stop for element in elements(item))]
-    assert [item for item in made.overlapping(start, stop) if item in needed] == needed
+    fragments = boxes(draw.draw(st.permutations(parts)))
+    assert places(fragments) == expected
+    check_overlaps(fragments, prod(shape), draw)
+
+
+def check_overlaps(fragments: Fragments, numel: int, draw: st.DataObject) -> None:
+    """Length, items and `overlapping` agree; the runs of a range hold all elements of it."""
+    assert len(fragments) == len(list(fragments))
+    assert [fragments[place] for place in range(len(fragments))] == list(fragments)
+    start, stop = draw.draw(ranges(numel))
+    needed = [
+        item for item in fragments if any(start <= element < stop for element in elements(item))
+    ]
+    assert [item for item in fragments.overlapping(start, stop) if item in needed] == needed
     for item in needed:
         held = {
             element: where
@@ -177,6 +195,48 @@ def test_boxes_that_tile_a_tensor_hold_every_element_once(
         }
         wanted = {key: where for key, where in elements(item).items() if start <= key < stop}
         assert wanted.items() <= held.items() <= elements(item).items()
+
+
+@given(st.lists(st.integers(0, 4), max_size=4).map(tuple), st.data())
+def test_ranges_of_boxes_hold_every_element_once(
+    shape: tuple[int, ...], draw: st.DataObject
+) -> None:
+    """Every box of a tensor is cut into ranges, each in a file of its own."""
+    cuts = [
+        sorted({0, size, *draw.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape
+    ]
+    parts: list[Box] = []
+    expected: dict[int, tuple[str, int]] = {}
+    for number, corner in enumerate(product(*map(pairwise, cuts))):
+        offsets = [start for start, _ in corner]
+        sizes = [stop - start for start, stop in corner]
+        inside = []
+        for place in product(*map(range, sizes)):
+            element = 0
+            for coordinate, offset, length in zip(place, offsets, shape, strict=True):
+                element = element * length + offset + coordinate
+            inside.append(element)
+        bounds = st.lists(st.integers(0, len(inside)), max_size=3)
+        for start, stop in pairwise(sorted({0, len(inside), *draw.draw(bounds)})):
+            extent = Extent(f"rank {number} from {start}", 100, (stop - start) * SIZE)
+            ranged = list(range_of_box(shape, offsets, sizes, start, stop, SIZE, extent))
+            assert len(ranged) <= max(1, 2 * len(shape) - 1)
+            parts += ranged
+            for position, element in enumerate(inside[start:stop]):
+                expected[element] = extent.file, 100 + position * SIZE
+    fragments = boxes(draw.draw(st.permutations(parts)))
+    assert places(fragments) == expected
+    check_overlaps(fragments, prod(shape), draw)
+
+
+def test_a_range_of_a_slice_of_columns() -> None:
+    """Rank 1 of two holds columns 2 and 3 of a 3 x 4 matrix; its second partition is 3 elements."""
+    parts = list(range_of_box((3, 4), (0, 2), (3, 2), 3, 6, SIZE, Extent("a", 0, 12)))
+    assert [list(part) for part in parts] == [
+        [Fragment(7, 8, Extent("a", 0, 4))],
+        [Fragment(10, 12, Extent("a", 4, 8))],
+    ]
+    assert list(range_of_box((3, 4), (0, 2), (3, 2), 2, 2, SIZE, Extent("a", 0, 0))) == []
 
 
 def test_rows_of_a_tensor_are_runs_and_columns_are_one_fragment_each() -> None:

@@ -263,6 +263,39 @@ class Boxes(Fragments):
             yield from part.overlapping(start, stop)
 
 
+def range_of_box(
+    whole: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    start: int,
+    stop: int,
+    size: int,
+    extent: Extent,
+) -> Iterator[Box]:
+    """Elements [start, stop) of a box, in the box's own row-major order, as boxes of the tensor.
+
+    This is a partition of a tensor-parallel slice: `sizes` at `offsets` is the slice in a tensor of
+    shape `whole`, and the elements follow each other in `extent`. `size` is bytes per element. A
+    range begins and ends inside of rows, planes, ..., so n axes give up to 2 * n - 1 boxes.
+    """
+    assert 0 <= start <= stop <= prod(sizes), (start, stop, sizes)
+    steps = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    place = start
+    while place < stop:
+        # the outermost axis along which a box can begin here and end within the range
+        axis = next(
+            (n for n, step in enumerate(steps) if not place % step and place + step <= stop), 0
+        )
+        corner = [place // step % length for step, length in zip(steps, sizes, strict=True)]
+        lengths = [*(1 for _ in sizes[:axis]), *sizes[axis:]]
+        if sizes:
+            lengths[axis] = min(sizes[axis] - corner[axis], (stop - place) // steps[axis])
+        strides = [prod(lengths[n + 1 :]) for n in range(len(lengths))]
+        at = [offset + inner for offset, inner in zip(offsets, corner, strict=True)]
+        yield Box(whole, at, lengths, strides, place - start, size, extent)
+        place += prod(lengths)
+
+
 def boxes(parts: Iterable[Box]) -> Fragments:
     """Fragments of a tensor of which `parts` are all; cut along the first axis they are runs."""
     held = [part for part in parts if prod(part.sizes)]
