@@ -1,12 +1,19 @@
-"""Where the elements of one tensor lie: runs of elements in extents of files.
+"""In which bytes of which files do the elements of one tensor lie?
 
     Fragment    a run of row-major elements of one tensor, in an extent
     Extent      bytes in one file
 
-Fragments come in a few kinds, all sequences. `Runs` lists them. `Slices` is ZeRO-3's arithmetic:
-rank r owns elements [r * ceil(n / dp), ...), so nothing is stored per rank. `Box` is a part of a
-tensor that is cut along any axes, or lies in its file in another order than row-major (a transposed
-buffer); `Boxes` are several.
+The fragments of a tensor are a sequence of one of these kinds:
+
+    Runs        a list of fragments
+    Slices      ZeRO-3's arithmetic: rank r owns elements [r * ceil(n / dp), ...). Nothing is stored
+                per rank.
+    Box         a part of a tensor that is cut along any axes, or whose order in the file is not
+                row-major (a transposed buffer)
+    Boxes       several boxes
+
+A partition of a tensor-parallel slice is a range of a box's elements. `range_of_box` gives it as
+boxes.
 """
 
 from __future__ import annotations
@@ -34,7 +41,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Bytes whose CRC-32 the file itself states; None where it was saved without."""
+    """Bytes whose CRC-32 the file itself states; None if the file was saved without CRCs."""
 
     extent: Extent
     crc: int | None
@@ -44,8 +51,8 @@ class Record:
 class Fragment:
     """Elements [start, stop) of a tensor, row-major, in `extent`.
 
-    With a `count` of more than one the extent holds that many runs of equal length one behind the
-    other: run i is elements [start + i * stride, stop + i * stride).
+    If `count` is above one, the extent holds that many runs of equal length without gaps. Run i
+    holds elements [start + i * stride, stop + i * stride).
     """
 
     start: int
@@ -55,17 +62,17 @@ class Fragment:
     stride: int = 0
 
     def runs(self, start: int, stop: int) -> Iterator[Fragment]:
-        """Its runs with any of the elements [start, stop), each as a fragment of its own."""
+        """The runs that hold any of the elements [start, stop), each as its own fragment."""
         if self.count == 1:
             yield self
             return
         low = max(0, (start - self.stop) // self.stride + 1)
         high = min(self.count, -((self.start - stop) // self.stride))
         length = self.extent.length // self.count
-        for place in range(low, high):
-            at = place * self.stride
-            part = self.extent.part(place * length, (place + 1) * length)
-            yield Fragment(self.start + at, self.stop + at, part)
+        for number in range(low, high):
+            shift = number * self.stride
+            part = self.extent.part(number * length, (number + 1) * length)
+            yield Fragment(self.start + shift, self.stop + shift, part)
 
 
 class Fragments(Sequence[Fragment]):
@@ -74,7 +81,7 @@ class Fragments(Sequence[Fragment]):
     __slots__ = ()
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
-        """Those that hold any of the elements [start, stop)."""
+        """The fragments that hold any of the elements [start, stop)."""
         raise NotImplementedError
 
     def __getitem__(self, place: Any) -> Any:
@@ -85,7 +92,7 @@ class Fragments(Sequence[Fragment]):
 
 
 class Runs(Fragments):
-    """Fragments that are listed, in order of `start`; each has a count of one."""
+    """A list of fragments in order of `start`; each has a count of one."""
 
     __slots__ = ("listed", "starts")
 
@@ -109,15 +116,15 @@ class Runs(Fragments):
 
 
 def solid(numel: int, extent: Extent) -> Runs:
-    """One fragment that is the whole tensor."""
+    """The whole tensor as one fragment."""
     return Runs([Fragment(0, numel, extent)])
 
 
 @dataclass(frozen=True, slots=True)
 class Slices(Fragments):
-    """A tensor of `numel` elements cut evenly over ranks, the tail of the last ones padded.
+    """A tensor of `numel` elements that is cut evenly over ranks; the last slices are padded.
 
-    Rank r's `width` elements stand at element `offset` of `flats[r]`, a flat buffer that the slices
+    Rank r's `width` elements begin at element `offset` of `flats[r]`, a flat buffer that the slices
     of many tensors share. `size` is bytes per element.
     """
 
@@ -152,9 +159,8 @@ class Slices(Fragments):
 class Box(Fragments):
     """Elements [offset, offset + size) along every axis of a tensor of shape `whole`.
 
-    They lie in `extent` from element `first` on with `strides`, which count elements; `size` is
-    bytes per element. A fragment is what is contiguous there: one run, or equal runs behind each
-    other.
+    In `extent` they begin at element `first` and have `strides`, which count elements. `size` is
+    bytes per element. Each fragment is contiguous in the extent: one run, or several equal runs.
     """
 
     __slots__ = (
@@ -196,16 +202,16 @@ class Box(Fragments):
         return prod(count for count, _, _ in self._axes) if prod(self.sizes) else 0
 
     def __iter__(self) -> Iterator[Fragment]:
-        # not itertools.product, which lists every axis: an expanded one may be of any length
+        # itertools.product would list every axis, and an expanded axis may have any length
         for place in range(prod(count for count, _, _ in self._axes) if prod(self.sizes) else 0):
             yield self[place]
 
     def __getitem__(self, place: Any) -> Any:
         start, first = self._start, self.first
         for count, step, stride in reversed(self._axes):
-            place, here = divmod(place, count)
-            start += here * step
-            first += here * stride
+            place, coordinate = divmod(place, count)
+            start += coordinate * step
+            first += coordinate * stride
         if place:
             raise IndexError(place)
         stop = first + self._run * self._count
@@ -229,7 +235,7 @@ class Box(Fragments):
 
 
 def _joined(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Axes (size, step in the tensor, stride in the file), those as one that lie as one."""
+    """Axes (size, step in the tensor, stride in the file); contiguous ones become one."""
     joined: list[tuple[int, int, int]] = []
     for count, step, stride in axes:
         if joined and joined[-1][1:] == (count * step, count * stride):
@@ -240,7 +246,7 @@ def _joined(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 class Boxes(Fragments):
-    """Several parts of one tensor, which together are all of it."""
+    """Several parts of one tensor."""
 
     __slots__ = ("_ends", "parts")
 
@@ -297,9 +303,9 @@ def range_of_box(
 
 
 def boxes(parts: Iterable[Box]) -> Fragments:
-    """Fragments of a tensor of which `parts` are all; cut along the first axis they are runs."""
-    held = [part for part in parts if prod(part.sizes)]
-    listed = [part[0] for part in held if len(part) == 1]
-    if len(listed) == len(held) and all(fragment.count == 1 for fragment in listed):
+    """All parts of a tensor as its fragments: `Runs` if it is cut along the first axis alone."""
+    filled = [part for part in parts if prod(part.sizes)]
+    listed = [part[0] for part in filled if len(part) == 1]
+    if len(listed) == len(filled) and all(fragment.count == 1 for fragment in listed):
         return Runs(sorted(listed, key=lambda fragment: fragment.start))
-    return held[0] if len(held) == 1 else Boxes(held)
+    return filled[0] if len(filled) == 1 else Boxes(filled)

@@ -1,4 +1,4 @@
-"""Where every element of every tensor of a checkpoint lives.
+"""What does a checkpoint hold: which tensors, parameters and groups, and where do they lie?
 
 Manifest    one checkpoint: entries, parameters, groups, and everything that is not a tensor
 Entry       one whole tensor, `parameter/slot`, wherever its pieces are
@@ -49,11 +49,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is known of a parameter beside its tensors.
+    """What a checkpoint says about a parameter beside its tensors.
 
-    `step` is completed updates, None where the optimizer keeps none; `scalars` are its states of
-    one number other than the step, Python's or tensors of another shape than the parameter;
-    `group` is its place in the manifest's groups, None where frozen.
+    `step` counts completed updates; it is None if the optimizer keeps no step. `scalars` are the
+    optimizer states that are one number, except the step: Python numbers, or tensors of one element
+    whose shape is not the parameter's. `group` is the parameter's place in the manifest's groups;
+    it is None if the parameter is frozen.
     """
 
     shape: tuple[int, ...]
@@ -65,22 +66,22 @@ class Parameter:
 
 
 def parameters_to_json(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """As a universal manifest and a proof hold them."""
+    """Parameters as JSON, as a universal manifest and a proof write them."""
     return {
         name: {
-            "shape": list(held.shape),
-            "trainable": held.trainable,
-            "group": held.group,
-            "step": held.step,
-            "scalars": {key: _scalar_to_json(scalar) for key, scalar in held.scalars.items()},
-            "aliases": list(held.aliases),
+            "shape": list(parameter.shape),
+            "trainable": parameter.trainable,
+            "group": parameter.group,
+            "step": parameter.step,
+            "scalars": {key: _scalar_to_json(scalar) for key, scalar in parameter.scalars.items()},
+            "aliases": list(parameter.aliases),
         }
-        for name, held in parameters.items()
+        for name, parameter in parameters.items()
     }
 
 
-def parameters_from_json(made: Mapping[str, Any]) -> dict[str, Parameter]:
-    """What `parameters_to_json` was given; raises KeyError, TypeError or the like for others."""
+def parameters_from_json(document: Mapping[str, Any]) -> dict[str, Parameter]:
+    """The inverse of `parameters_to_json`; raises KeyError, TypeError etc. for other documents."""
     return {
         name: Parameter(
             tuple(item["shape"]),
@@ -90,18 +91,19 @@ def parameters_from_json(made: Mapping[str, Any]) -> dict[str, Parameter]:
             {key: _scalar_from_json(scalar) for key, scalar in item.get("scalars", {}).items()},
             tuple(item.get("aliases", ())),
         )
-        for name, item in made.items()
+        for name, item in document.items()
     }
 
 
 def _scalar_to_json(scalar: Scalar) -> dict[str, Any]:
-    """Without a `shape` where it has none, as all were before zckpt kept shapes."""
+    """A scalar without dimensions has no key `shape`, as before zckpt kept shapes."""
     shape = {"shape": list(scalar.shape)} if scalar.shape else {}
     return {"value": to_json(scalar.value), "dtype": scalar.dtype, **shape}
 
 
-def _scalar_from_json(made: Mapping[str, Any]) -> Scalar:
-    scalar = Scalar(from_json(made["value"]), made["dtype"], tuple(made.get("shape", ())))
+def _scalar_from_json(document: Mapping[str, Any]) -> Scalar:
+    shape = tuple(document.get("shape", ()))
+    scalar = Scalar(from_json(document["value"]), document["dtype"], shape)
     if scalar.dtype not in PYTHON_NUMBERS and scalar.dtype not in NUMBERS:
         raise ValueError(f"a number of type {scalar.dtype!r}")
     if any(size != 1 for size in scalar.shape):
@@ -111,7 +113,7 @@ def _scalar_from_json(made: Mapping[str, Any]) -> Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One place that holds a step; `truth` where this optimizer reads it from."""
+    """One place that holds a step; `truth` is True if this optimizer reads its step there."""
 
     where: str
     step: float | int
@@ -120,7 +122,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """A file of a trainer's directory that is no part of the checkpoint itself."""
+    """A file of a trainer's directory that is not part of the checkpoint itself."""
 
     name: str
     path: str
@@ -131,11 +133,13 @@ class Sibling:
 class Manifest:
     """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow.
 
-    `source` says which engine wrote it: format, version, zero_stage, dp, tag. `state` is everything
-    that is no tensor (inert values; tensors in it are `TensorName`s of entries with slot `state`).
-    `replicas` are further copies of entries in the same files, which writers fill too.
-    `left_out` names what has no meaning outside the source, `warnings` what a user should know.
-    `inferred` are parameters whose names no file states: a number got one by its place.
+    `source` says which engine wrote it: format, version, zero_stage, dp, tag.
+    `state` is everything that is not a tensor, as inert values. A tensor inside of it is the
+    `TensorName` of an entry with slot `state`.
+    `replicas` are further copies of entries in the same files. Writers fill them too.
+    `left_out` names what has no meaning outside the source.
+    `warnings` are sentences for the user.
+    `inferred` are the parameters whose names no file states. Each got its name by its position.
     """
 
     root: str
@@ -158,39 +162,38 @@ class Manifest:
 
     @property
     def dp(self) -> int:
-        """Data-parallel size of the source; 1 where ranks have no meaning."""
+        """Data-parallel size of the source; 1 if the source has no ranks."""
         return int(self.source.get("dp") or 1)
 
     @property
     def step(self) -> float | int | None:
-        """Completed updates, where all parameters that have a step share one."""
+        """Completed updates, if all parameters that have a step share the same one."""
         steps = {item.step for item in self.parameters.values() if item.step is not None}
         return steps.pop() if len(steps) == 1 else None
 
     @property
     def slots(self) -> dict[str, list[Entry]]:
         """The entries of every slot, in manifest order."""
-        found: dict[str, list[Entry]] = {}
+        entries: dict[str, list[Entry]] = {}
         for entry in self.entries.values():
-            found.setdefault(entry.slot, []).append(entry)
-        return found
+            entries.setdefault(entry.slot, []).append(entry)
+        return entries
 
 
 def slot_name(key: str) -> str:
-    """An optimizer's state key as a slot: itself, or escaped (`Exp-Avg` -> `esc__45xp_2d_41vg`)."""
+    """The slot for an optimizer's state key, escaped if needed: `Exp-Avg`, `esc__45xp_2d_41vg`."""
     plain = re.fullmatch(r"[a-z0-9_]+", key) and not key.startswith("esc_")
     if plain and key not in RESERVED_SLOTS:
         return key
-    return "esc_" + re.sub(
-        rb"[^a-z0-9]", lambda found: b"_%02x" % found[0][0], key.encode("utf-8", "surrogatepass")
-    ).decode("ascii")
+    encoded = key.encode("utf-8", "surrogatepass")
+    escaped = re.sub(rb"[^a-z0-9]", lambda match: b"_%02x" % match[0][0], encoded)
+    return "esc_" + escaped.decode("ascii")
 
 
 def slot_key(slot: str) -> str:
-    """The state key that `slot_name` was given."""
+    """The state key of a slot, the inverse of `slot_name`."""
     if not slot.startswith("esc_"):
         return slot
     escaped = slot.removeprefix("esc_").encode("ascii")
-    return re.sub(rb"_([0-9a-f]{2})", lambda found: bytes([int(found[1], 16)]), escaped).decode(
-        "utf-8", "surrogatepass"
-    )
+    encoded = re.sub(rb"_([0-9a-f]{2})", lambda match: bytes([int(match[1], 16)]), escaped)
+    return encoded.decode("utf-8", "surrogatepass")
