@@ -32,7 +32,8 @@ from zckpt import api, formats
 from zckpt.cli import Size
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fileio import Reader, files_per_thread
-from zckpt.core.manifest import Entry, Extent, Manifest
+from zckpt.core.fragments import Extent
+from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.partition import Member, Partitioned, Whole
 from zckpt.core.pieces import Gatherer, Ledger, Wanted
 from zckpt.core.threads import share

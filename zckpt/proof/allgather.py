@@ -26,7 +26,8 @@ from ..core.checksum import Cover, crc32
 from ..core.compare import Difference, Outcome, Result, measure, same
 from ..core.dtypes import SIZES, TORCH_NAMES
 from ..core.fileio import Reader, files_per_thread
-from ..core.manifest import Box, Entry, Extent, Manifest, Runs, solid
+from ..core.fragments import Box, Extent, Runs, solid
+from ..core.manifest import Entry, Manifest
 from ..core.partition import Block, Bucket, Member, Partition, Partitioned, Whole, buckets, share_of
 from ..core.pieces import Gatherer, Ledger, Wanted
 from ..core.plan import Match, match

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import zckpt
 from zckpt import errors
-from zckpt.core.manifest import Extent
+from zckpt.core.fragments import Extent
 from zckpt.formats.dcp import write as dcp_writing
 from zckpt.formats.statedict.tree import Piece, assembled
 from zckpt.training.options import Options

@@ -25,7 +25,8 @@ from torch import Tensor
 
 import zckpt
 from zckpt import errors
-from zckpt.core.manifest import Entry, Runs
+from zckpt.core.fragments import Runs
+from zckpt.core.manifest import Entry
 from zckpt.formats.onnxruntime import partition
 from zckpt.formats.onnxruntime import read as reading
 

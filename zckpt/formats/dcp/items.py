@@ -14,8 +14,9 @@ from functools import cache, partial
 from math import prod
 from typing import Any
 
+from ...core.fragments import Record, solid
 from ...core.inert import Foreign, Global
-from ...core.manifest import Entry, Record, solid
+from ...core.manifest import Entry
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files.torchfile import Tensor, TorchFile
 from ..statedict.tree import Found, Path

@@ -23,8 +23,9 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from ...core.fragments import Extent
 from ...core.inert import Foreign, Global
-from ...core.manifest import Extent, Manifest
+from ...core.manifest import Manifest
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

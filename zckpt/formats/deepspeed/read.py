@@ -8,8 +8,9 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES
+from ...core.fragments import Fragments, Runs, Slices
 from ...core.inert import TensorName, inside, map_values
-from ...core.manifest import Entry, Fragments, Manifest, Parameter, Runs, Sighting, Slices
+from ...core.manifest import Entry, Manifest, Parameter, Sighting
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, not_understood
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps

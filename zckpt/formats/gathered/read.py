@@ -22,7 +22,8 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ...core.manifest import Manifest, solid
+from ...core.fragments import solid
+from ...core.manifest import Manifest
 from ...errors import (
     AmbiguousCheckpoint,
     IncompleteCheckpoint,

@@ -15,7 +15,8 @@ from ...core.cast import cast
 from ...core.checksum import crc32
 from ...core.dtypes import SIZES
 from ...core.fileio import Reader
-from ...core.manifest import Entry, Extent, Manifest, Record
+from ...core.fragments import Extent, Record
+from ...core.manifest import Entry, Manifest
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint
 from .read import differing
 

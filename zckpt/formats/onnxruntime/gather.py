@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from ...core.dtypes import SIZES
-from ...core.manifest import Extent
+from ...core.fragments import Extent
 from ...core.partition import Member, Partition, Partitioned, Whole
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from . import hdf5, legacy

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ...core.manifest import Extent, Record
+from ...core.fragments import Extent, Record
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ...core.manifest import Entry, Extent, Record
+from ...core.fragments import Extent, Record
+from ...core.manifest import Entry
 
 SLOTS = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq"}
 COUNT, SHARED = "Update_Count", "Step"  # Adam's, one per weight; Lamb's, one for all

@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ...core.manifest import Entry, Fragment, Manifest, Parameter, Runs, Sighting, solid
+from ...core.fragments import Fragment, Runs, solid
+from ...core.manifest import Entry, Manifest, Parameter, Sighting
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

@@ -14,8 +14,9 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES, decode
+from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes
 from ...core.inert import Scalar, map_values
-from ...core.manifest import Box, Extent, Fragments, Record, Runs, Sibling, boxes
+from ...core.manifest import Sibling
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files.safefile import Stored
 from ...files.torchfile import Tensor, TorchFile

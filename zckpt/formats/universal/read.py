@@ -22,20 +22,15 @@ from typing import Any
 
 from ...core.checksum import crc32
 from ...core.dtypes import FLOATS, SIZES
+from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...core.inert import from_json, plain_group, to_json
 from ...core.manifest import (
     Entry,
-    Extent,
-    Fragment,
-    Fragments,
     Manifest,
-    Record,
-    Runs,
     Sibling,
     Sighting,
     parameters_from_json,
     parameters_to_json,
-    solid,
 )
 from ...core.staging import Layout, Shell
 from ...errors import CorruptCheckpoint, MissingData, NotACheckpoint, UnsupportedCheckpoint
