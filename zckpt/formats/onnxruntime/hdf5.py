@@ -18,32 +18,22 @@ is read from its first group's names, because other programs' HDF5 files may lie
 
 from __future__ import annotations
 
-import os
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ...core.manifest import Extent, Record
+from ...core.manifest import Record
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
     MissingExtra,
     UnsupportedCheckpoint,
 )
+from ...files import hdf5file
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Held, Rank, Save
 
-MAGIC = b"\x89HDF\r\n\x1a\n"
 FULL = "model/full_precision/"
-MOST = 1 << 16  # elements of what is read by value
-MAX_DEPTH = 64
-REFERENCE = struct.Struct("<IQI")  # to a string: its length, a heap's address, a number in it
-DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
-    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
 SHARED_GROUPS = ("shared_optimizer_state",)
 TOLD_ALIKE = (
     "mixed_precision",
@@ -55,52 +45,20 @@ TOLD_ALIKE = (
 )
 
 
-def import_h5py() -> Any:
-    """The h5py package; raises MissingExtra."""
+def require_h5py() -> None:
+    """Raises MissingExtra, with the name of the extra that these files need."""
     try:
-        import h5py
-    except ImportError as error:
+        hdf5file.import_h5py()
+    except MissingExtra as error:
         raise MissingExtra(
             "ONNX Runtime's HDF5 checkpoints need the package h5py, which is not installed",
             hint="pip install 'zckpt[onnxruntime]'",
         ) from error
-    return h5py
-
-
-# -- whether a file is one
 
 
 def is_one(path: str) -> bool:
     """By the names in its root group, without h5py."""
-    try:
-        with open(path, "rb") as file:
-            if file.read(8) != MAGIC:
-                return False
-            names = _root_names(file.fileno())
-    except OSError:
-        return False
-    if names is None:  # a newer superblock than h5py writes unless told to
-        try:
-            with import_h5py().File(path, "r", locking=False) as opened:
-                names = {name.encode() for name in opened}
-        except (MissingExtra, OSError, RuntimeError, ValueError):
-            return False
-    return {b"model", b"trainer_options"} <= names
-
-
-def _root_names(file: int) -> set[bytes] | None:
-    """Names in the root group of a file with superblock version 0, from its local heap."""
-    head = os.pread(file, 96, 0)
-    if len(head) < 96 or head[8] != 0 or head[13:15] != b"\x08\x08":
-        return None
-    cached, heap = struct.unpack_from("<I", head, 72)[0], struct.unpack_from("<Q", head, 88)[0]
-    about = os.pread(file, 32, heap) if heap < 1 << 62 else b""
-    if cached != 1 or len(about) < 32 or about[:4] != b"HEAP":
-        return None
-    size, _, place = struct.unpack_from("<QQQ", about, 8)
-    if place >= 1 << 62:
-        return None
-    return set(os.pread(file, min(size, 1 << 16), place).split(b"\0"))
+    return {b"model", b"trainer_options"} <= hdf5file.root_names(path)
 
 
 # -- what a file holds
@@ -142,125 +100,14 @@ class File:
 
 def open_file(path: str) -> File:
     """What a file holds; raises CorruptCheckpoint, UnsupportedCheckpoint, MissingExtra."""
-    h5py = import_h5py()
-    try:
-        with h5py.File(path, "r", locking=False) as opened:
-            return _contents(h5py, path, opened)
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{path} is a damaged HDF5 file: {error}") from error
-
-
-def _contents(h5py: Any, path: str, opened: Any) -> File:
-    if opened.userblock_size:
-        raise UnsupportedCheckpoint(f"{path} begins with a user block")
-    room = os.path.getsize(path)
-    tensors: dict[str, Held] = {}
-    values: dict[str, Any] = {}
-    for name, dataset in _datasets(h5py, path, opened.id):
-        if name.startswith("model/") or name.rpartition("/")[2] in SLOTS:
-            tensors[name] = _tensor(h5py, path, room, name, dataset)
-        else:
-            values[name] = _value(h5py, path, room, name, dataset)
+    require_h5py()
+    datasets, values = hdf5file.read(path, _is_tensor)
+    tensors = {name: Held(item.dtype, item.shape, item.extent) for name, item in datasets.items()}
     return File(path, tensors, values)
 
 
-def _datasets(h5py: Any, path: str, root: Any) -> Iterator[tuple[str, Any]]:
-    """Every dataset by its path; links that lead elsewhere, or in circles, are refused.
-
-    By h5py's low-level objects: there are tens of thousands, and the others take 4 times as long.
-    """
-    seen: set[int] = set()
-    waiting: list[tuple[str, Any, int]] = [("", h5py.h5g.open(root, b"/"), 0)]
-    while waiting:
-        prefix, group, depth = waiting.pop()
-        for name in group:
-            inside = prefix + name.decode("utf-8", "surrogateescape")
-            if group.links.get_info(name).type != h5py.h5l.TYPE_HARD:
-                raise UnsupportedCheckpoint(f"{path}: {inside} is a link to somewhere else")
-            item = h5py.h5o.open(group, name)
-            address = h5py.h5o.get_info(item).addr
-            if address in seen or depth > MAX_DEPTH:
-                raise CorruptCheckpoint(f"{path}: {inside} is in two places")
-            seen.add(address)
-            if isinstance(item, h5py.h5d.DatasetID):
-                yield inside, item
-            elif isinstance(item, h5py.h5g.GroupID):
-                waiting.append((f"{inside}/", item, depth + 1))
-            else:
-                raise UnsupportedCheckpoint(f"{path}: {inside} is neither group nor dataset")
-
-
-def _tensor(h5py: Any, path: str, room: int, name: str, dataset: Any) -> Held:
-    """Where its bytes lie: one plain run of the file."""
-    kind = dataset.dtype
-    dtype = DTYPES.get(kind.name)
-    if dtype is None or kind.byteorder == ">":
-        raise UnsupportedCheckpoint(f"{path}: {name} has elements of type {kind}")
-    shape, extent = _run(h5py, path, room, name, dataset, kind.itemsize)
-    return Held(dtype, shape, extent)
-
-
-def _run(
-    h5py: Any, path: str, room: int, name: str, dataset: Any, size: int
-) -> tuple[tuple[int, ...], Extent]:
-    """Shape and bytes of a dataset whose elements take `size` bytes each."""
-    shape = tuple(map(int, dataset.shape or ()))
-    created = dataset.get_create_plist()
-    plain = created.get_layout() == h5py.h5d.CONTIGUOUS and not created.get_external_count()
-    if not plain or dataset.shape is None:
-        raise UnsupportedCheckpoint(
-            f"{path}: {name} is not stored as one plain run of bytes (chunked, compressed, compact "
-            "or in another file)",
-            hint="ONNX Runtime writes none such; undo it with `h5repack -l CONTI -f NONE`",
-        )
-    length = prod(shape) * size
-    if not length:
-        return shape, Extent(path, 0, 0)
-    offset = dataset.get_offset()
-    if offset is None or offset + length > room:
-        raise CorruptCheckpoint(
-            f"{path} ends early: {name} is not inside it",
-            hint="the file was cut short, or the save did not finish",
-        )
-    return shape, Extent(path, int(offset), length)
-
-
-def _value(h5py: Any, path: str, room: int, name: str, dataset: Any) -> Any:
-    """A number, a list of numbers, or text.
-
-    The bytes are read here: the library trusts what it finds in a damaged file, and crashes.
-    """
-    kind = dataset.dtype
-    text = kind.kind == "O" and h5py.check_string_dtype(kind) is not None
-    if not text and kind.kind not in "iufb":
-        raise UnsupportedCheckpoint(f"{path}: {name} is neither number nor text ({kind})")
-    size = REFERENCE.size if text else kind.itemsize
-    shape, extent = _run(h5py, path, room, name, dataset, size)
-    if prod(shape) > MOST or (text and shape):
-        raise UnsupportedCheckpoint(f"{path}: {name} has shape {shape}")
-    with open(path, "rb") as file:
-        data = os.pread(file.fileno(), extent.length, extent.offset)
-        if text:
-            return _text(file.fileno(), path, room, name, data)
-    import numpy as np  # h5py has imported it
-
-    return np.frombuffer(data, kind).reshape(shape).tolist()
-
-
-def _text(file: int, path: str, room: int, name: str, reference: bytes) -> str:
-    """A string, which lies among others in a global heap: its object of that number."""
-    length, address, wanted = REFERENCE.unpack(reference)
-    head = os.pread(file, 16, address) if address < room else b""
-    end = address + int.from_bytes(head[8:16], "little")
-    here = address + 16
-    while head[:4] == b"GCOL" and here + 16 <= min(end, room):
-        number, size = struct.unpack("<H6xQ", os.pread(file, 16, here))
-        if number == wanted and length <= size and here + 16 + size <= room:
-            return os.pread(file, length, here + 16).decode("utf-8", "surrogateescape")
-        if not number:  # what is free
-            break
-        here += 16 + -(-size // 8) * 8
-    raise CorruptCheckpoint(f"{path}: the text of {name} is not inside it")
+def _is_tensor(name: str) -> bool:
+    return name.startswith("model/") or name.rpartition("/")[2] in SLOTS
 
 
 # -- what all ranks' files hold

@@ -21,9 +21,10 @@ from ...core.inert import Scalar
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
+from ...files import hdf5shell
 from ...files.torchshell import Storages, seal_records, shell, thawed
 from ...training.options import Options
-from . import hdf5shell
+from .hdf5 import require_h5py
 from .legacy import HALVES, MODEL
 from .partition import Share, by_name, place_of, shares
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS
@@ -42,10 +43,12 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises before anything is written: WrongOption, MissingData (the optimizer is neither Adam nor
     Lamb, or a state is missing), InconsistentCheckpoint (Lamb has one step for all),
-    UnsupportedCheckpoint (a name that HDF5 files cannot hold).
+    UnsupportedCheckpoint (a name that HDF5 files cannot hold), MissingExtra (h5py).
     """
     options.only("onnxruntime", ("dp", "dtype"), dialects=("hdf5", "l2"))
     target = _Target(source, options)
+    if target.dialect == "hdf5":
+        require_h5py()
     return Layout(
         target.shells,
         [],
@@ -320,7 +323,7 @@ class _Target:
         for weight in self.weights:
             share, shape = self._values(weight, rank)
             if shape is not None:
-                model[weight.name] = hdf5shell.Hole(weight.dtype, shape)
+                model[weight.name] = hdf5shell.EmptyDataset(weight.dtype, shape)
             if share is None:
                 continue
             if share.view is not None:
@@ -329,7 +332,7 @@ class _Target:
                     "megatron_row_partition": [-1],
                 }
             held: dict[str, Any] = {
-                moment: hdf5shell.Hole(dtype, _shape(weight, share))
+                moment: hdf5shell.EmptyDataset(dtype, _shape(weight, share))
                 for moment, dtype in weight.moments.items()
             }
             if weight.count is not None and self.optimizer == "AdamOptimizer":
