@@ -9,7 +9,6 @@
     ranks.py        the words that both are told in
     partition.py    which elements of which weight each rank owns
     reading.py      the manifest: every weight from its owners
-    checking.py     what only the bytes tell, before a copy
     gathering.py    what ONNX Runtime's own aggregators would make of it
     writing.py      L2 and HDF5 files for any data-parallel size
 
@@ -33,10 +32,10 @@ __all__ = ["check", "detect", "lay_out", "partitions", "read", "read_shells", "s
 
 
 def check(manifest: Manifest) -> None:
-    """Raises where the bytes of a source contradict each other; see checking.py."""
-    from . import checking
+    """Raises if the bytes of a source contradict each other; see read.py."""
+    from .read import check as check_bytes
 
-    checking.check(manifest)
+    check_bytes(manifest)
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:

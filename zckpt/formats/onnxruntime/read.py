@@ -2,8 +2,8 @@
 
 What else the files hold of a weight is left alone where it may be stale (see legacy.py), and has to
 be equal where ONNX Runtime keeps it on every rank: the weights of fp32 runs, frozen ones, 16-bit
-copies. Equal by the checksums of the files, here; what has none is compared by its bytes, and
-masters with their 16-bit copies, when a writer is about to copy them (checking.py).
+copies. `read` compares the checksums of the files. `check` compares bytes, before a writer copies
+them: tensors without checksums, and masters with their 16-bit copies.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from ...core.manifest import Entry, Fragment, Manifest, Parameter, Runs, Sighting, solid
+from ...core.plan import Match
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -29,6 +30,7 @@ from .ranks import COUNT, SHARED, SLOTS, Held, Rank, Save
 
 Shapes = dict[str, tuple[int, ...]]
 Owned = Mapping[str, Sequence[Share]]
+CHECK_MEMORY = 64 << 20  # bytes of buffers
 MIXED = "is a file here twice, or of another model or number of ranks?"
 
 
@@ -44,6 +46,61 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
         return manifest(opened(path), step_policy)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise not_understood(path, error) from error
+
+
+def check(manifest: Manifest) -> None:
+    """Compares the bytes of every tensor that the files hold more than once.
+
+    Called before a conversion writes anything; `inspect` reads no tensor. The engine casts every
+    16-bit copy from its fp32 master after each update, so a master that does not round to its copy
+    is stale. Raises InconsistentCheckpoint for a stale master and for ranks that hold different
+    copies, CorruptCheckpoint if a damaged file is the cause.
+    """
+    from ...core.compare import compare
+
+    matches = [*_masters_with_copies(manifest), *_replicas_without_checksums(manifest)]
+    outcome = compare(matches, manifest, manifest, memory=CHECK_MEMORY, measure="first")
+    for result in outcome.results:
+        match, difference = result.match, result.difference
+        if match.b is None or difference is None or not difference.count:
+            continue
+        for damage in compare([], manifest, manifest, everything=True).damage:
+            extent = damage.record.extent
+            raise CorruptCheckpoint(
+                f"{extent.file} is damaged: the {extent.length} bytes at {extent.offset} do not "
+                "have the CRC-32 that the file states"
+            )
+        element = difference.first or 0
+        files = [_file_with(entry, element) for entry in (match.a, match.b)]
+        if match.copy:
+            raise differing(match.a.name, *files)
+        raise InconsistentCheckpoint(
+            f"{files[0]}: the fp32 weight {match.a.parameter} does not round to its "
+            f"{match.b.dtype} copy (first at element {element}): one of them is stale",
+            hint="files of two saves are mixed, or the rank's file was saved before its weights "
+            "were current",
+        )
+
+
+def _masters_with_copies(manifest: Manifest) -> Iterator[Match]:
+    for name in manifest.parameters:
+        master, half = (manifest.entries.get(f"{name}/{slot}") for slot in ("master", "param"))
+        if master is not None and half is not None:
+            yield Match(master, half, "rounded")
+
+
+def _replicas_without_checksums(manifest: Manifest) -> Iterator[Match]:
+    """Replicas and their entries, unless `read` has compared the CRC-32 of both."""
+    stated = {record.extent: record.crc for record in manifest.records}
+    for replica in manifest.replicas:
+        entry = manifest.entries[replica.name]
+        crcs = {stated.get(part.extent) for part in (*entry.fragments, *replica.fragments)}
+        if replica.slot != "state" and (len(crcs) > 1 or None in crcs):
+            yield Match(entry, replica, copy=True)
+
+
+def _file_with(entry: Entry, element: int) -> str:
+    return next(iter(entry.fragments.overlapping(element, element + 1))).extent.file
 
 
 def manifest(save: Save, step_policy: str | None) -> Manifest:
