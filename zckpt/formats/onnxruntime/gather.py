@@ -21,7 +21,7 @@ from ...core.partition import Member, Partition, Partitioned, Whole
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from . import hdf5, legacy
 from .files import find
-from .ranks import SLOTS, Held, Rank, Save
+from .ranks import SLOTS, Rank, RankTensor, Save
 
 Shape = tuple[int, ...]
 
@@ -89,19 +89,19 @@ def _is_apart(save: Save, name: str) -> bool:
     return not all(name in rank.weights for rank in save.ranks)
 
 
-def _current(name: str, owners: Sequence[Rank]) -> list[Held]:
+def _current(name: str, owners: Sequence[Rank]) -> list[RankTensor]:
     """Of every owner's whole weight its own part, as long as its piece of the first moment."""
     found, here = [], 0
     for rank in owners:
         held, numel = rank.weights[name], rank.moments[name]["exp_avg"].numel
         size = SIZES[held.dtype]
         extent = held.extent.part(here * size, (here + numel) * size)
-        found.append(Held(held.dtype, (numel,), extent))
+        found.append(RankTensor(held.dtype, (numel,), extent))
         here += numel
     return found
 
 
-def _joined(name: str, shape: Shape, pieces: Sequence[Held]) -> Iterator[Partition]:
+def _joined(name: str, shape: Shape, pieces: Sequence[RankTensor]) -> Iterator[Partition]:
     """One behind the other in the order of the ranks."""
     numel = sum(held.numel for held in pieces)
     if numel != prod(shape):

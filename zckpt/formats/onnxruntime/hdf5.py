@@ -1,19 +1,20 @@
-"""HDF5 files of any name, one per rank (ORTTrainer.save_checkpoint, ONNX Runtime 1.7 to 1.16).
+"""What ONNX Runtime stores in HDF5 files, one per rank (ORTTrainer.save_checkpoint, 1.7 to 1.16).
 
-    model/full_precision/<w>            of an fp32 run whole on every rank; of a mixed one on its
-                                        owners alone, as a flat piece where ranks share it
-    optimizer/<w>/Moment_1, Moment_2, Update_Count    of what the rank owns
-    optimizer/shared_optimizer_state/Step             Lamb's
+    model/full_precision/<w>            fp32 run: whole, on every rank; mixed run: on its owners
+                                        alone, as a flat piece if ranks share it
+    optimizer/<w>/Moment_1, Moment_2, Update_Count    for what the rank owns
+    optimizer/shared_optimizer_state/Step             Lamb's counter
     partition_info/<w>/original_dim     the shape of a weight that is split on this rank
     trainer_options/...                 rank, sizes, optimizer, precision
     train_step_info/...                 since 1.12
     user_dict                           a pickle as hexadecimal text: never opened
 
-A `/` in a name makes groups, which its path undoes. The 16-bit copies are not stored. Before the
-release of 1.7 the sizes of data and horizontal parallelism were missing, and groups could be empty.
+The files may have any name. A `/` in the name of a weight makes groups; the path of the dataset is
+the name again. 16-bit copies are not stored. Builds before the release of 1.7 wrote no sizes of
+data and horizontal parallelism, and groups could be empty.
 
-Where a file's bytes lie is asked of h5py, with one exception: whether a file is one of these at all
-is read from its first group's names, because other programs' HDF5 files may lie beside.
+Other programs' HDF5 files may lie in the same folder, so the names in the root group are read
+before anything else, without h5py.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from ...errors import (
     UnsupportedCheckpoint,
 )
 from ...files import hdf5file
-from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Held, Rank, Save
+from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Rank, RankTensor, Save
 
 FULL = "model/full_precision/"
 SHARED_GROUPS = ("shared_optimizer_state",)
-TOLD_ALIKE = (
+SAME_ON_EVERY_RANK = (
     "mixed_precision",
     "zero_stage",
     "world_size",
@@ -57,19 +58,19 @@ def require_h5py() -> None:
 
 
 def is_one(path: str) -> bool:
-    """By the names in its root group, without h5py."""
+    """Whether a file is one of these, by the names in its root group."""
     return {b"model", b"trainer_options"} <= hdf5file.root_names(path)
 
 
-# -- what a file holds
+# -- one file
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class RankFile:
     """One file: `tensors` and `values` (numbers, lists, text) by their paths inside it."""
 
     path: str
-    tensors: Mapping[str, Held]
+    tensors: Mapping[str, RankTensor]
     values: Mapping[str, Any]
 
     def under(self, group: str) -> dict[str, Any]:
@@ -94,31 +95,34 @@ class File:
 
     @property
     def is_partition(self) -> bool:
-        """Whether it is one rank of several, not a checkpoint by itself."""
+        """Whether it is one rank of several, so that it needs the other ranks' files."""
         return self.size("zero_stage", 0) > 0 and self.size("world_size", 1) > 1
 
 
-def open_file(path: str) -> File:
-    """What a file holds; raises CorruptCheckpoint, UnsupportedCheckpoint, MissingExtra."""
+def open_file(path: str) -> RankFile:
+    """One file's contents; raises CorruptCheckpoint, UnsupportedCheckpoint, MissingExtra."""
     require_h5py()
     datasets, values = hdf5file.read(path, _is_tensor)
-    tensors = {name: Held(item.dtype, item.shape, item.extent) for name, item in datasets.items()}
-    return File(path, tensors, values)
+    tensors = {
+        name: RankTensor(dataset.dtype, dataset.shape, dataset.extent)
+        for name, dataset in datasets.items()
+    }
+    return RankFile(path, tensors, values)
 
 
 def _is_tensor(name: str) -> bool:
     return name.startswith("model/") or name.rpartition("/")[2] in SLOTS
 
 
-# -- what all ranks' files hold
+# -- the files of all ranks
 
 
-def opened(root: str, files: Sequence[File]) -> Save:
-    """What files in rank order hold; raises InconsistentCheckpoint and its like."""
+def opened(root: str, files: Sequence[RankFile]) -> Save:
+    """The contents of files in rank order; raises InconsistentCheckpoint and its like."""
     first = files[0]
     for file in files:
         _check_kind(file)
-        for name in TOLD_ALIKE:
+        for name in SAME_ON_EVERY_RANK:
             if file.options.get(name) != first.options.get(name):
                 raise InconsistentCheckpoint(
                     f"{file.path} says {name} {file.options.get(name)!r}, {first.path} says "
@@ -132,26 +136,26 @@ def opened(root: str, files: Sequence[File]) -> Save:
         "user_dict": first.values.get("user_dict"),
     }
     left_out = []
-    for what, told in (
+    for what, by_rank in (
         ("user_dict", [file.values.get("user_dict") for file in files]),
         ("train_step_info", [file.under("train_step_info") for file in files]),
     ):
-        if any(each != told[0] for each in told):
+        if any(value != by_rank[0] for value in by_rank):
             left_out.append(f"{what} of ranks other than 0")
     others = {name for file in files for name in file.tensors if not _is_known(name)}
     return Save(
         root,
         "hdf5",
         ranks,
-        # ORTTrainer mixes fp16 alone, and says no more than this
+        # ORTTrainer's mixed precision is always fp16; the files state no more than this
         "F16" if first.options.get("mixed_precision") else None,
         OPTIMIZERS.get(str(optimizer)),
         _shapes(files),
         {key: value for key, value in state.items() if value},
         records=[
-            Record(held.extent, None)
+            Record(tensor.extent, None)
             for file in files
-            for name, held in file.tensors.items()
+            for name, tensor in file.tensors.items()
             if _is_known(name)
         ],
         left_out=[*left_out, *sorted(others)],
@@ -162,7 +166,8 @@ def _is_known(name: str) -> bool:
     return name.startswith((FULL, "optimizer/"))
 
 
-def _check_kind(file: File) -> None:
+def _check_kind(file: RankFile) -> None:
+    """Raises UnsupportedCheckpoint for horizontal parallelism and for unknown optimizers."""
     horizontal = file.size("horizontal_parallel_size", 1)
     cut = any(
         name.rpartition("/")[2] == "megatron_row_partition" and value not in ([-1], -1)
@@ -172,60 +177,66 @@ def _check_kind(file: File) -> None:
         raise UnsupportedCheckpoint(
             f"{file.path} was saved with horizontal (Megatron) parallelism of {horizontal}, which "
             "zckpt does not read",
-            hint="what is read: ZeRO with data parallelism alone",
+            hint="zckpt reads ZeRO checkpoints with data parallelism alone",
         )
     name = file.options.get("optimizer_name")
     if name is not None and name not in OPTIMIZERS:
-        raise UnsupportedCheckpoint(f"{file.path} is of an optimizer {name!r}")
+        raise UnsupportedCheckpoint(
+            f"{file.path} states the optimizer {name!r}, which zckpt does not know"
+        )
 
 
-def _shapes(files: Sequence[File]) -> dict[str, tuple[int, ...]]:
-    """Shapes of split weights, which every one of their owners states."""
-    found: dict[str, tuple[int, ...]] = {}
+def _shapes(files: Sequence[RankFile]) -> dict[str, tuple[int, ...]]:
+    """Shapes of split weights; each of their owners states them."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        for name, shape in _split(file).items():
-            if found.setdefault(name, shape) != shape:
+        for name, shape in _split_weights(file).items():
+            if shapes.setdefault(name, shape) != shape:
                 raise InconsistentCheckpoint(
-                    f"{file.path} says that {name} has shape {shape}, another rank {found[name]}"
+                    f"{file.path} says that {name} has shape {shape}, another rank {shapes[name]}"
                 )
-    return found
+    return shapes
 
 
-def _split(file: File) -> dict[str, tuple[int, ...]]:
+def _split_weights(file: RankFile) -> dict[str, tuple[int, ...]]:
     """Weights that are split on this rank, with their shapes."""
     end, prefix = "/original_dim", "partition_info/"
-    found = {}
+    shapes = {}
     for name, value in file.values.items():
         if name.startswith(prefix) and name.endswith(end):
             if not isinstance(value, list) or not all(type(d) is int and d >= 0 for d in value):
-                raise CorruptCheckpoint(f"{file.path}: {name} is {value!r}, no shape")
-            found[name.removeprefix(prefix).removesuffix(end)] = tuple(value)
-    return found
+                raise CorruptCheckpoint(f"{file.path}: {name} is {value!r}, not a shape")
+            shapes[name.removeprefix(prefix).removesuffix(end)] = tuple(value)
+    return shapes
 
 
-def _rank(file: File) -> Rank:
+def _rank(file: RankFile) -> Rank:
     rank = Rank(file.path)
-    split = _split(file)
-    for name, held in file.tensors.items():
+    split = _split_weights(file)
+    for name, tensor in file.tensors.items():
         if name.startswith(FULL):
             weight = name.removeprefix(FULL)
-            # a weight that stays fp32 in a mixed run is whole, though its moments are split
-            whole = weight not in split or held.numel == prod(split[weight])
-            (rank.weights if whole else rank.pieces)[weight] = held
+            # a mixed run may keep a weight in fp32: it is whole, though its moments are split
+            whole = weight not in split or tensor.numel == prod(split[weight])
+            (rank.weights if whole else rank.pieces)[weight] = tensor
         elif name.startswith("optimizer/"):
             weight, _, moment = name.removeprefix("optimizer/").rpartition("/")
-            rank.moments.setdefault(weight, {})[SLOTS[moment]] = held
+            rank.moments.setdefault(weight, {})[SLOTS[moment]] = tensor
     for name, value in file.values.items():
         group, _, last = name.removeprefix("optimizer/").rpartition("/")
         if not name.startswith("optimizer/"):
             continue
         number = value[0] if isinstance(value, list) and len(value) == 1 else value
         if type(number) is not int or number < 1:
-            raise CorruptCheckpoint(f"{file.path}: {name} is {value!r}, no counter from 1")
+            raise CorruptCheckpoint(
+                f"{file.path}: {name} is {value!r}, not a counter (ONNX Runtime counts from 1)"
+            )
         if group in SHARED_GROUPS and last.lower() == SHARED.lower():
             rank.shared = number
         elif last == COUNT:
             rank.counts[group] = number
         else:
-            raise UnsupportedCheckpoint(f"{file.path} holds {name}, of an optimizer unknown here")
+            raise UnsupportedCheckpoint(
+                f"{file.path} holds {name}: zckpt does not know the optimizer that keeps it"
+            )
     return rank

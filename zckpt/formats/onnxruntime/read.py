@@ -25,7 +25,7 @@ from ...training import steps
 from .files import opened
 from .owners import MIXED, Owned, Shapes, owners_of, weights_apart
 from .partition import by_name
-from .ranks import COUNT, SHARED, SLOTS, Held, Rank, Save
+from .ranks import COUNT, SHARED, SLOTS, Rank, RankTensor, Save
 
 CHECK_MEMORY = 64 << 20  # bytes of buffers
 
@@ -226,7 +226,7 @@ class _Tensors:
         self._add_copies(f"{name}/param", copies)
         self._add_moments(name)
 
-    def _add_copies(self, name: str, copies: Sequence[tuple[Rank, Held]]) -> None:
+    def _add_copies(self, name: str, copies: Sequence[tuple[Rank, RankTensor]]) -> None:
         """The first as the entry, the others as its replicas; raises where these differ."""
         if not copies:
             return
@@ -278,7 +278,7 @@ def differing(name: str, first: str, other: str) -> InconsistentCheckpoint:
     )
 
 
-def _check_dtype(rank: Rank, name: str, held: Held, allowed: Sequence[str]) -> None:
+def _check_dtype(rank: Rank, name: str, held: RankTensor, allowed: Sequence[str]) -> None:
     if held.dtype not in allowed:
         raise InconsistentCheckpoint(
             f"{rank.path} holds {name} or a state of it as {held.dtype}, not {allowed[0]}"

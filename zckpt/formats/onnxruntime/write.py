@@ -26,7 +26,7 @@ from ...files.torchshell import Storages, seal_records, shell, thawed
 from ...training.options import Options
 from .hdf5 import require_h5py
 from .legacy import HALVES, MODEL
-from .partition import Share, by_name, place_of, shares
+from .partition import Share, by_name, share_of, shares
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS
 
 PREFIX = "ORT_checkpoint"  # ONNX Runtime's own
@@ -270,7 +270,7 @@ class _Target:
 
     def _values(self, weight: _Weight, rank: int) -> tuple[Share | None, tuple[int, ...] | None]:
         """What `rank` owns of a weight, and the shape in which it holds its values, if it does."""
-        share = place_of(weight.owned, rank)
+        share = share_of(weight.owned, rank)
         if not weight.apart:
             return share, weight.shape
         return share, None if share is None else _shape(weight, share)
