@@ -12,7 +12,7 @@ import pytest
 import zckpt
 from zckpt import errors
 from zckpt.core.manifest import Entry, Runs
-from zckpt.formats.onnxruntime.read import _Tensors
+from zckpt.formats.onnxruntime.read import _Entries
 
 from ...engines import onnxruntime_files as files
 from ...engines.onnxruntime_files import make, owned
@@ -25,7 +25,7 @@ from .samples import (
 
 def shift(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that is wrong by one element in the first piece of every moment that is cut."""
-    right = _Tensors._enter
+    right = _Entries._enter
 
     def wrong(self: Any, entry: Entry) -> None:
         first, *others = entry.fragments
@@ -35,7 +35,7 @@ def shift(monkeypatch: pytest.MonkeyPatch) -> None:
             entry = dataclasses.replace(entry, fragments=Runs([moved, *others]))
         right(self, entry)
 
-    monkeypatch.setattr(_Tensors, "_enter", wrong)
+    monkeypatch.setattr(_Entries, "_enter", wrong)
 
 
 class TestProof:

@@ -1,4 +1,4 @@
-"""Which rank owns what of each weight, and whether the files agree with the partition rule."""
+"""Which elements of each weight each rank owns, and whether the files agree with that."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from .ranks import SLOTS, Save
 
 Shapes = dict[str, tuple[int, ...]]
 Owned = Mapping[str, Sequence[Share]]
-MIXED = "is a file here twice, or of another model or number of ranks?"
+WRONG_FILE = "is one file there twice, or is one of another model or number of ranks?"
 
 
 def weights_apart(save: Save) -> set[str]:
-    """Weights whose fp32 values only their owners hold."""
+    """Weights whose fp32 values only their owners hold: those of a mixed-precision run.
+
+    Sets `save.mixed` for a mixed-precision run that was saved without its 16-bit copies.
+    """
     halves = {name for rank in save.ranks for name in rank.halves}
     everywhere = set.intersection(*(set(rank.weights) for rank in save.ranks))
-    held = {name for rank in save.ranks for name in (*rank.weights, *rank.pieces)}
+    stored = {name for rank in save.ranks for name in (*rank.weights, *rank.pieces)}
     trained = {name for rank in save.ranks for name in rank.moments}
     if save.dialect != "hdf5":
-        rest = held - everywhere
+        rest = stored - everywhere
         if save.mixed or not rest or not rest >= trained:
             return halves
         # a mixed-precision run whose 16-bit copies were left out
@@ -30,20 +33,23 @@ def weights_apart(save: Save) -> set[str]:
         if pieces:
             raise MissingData(
                 f"{save.root} holds pieces of weights ({', '.join(pieces[:4])}) without the 16-bit "
-                "copies, which alone tell the shapes",
-                hint="take a checkpoint that was saved whole",
+                "copies, and no other tensor has the shapes",
+                hint="take a checkpoint that was saved with them",
             )
         save.mixed = "F16"
         return rest
     if not save.mixed:
         return set()
     if save.dp == 1:
-        return held & trained if trained else held
-    return held - everywhere
+        return stored & trained if trained else stored
+    return stored - everywhere
 
 
 def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned, set[str]]:
-    """What each rank owns, by the partition rule, and which weights are trained."""
+    """What each rank owns, by the partition rule, and which weights are trained.
+
+    `apart` is what `weights_apart` gives.
+    """
     numels = {name: prod(shape) for name, shape in shapes.items()}
     trained = {name for rank in save.ranks for name in rank.moments}
     if trained:
@@ -52,7 +58,7 @@ def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned
         owned = shares({name: numels[name] for name in trained}, save.dp)
         _check_moments(save, owned)
         return owned, trained
-    # without moments it does not show which of the others are frozen; where the weights lie does
+    # without moments, nothing states which weights are frozen; which ranks hold what shows it
     for guess in (set(apart), set(shapes)):
         owned = shares({name: numels[name] for name in guess}, save.dp)
         if all(_fits(save, name, owned[name]) for name in apart):
@@ -62,7 +68,7 @@ def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned
 
 
 def _fits(save: Save, name: str, owned: Sequence[Share]) -> bool:
-    """Whether the ranks hold what they should own of a weight, and no piece more."""
+    """Whether the ranks hold just the pieces of a weight that `owned` gives them."""
     ranks = {share.rank for share in owned}
     pieces = {place for place, rank in enumerate(save.ranks) if name in rank.pieces}
     if not pieces <= ranks:
@@ -78,7 +84,7 @@ def _fits(save: Save, name: str, owned: Sequence[Share]) -> bool:
 
 
 def _check_moments(save: Save, owned: Owned) -> None:
-    """The moments of each rank are those of what it owns: neither more, nor fewer, nor others."""
+    """Raises unless each rank holds the moments of what it owns, and no others."""
     expected: list[dict[str, Share]] = [{} for _ in save.ranks]
     for name, parts in owned.items():
         for share in parts:
@@ -88,24 +94,24 @@ def _check_moments(save: Save, owned: Owned) -> None:
         for name, moments in rank.moments.items():
             mine = wanted.get(name)
             width = 0 if mine is None else mine.stop - mine.start
-            for slot, held in moments.items():
-                if mine is None or held.numel != width:
+            for slot, tensor in moments.items():
+                if mine is None or tensor.numel != width:
                     raise InconsistentCheckpoint(
-                        f"{rank.path} holds {held.numel} elements of the {slot} of {name}, where "
+                        f"{rank.path} holds {tensor.numel} elements of the {slot} of {name}, where "
                         f"ONNX Runtime's partition over {save.dp} ranks gives rank {place} {width}",
-                        hint=MIXED,
+                        hint=WRONG_FILE,
                     )
         for name in wanted:
             for moment, slot in SLOTS.items():
                 if slot not in rank.moments.get(name, {}):
                     raise IncompleteCheckpoint(
-                        f"{rank.path} lacks the {moment} of {name}, of which rank {place} owns a "
-                        "part"
+                        f"{rank.path} lacks the {moment} of {name}, which rank {place} owns or "
+                        "shares"
                     )
 
 
 def _refuse_torch_names(save: Save, apart: Collection[str]) -> None:
-    """Weights without any 16-bit copy, whole on their owners: the split ones are in no file."""
+    """Raises MissingData if the files hold only what torch names: split weights are in no file."""
     if save.dialect == "hdf5" or any(rank.halves for rank in save.ranks):
         return
     own = [by_name(set(rank.weights) & set(apart)) for rank in save.ranks]
@@ -115,7 +121,7 @@ def _refuse_torch_names(save: Save, apart: Collection[str]) -> None:
         after = next((names[0] for names in own[place + 1 :] if names), "the last")
         gaps.append(f"at the end of rank {place}, between {before} and {after}")
     raise MissingData(
-        f"{save.root} was saved from a mixed-precision run with torch's names alone: the weights "
-        f"that ranks share are in no file ({'; '.join(gaps[:4])})",
-        hint="they cannot be restored from these files; take a checkpoint with optimizer state",
+        f"{save.root} was saved from a mixed-precision run with torch's names alone: no file holds "
+        f"the weights that ranks share ({'; '.join(gaps[:4])})",
+        hint="these files cannot restore them; take a checkpoint with optimizer state",
     )
