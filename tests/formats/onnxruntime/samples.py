@@ -53,18 +53,18 @@ def expected_of(folder: Path) -> dict[str, Tensor]:
     """A sample's tensors by `parameter/slot`; an fp32 run's weights are what the module holds."""
     fp32 = "fp32" in folder.name
     renamed = {"master": "param" if fp32 else "master", "model16": "param"}
-    found = {}
+    expected = {}
     for key, tensor in load_file(folder / "expected.safetensors").items():
         slot, _, name = key.partition("/")
         if not (slot == "model16" and "hdf5" in folder.name):  # these store no 16-bit copies
-            found[f"{name}/{renamed.get(slot, slot)}"] = tensor
-    return found
+            expected[f"{name}/{renamed.get(slot, slot)}"] = tensor
+    return expected
 
 
 def assert_is(universal: Path, expected: dict[str, Tensor], step: int | None = 5) -> None:
-    held = load(universal)
-    assert sorted(held) == sorted(expected)
-    assert [name for name in expected if not same_bits(held[name], expected[name])] == []
+    tensors = load(universal)
+    assert sorted(tensors) == sorted(expected)
+    assert [name for name in expected if not same_bits(tensors[name], expected[name])] == []
     assert json.loads((universal / "manifest.json").read_text())["step"] == step
 
 
@@ -77,24 +77,26 @@ def assert_reads(folder: Path, expected: dict[str, Tensor], tmp_path: Path) -> d
 
 
 def state_of(folder: Path) -> State:
-    """The state of which a sample was made."""
-    told = json.loads((folder / "case.json").read_text())
-    held = load_file(folder / "expected.safetensors")
+    """The state that a sample was made from."""
+    case = json.loads((folder / "case.json").read_text())
+    tensors = load_file(folder / "expected.safetensors")
 
     def slot(name: str) -> dict[str, Tensor]:
-        return {key.partition("/")[2]: t for key, t in held.items() if key.startswith(f"{name}/")}
+        return {
+            key.partition("/")[2]: t for key, t in tensors.items() if key.startswith(f"{name}/")
+        }
 
     return State(
-        told["precision"],
-        told["optimizer"].removesuffix("Optimizer"),
+        case["precision"],
+        case["optimizer"].removesuffix("Optimizer"),
         slot("master"),
         {"Moment_1": slot("exp_avg"), "Moment_2": slot("exp_avg_sq")},
-        dict.fromkeys(slot("master"), told["completed_steps"]),
+        dict.fromkeys(slot("master"), case["completed_steps"]),
         initial=slot("master"),
     )
 
 
 def edit(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    held = torch.load(path, weights_only=True)
-    change(held["model"])
-    torch.save(held, path)
+    contents = torch.load(path, weights_only=True)
+    change(contents["model"])
+    torch.save(contents, path)

@@ -133,12 +133,12 @@ class TestToDeepSpeed:
         report = zckpt.convert(
             DATA / "hdf5__fp16__adam__dp3", tmp_path / "run", to="deepspeed-universal"
         )
-        told = next(line for line in report["warnings"] if "hyper-parameters" in line)
+        warning = next(line for line in report["warnings"] if "hyper-parameters" in line)
         for word in ("adam's defaults", "lr=0.001", "betas=(0.9, 0.999)", "weight_decay=0.0"):
-            assert word in told
+            assert word in warning
 
     @pytest.mark.parametrize(
-        ("names", "told"),
+        ("names", "words"),
         [
             (["Emb.weight"], "does not name"),
             (["other"], "other, which the source does not hold"),
@@ -146,25 +146,25 @@ class TestToDeepSpeed:
         ],
     )
     def test_names_that_are_not_the_modules(
-        self, names: list[str], told: str, zckpt: Callable[..., Any], tmp_path: Path
+        self, names: list[str], words: str, zckpt: Callable[..., Any], tmp_path: Path
     ) -> None:
         state = make(shapes={"Emb.weight": (8, 8), "scale": (1,)})
-        files.write(state, tmp_path / "made", 2, "hdf5")
-        listed = ["Emb.weight", "scale", *names] if told != "does not name" else names
+        files.write(state, tmp_path / "source", 2, "hdf5")
+        listed = ["Emb.weight", "scale", *names] if words != "does not name" else names
         (tmp_path / "names").write_text("\n".join(listed))
         ended = zckpt(
-            "convert", tmp_path / "made", tmp_path / "u", "--param-names", tmp_path / "names"
+            "convert", tmp_path / "source", tmp_path / "u", "--param-names", tmp_path / "names"
         )
         assert ended.code == 2
-        assert told in ended.err
+        assert words in ended.err
 
     def test_parameters_stand_in_the_given_order(
         self, zckpt: Callable[..., Any], tmp_path: Path
     ) -> None:
         state = make(shapes={"b": (8, 8), "a": (1,), "c": (3,)}, frozen={"d": (2,), "e": (2,)})
-        files.write(state, tmp_path / "made", 2, "hdf5")
+        files.write(state, tmp_path / "source", 2, "hdf5")
         (tmp_path / "names").write_text('["c", "a", "d", "b"]')
-        zckpt("convert", tmp_path / "made", tmp_path / "u", "--param-names", tmp_path / "names")
+        zckpt("convert", tmp_path / "source", tmp_path / "u", "--param-names", tmp_path / "names")
         manifest = json.loads((tmp_path / "u" / "manifest.json").read_text())
         assert list(manifest["parameters"]) == ["c", "a", "b", "d"]
         assert manifest["buffers"] == ["e"]
@@ -179,16 +179,16 @@ class TestToDeepSpeed:
 def test_torch_goes_on(tmp_path: Path) -> None:
     """A model that ORT 1.16.3 trained, with torch's Adam: ORT's own next three steps."""
     zckpt.convert(REAL / "checkpoint.ortcp", tmp_path / "universal")
-    held = load(tmp_path / "universal")
-    names = [name.removesuffix("/param") for name in held if name.endswith("/param")]
-    weights = {name: held[f"{name}/param"].requires_grad_() for name in names}
+    tensors = load(tmp_path / "universal")
+    names = [name.removesuffix("/param") for name in tensors if name.endswith("/param")]
+    weights = {name: tensors[f"{name}/param"].requires_grad_() for name in names}
     adam = torch.optim.Adam(weights.values(), lr=0.01)  # ORT's own defaults are torch's
     step = torch.tensor(float(zckpt.read(tmp_path / "universal").step or 0))
     for name, weight in weights.items():
         adam.state[weight] = {
             "step": step.clone(),
-            "exp_avg": held[f"{name}/exp_avg"],
-            "exp_avg_sq": held[f"{name}/exp_avg_sq"],
+            "exp_avg": tensors[f"{name}/exp_avg"],
+            "exp_avg_sq": tensors[f"{name}/exp_avg_sq"],
         }
     batches = load_file(REAL / "batches.safetensors")
     losses = []
@@ -201,8 +201,8 @@ def test_torch_goes_on(tmp_path: Path) -> None:
         loss.backward()
         adam.step()
         losses.append(loss.item())
-    told = json.loads((REAL / "case.json").read_text())["resume_losses"]
-    assert losses == pytest.approx(told, rel=1e-5)
+    expected = json.loads((REAL / "case.json").read_text())["resume_losses"]
+    assert losses == pytest.approx(expected, rel=1e-5)
     after = load_file(REAL / "after_resume.safetensors")
     for name, weight in weights.items():
         assert torch.allclose(weight, after[f"master/{name}"], rtol=1e-5, atol=1e-6), name

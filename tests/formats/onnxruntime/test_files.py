@@ -46,12 +46,12 @@ class TestFound:
 
     def test_other_files_do_not_disturb(self, tmp_path: Path) -> None:
         state = make()
-        files.write(state, tmp_path / "made", 3, "hdf5", name="rank_{}")
-        (tmp_path / "made" / "notes.txt").write_text("hello")
-        with h5py.File(tmp_path / "made" / "tf_model.h5", "w") as file:
+        files.write(state, tmp_path / "source", 3, "hdf5", name="rank_{}")
+        (tmp_path / "source" / "notes.txt").write_text("hello")
+        with h5py.File(tmp_path / "source" / "tf_model.h5", "w") as file:
             file["dense/kernel"] = np.ones(3)
-        (tmp_path / "made" / "folder").mkdir()
-        assert_reads(tmp_path / "made", state.expected(), tmp_path)
+        (tmp_path / "source" / "folder").mkdir()
+        assert_reads(tmp_path / "source", state.expected(), tmp_path)
 
 
 class TestRefused:
@@ -65,39 +65,39 @@ class TestRefused:
     def test_missing_rank(
         self, dialect: str, name: str, rank: int, refused: Any, tmp_path: Path
     ) -> None:
-        files.write(make("fp16"), tmp_path / "made", 4, dialect)
-        (tmp_path / "made" / name.format(rank)).unlink()
+        files.write(make("fp16"), tmp_path / "source", 4, dialect)
+        (tmp_path / "source" / name.format(rank)).unlink()
         refused("IncompleteCheckpoint", f"rank {rank}", "3 of 4")
 
     def test_missing_rank_of_a_sample(self, refused: Any) -> None:
         refused("IncompleteCheckpoint", "rank 1", path=DATA / "bad__hdf5__missing-middle-rank")
 
     def test_duplicate_rank(self, refused: Any, tmp_path: Path) -> None:
-        made = files.write(make("fp16"), tmp_path / "made", 3, "hdf5")
-        shutil.copy(made / "checkpoint.rank1.ortcp", made / "copy.ortcp")
+        folder = files.write(make("fp16"), tmp_path / "source", 3, "hdf5")
+        shutil.copy(folder / "checkpoint.rank1.ortcp", folder / "copy.ortcp")
         refused("InconsistentCheckpoint", "rank 1", "copy.ortcp", "checkpoint.rank1.ortcp")
 
     def test_duplicate_rank_in_a_missing_ones_place(self, refused: Any, tmp_path: Path) -> None:
-        made = files.write(make("fp16"), tmp_path / "made", 3, "hdf5")
-        shutil.copy(made / "checkpoint.rank1.ortcp", made / "checkpoint.rank2.ortcp")
+        folder = files.write(make("fp16"), tmp_path / "source", 3, "hdf5")
+        shutil.copy(folder / "checkpoint.rank1.ortcp", folder / "checkpoint.rank2.ortcp")
         refused("InconsistentCheckpoint", "rank 1", "both")
 
     def test_duplicate_legacy_rank(self, refused: Any, tmp_path: Path) -> None:
-        made = files.write(make("fp16"), tmp_path / "made", 3, "l2")
+        folder = files.write(make("fp16"), tmp_path / "source", 3, "l2")
         name = "ORT_checkpoint.ZeRO.{}.2.ort.pt"
-        shutil.copy(made / name.format("1"), made / name.format("01"))
+        shutil.copy(folder / name.format("1"), folder / name.format("01"))
         refused("InconsistentCheckpoint", "rank 1", "both")
 
     def test_two_saves_in_one_folder(self, refused: Any, tmp_path: Path) -> None:
-        files.write(make("fp16"), tmp_path / "made", 2, "l2")
-        files.write(make("fp16"), tmp_path / "made", 2, "l2", prefix="ORT_checkpoint2")
+        files.write(make("fp16"), tmp_path / "source", 2, "l2")
+        files.write(make("fp16"), tmp_path / "source", 2, "l2", prefix="ORT_checkpoint2")
         refused("AmbiguousCheckpoint", "ORT_checkpoint2", "name the file")
-        held = zckpt.read(tmp_path / "made" / "ORT_checkpoint2.ZeRO.1.1.ort.pt")
-        assert all("ORT_checkpoint2." in path for path in held.files)
+        manifest = zckpt.read(tmp_path / "source" / "ORT_checkpoint2.ZeRO.1.1.ort.pt")
+        assert all("ORT_checkpoint2." in path for path in manifest.files)
 
     def test_more_ranks_than_there_can_be(self, refused: Any, tmp_path: Path) -> None:
-        made = files.write(make("fp16"), tmp_path / "made", 2, "hdf5")
-        with h5py.File(made / "checkpoint.rank0.ortcp", "a") as file:
+        folder = files.write(make("fp16"), tmp_path / "source", 2, "hdf5")
+        with h5py.File(folder / "checkpoint.rank0.ortcp", "a") as file:
             file["trainer_options/world_size"][...] = 1 << 50
         refused("CorruptCheckpoint", "ranks")
         path = tmp_path / "other" / "x.ZeRO.0.99999999999999.ort.pt"

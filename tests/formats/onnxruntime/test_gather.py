@@ -45,15 +45,17 @@ class TestProof:
     def test_a_broken_reader_is_found(self, dialect: str, tmp_path: Path) -> None:
         state = make("fp16")
         cut = next(n for n in owned(state.weights, 3)[0] if n in owned(state.weights, 3)[1])
-        check_broken_reader(files.write(state, tmp_path / "made", 3, dialect), tmp_path, shift, cut)
+        check_broken_reader(
+            files.write(state, tmp_path / "source", 3, dialect), tmp_path, shift, cut
+        )
 
     def test_what_the_engine_cannot_tell(self, tmp_path: Path) -> None:
         """Before 1.7 its reader needs the moments' lengths: without them it takes stale parts."""
-        made = files.write(make("fp16"), tmp_path / "made", 3, "l1", without="optimizer")
-        zckpt.convert(made, tmp_path / "read")
-        assert zckpt.verify(made, tmp_path / "read")["equal"]
+        folder = files.write(make("fp16"), tmp_path / "source", 3, "l1", without="optimizer")
+        zckpt.convert(folder, tmp_path / "read")
+        assert zckpt.verify(folder, tmp_path / "read")["equal"]
         with pytest.raises(errors.UnsupportedCheckpoint, match="no optimizer state"):
-            zckpt.verify(made, tmp_path / "read", gather=True, device="cpu")
+            zckpt.verify(folder, tmp_path / "read", gather=True, device="cpu")
 
     @pytest.mark.parametrize("dialect", ["l1", "l2"])
     @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -63,24 +65,24 @@ class TestProof:
         zckpt.convert(tmp_path / "right", tmp_path / "read")
         half = state.half("layer.2.bias")
         state.weights["layer.2.bias"] += 0.25
-        made = files.write(state, tmp_path / "made", 3, dialect)
-        for path in made.iterdir():  # the 16-bit copies are those of before
+        folder = files.write(state, tmp_path / "source", 3, dialect)
+        for path in folder.iterdir():  # the 16-bit copies are those of before
             edit(path, lambda model: model[f"layer.2.bias_{precision}"].copy_(half))
         for report in (
-            zckpt.verify(made),
-            zckpt.verify(made, tmp_path / "read"),
-            zckpt.verify(made, tmp_path / "read", gather=True, device="cpu"),
+            zckpt.verify(folder),
+            zckpt.verify(folder, tmp_path / "read"),
+            zckpt.verify(folder, tmp_path / "read", gather=True, device="cpu"),
         ):
-            (found,) = report["differences"]
-            assert found["tensor"].startswith("layer.2.bias/")
-            assert found["count"] == 12
+            (difference,) = report["differences"]
+            assert difference["tensor"].startswith("layer.2.bias/")
+            assert difference["count"] == 12
 
     def test_ranks_of_an_fp32_run_that_differ(self, tmp_path: Path) -> None:
-        made = files.write(make("fp32"), tmp_path / "made", 3, "hdf5")
-        with h5py.File(made / "checkpoint.rank2.ortcp", "a") as file:
+        folder = files.write(make("fp32"), tmp_path / "source", 3, "hdf5")
+        with h5py.File(folder / "checkpoint.rank2.ortcp", "a") as file:
             file["model/full_precision/head.weight"][11, 2] += 1
-        (found,) = zckpt.verify(made)["differences"]
-        assert (found["tensor"], found["count"]) == ("head.weight/param", 1)
+        (difference,) = zckpt.verify(folder)["differences"]
+        assert (difference["tensor"], difference["count"]) == ("head.weight/param", 1)
 
     @pytest.mark.parametrize("dialect", ["l2", "hdf5"])
     def test_another_size_is_the_same(self, dialect: str, tmp_path: Path) -> None:

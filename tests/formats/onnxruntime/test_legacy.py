@@ -28,29 +28,29 @@ class TestVariants:
     def test_old_front_end(self, dialect: str, precision: str, dp: int, tmp_path: Path) -> None:
         """It adds stale weights, even beside the current pieces."""
         state = make(precision, frozen=FROZEN)
-        files.write(state, tmp_path / "made", dp, dialect, old_front_end=True)
-        assert_reads(tmp_path / "made", state.expected(), tmp_path)
+        files.write(state, tmp_path / "source", dp, dialect, old_front_end=True)
+        assert_reads(tmp_path / "source", state.expected(), tmp_path)
 
     @pytest.mark.parametrize("dialect", ["l1", "l2"])
     def test_torch_before_1_6(self, dialect: str, tmp_path: Path) -> None:
         state = make("fp16", frozen=FROZEN)
-        files.write(state, tmp_path / "made", 3, dialect, zipped=False, user={"note": "hello"})
-        assert not zipfile.is_zipfile(tmp_path / "made" / "ORT_checkpoint.ZeRO.0.2.ort.pt")
-        report = assert_reads(tmp_path / "made", state.expected(), tmp_path)
+        files.write(state, tmp_path / "source", 3, dialect, zipped=False, user={"note": "hello"})
+        assert not zipfile.is_zipfile(tmp_path / "source" / "ORT_checkpoint.ZeRO.0.2.ort.pt")
+        report = assert_reads(tmp_path / "source", state.expected(), tmp_path)
         assert report["records"]["checked"] == 0
 
     def test_bare_dictionary(self, tmp_path: Path) -> None:
         state = make("fp16")
-        files.write(state, tmp_path / "made", 2, "l2", bare=True)
-        assert_reads(tmp_path / "made", state.expected(), tmp_path)
+        files.write(state, tmp_path / "source", 2, "l2", bare=True)
+        assert_reads(tmp_path / "source", state.expected(), tmp_path)
 
     def test_a_dictionary_of_the_user(self, tmp_path: Path) -> None:
         state = make("fp16")
         user = {"epoch": 3, "rng": torch.arange(4), "names": ("a", {"b": 1.5})}
-        files.write(state, tmp_path / "made", 2, "l2", user=user)
-        held = zckpt.read(tmp_path / "made").state["client_state"]
-        assert (held["epoch"], held["names"]) == (3, ("a", {"b": 1.5}))
-        zckpt.reshard(tmp_path / "made", tmp_path / "again", dp=3, dialect="l2")
+        files.write(state, tmp_path / "source", 2, "l2", user=user)
+        state_dict = zckpt.read(tmp_path / "source").state["client_state"]
+        assert (state_dict["epoch"], state_dict["names"]) == (3, ("a", {"b": 1.5}))
+        zckpt.reshard(tmp_path / "source", tmp_path / "again", dp=3, dialect="l2")
         for path in (tmp_path / "again").iterdir():
             again = torch.load(path, weights_only=True)
             assert (again["epoch"], again["names"]) == (3, ("a", {"b": 1.5}))
@@ -58,11 +58,11 @@ class TestVariants:
 
     def test_torch_names_of_a_set_without_split_weights(self, tmp_path: Path) -> None:
         state = make("fp16", shapes={"a": (64,), "b": (30,)})
-        files.write(state, tmp_path / "made", 2, "l2", without="torch names")
-        zckpt.convert(tmp_path / "made", tmp_path / "read")
+        files.write(state, tmp_path / "source", 2, "l2", without="torch names")
+        zckpt.convert(tmp_path / "source", tmp_path / "read")
         expected = state.expected(halves=False, moments=False)
         assert_is(tmp_path / "read", expected, None)
-        assert_proven(tmp_path / "made", tmp_path / "read", harmless=())
+        assert_proven(tmp_path / "source", tmp_path / "read", harmless=())
 
 
 class TestRefused:
@@ -70,23 +70,23 @@ class TestRefused:
 
     def test_torch_names_alone(self, refused: Any, tmp_path: Path) -> None:
         state = make("fp16")
-        files.write(state, tmp_path / "made", 2, "l2", without="torch names")
+        files.write(state, tmp_path / "source", 2, "l2", without="torch names")
         refused("MissingData", "torch's names alone", "conv.weight", "layer.10.bias")
 
     def test_pieces_left_out(self, refused: Any, tmp_path: Path) -> None:
         state = make("fp16")
-        made = files.write(state, tmp_path / "made", 2, "l2", without="optimizer")
+        folder = files.write(state, tmp_path / "source", 2, "l2", without="optimizer")
         lost = next(n for n in owned(state.weights, 2)[0] if n in owned(state.weights, 2)[1])
-        edit(made / "ORT_checkpoint.ZeRO.1.1.ort.pt", lambda model: model.pop(f"{lost}_view_1"))
+        edit(folder / "ORT_checkpoint.ZeRO.1.1.ort.pt", lambda model: model.pop(f"{lost}_view_1"))
         refused("MissingData", lost, "torch's names alone")
 
     def test_16_bit_copies_left_out(self, refused: Any, tmp_path: Path) -> None:
-        made = files.write(make("fp16"), tmp_path / "made", 2, "l2")
-        for path in made.iterdir():
+        folder = files.write(make("fp16"), tmp_path / "source", 2, "l2")
+        for path in folder.iterdir():
             edit(path, lambda m: [m.pop(key) for key in list(m) if key.endswith("_fp16")])
         refused("MissingData", "16-bit copies", "view")
 
     def test_horizontal_parallelism_of_legacy_files(self, refused: Any, tmp_path: Path) -> None:
         shapes = {"fc1.weight_column_rank_0": (8, 8), "fc2.weight_row_rank_0": (8, 8)}
-        files.write(make("fp16", shapes=shapes), tmp_path / "made", 2, "l2")
+        files.write(make("fp16", shapes=shapes), tmp_path / "source", 2, "l2")
         refused("UnsupportedCheckpoint", "Megatron")

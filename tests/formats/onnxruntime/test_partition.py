@@ -18,8 +18,10 @@ def test_the_rule_is_that_of_the_generator(numels: list[int], dp: int) -> None:
     weights = {f"w{place}.{numel}": torch.zeros(numel) for place, numel in enumerate(numels)}
     ranks = owned(weights, dp)
     for name, shares in partition.shares({n: w.numel() for n, w in weights.items()}, dp).items():
-        told = {share.rank: (share.start, share.stop) for share in shares if share.stop}
-        assert told == {rank: held[name] for rank, held in enumerate(ranks) if name in held}
+        ranges = {share.rank: (share.start, share.stop) for share in shares if share.stop}
+        assert ranges == {
+            rank: owned_by[name] for rank, owned_by in enumerate(ranks) if name in owned_by
+        }
         for share in shares if len(shares) > 1 else ():
             suffix = files.view(name, share.start, share.stop, weights[name].numel())
             assert suffix == f"_view_{share.view}"

@@ -31,14 +31,14 @@ from .samples import (
 
 def pairs() -> list[Any]:
     """Every dp to every dp, of every dialect, precision and optimizer; a few of each by default."""
-    found = []
+    cases = []
     for place, (kind, optimizer) in enumerate(product(KINDS, OPTIMIZERS)):
         usual = (2, 3) if place % 4 in (0, 3) else (0, 0)
         for before, after in product(SIZES, SIZES):
             name = "-".join(map(str, (*kind, optimizer, before, after)))
             marks = engines((before, after) == usual)
-            found.append(pytest.param(kind, optimizer, before, after, id=name, marks=marks))
-    return found
+            cases.append(pytest.param(kind, optimizer, before, after, id=name, marks=marks))
+    return cases
 
 
 @pytest.mark.parametrize(("kind", "optimizer", "before", "after"), pairs())
@@ -171,29 +171,29 @@ class TestWriting:
 
     def test_a_sample_through_every_size_comes_back(self, tmp_path: Path) -> None:
         source = DATA / "hdf5__fp16__adam__dp3"
-        here = source
+        latest = source
         for place, (dp, dialect) in enumerate(((8, "l2"), (1, "hdf5"), (2, "l2"), (3, "hdf5"))):
-            zckpt.reshard(here, tmp_path / str(place), dp=dp, dialect=dialect)
-            here = tmp_path / str(place)
+            zckpt.reshard(latest, tmp_path / str(place), dp=dp, dialect=dialect)
+            latest = tmp_path / str(place)
         (tmp_path / "right").mkdir()
         for path in source.glob("*.ortcp"):
             shutil.copy(path, tmp_path / "right")
-        assert files.differences(here, tmp_path / "right") == []
+        assert files.differences(latest, tmp_path / "right") == []
 
 
 class TestSteps:
     def test_before_the_first_update(self, tmp_path: Path) -> None:
         state = make("fp16", step=0)
-        files.write(state, tmp_path / "made", 2, "l2")
-        assert zckpt.read(tmp_path / "made").step == 0
-        zckpt.reshard(tmp_path / "made", tmp_path / "again", dp=2, dialect="l2")
-        assert files.differences(tmp_path / "again", tmp_path / "made") == []
+        files.write(state, tmp_path / "source", 2, "l2")
+        assert zckpt.read(tmp_path / "source").step == 0
+        zckpt.reshard(tmp_path / "source", tmp_path / "again", dp=2, dialect="l2")
+        assert files.differences(tmp_path / "again", tmp_path / "source") == []
 
     def test_weights_may_keep_their_own(self, tmp_path: Path) -> None:
         state = make("fp32")
         state.steps["scale"] = 2
-        files.write(state, tmp_path / "made", 2, "hdf5", info=False)
-        zckpt.convert(tmp_path / "made", tmp_path / "universal", step_policy="keep")
+        files.write(state, tmp_path / "source", 2, "hdf5", info=False)
+        zckpt.convert(tmp_path / "source", tmp_path / "universal", step_policy="keep")
         for dialect in ("hdf5", "l2"):
             target = tmp_path / dialect
             report = zckpt.reshard(tmp_path / "universal", target, dp=3, dialect=dialect)
@@ -204,8 +204,8 @@ class TestSteps:
     def test_lamb_has_one_for_all(self, tmp_path: Path) -> None:
         state = make("fp32")
         state.steps["scale"] = 2
-        files.write(state, tmp_path / "made", 2, "hdf5")
-        zckpt.convert(tmp_path / "made", tmp_path / "universal", step_policy="keep")
+        files.write(state, tmp_path / "source", 2, "hdf5")
+        zckpt.convert(tmp_path / "source", tmp_path / "universal", step_policy="keep")
         path = tmp_path / "universal" / "manifest.json"
         path.write_text(path.read_text().replace('"optimizer": "Adam"', '"optimizer": "Lamb"'))
         with pytest.raises(errors.InconsistentCheckpoint, match="one step for all"):
@@ -215,9 +215,9 @@ class TestSteps:
 class TestFromOthers:
     def test_what_has_no_place_is_named(self, tmp_path: Path) -> None:
         report = zckpt.convert(EXAMPLE, tmp_path / "ort", to="onnxruntime", dp=3)
-        told = " ".join(report["left_out"])
+        left_out = " ".join(report["left_out"])
         for word in ("hyper-parameters", "tied", "head.weight"):
-            assert word in told
+            assert word in left_out
         manifest = zckpt.read(tmp_path / "ort")
         assert (manifest.step, manifest.dp, manifest.optimizer) == (7, 3, "Adam")
         zckpt.convert(tmp_path / "ort", tmp_path / "again")
