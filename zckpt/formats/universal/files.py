@@ -1,13 +1,13 @@
-"""zckpt's own format: plain safetensors files of whole tensors, and a manifest as JSON.
+"""Which files make a universal checkpoint: safetensors files of whole tensors, and a manifest.
 
-    OUT/manifest.json             everything that is no tensor (specified in the README)
-    OUT/model.safetensors         slot `param`: what the module held, frozen weights, buffers
+    OUT/manifest.json             everything but tensors, as JSON (specified in the README)
+    OUT/model.safetensors         slot `param`: the module's weights and buffers
     OUT/master.safetensors        fp32 master weights
     OUT/exp_avg.safetensors ...   one per optimizer state
     OUT/state.safetensors         tensors inside the rest of the state
     OUT/siblings/                 other files of a trainer's directory
 
-No pickle anywhere. Version 1; keys are only ever added.
+There is no pickle in it. The version of the format is 1; keys are added, never changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIBLINGS = "siblings"
 
 
 def detect(path: str) -> list[str]:
-    """One nameless checkpoint where `path` holds a manifest of ours."""
+    """One empty tag if `path` holds a manifest that zckpt wrote."""
     name = os.path.join(path, MANIFEST)
     if not os.path.isfile(name):
         return []

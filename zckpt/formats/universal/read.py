@@ -1,4 +1,4 @@
-"""Read a universal checkpoint: its manifest as a `Manifest`."""
+"""Read a universal checkpoint: manifest.json, and where the safetensors files hold each tensor."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ __all__ = ["detect", "lay_out", "read", "seal"]
 
 
 def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
-    """A universal checkpoint; `tag` and `step_policy` have no meaning here.
+    """The manifest of a universal checkpoint; `tag` and `step_policy` are not used.
 
-    Raises UnsupportedCheckpoint (a version this zckpt does not know) and CorruptCheckpoint.
+    Raises NotACheckpoint, UnsupportedCheckpoint (a newer version) and CorruptCheckpoint.
     """
     name = os.path.join(path, MANIFEST)
     if not os.path.isfile(name):
@@ -45,35 +45,35 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     with open(name, "rb") as file:
         text = file.read()
     try:
-        made = json.loads(text.decode("utf-8", "surrogatepass"))
-        version = made["zckpt"]
+        document = json.loads(text.decode("utf-8", "surrogatepass"))
+        version = document["zckpt"]
         if version != VERSION:
             raise UnsupportedCheckpoint(
-                f"{name} is of version {version!r}, this zckpt knows {VERSION}",
+                f"{name} has version {version!r}; this zckpt reads version {VERSION}",
                 hint="install a newer zckpt",
             )
-        return _manifest(path, made)
+        return _manifest(path, document)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{name} is malformed: {error!r}") from error
 
 
-def _manifest(path: str, made: Mapping[str, Any]) -> Manifest:
-    _check_source(path, made)
-    stored, files = _stored(path, made.get("files") or ())
+def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
+    _check_source(path, document)
+    stored, files = _stored(path, document.get("files") or ())
     entries = {}
-    for name, item in made["entries"].items():
+    for name, item in document["entries"].items():
         shape = tuple(item["shape"])
         if "fragments" in item:
             fragments: Fragments = _listed(path, name, item)
         elif name in stored:
-            found = stored[name]
-            if (found.dtype, found.shape) != (item["dtype"], shape):
+            tensor = stored[name]
+            if (tensor.dtype, tensor.shape) != (item["dtype"], shape):
                 raise CorruptCheckpoint(
-                    f"{found.extent.file} holds {name} as {found.dtype} {list(found.shape)}, the "
-                    f"manifest says {item['dtype']} {list(shape)}"
+                    f"{tensor.extent.file} holds {name} as {tensor.dtype} {list(tensor.shape)}, "
+                    f"the manifest states {item['dtype']} {list(shape)}"
                 )
-            numel = found.extent.length // SIZES[found.dtype]
-            fragments = solid(numel, found.extent)
+            numel = tensor.extent.length // SIZES[tensor.dtype]
+            fragments = solid(numel, tensor.extent)
         else:
             raise CorruptCheckpoint(
                 f"{path} lacks {name}, which its manifest lists",
@@ -82,7 +82,7 @@ def _manifest(path: str, made: Mapping[str, Any]) -> Manifest:
         digest = int(item["crc32"], 16) if "crc32" in item else None
         entries[name] = Entry(name, item["dtype"], shape, fragments, digest)
     records = []
-    for name, stated in made.get("files", {}).items():
+    for name, stated in document.get("files", {}).items():
         full = _inside(path, name)
         if not os.path.isfile(full) or os.path.getsize(full) != stated["size"]:
             raise CorruptCheckpoint(
@@ -91,16 +91,16 @@ def _manifest(path: str, made: Mapping[str, Any]) -> Manifest:
             )
         if "crc32" in stated:
             records.append(Record(Extent(full, 0, stated["size"]), int(stated["crc32"], 16)))
-    state = from_json(made["state"])
-    tuples = set(made.get("tuples", ()))
-    groups = made["groups"]
+    state = from_json(document["state"])
+    tuples = set(document.get("tuples", ()))
+    groups = document["groups"]
     return Manifest(
         root=path,
         format="universal",
-        source=made["source"],
+        source=document["source"],
         entries=entries,
-        parameters=parameters_from_json(made["parameters"]),
-        buffers=tuple(made["buffers"]),
+        parameters=parameters_from_json(document["parameters"]),
+        buffers=tuple(document["buffers"]),
         groups=None
         if groups is None
         else tuple(
@@ -112,28 +112,29 @@ def _manifest(path: str, made: Mapping[str, Any]) -> Manifest:
             }
             for group in groups
         ),
-        optimizer=made.get("optimizer"),
+        optimizer=document.get("optimizer"),
         state=state,
         steps=tuple(
-            Sighting(line["where"], line["step"], line["truth"]) for line in made.get("steps", ())
+            Sighting(line["where"], line["step"], line["truth"])
+            for line in document.get("steps", ())
         ),
         records=tuple(records),
         files=(os.path.join(path, MANIFEST), *files),
         siblings=_siblings(path),
-        left_out=tuple(made.get("left_out", ())),
-        warnings=tuple(made.get("warnings", ())),
-        inferred=tuple(made.get("inferred", ())),
+        left_out=tuple(document.get("left_out", ())),
+        warnings=tuple(document.get("warnings", ())),
+        inferred=tuple(document.get("inferred", ())),
     )
 
 
-def _check_source(path: str, made: Mapping[str, Any]) -> None:
-    """What names of folders and numbers of ranks are made of."""
-    source = made["source"]
+def _check_source(path: str, document: Mapping[str, Any]) -> None:
+    """Raises CorruptCheckpoint for values that names of folders and ranks cannot be built from."""
+    source = document["source"]
     dp, stage, tag = (source.get(key) for key in ("dp", "zero_stage", "tag"))
-    groups = made["groups"]
+    groups = document["groups"]
     count = len(groups) if groups is not None else None
-    members = [item["group"] for item in made["parameters"].values()]
-    fine = (
+    members = [item["group"] for item in document["parameters"].values()]
+    valid = (
         (dp is None or (type(dp) is int and dp > 0))
         and stage in (None, 0, 1, 2, 3)
         and (tag is None or (isinstance(tag, str) and not re.search(r"[/\\\0]|^\.*$", tag)))
@@ -143,18 +144,18 @@ def _check_source(path: str, made: Mapping[str, Any]) -> None:
             for group in members
         )
     )
-    if not fine:
+    if not valid:
         raise CorruptCheckpoint(
-            f"{os.path.join(path, MANIFEST)} states a dp, stage, tag or group that none can be"
+            f"{os.path.join(path, MANIFEST)} states a dp, stage, tag or group that is not possible"
         )
 
 
 def _stored(path: str, listed: Collection[str]) -> tuple[dict[str, safefile.Stored], list[str]]:
     """Every tensor of every listed safetensors file by entry name, and the files.
 
-    A manifest that is being written lists none yet; then all are meant.
+    A manifest that is being written lists no files yet; then all files are read.
     """
-    found: dict[str, safefile.Stored] = {}
+    tensors: dict[str, safefile.Stored] = {}
     files = []
     for name in sorted(os.listdir(path)):
         if not name.endswith(".safetensors") or (listed and name not in listed):
@@ -164,60 +165,60 @@ def _stored(path: str, listed: Collection[str]) -> tuple[dict[str, safefile.Stor
         stem = name.removesuffix(".safetensors").split("-")[0]
         slot = "param" if stem == "model" else stem
         for stored in safefile.read(full):
-            found[f"{stored.name}/{slot}"] = stored
-    return found, files
+            tensors[f"{stored.name}/{slot}"] = stored
+    return tensors, files
 
 
 def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
-    """Fragments as the manifest lists them; raises unless they cover the tensor once."""
-    found, here, size = [], 0, SIZES[entry["dtype"]]
+    """Fragments as the manifest lists them; raises unless they cover the tensor exactly once."""
+    fragments, end, size = [], 0, SIZES[entry["dtype"]]
     for item in sorted(entry["fragments"], key=lambda item: item["start"]):
         start, stop = item["start"], item["stop"]
         extent = Extent(_inside(path, item["file"]), item["offset"], item["length"])
         room = os.path.getsize(extent.file) if os.path.isfile(extent.file) else -1
-        if start != here or extent.offset < 0 or extent.length != (stop - start) * size:
+        if start != end or extent.offset < 0 or extent.length != (stop - start) * size:
             break
         if extent.offset + extent.length > room:
             break
-        found.append(Fragment(start, stop, extent))
-        here = stop
-    if here != prod(entry["shape"]) or len(found) != len(entry["fragments"]):
-        raise CorruptCheckpoint(f"{path}: the fragments of {name} do not cover it once")
-    return Runs(found)
+        fragments.append(Fragment(start, stop, extent))
+        end = stop
+    if end != prod(entry["shape"]) or len(fragments) != len(entry["fragments"]):
+        raise CorruptCheckpoint(f"{path}: the fragments of {name} do not cover it exactly once")
+    return Runs(fragments)
 
 
 def _inside(path: str, name: str) -> str:
     """The full name of a file of the checkpoint; raises CorruptCheckpoint if it is elsewhere."""
     if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
-        raise CorruptCheckpoint(f"{path}: the manifest names a file outside: {name!r}")
+        raise CorruptCheckpoint(f"{path}: the manifest names a file outside this folder: {name!r}")
     return os.path.join(path, name)
 
 
 def _siblings(path: str) -> tuple[Sibling, ...]:
     root = os.path.join(path, SIBLINGS)
-    found = []
+    siblings = []
     for folder, folders, names in os.walk(root):
         folders.sort()
         for name in sorted(names):
             full = os.path.join(folder, name)
-            found.append(Sibling(os.path.relpath(full, root), full, os.path.getsize(full)))
-    if not found:  # weights alone have them beside them
+            siblings.append(Sibling(os.path.relpath(full, root), full, os.path.getsize(full)))
+    if not siblings:  # beside weights that were written alone
         with os.scandir(path) as items:
             names = sorted(item.name for item in items if LOADED.fullmatch(item.name))
         full_names = [(name, os.path.join(path, name)) for name in names]
-        found = [Sibling(name, full, os.path.getsize(full)) for name, full in full_names]
-    return tuple(found)
+        siblings = [Sibling(name, full, os.path.getsize(full)) for name, full in full_names]
+    return tuple(siblings)
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """See write.py; `formats.TABLE` names this module."""
+    """As `write.lay_out`; the table of formats names this module."""
     from . import write
 
     return write.lay_out(source, options)
 
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:
-    """See write.py; `formats.TABLE` names this module."""
+    """As `write.seal`; the table of formats names this module."""
     from . import write
 
     write.seal(root, manifest, outcome)

@@ -26,7 +26,7 @@ from .files import MANIFEST, SIBLINGS, VERSION
 
 
 def select(source: Manifest, options: Options) -> Manifest:
-    """The manifest that is to be written: the source's, with the entries that options ask for."""
+    """The manifest to write: the source's, with the entries and dtypes that the options choose."""
     entries: dict[str, Entry] = {}
     for entry in source.entries.values():
         if entry.slot == "param":
@@ -35,8 +35,8 @@ def select(source: Manifest, options: Options) -> Manifest:
             entries[entry.name] = entry
         if entry.slot == "master" and (options.weights_only or options.module_dtype):
             name = f"{entry.parameter}/param"
-            made = replace(entry, name=name, digest=None)
-            entries.setdefault(name, _weight(source, made, options))
+            weight = replace(entry, name=name, digest=None)
+            entries.setdefault(name, _weight(source, weight, options))
     if options.weights_only:
         if not entries:
             raise MissingData(f"{source.root} holds no weights")
@@ -50,8 +50,8 @@ def select(source: Manifest, options: Options) -> Manifest:
             source,
             entries=entries,
             parameters={
-                name: replace(held, step=None, scalars={})
-                for name, held in source.parameters.items()
+                name: replace(parameter, step=None, scalars={})
+                for name, parameter in source.parameters.items()
             },
             groups=None,
             state={key: value for key, value in source.state.items() if key in kept},
@@ -63,21 +63,23 @@ def select(source: Manifest, options: Options) -> Manifest:
 
 
 def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
-    """A weight in the dtype that is asked for; buffers keep theirs."""
-    weight = entry.parameter in source.parameters and entry.dtype in FLOATS
-    if not options.module_dtype or not weight or entry.dtype == options.module_dtype:
+    """A weight in the dtype that the options choose; buffers keep theirs."""
+    is_weight = entry.parameter in source.parameters and entry.dtype in FLOATS
+    if not options.module_dtype or not is_weight or entry.dtype == options.module_dtype:
         return entry
     return replace(entry, dtype=options.module_dtype, digest=None)
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files, without tensors and digests; `seal` adds these."""
+    """The files without tensors and digests; `seal` adds the digests."""
     options.only("universal", ("dtype", "max_file_size", "group_defaults"))
     chosen = with_defaults(select(source, options), options)
     siblings = [(f"{SIBLINGS}/{item.name}", item) for item in source.siblings]
     left_out = list(source.left_out)
     if options.weights_only:
-        loaded = files_to_load_by(source.siblings)  # beside the weights, as from_pretrained looks
+        loaded = files_to_load_by(
+            source.siblings
+        )  # beside the weights, where from_pretrained looks for them
         siblings = [(item.name, item) for item in loaded]
         kept = {item.path for item in loaded}
         others = [item.name for item in source.siblings if item.path not in kept]
@@ -88,13 +90,13 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def with_defaults(source: Manifest, options: Options) -> Manifest:
-    """Hyper-parameters that the source never stored (elastic files, other engines)."""
+    """Adds the given hyper-parameters if the source stores none (elastic files, other engines)."""
     inferred = are_inferred(source)
     if not options.group_defaults or not (source.groups is None or inferred):
         return source
     parameters = {
-        name: replace(held, group=(held.group or 0) if held.trainable else None)
-        for name, held in source.parameters.items()
+        name: replace(parameter, group=(parameter.group or 0) if parameter.trainable else None)
+        for name, parameter in source.parameters.items()
     }
     state = dict(source.state)
     if inferred:
@@ -122,25 +124,24 @@ def seal(root: str, manifest: Manifest, outcome: Any) -> None:
         name: replace(entry, digest=outcome.digests[name])
         for name, entry in manifest.entries.items()
     }
-    made = describe(replace(manifest, entries=entries))
+    document = describe(replace(manifest, entries=entries))
     files = dict(outcome.files)
     for path in manifest.files:
-        if (
-            path.endswith(".safetensors") and path not in files
-        ):  # its tensors are empty, all of them
+        # nothing was copied into a file whose tensors all are empty
+        if path.endswith(".safetensors") and path not in files:
             with open(path, "rb") as file:
                 text = file.read()
             files[path] = len(text), crc32(text)
-    made["files"] = {
+    document["files"] = {
         os.path.relpath(path, root): {"size": size, "crc32": f"{crc:08x}"}
         for path, (size, crc) in sorted(files.items())
     }
     with open(os.path.join(root, MANIFEST), "wb") as file:
-        file.write(_text(made))
+        file.write(_text(document))
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
-    """manifest.json as a dictionary."""
+    """The contents of manifest.json, as a dictionary."""
     groups = manifest.groups or ()
     tuples = {key for group in groups for key, value in group.items() if type(value) is tuple}
     return {
@@ -149,7 +150,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         "step": manifest.step,
         "optimizer": manifest.optimizer,
         "groups": None if manifest.groups is None else [plain_group(group) for group in groups],
-        "tuples": sorted(tuples),  # hyper-parameters that were tuples, as betas
+        "tuples": sorted(tuples),  # hyper-parameters that were tuples, such as betas
         "parameters": parameters_to_json(manifest.parameters),
         "buffers": list(manifest.buffers),
         "entries": {
@@ -168,17 +169,17 @@ def describe(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _text(made: Mapping[str, Any]) -> bytes:
-    """JSON with a line per key, and within `parameters` and the like a line per item.
+def _text(document: Mapping[str, Any]) -> bytes:
+    """JSON with one line for each key, and for each item of a dictionary such as `parameters`.
 
-    For people and `diff`; json's own indent would give every number of a shape its own line.
+    People and `diff` read it so; json's own indent gives every number of a shape its own line.
     """
 
     def line(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
     lines = []
-    for key, value in made.items():
+    for key, value in document.items():
         if isinstance(value, dict) and value:
             items = ",\n  ".join(f"{line(name)}: {line(item)}" for name, item in value.items())
             lines.append(f"{line(key)}: {{\n  {items}\n }}")
@@ -188,9 +189,9 @@ def _text(made: Mapping[str, Any]) -> bytes:
 
 
 def _in_slot(manifest: Manifest, slot: str) -> list[Entry]:
-    """A slot's entries as they lie in its files: large elements first, so that all are aligned."""
-    held = [entry for entry in manifest.entries.values() if entry.slot == slot]
-    return sorted(held, key=lambda entry: -SIZES[entry.dtype])
+    """A slot's entries in the order of its files: large elements first, so that all are aligned."""
+    entries = [entry for entry in manifest.entries.values() if entry.slot == slot]
+    return sorted(entries, key=lambda entry: -SIZES[entry.dtype])
 
 
 def _files(manifest: Manifest, options: Options) -> Iterator[tuple[str, list[Entry]]]:
@@ -200,7 +201,7 @@ def _files(manifest: Manifest, options: Options) -> Iterator[tuple[str, list[Ent
 
 
 def _split(stem: str, entries: Sequence[Entry], most: int) -> list[tuple[str, list[Entry]]]:
-    """Files of at most `most` bytes of tensors each (a larger tensor has one to itself)."""
+    """Files of at most `most` bytes of tensors each; a larger tensor has a file of its own."""
     parts: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
