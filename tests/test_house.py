@@ -1,7 +1,7 @@
 """Which room may import which: the arrows of the house, and no circle.
 
-A room is a module or a folder directly in `zckpt/`, or `benchmarks`. An arrow joins two rooms, one of
-which imports the other. A new arrow fails here: draw it only if the design needs it.
+A room is a module or a folder directly in `zckpt/`, or `benchmarks`. An arrow joins two rooms, one
+of which imports the other. A new arrow fails here: draw it only if the design needs it.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
     PREFIX.ZeRO.R.L.ort.pt, PREFIX.ort.pt    torch.save: L1 (before 1.7) and L2
     any name                                 HDF5, one file per rank
 
-    directory.py    which files belong together
+    files.py        which files belong together
     legacy.py       what the files of torch.save hold
     hdf5.py         what the HDF5 files hold
-    ranks.py        the words that both are told in
+    ranks.py        what both kinds of files say of a rank
     partition.py    which elements of which weight each rank owns
-    reading.py      the manifest: every weight from its owners
-    checking.py     what only the bytes tell, before a copy
-    gathering.py    what ONNX Runtime's own aggregators would make of it
-    writing.py      L2 and HDF5 files for any data-parallel size
+    owners.py       the fragments of every weight, from the ranks that own them
+    read.py         the manifest
+    gather.py       what ONNX Runtime's own aggregators would join
+    write.py        L2 and HDF5 files for any data-parallel size
 
 Facts in this package are of onnxruntime-training 1.16.3 and its sources back to 1.3.
 """
@@ -54,7 +54,7 @@ class OnnxRuntime(Format):
         return read(path, tag, step_policy)
 
     def check(self, manifest: Manifest) -> None:
-        from .checking import check
+        from .read import check
 
         check(manifest)
 

@@ -1,4 +1,9 @@
-"""zckpt's own format: whole tensors as safetensors, under slots, with a manifest."""
+"""zckpt's own format: whole tensors as safetensors, under slots, with a manifest.
+
+files.py    which files make the checkpoint, and which version is written
+read.py     manifest.json, and where the safetensors files hold each tensor
+write.py    the files for `convert --to universal`
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ class Universal(Format):
     reasons: Mapping[str, str] = {"dp": "a universal checkpoint has no ranks"}
 
     def detect(self, path: str) -> list[str]:
-        from .read import detect
+        from .files import detect
 
         return detect(path)
 
@@ -39,11 +44,11 @@ class Universal(Format):
         return read(path, tag, step_policy)
 
     def lay_out(self, source: Manifest, options: Options) -> Layout:
-        from .read import lay_out
+        from .write import lay_out
 
         return lay_out(source, options)
 
     def seal(self, root: str, manifest: Manifest, outcome: Any) -> None:
-        from .read import seal
+        from .write import seal
 
         seal(root, manifest, outcome)
