@@ -17,9 +17,19 @@ from typing import Any
 from ...core.inert import Foreign, Global
 from ...core.manifest import Entry, Record, solid
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
+from ...files.dcpfile import (
+    METADATA,
+    ItemFiles,
+    Place,
+    agree,
+    dtype_of,
+    fields_of,
+    metadata,
+    places_of,
+)
 from ...files.torchfile import Tensor, TorchFile
-from ..statedict.tree import Found, Path
-from .read import METADATA, _agree, _dtype, _fields, _Folder, _metadata, _Place, _places, located
+from ..statedict.tree import Path
+from .files import located
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +109,16 @@ def stored_items(path: str, tag: str | None = None) -> StoredItems:
     files: list[str] = []
     try:
         for name in folders:
-            fields = _metadata(name)
-            places = _places(name, fields["storage_data"])
-            folder = _Folder(name, Found(root, {}, {}))
+            fields = metadata(name)
+            places = places_of(name, fields["storage_data"])
+            folder = ItemFiles(name)
             for key, item in fields["state_dict_metadata"].items():
                 items[key] = _item(folder, key, item, places)
             paths.update(_paths(fields))
             with os.scandir(name) as listed:
                 files += sorted(each.path for each in listed if each.name.endswith(METADATA))
         version, saving = fields.get("version"), fields.get("storage_meta")
-        about = _fields(saving) if isinstance(saving, Foreign) else {}
+        about = fields_of(saving) if isinstance(saving, Foreign) else {}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise not_understood(root, error) from error
     version = version if isinstance(version, str) else None
@@ -124,14 +134,14 @@ def _paths(fields: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
 
 
 def _item(
-    folder: _Folder, key: str, item: Foreign, places: Mapping[Any, _Place]
+    folder: ItemFiles, key: str, item: Foreign, places: Mapping[Any, Place]
 ) -> StoredTensor | StoredValue:
-    fields = _fields(item)
+    fields = fields_of(item)
     if "chunks" not in fields:
         return StoredValue(cache(partial(_open_value, folder, key, places.get((key, None)))))
     properties, shape = fields["properties"], tuple(fields["size"])
     boxes: dict[tuple[int, ...], StoredBox] = {}
-    for chunk in map(_fields, fields["chunks"]):
+    for chunk in map(fields_of, fields["chunks"]):
         offsets, sizes = tuple(chunk["offsets"]), tuple(chunk["sizes"])
         if 0 not in sizes:
             place = places.get((key, offsets))
@@ -149,27 +159,27 @@ def _torch_name(properties: Any) -> str:
     return dtype.name.removeprefix("torch.")
 
 
-def _open_value(folder: _Folder, key: str, place: _Place | None) -> OpenedItem:
-    file = folder._file(_known(folder, key, place))
+def _open_value(folder: ItemFiles, key: str, place: Place | None) -> OpenedItem:
+    file = folder.file(_known(folder, key, place))
     return OpenedItem(file.value, partial(_entry, key, file), tuple(file.records.values()))
 
 
 def _open_box(
-    folder: _Folder, key: str, place: _Place | None, properties: Any, sizes: tuple[int, ...]
+    folder: ItemFiles, key: str, place: Place | None, properties: Any, sizes: tuple[int, ...]
 ) -> OpenedItem:
-    place, dtype = _known(folder, key, place), _dtype(properties)
-    stored = folder._stored(place, key)
+    place, dtype = _known(folder, key, place), dtype_of(properties)
+    stored = folder.stored(place, key)
     if stored is not None:
-        _agree(place, key, (stored.dtype, stored.shape), (dtype, sizes))
+        agree(place, key, (stored.dtype, stored.shape), (dtype, sizes))
         entry = Entry(key, dtype, sizes, solid(prod(sizes), stored.extent))
         return OpenedItem(stored, lambda _: entry, ())
-    file = folder._file(place)
+    file = folder.file(place)
     tensor = file.value
     if not isinstance(tensor, Tensor):
         raise UnsupportedCheckpoint(
             f"it is stored as an object of {getattr(tensor, 'name', type(tensor).__name__)}"
         )
-    _agree(place, key, (tensor.dtype, tensor.shape), (dtype, sizes))
+    agree(place, key, (tensor.dtype, tensor.shape), (dtype, sizes))
     entry = _entry(key, file, tensor)
     return OpenedItem(tensor, lambda _: entry, tuple(file.records.values()))
 
@@ -178,7 +188,7 @@ def _entry(key: str, file: TorchFile, tensor: Tensor) -> Entry:
     return Entry(key, tensor.dtype, tensor.shape, file.fragments(tensor))
 
 
-def _known(folder: _Folder, key: str, place: _Place | None) -> _Place:
+def _known(folder: ItemFiles, key: str, place: Place | None) -> Place:
     if place is None:
         raise IncompleteCheckpoint(f"{folder.folder}: {METADATA} does not say where {key} is")
     return place

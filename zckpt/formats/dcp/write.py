@@ -18,8 +18,9 @@ from typing import Any
 from ...core.dtypes import SIZES, TORCH_NAMES
 from ...core.fileio import align
 from ...core.inert import Foreign, Global, Scalar, Size, TensorName, map_values
-from ...core.manifest import Manifest
+from ...core.manifest import Extent, Manifest
 from ...core.staging import Layout, Shell
+from ...files.dcpfile import metadata, places_of
 from ...files.pickling import dumps
 from ...files.torchshell import ALIGNMENT, Storages, shell, state_checksums, thawed
 from ...training import peft
@@ -27,6 +28,7 @@ from ...training.options import Options
 from ...training.trainers import TRANSFORMERS, program_of
 from ..statedict.tree import Path, dotted
 from ..statedict.write import Hole, StateDicts, left_out
+from .files import folders
 
 VERSION = "1.0.0"  # of the metadata, torch 2.13
 SMALL = 64 << 10  # bytes; smaller pieces would cost a rank more to find than to read
@@ -278,10 +280,17 @@ def _tensor_metadata(hole: Hole, chunks: Sequence[Box]) -> Foreign:
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the zip directory of its item."""
-    from .read import items
-
     crcs: dict[str, dict[int, int]] = {}
     for extent, crc in outcome.records.items():
         crcs.setdefault(extent.file, {})[extent.offset] = crc
-    for item in items(root):
+    for item in _items(root):
         state_checksums(item, crcs.get(item.file, {}))
+
+
+def _items(root: str) -> list[Extent]:
+    """Every item of a checkpoint."""
+    return [
+        Extent(place.file, place.offset, place.length)
+        for folder in folders(root)
+        for place in places_of(folder, metadata(folder)["storage_data"]).values()
+    ]
