@@ -26,7 +26,7 @@ import zckpt
 from zckpt import errors
 from zckpt.core.manifest import Extent
 from zckpt.formats.dcp import write as dcp_writing
-from zckpt.formats.statedict.tree import Piece, assembled
+from zckpt.formats.statedict.tree import TensorPiece, assembled
 from zckpt.training.options import Options
 
 from ...conftest import EXAMPLE, ROOT
@@ -425,7 +425,7 @@ def test_state_that_is_empty(shape: tuple[int, ...], to: str, tmp_path: Path) ->
 def test_a_clients_names_do_not_take_a_place(own: dict[str, Any], tmp_path: Path) -> None:
     """DeepSpeed keeps them apart."""
     held = replace(zckpt.read(EXAMPLE), state={**zckpt.read(EXAMPLE).state, "client_state": own})
-    target = dcp_writing.Target(held, Options())
+    target = dcp_writing.DcpWriter(held, Options())
     assert any("client_state" in line for line in target.left_out)
     keys = [".".join(map(str, path)) for path, _ in target.parts[""]]
     assert len(keys) == len(set(keys))
@@ -510,7 +510,7 @@ def test_a_frozen_copy_before_the_first_update(tmp_path: Path) -> None:
 
 def test_many_boxes_are_compared_in_time(tmp_path: Path) -> None:
     """As of a tensor that 20,000 ranks cut along its second axis; pairs would take minutes."""
-    pieces = [Piece((0, n), (2, 1), (1, 1), 0, Extent("f", 0, 8)) for n in range(20_000)]
+    pieces = [TensorPiece((0, n), (2, 1), (1, 1), 0, Extent("f", 0, 8)) for n in range(20_000)]
     assembled("w", "F32", (2, 20_000), pieces)
     with pytest.raises(errors.InconsistentCheckpoint, match="overlap"):
         assembled("w", "F32", (2, 20_000), [*pieces[1:], pieces[1]])
@@ -520,12 +520,12 @@ def test_many_boxes_are_compared_in_time(tmp_path: Path) -> None:
 def test_boxes_overlap_where_elements_do(seed: int) -> None:
     generator = random.Random(seed)
     shape = [generator.randint(1, 3) for _ in range(generator.randint(1, 3))]
-    pieces: list[Piece] = []
+    pieces: list[TensorPiece] = []
     while (left := prod(shape) - sum(piece.numel for piece in pieces)) > 0:
         offsets = tuple(generator.randrange(size) for size in shape)
         sizes = tuple(generator.randint(1, n - o) for n, o in zip(shape, offsets, strict=True))
         sizes = sizes if prod(sizes) <= left else (1,) * len(shape)
-        pieces.append(Piece(offsets, sizes, sizes, 0, Extent("f", 0, 4)))
+        pieces.append(TensorPiece(offsets, sizes, sizes, 0, Extent("f", 0, 4)))
     held = [
         place
         for piece in pieces

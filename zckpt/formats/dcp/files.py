@@ -1,4 +1,11 @@
-"""Which files make a checkpoint of torch.distributed.checkpoint, in which folders."""
+"""Which folders make a checkpoint of torch.distributed.checkpoint.
+
+<dir>                                         one folder with `.metadata` and item files
+<dir>/step-N                                  torchtitan's; the tag chooses one of several
+<dir>/pytorch_model_fsdp_0, optimizer_0       two folders of one checkpoint: Accelerate's and
+                                              Hugging Face Trainer's
+<dir>/shard-R-model-F-of-N.safetensors        Hugging Face's storage (see hf.py): weights alone
+"""
 
 from __future__ import annotations
 
@@ -10,42 +17,42 @@ from ...errors import UnsupportedCheckpoint
 from ...files.dcpfile import ITEMS, METADATA
 from . import hf
 
-STEP = re.compile(r"step-(\d+)")  # torchtitan's folders
-PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")  # Accelerate's, Hugging Face Trainer's
+STEP = re.compile(r"step-(\d+)")
+PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
 
 
 def detect(path: str) -> list[str]:
-    """One empty tag for a checkpoint; torchtitan's `step-N` of a folder of several."""
+    """One empty tag for a checkpoint; the names of torchtitan's folders if there are several."""
     if not os.path.isdir(path):
         return []
     if folders(path):
         return [""]
-    with os.scandir(path) as items:
-        steps = [item.name for item in items if STEP.fullmatch(item.name)]
-    found = [name for name in steps if is_dcp(os.path.join(path, name))]
-    return sorted(found, key=lambda name: int(name.removeprefix("step-")))
+    with os.scandir(path) as entries:
+        steps = [entry.name for entry in entries if STEP.fullmatch(entry.name)]
+    tags = [name for name in steps if has_items(os.path.join(path, name))]
+    return sorted(tags, key=lambda name: int(name.removeprefix("step-")))
 
 
 def detect_weak(path: str) -> list[str]:
-    """Hugging Face's storage: weights alone, which are looked for where nothing else is found."""
+    """Hugging Face's storage: weights alone, which count only where no other format is found."""
     return [""] if os.path.isdir(path) and hf.files(path) else []
 
 
-def is_dcp(path: str) -> bool:
-    """Whether a folder holds such files, though the save be unfinished."""
+def has_items(path: str) -> bool:
+    """Whether a folder has such files, even from a save that did not finish."""
     if not os.path.isdir(path):
         return False
-    with os.scandir(path) as items:
-        return any(item.name == METADATA or item.name.endswith(ITEMS) for item in items)
+    with os.scandir(path) as entries:
+        return any(entry.name == METADATA or entry.name.endswith(ITEMS) for entry in entries)
 
 
 def folders(path: str) -> list[str]:
-    """The folders that are one checkpoint: itself, or Accelerate's for model and optimizer."""
-    if is_dcp(path):
+    """The folders of one checkpoint: `path` itself, or Accelerate's for model and optimizer."""
+    if has_items(path):
         return [path]
-    with os.scandir(path) as items:
-        named = sorted(item.path for item in items if PARTS.fullmatch(item.name))
-    return [folder for folder in named if is_dcp(folder)]
+    with os.scandir(path) as entries:
+        parts = sorted(entry.path for entry in entries if PARTS.fullmatch(entry.name))
+    return [folder for folder in parts if has_items(folder)]
 
 
 def located(path: str, tag: str | None = None) -> tuple[str, list[str]]:
@@ -66,24 +73,27 @@ def located(path: str, tag: str | None = None) -> tuple[str, list[str]]:
 
 
 def _refuse_several(root: str, parts: list[str]) -> None:
-    """Accelerate numbers the models and optimizers of one program; names may be the same in all."""
+    """Accelerate numbers the models and optimizers of one program; names may repeat in them."""
     names = [os.path.basename(folder) for folder in parts if folder != root]
     if any(not name.endswith("_0") for name in names):
         raise UnsupportedCheckpoint(
-            f"{root} holds several models or optimizers: {', '.join(names)}",
+            f"{root} has several models or optimizers: {', '.join(names)}",
             hint="give the folder of one model: its weights are read without the optimizer",
         )
 
 
 def _refuse_megatron(folder: str) -> None:
     if os.path.exists(os.path.join(folder, "metadata.json")):
-        raise UnsupportedCheckpoint(f"{folder} is of Megatron-Core, which zckpt does not read yet")
+        raise UnsupportedCheckpoint(
+            f"{folder} was written by Megatron-Core, which zckpt does not read yet"
+        )
 
 
 def own_files(root: str, parts: list[str]) -> Iterator[str]:
-    """The checkpoint's own files in its directory, finished or not."""
+    """The checkpoint's own files directly in its directory, from a finished save or not."""
     if root in parts:
-        with os.scandir(root) as items:
-            for item in items:
-                if item.name.startswith(METADATA) or item.name.endswith((ITEMS, ".tmp", METADATA)):
-                    yield item.path
+        with os.scandir(root) as entries:
+            for entry in entries:
+                name = entry.name
+                if name.startswith(METADATA) or name.endswith((ITEMS, ".tmp", METADATA)):
+                    yield entry.path

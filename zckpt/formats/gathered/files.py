@@ -1,14 +1,14 @@
-"""Which files make a checkpoint of torch.save: by their names, and by what they hold.
+"""Which files make a checkpoint of torch.save: by their names, and by their content.
 
     ckpt.pt, last.ckpt                              one file: {"model": ..., "optimizer": ..., ...}
-    model.pt + optim.pt                             whole, by any of the names below
+    model.pt + optim.pt                             whole, under any of the names in WHOLE
     model.safetensors + optimizer.pt                Hugging Face Trainer, Accelerate, without FSDP
     adapter_model.safetensors + optimizer.pt        the same with PEFT
     model_world_size_W_rank_R.pt + optim_...        ranks' parts (FSDP, verl's names)
     pytorch_model_fsdp_0_rankR.bin + optimizer_...  ranks' parts (Accelerate)
     model.pt + optim_rank_R.pt                      ZeroRedundancyOptimizer's local states
 
-Files are told apart by their names, state dicts by what they hold (see state.py).
+The names tell files apart. State dicts are told apart by their content: see statedict/finding.py.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ DEPTH = 4
 
 
 @dataclass(slots=True)
-class Files:
-    """Paths of one checkpoint: whole ones by key, and those of ranks by key and rank.
+class StateDictFiles:
+    """Paths of one checkpoint: whole files by key, and ranks' files by key and rank.
 
-    Keys are places in the tree; None where one kind of file holds the tree itself.
+    A key is a place in the tree of state dicts; None if one kind of file has the whole tree.
     """
 
     whole: dict[str | None, str] = field(default_factory=dict)
@@ -66,46 +66,50 @@ class Files:
 
 
 def detect(path: str) -> list[str]:
-    """One nameless checkpoint where a model's and an optimizer's state are, or any one file is."""
+    """One empty tag for a model's with an optimizer's state, and for any single file of both."""
     if os.path.isfile(path):
-        return [""] if _is_one(path) else []
-    if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):
+        return [""] if _has_state_dicts(path) else []
+    if not _is_readable_folder(path):
         return []
     names = _names(path)
-    found = _whole(names)
-    if "optim" in found and "model" in found:
+    whole = _whole(names)
+    if "optim" in whole and "model" in whole:
         return [""]
     return [""] if any(_is_part(path, name) for name in names) else []
 
 
 def detect_weak(path: str) -> list[str]:
-    """What other formats hold too, so that it is one only where these are not.
+    """What folders of other formats have too, so that it counts only if no format is found.
 
-    A model's weights alone, or a folder of files of any names, by which they are told apart.
+    These are a model's weights alone, and a folder of single files; the tags are their names.
     """
     if os.path.isfile(path):
         return [""] if path.endswith(".safetensors") else []
-    if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):
+    if not _is_readable_folder(path):
         return []
     names = _names(path)
     if "model" in _whole(names) or len(_safetensors(names)) == 1:
         return [""]
-    single = _singles(path, names)
+    single = _single_files(path, names)
     return single if len(single) > 1 else [""] * len(single)
 
 
+def _is_readable_folder(path: str) -> bool:
+    return os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK)
+
+
 def _names(folder: str) -> list[str]:
-    with os.scandir(folder) as items:
-        return sorted(item.name for item in items if item.is_file())
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_file())
 
 
 def _whole(names: Sequence[str]) -> dict[str, str]:
-    """The file of each kind."""
-    here = set(names)
+    """The whole file of each kind."""
+    present = set(names)
     return {
-        key: found
-        for key, likely in WHOLE.items()
-        if (found := next((name for name in likely if name in here), None))
+        kind: name
+        for kind, likely in WHOLE.items()
+        if (name := next((name for name in likely if name in present), None))
     }
 
 
@@ -113,36 +117,38 @@ def _safetensors(names: Sequence[str]) -> list[str]:
     return [name for name in names if name.endswith(".safetensors")]
 
 
-def _singles(folder: str, names: Sequence[str]) -> list[str]:
-    """Files that hold everything, by the endings that people give them."""
+def _single_files(folder: str, names: Sequence[str]) -> list[str]:
+    """Files that have everything, by the usual endings."""
     return [
-        name for name in names if name.endswith(ENDINGS) and _is_one(os.path.join(folder, name))
+        name
+        for name in names
+        if name.endswith(ENDINGS) and _has_state_dicts(os.path.join(folder, name))
     ]
 
 
-def _rank_of(name: str) -> re.Match[str] | None:
+def _match_rank(name: str) -> re.Match[str] | None:
     return None if OTHERS.fullmatch(name) else RANK.fullmatch(name)
 
 
 def _is_part(folder: str, name: str) -> bool:
-    """Whether a rank's file is one of a model or an optimizer: by its name, or what it holds."""
-    told, path = _rank_of(name), os.path.join(folder, name)
-    if told is None or not _is_torch(path):
+    """Whether a file is a rank's, of a model or an optimizer: by its name, or by its content."""
+    match, path = _match_rank(name), os.path.join(folder, name)
+    if match is None or not _is_torch(path):
         return False
-    if _kind(told["stem"]):
+    if _kind(match["stem"]):
         return True
     try:
         value = TorchFile(path).value
     except (ZckptError, OSError):
         return False
-    return next(ranked.sharded_in(value), None) is not None or _has_groups(value)
+    return next(ranked.distributed_in(value), None) is not None or _has_groups(value)
 
 
 def _has_groups(value: Any, depth: int = DEPTH) -> bool:
     """Whether an optimizer's state is in it."""
     if not isinstance(value, dict) or not depth:
         return False
-    return "param_groups" in value or any(_has_groups(held, depth - 1) for held in value.values())
+    return "param_groups" in value or any(_has_groups(item, depth - 1) for item in value.values())
 
 
 def _is_torch(path: str) -> bool:
@@ -152,15 +158,15 @@ def _is_torch(path: str) -> bool:
     return head == b"PK\3\4" or (head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4"))
 
 
-def _is_one(path: str) -> bool:
-    """Whether a single file holds state dicts: tensors by name, of no other format's kind."""
+def _has_state_dicts(path: str) -> bool:
+    """Whether a single file has state dicts: tensors by name, and not those of other formats."""
     name = os.path.basename(path)
     if OTHERS.fullmatch(name) or name.endswith(".distcp") or not _is_torch(path):
         return False
     try:
         value = TorchFile(path).value
     except (ZckptError, OSError):
-        return name.endswith(ENDINGS)  # which reading will say more about
+        return name.endswith(ENDINGS)  # reading it will say what is wrong
     return _has_tensors(value) and not any(
         isinstance(key, str) and key.startswith(("Moment_1_", "Update_Count"))  # ONNX Runtime's
         for key in (value.get("model", value) if isinstance(value, dict) else ())
@@ -170,89 +176,89 @@ def _is_one(path: str) -> bool:
 def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
     if isinstance(value, dict) and depth:
         return any(_has_tensors(item, depth - 1) for item in value.values())
-    return isinstance(value, Tensor) or ranked.is_sharded(value)
+    return isinstance(value, Tensor) or ranked.is_distributed(value)
 
 
-def find(path: str) -> Files:
-    """The files of the one checkpoint at `path`; a file of one rank stands for all ranks'.
+def find(path: str) -> StateDictFiles:
+    """The files of the one checkpoint at `path`; one rank's file stands for those of all ranks.
 
     Raises NotACheckpoint, AmbiguousCheckpoint, InconsistentCheckpoint.
     """
     if not os.path.isdir(path):
-        told = _rank_of(os.path.basename(path))
-        if told is None:
-            return Files({None: path})
+        match = _match_rank(os.path.basename(path))
+        if match is None:
+            return StateDictFiles({None: path})
         folder = os.path.dirname(path) or "."
         names = [
             name
             for name in _names(folder)
-            if (other := _rank_of(name)) and (other["stem"], other["world"]) == told.group(1, 3)
+            if (other := _match_rank(name))
+            and (other["stem"], other["world"]) == (match["stem"], match["world"])
         ]
         return _of_ranks(folder, names, {})
     names = _names(path)
     whole: dict[str | None, str] = {}
-    whole |= {key: os.path.join(path, name) for key, name in _whole(names).items()}
-    of_ranks = [name for name in names if _rank_of(name)]
+    whole |= {kind: os.path.join(path, name) for kind, name in _whole(names).items()}
+    of_ranks = [name for name in names if _match_rank(name)]
     if of_ranks:
         return _of_ranks(path, of_ranks, whole)
     if "model" in whole:
-        return Files(whole)
+        return StateDictFiles(whole)
     if len(alone := _safetensors(names)) == 1:
-        return Files({**whole, "model": os.path.join(path, alone[0])})
-    single = _singles(path, names)
+        return StateDictFiles({**whole, "model": os.path.join(path, alone[0])})
+    single = _single_files(path, names)
     if len(single) > 1:
         raise AmbiguousCheckpoint(
-            f"{path} holds {len(single)} checkpoints: {listed(single)}",
+            f"{path} has {len(single)} checkpoints: {listed(single)}",
             hint=f"name the file: {os.path.join(path, single[-1])}",
         )
     if not single:
-        raise NotACheckpoint(f"{path} holds no file with a model's state")
-    return Files({None: os.path.join(path, single[0])})
+        raise NotACheckpoint(f"{path} has no file with a model's state")
+    return StateDictFiles({None: os.path.join(path, single[0])})
 
 
-def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> Files:
-    """Ranks' files by what they hold; whole ones of what no rank's hold."""
-    found: dict[str, dict[int, str]] = {}
+def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> StateDictFiles:
+    """Ranks' files by kind, and whole files of the kinds that no rank has."""
+    by_stem: dict[str, dict[int, str]] = {}
     worlds: set[str] = set()
     for name in names:
-        told = _rank_of(name)
-        assert told is not None
-        if told["world"]:
-            worlds.add(told["world"])
-        rank, known = int(told["rank"]), found.setdefault(told["stem"], {})
-        if rank in known and not told["world"]:
+        match = _match_rank(name)
+        assert match is not None
+        if match["world"]:
+            worlds.add(match["world"])
+        rank, paths = int(match["rank"]), by_stem.setdefault(match["stem"], {})
+        if rank in paths and not match["world"]:
             raise InconsistentCheckpoint(
-                f"{known[rank]} and {os.path.join(folder, name)} are both of rank {rank}",
+                f"{paths[rank]} and {os.path.join(folder, name)} are both of rank {rank}",
                 hint="files of two saves seem to be mixed; keep those of one save in a directory",
             )
-        known[rank] = os.path.join(folder, name)
+        paths[rank] = os.path.join(folder, name)
     if len(worlds) > 1:
-        told_worlds = ", ".join(sorted(worlds, key=int))
         raise AmbiguousCheckpoint(
-            f"{folder} holds files of saves by {told_worlds} ranks",
+            f"{folder} has files of saves by {', '.join(sorted(worlds, key=int))} ranks",
             hint="keep those of one save in a directory",
         )
-    made = Files(world=int(worlds.pop()) if worlds else None)
-    if len(found) == 1 and not {"model", "optim"} & whole.keys():
-        made.ranks[None] = next(iter(found.values()))
-        return made
-    kinds = {stem: _kind(stem) for stem in found}
+    files = StateDictFiles(world=int(worlds.pop()) if worlds else None)
+    if len(by_stem) == 1 and not {"model", "optim"} & whole.keys():
+        files.ranks[None] = next(iter(by_stem.values()))
+        return files
+    kinds = {stem: _kind(stem) for stem in by_stem}
     others = [stem for stem, kind in kinds.items() if kind is None]
-    if len(others) == len(found):
+    if len(others) == len(by_stem):
         raise AmbiguousCheckpoint(
-            f"{folder} holds ranks' files of {len(found)} kinds: {listed(others)}",
-            hint=f"name a file of one of them: {found[others[0]][min(found[others[0]])]}",
+            f"{folder} has ranks' files of {len(by_stem)} kinds: {listed(others)}",
+            hint=f"name a file of one of them: {by_stem[others[0]][min(by_stem[others[0]])]}",
         )
-    for stem, files in found.items():
+    for stem, paths in by_stem.items():
         kind = kinds[stem]
         alone = kind and list(kinds.values()).count(kind) == 1
-        made.ranks[kind if alone else stem] = files
-    made.whole = {key: path for key, path in whole.items() if key not in made.ranks}
-    return made
+        files.ranks[kind if alone else stem] = paths
+    files.whole = {kind: path for kind, path in whole.items() if kind not in files.ranks}
+    return files
 
 
 def _kind(stem: str) -> str | None:
-    """What a rank's file holds, by its name."""
+    """What a rank's file has, by its name."""
     if "optim" in stem:
         return "optim"
     return "model" if re.search("model|weights", stem) and "rng" not in stem else None
