@@ -23,8 +23,8 @@ class Net(nn.Module):
         self.third = nn.Linear(3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.third(self.second(self.norm(self.first(x))))
-        return made
+        output: Tensor = self.third(self.second(self.norm(self.first(x))))
+        return output
 
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
@@ -82,9 +82,9 @@ def assert_same_run(a: Pair, b: Pair) -> None:
     assert ours["state"].keys() == theirs["state"].keys()
     for number, state in ours["state"].items():
         assert list(state) == list(theirs["state"][number])
-        for key, held in state.items():
+        for key, value in state.items():
             other = theirs["state"][number][key]
-            assert same_bits(held, other) if isinstance(held, Tensor) else held == other
+            assert same_bits(value, other) if isinstance(value, Tensor) else value == other
     for one, other in zip(ours["param_groups"], theirs["param_groups"], strict=True):
         assert {k: v for k, v in one.items() if k != "param_names"} == {
             k: v for k, v in other.items() if k != "param_names"

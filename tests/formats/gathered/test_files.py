@@ -84,9 +84,9 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     (folder / "model.pt").unlink()
     state = list(pair[0].state_dict().items())
     parts = {"model-1.safetensors": dict(state[:4]), "model-2.safetensors": dict(state[4:])}
-    for name, held in parts.items():
-        save_file(held, folder / name)
-    index = {"weight_map": {key: name for name, held in parts.items() for key in held}}
+    for name, tensors in parts.items():
+        save_file(tensors, folder / name)
+    index = {"weight_map": {key: name for name, tensors in parts.items() for key in tensors}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(errors.MissingData, match="does not show the order of the module"):
         zckpt.read(folder)

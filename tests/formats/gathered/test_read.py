@@ -50,11 +50,11 @@ Zckpt = Callable[..., Result]
 
 def assert_holds(universal: Path, oracle: Mapping[str, Any]) -> None:
     """Tensors, steps, aliases and groups, bit for bit."""
-    held = {name: t for name, t in load(universal).items() if not name.endswith("/state")}
+    tensors = {name: t for name, t in load(universal).items() if not name.endswith("/state")}
     buffers = {f"{name}/param": tensor for name, tensor in oracle["buffers"].items()}
     expected = {**oracle["tensors"], **buffers}
-    assert sorted(held) == sorted(expected)
-    assert [name for name in expected if not same_bits(held[name], expected[name])] == []
+    assert sorted(tensors) == sorted(expected)
+    assert [name for name in expected if not same_bits(tensors[name], expected[name])] == []
     manifest = json.loads((universal / "manifest.json").read_text())
     parameters = manifest["parameters"]
     assert {name for name, p in parameters.items() if p["trainable"]} == set(names_of(oracle))
@@ -63,8 +63,8 @@ def assert_holds(universal: Path, oracle: Mapping[str, Any]) -> None:
     assert aliases == oracle["aliases"]
     for place, group in enumerate(oracle["groups"]):
         assert [n for n, p in parameters.items() if p["group"] == place] == group["params"]
-        told = {key: plain(value) for key, value in group.items() if key != "params"}
-        assert manifest["groups"][place] == told
+        options = {key: plain(value) for key, value in group.items() if key != "params"}
+        assert manifest["groups"][place] == options
 
 
 @pytest.mark.parametrize(
@@ -267,10 +267,10 @@ class TestNamesOfNumbers:
         return folder
 
     def stepped(self, model: nn.Module) -> dict[str, Any]:
-        trained = [held for held in model.parameters() if held.requires_grad]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained)
-        for held in trained:
-            held.grad = torch.randn_like(held)
+        for parameter in trained:
+            parameter.grad = torch.randn_like(parameter)
         optimizer.step()
         return optimizer.state_dict()
 
@@ -283,19 +283,19 @@ class TestNamesOfNumbers:
         model["teacher"].load_state_dict(model["student"].state_dict())
         model["teacher"].requires_grad_(False)
         optimizer = torch.optim.AdamW(model["student"].parameters(), lr=0.0)
-        for held in model["student"].parameters():
-            held.grad = torch.randn_like(held) if updates else None
+        for parameter in model["student"].parameters():
+            parameter.grad = torch.randn_like(parameter) if updates else None
         optimizer.step()
         folder = self.saved(tmp_path / "run", model, optimizer.state_dict())
         with pytest.raises(errors.MissingData, match="ways"):
             zckpt.read(folder)
         manifest = zckpt.read(folder, param_names=["student.weight", "student.bias"])
-        assert {name for name, held in manifest.parameters.items() if held.trainable} == {
+        assert {name for name, parameter in manifest.parameters.items() if parameter.trainable} == {
             "student.weight",
             "student.bias",
         }
         if not updates:
-            assert not any(held.aliases for held in manifest.parameters.values())
+            assert not any(parameter.aliases for parameter in manifest.parameters.values())
 
     def test_layers_that_begin_alike(self, tmp_path: Path) -> None:
         """nn.TransformerEncoder copies its layer."""
@@ -305,7 +305,7 @@ class TestNamesOfNumbers:
         optimizer = torch.optim.AdamW(model.parameters())
         manifest = zckpt.read(self.saved(tmp_path / "run", model, optimizer.state_dict()))
         assert list(manifest.parameters) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-        assert all(held.trainable for held in manifest.parameters.values())
+        assert all(parameter.trainable for parameter in manifest.parameters.values())
 
     @pytest.mark.parametrize(
         "names",
@@ -328,7 +328,7 @@ class TestNamesOfNumbers:
         trained = ["0.weight", "0.bias", "2.weight", "2.bias"]
         optim["param_groups"][0]["param_names"] = [f"module.{name}" for name in trained]
         manifest = zckpt.read(self.saved(tmp_path / "run", model, optim))
-        assert [n for n, held in manifest.parameters.items() if held.trainable] == trained
+        assert [n for n, parameter in manifest.parameters.items() if parameter.trainable] == trained
 
     def test_a_parameter_in_two_groups(self, tmp_path: Path) -> None:
         model = nn.Linear(3, 5)
@@ -357,7 +357,7 @@ def save_local(folder: Path, pair: Pair, world: int) -> Path:
     numels = [[p.numel() for p in group["params"]] for group in pair[1].param_groups]
     for rank, parts in enumerate(zro.partition(numels, world)):
         state: dict[int, Any] = {}
-        made = []
+        merged = []
         count = 0
         for group, part in zip(groups, parts, strict=True):
             numbers = list(range(count, count + len(part)))
@@ -365,8 +365,8 @@ def save_local(folder: Path, pair: Pair, world: int) -> Path:
             for number, place in zip(numbers, part, strict=True):
                 if group["params"][place] in whole["state"]:
                     state[number] = whole["state"][group["params"][place]]
-            made.append({**group, "params": numbers})
-        torch.save({"state": state, "param_groups": made}, folder / f"optim_rank_{rank}.pt")
+            merged.append({**group, "params": numbers})
+        torch.save({"state": state, "param_groups": merged}, folder / f"optim_rank_{rank}.pt")
     return folder
 
 
@@ -387,7 +387,7 @@ class TestLocalStates:
         names = names_by_group(pair)
         manifest = zckpt.read(folder, param_names=names)
         assert list(manifest.parameters) == names
-        with pytest.raises(errors.InconsistentCheckpoint, match="of group 0, where"):
+        with pytest.raises(errors.InconsistentCheckpoint, match="of group 0, but"):
             zckpt.read(folder, param_names=[*names[3:], *names[:3]])
 
     def test_a_missing_rank(self, tmp_path: Path) -> None:

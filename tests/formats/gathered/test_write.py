@@ -102,12 +102,12 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name, held in torch_state(EXAMPLE).items():
+        for name, tensor in torch_state(EXAMPLE).items():
             module, _, last = name.rpartition(".")
             if module and not hasattr(self, module):
                 self.add_module(module, nn.Module())
             owner = self.get_submodule(module) if module else self
-            value = torch.zeros(held.shape)
+            value = torch.zeros(tensor.shape)
             if name == "running_mean":
                 owner.register_buffer(last, value)
             else:
@@ -117,8 +117,8 @@ class Tied(nn.Module):
 
 def torch_state(run: Path) -> dict[str, Tensor]:
     path = next(run.glob("*/mp_rank_00_model_states.pt"))
-    held: dict[str, Tensor] = torch.load(path, weights_only=False)["module"]
-    return held
+    state: dict[str, Tensor] = torch.load(path, weights_only=False)["module"]
+    return state
 
 
 class TestWritten:
@@ -132,7 +132,7 @@ class TestWritten:
         assert type(state) is OrderedDict
         assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
         masters = load_file(tmp_path / "u" / "master.safetensors")
-        assert all(same_bits(state[name], held) for name, held in masters.items())
+        assert all(same_bits(state[name], tensor) for name, tensor in masters.items())
         model = Tied()
         model.load_state_dict(state)
         assert same_bits(model.head.weight, masters["embedding.weight"])
@@ -209,7 +209,7 @@ class TestWritten:
         optimizer.step()
         zckpt.convert(save(tmp_path / "run", pair), tmp_path / "t", to="gathered")
         state = torch.load(tmp_path / "t" / "model.pt")
-        assert all(same_bits(state[name], held) for name, held in model.state_dict().items())
+        assert all(same_bits(state[name], tensor) for name, tensor in model.state_dict().items())
         assert state["first.weight"].dtype == torch.bfloat16
         optim = torch.load(tmp_path / "t" / "optim.pt")
         assert optim["state"][0]["exp_avg"].dtype == torch.bfloat16
@@ -230,7 +230,7 @@ class TestWritten:
         save(tmp_path / "t", trained_pair(named=True))
         manifest = zckpt.read(tmp_path / "t")
         assert len(manifest.parameters) == 8
-        assert all(not held.aliases for held in manifest.parameters.values())
+        assert all(not parameter.aliases for parameter in manifest.parameters.values())
 
     def test_the_programs_own_state(self, tmp_path: Path) -> None:
         model, optimizer = trained_pair()

@@ -1,4 +1,4 @@
-"""The tree of state dicts of which every rank saved its part: ShardedTensor and DTensor.
+"""How the parts that ranks saved become one tree: ShardedTensor and DTensor.
 
     ShardedTensor    offsets, sizes, rank and world size are in each pickle (FSDP1)
     DTensor          the local tensor, the whole shape, a mesh and its placements (FSDP2)

@@ -27,7 +27,7 @@ OF_TORCH = (
 
 @dataclass(frozen=True, slots=True)
 class BlankTensor:
-    """A tensor of which only the type and the shape are known; the copy writes its elements."""
+    """The type and shape of a tensor; the copy writes its elements."""
 
     dtype: str
     shape: tuple[int, ...]
