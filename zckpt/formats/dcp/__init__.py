@@ -20,12 +20,12 @@ class Dcp(Format):
     dialects = ("accelerate",)
 
     def detect(self, path: str) -> list[str]:
-        from .read import detect
+        from .files import detect
 
         return detect(path)
 
     def detect_weak(self, path: str) -> list[str]:
-        from .read import detect_weak
+        from .files import detect_weak
 
         return detect_weak(path)
 

@@ -22,12 +22,12 @@ class Gathered(Format):
     reasons: Mapping[str, str] = {"dp": "whole files load on any number of ranks"}
 
     def detect(self, path: str) -> list[str]:
-        from .read import detect
+        from .files import detect
 
         return detect(path)
 
     def detect_weak(self, path: str) -> list[str]:
-        from .read import detect_weak
+        from .files import detect_weak
 
         return detect_weak(path)
 

@@ -36,7 +36,7 @@ class HuggingFace(Format):
         param_names: tuple[str, ...] | None = None,
         weights_only: bool = False,
     ) -> Manifest:
-        from .write import read
+        from .read import read
 
         return read(path)
 
