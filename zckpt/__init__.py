@@ -16,6 +16,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__ as __version__
+
 if TYPE_CHECKING:
     from . import dcp as dcp
     from . import probe as probe
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from .core.manifest import Manifest
     from .errors import ZckptError
     from .training.options import Options
-
-__version__ = "0.1.0"
 
 _PUBLIC = {
     "read": "api",

@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 
 import click
 
-from . import __version__
 from .core.dtypes import OPTIONS as DTYPES
 from .errors import NotEnoughSpace, WrongOption, ZckptError
 from .training.options import DCP_LAYOUTS, DIALECTS, OPTIMIZERS
+from .version import __version__
 
 UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}

@@ -15,7 +15,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from .. import __version__
 from ..core import compare
 from ..core.compare import Difference, Outcome, Result
 from ..core.dtypes import FLOATS
@@ -23,6 +22,7 @@ from ..core.inert import from_json, plain_group
 from ..core.manifest import Entry, Manifest, Runs, parameters_from_json, parameters_to_json
 from ..core.plan import WIDE, Match, match
 from ..errors import CorruptCheckpoint, MissingData, WrongOption, listed
+from ..version import __version__
 from . import damage, values
 
 Report = dict[str, Any]
