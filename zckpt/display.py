@@ -12,11 +12,11 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 from .core.inert import PYTHON_NUMBERS
 from .core.manifest import Entry, Manifest
+from .core.patterns import matching
 from .errors import WrongOption, listed
 
 BAR = 48  # characters
@@ -141,9 +141,7 @@ def tensors(listed: Sequence[dict[str, Any]]) -> None:
 
 def layout(manifest: Manifest, pattern: str) -> None:
     """A bar per tensor: which file holds which of its elements."""
-    chosen = [e for e in manifest.entries.values() if fnmatchcase(e.name, pattern)]
-    if not chosen:
-        raise WrongOption(f"no tensor matches {pattern!r}")
+    chosen = matching(manifest.entries.values(), pattern)
     used = {fragment.extent.file for entry in chosen for fragment in entry.fragments}
     files = [file for file in manifest.files if file in used]
     marks = {file: RANKS[place % len(RANKS)] for place, file in enumerate(files)}

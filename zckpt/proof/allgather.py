@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeGuard, TypeVar
 
-from .. import formats
 from ..core.checksum import Cover, crc32
 from ..core.compare import Difference, Outcome, Result, measure, same
 from ..core.dtypes import SIZES, TORCH_NAMES
@@ -30,6 +29,7 @@ from ..core.manifest import Box, Entry, Extent, Manifest, Runs, solid
 from ..core.partition import Block, Bucket, Member, Partition, Partitioned, Whole, buckets, share_of
 from ..core.pieces import Gatherer, Ledger, Wanted
 from ..core.plan import Match, match
+from ..core.resources import Begin, Progress
 from ..errors import MissingExtra, ProcessFailed, WrongOption
 from . import verify as proof
 
@@ -52,7 +52,15 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Report = dict[str, Any]
 T = TypeVar("T")
-Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a process gathers with: its device (cuda, cpu, None), threads, bytes of buffers."""
+
+    device: str | None = None
+    jobs: int = 4
+    memory: int = 256 << 20
 
 
 # -- who takes part
@@ -554,22 +562,23 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def verify_gathered(
     manifest: Manifest,
+    parts: Sequence[Partition] | None,
     other: Manifest,
-    pattern: str | None = None,
-    device: str | None = None,
-    *,
-    jobs: int = 4,
-    memory: int = 256 << 20,
-    begin: Callable[[int], Progress] | None = None,
+    pattern: str | None,
+    means: Means,
+    begin: Begin | None,
 ) -> Report:
     """Whether what the ranks of `manifest` would gather is what `other` holds.
 
+    `parts` are those of the ranks by the engine's rule, or None if no engine gathers this format.
     Every process of the world gives the same report, with its own `rank`. Raises WrongOption,
     MissingData where no weights are shared.
     """
-    world = join_world(device)
+    world = join_world(means.device)
     try:
-        return _verify(world, manifest, other, pattern, jobs, memory, begin)
+        if parts is None:
+            parts = [_own(entry) for entry in manifest.entries.values() if entry.slot != "state"]
+        return _verify(world, manifest, parts, other, pattern, means, begin)
     finally:
         world.close()
 
@@ -577,13 +586,13 @@ def verify_gathered(
 def _verify(
     world: World,
     manifest: Manifest,
+    parts: Sequence[Partition],
     other: Manifest,
     pattern: str | None,
-    jobs: int,
-    memory: int,
-    begin: Callable[[int], Progress] | None,
+    means: Means,
+    begin: Begin | None,
 ) -> Report:
-    parts, held, copies = _named(_parts(manifest), manifest)
+    parts, held, copies = _named(parts, manifest)
     known = [name for name in manifest.entries if name in held]  # in the order of the model
     ours = replace(manifest, entries={name: held[name] for name in (*known, *held)}, replicas=())
     found, only_a, only_b = match(ours, other)
@@ -600,14 +609,14 @@ def _verify(
         proof.needs_weights([item for _, item in matches], manifest.root, other.root)
     total = sum(2 * item.b.length for _, item in matches if item.b) // world.size
     progress = begin(total) if begin and not world.rank else None
-    gathering = _Gathering(world, matches, jobs, progress)
+    gathering = _Gathering(world, matches, means.jobs, progress)
     try:
         flat = [part for part in parts if isinstance(part, Partitioned)]
         flat += [_spread(part, world.size) for part in parts if _is_flat(part)]
         flat = [
             part for part in flat if any(member.name in gathering.places for member in part.members)
         ]
-        gathering.run(_by_kind(flat), memory)
+        gathering.run(_by_kind(flat), means.memory)
         strided = [part for part in parts if isinstance(part, Whole) and part.strides]
         for part in strided[world.rank :: world.size]:
             gathering.look_at(part)
@@ -661,16 +670,8 @@ def _forgotten(manifest: Manifest, held: Mapping[str, Entry]) -> list[Report]:
     ]
 
 
-def _parts(manifest: Manifest) -> list[Partition]:
-    """By the engine's rule; formats that no engine gathers hold their tensors whole."""
-    module = formats.named(manifest.format).load()
-    if hasattr(module, "partitions"):
-        found: list[Partition] = module.partitions(manifest.root)
-        return found
-    return [_own(entry) for entry in manifest.entries.values() if entry.slot != "state"]
-
-
 def _own(entry: Entry) -> Partition:
+    """A tensor as the part of a single process."""
     fragments = entry.fragments
     if isinstance(fragments, Box):  # alone it is all of the tensor
         size = fragments.size

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from threading import Lock
 from typing import Any
 
@@ -17,13 +16,13 @@ from ..core.copy import chunk_size
 from ..core.dtypes import FLOATS, NUMBERS, SIZES
 from ..core.fileio import Buffer, Reader, files_per_thread
 from ..core.manifest import Entry, Manifest
+from ..core.patterns import matching
 from ..core.pieces import Gatherer, Ledger, Wanted
+from ..core.resources import DEFAULT_COPYING, Begin, Copying
 from ..core.threads import share
-from ..errors import WrongOption
 from . import damage
 from .stats import Statistics, measure
 
-Progress = Callable[[int], None]
 Report = dict[str, Any]
 
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"})
@@ -55,10 +54,8 @@ class _Total:
 def measure_all(
     manifest: Manifest,
     pattern: str | None = None,
-    *,
-    jobs: int = 4,
-    memory: int = 256 << 20,
-    begin: Callable[[int], Progress] | None = None,
+    copying: Copying = DEFAULT_COPYING,
+    begin: Begin | None = None,
 ) -> Report:
     """Statistics of every tensor whose name matches the glob, and what is wrong with them.
 
@@ -66,19 +63,17 @@ def measure_all(
     Complex and 8-bit float numbers are named in `not_computed`. Raises WrongOption where no name
     matches.
     """
-    entries = [
-        entry
-        for entry in manifest.entries.values()
-        if (pattern is None and entry.slot != "state") or fnmatchcase(entry.name, pattern or "")
-    ]
-    if not entries and pattern is not None:
-        raise WrongOption(
-            f"no tensor matches {pattern!r}", hint="names are parameter/slot, as '*/exp_avg'"
-        )
+    if pattern is None:
+        entries = [entry for entry in manifest.entries.values() if entry.slot != "state"]
+    else:
+        entries = matching(manifest.entries.values(), pattern)
     measured = [entry for entry in entries if entry.dtype in NUMBERS]
     totals = {entry.name: _Total(entry.numel) for entry in measured}
     ledger = Ledger(manifest.records, collect=True)
-    chunk = chunk_size(manifest.dp, jobs, memory)  # a buffer a thread, and as much to gather with
+    jobs = copying.jobs
+    chunk = chunk_size(
+        manifest.dp, jobs, copying.memory
+    )  # a buffer a thread, and as much to gather with
     keep_open, lock = files_per_thread(jobs), Lock()
     size = sum(entry.length for entry in measured)
     progress = begin(size) if begin else None

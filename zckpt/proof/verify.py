@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from ..core import compare
@@ -20,8 +19,10 @@ from ..core.compare import Difference, Outcome, Result
 from ..core.dtypes import FLOATS
 from ..core.inert import from_json, plain_group
 from ..core.manifest import Entry, Manifest, Runs, parameters_from_json, parameters_to_json
+from ..core.patterns import matching
 from ..core.plan import WIDE, Match, match
-from ..errors import CorruptCheckpoint, MissingData, WrongOption, listed
+from ..core.resources import DEFAULT_COPYING, Begin, Copying
+from ..errors import CorruptCheckpoint, MissingData, listed
 from ..version import __version__
 from . import damage, values
 
@@ -32,13 +33,23 @@ STATES_NO_INFERENCE = ("onnxruntime", "proof")
 """Formats whose files cannot say that a name was inferred."""
 
 
-def verify_alone(manifest: Manifest, pattern: str | None = None, **moving: Any) -> Report:
-    """Whether a checkpoint contradicts itself: the part of a report that says so.
-
-    `moving` are the jobs, memory and progress of `compare.compare`.
-    """
+def verify_alone(
+    manifest: Manifest,
+    pattern: str | None = None,
+    copying: Copying = DEFAULT_COPYING,
+    begin: Begin | None = None,
+) -> Report:
+    """Whether a checkpoint contradicts itself: the part of a report that says so."""
     matches = chosen(own_matches(manifest), pattern)
-    outcome = compare.compare(matches, manifest, manifest, everything=pattern is None, **moving)
+    outcome = compare.compare(
+        matches,
+        manifest,
+        manifest,
+        jobs=copying.jobs,
+        memory=copying.memory,
+        everything=pattern is None,
+        begin=begin,
+    )
     problems = [{"message": line} for line in damage.uncovered(manifest)]
     told = findings(outcome, manifest, manifest)
     return {
@@ -51,7 +62,13 @@ def verify_alone(manifest: Manifest, pattern: str | None = None, **moving: Any) 
     }
 
 
-def verify_against(a: Manifest, b: Manifest, pattern: str | None = None, **moving: Any) -> Report:
+def verify_against(
+    a: Manifest,
+    b: Manifest,
+    pattern: str | None = None,
+    copying: Copying = DEFAULT_COPYING,
+    begin: Begin | None = None,
+) -> Report:
     """Whether two checkpoints hold the same: the part of a report that says so.
 
     Raises MissingData where they share no weights, so that nothing would be proven.
@@ -60,7 +77,7 @@ def verify_against(a: Manifest, b: Manifest, pattern: str | None = None, **movin
     matches = chosen(matches, pattern)
     if pattern is None:
         needs_weights(matches, a.root, b.root)
-    outcome = compare.compare(matches, a, b, **moving)
+    outcome = compare.compare(matches, a, b, jobs=copying.jobs, memory=copying.memory, begin=begin)
     told = findings(outcome, a, b)
     told["notes"] += damage.other_padding(a, b, outcome)
     told |= inferences(matches, a, b)
@@ -91,15 +108,21 @@ def inferences(matches: Iterable[Match], a: Manifest, b: Manifest) -> Report:
     }
 
 
-def diff(a: Manifest, b: Manifest, pattern: str | None = None, **moving: Any) -> Report:
+def diff(
+    a: Manifest,
+    b: Manifest,
+    pattern: str | None = None,
+    copying: Copying = DEFAULT_COPYING,
+    begin: Begin | None = None,
+) -> Report:
     """Everything in which two checkpoints differ, tensors in the order of the model."""
     matches, only_a, only_b = mutual_matches(a, b)
     matches = chosen([item for item in matches if not item.copy], pattern)
-    outcome = compare.compare(matches, a, b, measure="first", **moving)
-    moving["begin"] = None  # the bar is through
+    jobs, memory = copying.jobs, copying.memory
+    outcome = compare.compare(matches, a, b, jobs=jobs, memory=memory, measure="first", begin=begin)
     unequal = [result.match for result in outcome.results if result.difference]
-    looked_at = compare.compare(unequal, a, b, measure="all", **moving).results
-    by_match = {id(result.match): result for result in looked_at}
+    measured = compare.compare(unequal, a, b, jobs=jobs, memory=memory, measure="all").results
+    by_match = {id(result.match): result for result in measured}
     outcome.results = [by_match.get(id(result.match), result) for result in outcome.results]
     told = findings(outcome, a, b) | inferences(matches, a, b)
     lines = []
@@ -229,7 +252,11 @@ def is_proof(path: str) -> bool:
 
 
 def verify_proof(
-    manifest: Manifest, path: str, pattern: str | None = None, **moving: Any
+    manifest: Manifest,
+    path: str,
+    pattern: str | None = None,
+    copying: Copying = DEFAULT_COPYING,
+    begin: Begin | None = None,
 ) -> Report:
     """Whether a checkpoint still is what a proof was made of: by the CRC-32 of every tensor.
 
@@ -240,7 +267,10 @@ def verify_proof(
     matches = chosen([item for item in matches if item.how in ("bits", "shapes", "types")], pattern)
     if pattern is None:
         needs_weights(matches, manifest.root, path)
-    outcome = compare.compare([Match(item.a) for item in matches], manifest, manifest, **moving)
+    alone = [Match(item.a) for item in matches]
+    outcome = compare.compare(
+        alone, manifest, manifest, jobs=copying.jobs, memory=copying.memory, begin=begin
+    )
     told = findings(outcome, manifest, manifest) | inferences(matches, manifest, stated)
     for item, result in zip(matches, outcome.results, strict=True):
         assert item.b is not None
@@ -288,8 +318,12 @@ def _read_proof(path: str) -> Manifest:
         raise CorruptCheckpoint(f"{path} is no proof: {error!r}") from error
 
 
-def described(manifest: Manifest) -> Report:
-    """What a proof has to say of a checkpoint beside the checksums of its tensors."""
+def about(manifest: Manifest) -> Report:
+    """What a report states of the checkpoint itself, beside the checksums of its tensors."""
+    return {"step": manifest.step, "held": _described(manifest)}
+
+
+def _described(manifest: Manifest) -> Report:
     return {
         "parameters": parameters_to_json(manifest.parameters),
         "buffers": list(manifest.buffers),
@@ -342,13 +376,8 @@ def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], li
 
 
 def chosen(matches: Iterable[Match], pattern: str | None) -> list[Match]:
-    """Those whose name matches the glob; raises WrongOption where none does."""
-    found = [item for item in matches if pattern is None or fnmatchcase(item.name, pattern)]
-    if pattern is not None and not found:
-        raise WrongOption(
-            f"no tensor matches {pattern!r}", hint="names are parameter/slot, as '*/exp_avg'"
-        )
-    return found
+    """The matches whose name matches the glob; raises WrongOption if there is none."""
+    return list(matches) if pattern is None else matching(matches, pattern)
 
 
 def missing(only: Sequence[str], here: Manifest, other: Manifest) -> list[str]:
