@@ -1,7 +1,7 @@
-"""Tables, progress and JSON: how results look on a terminal. The only module that knows rich.
+"""How results look: tables, progress bars and JSON. The only module that knows rich.
 
-Data go to stdout, everything else to stderr; there are no bars without a terminal. Tables are plain
-columns, which grep and awk can read: rich draws the bar alone, since importing it costs 30 ms.
+Data go to stdout, everything else to stderr. On a terminal rich draws tables and bars. Without one,
+tables are plain columns that grep and awk can read, there are no bars, and rich is not imported.
 """
 
 from __future__ import annotations
@@ -34,14 +34,38 @@ def safe(text: object) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Rows on stdout in columns, numbers to the right; as wide as they are."""
-    lines = [heads, *([_cell(value) for value in row] for row in rows)]
-    if not any(heads):
-        del lines[0]
+    """Rows on stdout, numbers to the right: a table on a terminal, else columns for grep and awk.
+
+    The names in `heads` are empty for a list of facts.
+    """
+    cells = [[_cell(value) for value in row] for row in rows]
+    right = [any(isinstance(row[i], (int, float)) for row in rows) for i in range(len(heads))]
+    if sys.stdout.isatty():
+        _drawn_table(heads, cells, right)
+    else:
+        _plain_columns([heads, *cells] if any(heads) else cells, right)
+
+
+def _drawn_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]
+) -> None:
+    """A table as wide as the terminal at most; longer cells continue on the next line."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, show_header=any(heads), show_edge=False)
+    for head, to_right in zip(heads, right, strict=True):
+        drawn.add_column(Text(head), justify="right" if to_right else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    Console(highlight=False).print(drawn)
+
+
+def _plain_columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> None:
+    """Columns as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    right = [
-        any(isinstance(row[place], (int, float)) for row in rows) for place in range(len(widths))
-    ]
     for line in lines:
         cells = [
             text.rjust(width) if to_right else text.ljust(width)
