@@ -246,9 +246,27 @@ class TestConvert:
         assert (ended.returncode, "is complete" in ended.stderr) == (0, True)
         assert (tmp_path / "u").is_dir()
 
-    def test_without_stderr(self, tmp_path: Path) -> None:
-        command = f"{sys.executable} -m zckpt convert {EXAMPLE} {tmp_path}/u 2>&-"
-        subprocess.run(command, shell=True, check=True, cwd=ROOT)
+    def test_without_stderr(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        """The next file that is opened gets stderr's number; no warning may end up in it."""
+        to = "--to deepspeed-universal"
+        assert "Warning" in zckpt("convert", EXAMPLE, tmp_path / "a", *to.split()).err
+        command = f"{sys.executable} -m zckpt convert {EXAMPLE} {tmp_path}/b {to} 2>&-"
+        ended = subprocess.run(
+            command, shell=True, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        assert ended.stdout.startswith(f"{tmp_path}/b: ")
+        assert "Warning" not in ended.stdout
+        files = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
+        assert len(files) > 3
+        for path in files:
+            other = tmp_path / "b" / path.relative_to(tmp_path / "a")
+            assert path.read_bytes() == other.read_bytes()
+
+    def test_an_error_without_stderr(self, tmp_path: Path) -> None:
+        command = f"{sys.executable} -m zckpt convert {tmp_path}/nothing {tmp_path}/u 2>&-"
+        ended = subprocess.run(command, shell=True, cwd=ROOT, stdout=subprocess.PIPE)
+        assert (ended.returncode, ended.stdout) == (1, b"")
+        assert list(tmp_path.iterdir()) == []
 
     def test_error_as_json(self, tmp_path: Path, zckpt: Zckpt) -> None:
         ended = zckpt("convert", tmp_path / "nothing", tmp_path / "u", "--json")
