@@ -33,21 +33,6 @@ Zckpt = Callable[..., Result]
 Trained = Callable[..., Path]
 
 
-@pytest.fixture(scope="session")
-def torch_trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Trains a case at a world size, once per session: a folder with run/ and oracle.pt."""
-    made: dict[str, Path] = {}
-
-    def train(case: str, world: int) -> Path:
-        name = f"{case}_w{world}"
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("torch") / name
-            torch_engine.train(CASES[case], world, made[name])
-        return made[name]
-
-    return train
-
-
 def oracle_of(trained: Path) -> dict[str, Any]:
     oracle: dict[str, Any] = torch.load(trained / "oracle.pt", weights_only=False)
     return oracle
