@@ -36,7 +36,8 @@ from zckpt.core.manifest import Entry, Extent, Manifest
 from zckpt.core.partition import Member, Partitioned, Whole
 from zckpt.core.pieces import Gatherer, Ledger, Wanted
 from zckpt.core.threads import share
-from zckpt.proof.allgather import READ, World, join_world
+from zckpt.proof.allgather.readers import READ
+from zckpt.proof.allgather.world import World, join_world
 
 from .measure import spread
 

@@ -298,7 +298,8 @@ def _gather(
         raise WrongOption("--gather compares with a checkpoint", hint="leave --gather out")
     other = read_other(against, manifest, reading)
     rule = getattr(formats.named(manifest.format).load(), "partitions", None)
-    from .proof.allgather import Means, verify_gathered
+    from .proof.allgather import verify_gathered
+    from .proof.allgather.world import Means
 
     parts = None if rule is None else rule(manifest.root)
     means = Means(device, jobs, memory)

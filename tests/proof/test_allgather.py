@@ -262,7 +262,7 @@ def test_one_of_several_processes_fails(json_asked: bool, tmp_path: Path) -> Non
         "if os.environ['RANK'] == '1':\n"
         "    def fail(*_):\n"
         "        raise OSError(5, 'Input/output error', 'a-file')\n"
-        "    allgather._Gathering._compare = fail\n"
+        "    allgather.gathering.Gathering._compare = fail\n"
         "cli.main()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

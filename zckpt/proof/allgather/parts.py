@@ -1,0 +1,85 @@
+"""Parts of tensors that ranks hold, prepared for gathering: named, and spread over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import TypeGuard
+
+from ...core.dtypes import SIZES
+from ...core.manifest import Box, Entry, Manifest, Runs, solid
+from ...core.partition import (
+    Member,
+    Partition,
+    Partitioned,
+    Whole,
+)
+
+
+def alone(entry: Entry) -> Partition:
+    """A tensor as the part of a single process."""
+    fragments = entry.fragments
+    if isinstance(fragments, Box):  # alone it is all of the tensor
+        size = fragments.size
+        last = sum(
+            (count - 1) * step
+            for count, step in zip(fragments.sizes, fragments.strides, strict=True)
+        )
+        extent = fragments.extent.part(fragments.first * size, (fragments.first + last + 1) * size)
+        return Whole(entry.name, entry.dtype, fragments.sizes, extent, fragments.strides)
+    # pieces that are cut along an inner axis are as many runs, between those of others
+    runs = (run for fragment in fragments for run in fragment.runs(0, entry.numel))
+    extents = tuple(run.extent for run in sorted(runs, key=lambda run: run.start))
+    return Partitioned(entry.dtype, extents, [Member(entry.name, entry.shape, 0)])
+
+
+def named(
+    parts: Sequence[Partition], manifest: Manifest
+) -> tuple[list[Partition], dict[str, Entry], dict[str, Entry]]:
+    """Parts under keys of their own, the tensors by name, and further copies of them by key.
+
+    A tied weight goes by its owner's name. Copies: whole momenta on several ranks, a tied weight
+    that was saved with memory of its own.
+    """
+    owners = {alias: name for name, held in manifest.parameters.items() for alias in held.aliases}
+    named: list[Partition] = []
+    entries: dict[str, Entry] = {}
+    copies: dict[str, Entry] = {}
+    for part in parts:
+        if isinstance(part, Partitioned):
+            for member in part.members:
+                entry = Entry(member.name, part.dtype, member.shape, Runs([]))
+                entries.setdefault(member.name, entry)
+            named.append(part)
+            continue
+        parameter, _, slot = part.name.rpartition("/")
+        name = f"{owners.get(parameter, parameter)}/{slot}"
+        fragments = Runs([]) if part.strides else solid(prod(part.shape), part.extent)
+        entry = Entry(name, part.dtype, part.shape, fragments)
+        key = name if name not in entries else f"{name}#{len(copies)}"
+        (entries if key == name else copies)[key] = entry
+        named.append(replace(part, name=key))
+    return named, entries, copies
+
+
+def is_flat(part: Partition) -> TypeGuard[Whole]:
+    return isinstance(part, Whole) and part.strides is None
+
+
+def spread(part: Whole, size: int) -> Partitioned:
+    """A whole tensor as if every process held a part, so that each reads its own alone."""
+    width = SIZES[part.dtype]
+    numel = part.extent.length // width
+    each = -(-numel // size) * width
+    ends = [min((rank + 1) * each, numel * width) for rank in range(size)]
+    ranks = [part.extent.part(min(rank * each, end), end) for rank, end in enumerate(ends)]
+    return Partitioned(part.dtype, tuple(ranks), [Member(part.name, part.shape, 0)])
+
+
+def by_kind(parts: Sequence[Partitioned]) -> list[Partitioned]:
+    """In their order, but those together that fit into common buckets."""
+    kinds: dict[tuple[str, int], list[Partitioned]] = {}
+    for part in parts:
+        kinds.setdefault((part.dtype, len(part.ranks)), []).append(part)
+    return [part for held in kinds.values() for part in held]
