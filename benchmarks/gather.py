@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt import api, formats
-from zckpt.cli import Size
+from zckpt.cli.parameters import Size
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fileio import Reader, files_per_thread
 from zckpt.core.manifest import Entry, Extent, Manifest
