@@ -266,17 +266,18 @@ def _verify(
     begin: Begin | None,
 ) -> Report:
     """The findings of a verification through the manifests of both sides."""
-    from .proof import verify as proof
+    from .proof import saved
+    from .proof.verify import verify_against, verify_alone
 
     manifest = read_manifest(path, reading)
-    about = proof.about(manifest)
+    about = saved.about(manifest)
     if against is None:
-        return about | proof.verify_alone(manifest, pattern, copying, begin)
+        return about | verify_alone(manifest, pattern, copying, begin)
     against = os.fspath(against)
-    if proof.is_proof(against):
-        return about | proof.verify_proof(manifest, against, pattern, copying, begin)
+    if saved.is_proof(against):
+        return about | saved.verify_proof(manifest, against, pattern, copying, begin)
     other = read_other(against, manifest, reading)
-    return about | proof.verify_against(manifest, other, pattern, copying, begin)
+    return about | verify_against(manifest, other, pattern, copying, begin)
 
 
 def _gather(
@@ -291,10 +292,10 @@ def _gather(
 ) -> Report:
     """The findings of a verification that all-gathers the parts that the engine's rule gives."""
     from . import formats
-    from .proof import verify as proof
+    from .proof import saved
 
     manifest = read_manifest(path, reading)
-    if proof.is_proof(os.fspath(against)):
+    if saved.is_proof(os.fspath(against)):
         raise WrongOption("--gather compares with a checkpoint", hint="leave --gather out")
     other = read_other(against, manifest, reading)
     rule = getattr(formats.named(manifest.format).load(), "partitions", None)
@@ -303,7 +304,7 @@ def _gather(
 
     parts = None if rule is None else rule(manifest.root)
     means = Means(device, jobs, memory)
-    return proof.about(manifest) | verify_gathered(manifest, parts, other, pattern, means, begin)
+    return saved.about(manifest) | verify_gathered(manifest, parts, other, pattern, means, begin)
 
 
 def diff(

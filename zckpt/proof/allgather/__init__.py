@@ -1,18 +1,23 @@
-"""The state that the ranks would all-gather, rebuilt the engine's way, and compared where it lies.
+"""Does a checkpoint equal another one if its engine's own rule puts it together?
 
-Every process reads some ranks' parts of the flat buffers, torch.distributed gathers them, and
-parameters are cut out by the engine's own rule (`core/partition.py`), not by our manifest: of the
-copying, this shares nothing but the parser of files. The other side is read through its manifest.
+Every process reads some ranks' parts of the flat buffers, and torch.distributed gathers them. The
+engine's rule (`formats/*/gather.py`, in the words of `core/partition.py`) cuts the parameters out,
+not our manifest: this shares only the parser of files with the copying. The other checkpoint is
+read through its manifest.
 
-A bucket is as many columns of a (rank x element) matrix as memory allows, of as many buffers as
-fit: one coalesced all-gather into a flat buffer that is there already, and tensors are compared as
-views of it. Two buckets are in flight: threads read the next into pinned memory while this one is
-moved, gathered and compared. What a process compares is a share of the gathered whole.
+A bucket is a range of columns of a (rank x element) matrix, over as many buffers as fit into
+memory. One coalesced all-gather fills a flat buffer that is allocated once, and tensors are
+compared as views of it. Two buckets are in flight: while one is moved, gathered and compared,
+threads read the next into pinned memory. Each process compares a share of the gathered whole.
+
+    world.py       which processes take part        readers.py     threads that read both sides
+    parts.py       what the ranks hold, by name     buffers.py     the memory of a bucket
+    gathering.py   bucket after bucket              elements.py    comparison of two blocks
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +33,9 @@ from ...core.partition import (
 from ...core.plan import Match, match
 from ...core.resources import Begin
 from ...errors import MissingExtra
-from .. import verify as proof
+from ..pairs import selected
+from ..report import findings, versions
+from ..verify import inferences, needs_weights, nothing_found, with_values
 
 try:
     import torch
@@ -52,11 +59,11 @@ def verify_gathered(
     means: Means,
     begin: Begin | None,
 ) -> Report:
-    """Whether what the ranks of `manifest` would gather is what `other` holds.
+    """Whether `other` equals what the ranks of `manifest` would gather.
 
-    `parts` are those of the ranks by the engine's rule, or None if no engine gathers this format.
-    Every process of the world gives the same report, with its own `rank`. Raises WrongOption,
-    MissingData where no weights are shared.
+    `parts` are the ranks' parts by the engine's rule, or None if no engine gathers this format.
+    Every process of the world returns the same report, with its own `rank`. Raises WrongOption,
+    and MissingData if the two share no weights.
     """
     world = join_world(means.device)
     try:
@@ -76,21 +83,22 @@ def _verify(
     means: Means,
     begin: Begin | None,
 ) -> Report:
-    parts, held, copies = named(parts, manifest)
-    known = [name for name in manifest.entries if name in held]  # in the order of the model
-    ours = replace(manifest, entries={name: held[name] for name in (*known, *held)}, replicas=())
-    found, only_a, only_b = match(ours, other)
-    matches = [(item.a.name, item) for item in found if item.a.slot != "state"]
+    parts, entries, copies = named(parts, manifest)
+    names = [name for name in manifest.entries if name in entries]  # in the order of the model
+    entries = {name: entries[name] for name in (*names, *entries)}
+    ours = replace(manifest, entries=entries, replicas=())
+    shared, only_a, only_b = match(ours, other)
+    matches = [(item.a.name, item) for item in shared if item.a.slot != "state"]
     matches += [
         (key, Match(entry, item.b, "bits" if _alike(entry, item.b) else "shapes", copy=True))
         for key, entry in copies.items()
-        for item in found
+        for item in shared
         if item.a.name == entry.name and item.how == "bits" and item.b and not item.copy
     ]
-    chosen = {id(item) for item in proof.chosen([item for _, item in matches], pattern)}
-    matches = [(key, item) for key, item in matches if id(item) in chosen]
+    by_pattern = {id(item) for item in selected([item for _, item in matches], pattern)}
+    matches = [(key, item) for key, item in matches if id(item) in by_pattern]
     if pattern is None:
-        proof.needs_weights([item for _, item in matches], manifest.root, other.root)
+        needs_weights([item for _, item in matches], manifest.root, other.root)
     total = sum(2 * item.b.length for _, item in matches if item.b) // world.size
     progress = begin(total) if begin and not world.rank else None
     gathering = Gathering(world, matches, means.jobs, progress)
@@ -103,28 +111,27 @@ def _verify(
         gathering.run(by_kind(flat), means.memory)
         strided = [part for part in parts if isinstance(part, Whole) and part.strides]
         for part in strided[world.rank :: world.size]:
-            gathering.look_at(part)
+            gathering.compare_strided(part)
     finally:
         gathering.readers.close()
-    outcome = _together(world, gathering)
-    told = proof.findings(outcome, manifest, other)
-    told |= proof.inferences([item for _, item in matches], manifest, other)
-    told["problems"] += _uncovered(outcome)
-    told["records"] = None  # CRCs of records are for the reading that is not gathered
+    outcome = _of_all_processes(world, gathering)
+    report = findings(outcome, manifest, other)
+    report |= inferences([item for _, item in matches], manifest, other)
+    report["problems"] += _uncovered(outcome)
+    report["records"] = None  # gathering reads parts of records, so it checks no CRC of a record
     if pattern is None:
-        told["problems"] += _forgotten(manifest, held)
-        only = [
+        report["problems"] += _not_gathered(manifest, entries)
+        one_sided = [
             [name for name in names if not name.endswith("/state")] for names in (only_a, only_b)
         ]
-        told = proof.with_values(told, ours, other, *only)
-    versions = {**proof.versions(manifest, other), "torch": torch.__version__}
+        report = with_values(report, ours, other, *one_sided)
     return {
-        **told,
-        "equal": proof.nothing_found(told),
+        **report,
+        "equal": nothing_found(report),
         "device": str(world.device.type),
         "world": world.size,
         "rank": world.rank,
-        "versions": versions,
+        "versions": {**versions(manifest, other), "torch": torch.__version__},
     }
 
 
@@ -133,7 +140,7 @@ def _alike(a: Entry, b: Entry | None) -> bool:
 
 
 def _uncovered(outcome: Outcome) -> list[Report]:
-    """Tensors of which some elements were not brought by any bucket."""
+    """Tensors of which no bucket brought some elements."""
     return [
         {
             "tensor": result.match.name,
@@ -145,29 +152,29 @@ def _uncovered(outcome: Outcome) -> list[Report]:
     ]
 
 
-def _forgotten(manifest: Manifest, held: Mapping[str, Entry]) -> list[Report]:
-    """Tensors that our reader knows, and the engine's rule does not."""
+def _not_gathered(manifest: Manifest, gathered: Collection[str]) -> list[Report]:
+    """Tensors that our reader knows, but the engine's rule does not."""
     return [
         {"tensor": name, "message": f"{name} is not what the engine would gather"}
         for name in manifest.entries
-        if name not in held and not name.endswith("/state")
+        if name not in gathered and not name.endswith("/state")
     ]
 
 
-def _together(world: World, own: Gathering) -> Outcome:
-    """What all processes found, as each of them then knows it."""
-    mine = (own.found, own.crcs, own.bytes)
+def _of_all_processes(world: World, own: Gathering) -> Outcome:
+    """The outcome of all processes together; each of them gets it."""
+    mine = (own.differences, own.crcs, own.bytes)
     everyone: list[Any] = [mine]
     if world.size > 1:
         everyone = [None] * world.size
         with together_with_others():
             dist.all_gather_object(everyone, mine)
-    found: dict[int, Difference] = {}
+    differences: dict[int, Difference] = {}
     covers: dict[tuple[int, int], Cover] = {}
-    for differences, crcs, _ in everyone:
-        for place, difference in differences.items():
-            found.setdefault(place, Difference()).add(difference)
-        for (place, side), ranges in crcs.items():
+    for its_differences, its_crcs, _ in everyone:
+        for place, difference in its_differences.items():
+            differences.setdefault(place, Difference()).add(difference)
+        for (place, side), ranges in its_crcs.items():
             item = own.matches[place]
             entry = item.b if side else item.a
             assert entry is not None
@@ -178,5 +185,5 @@ def _together(world: World, own: Gathering) -> Outcome:
     for place, item in enumerate(own.matches):
         sides = [covers.get((place, side)) for side in (0, 1)]
         digests = [0 if not item.a.numel else cover.crc if cover else None for cover in sides]
-        results.append(Result(item, (digests[0], digests[1]), found.get(place)))
+        results.append(Result(item, (digests[0], digests[1]), differences.get(place)))
     return Outcome(results, bytes=sum(size for _, _, size in everyone))

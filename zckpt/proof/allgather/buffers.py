@@ -12,7 +12,7 @@ from ...core.partition import (
     Bucket,
 )
 from .elements import BITS
-from .readers import Item
+from .readers import BlockMatch
 from .world import World, together_with_others
 
 # all_gather_into_tensor is its name before torch 2.13
@@ -20,7 +20,7 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class BucketBuffers:
-    """Memory of one bucket in flight: the gathered rows, this process's own, the other side."""
+    """The memory of one bucket: the gathered rows, this process's own rows, the other side."""
 
     def __init__(self, world: World, room: int, other: int) -> None:
         self.world = world
@@ -79,10 +79,10 @@ class BucketBuffers:
             ALL_GATHER(whole, part)
             return
         parts = enumerate(whole.chunk(self.world.size))
-        for work in [dist.broadcast(held, rank, async_op=True) for rank, held in parts]:
+        for work in [dist.broadcast(part, rank, async_op=True) for rank, part in parts]:
             work.wait()
 
-    def sides(self, bucket: Bucket, item: Item) -> tuple[torch.Tensor, torch.Tensor]:
+    def sides(self, bucket: Bucket, item: BlockMatch) -> tuple[torch.Tensor, torch.Tensor]:
         """A block as the engine's ranks hold it and as the other side does: views, no copies."""
         block, other = item.block, item.other
         matrix = self.near[: self.rows(bucket)].view(BITS[bucket.size]).view(-1, bucket.width)

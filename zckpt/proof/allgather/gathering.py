@@ -26,20 +26,20 @@ from ...core.plan import Match
 from ...core.resources import Progress
 from .buffers import BucketBuffers
 from .elements import BITS, any_unequal, bytes_of, difference_of
-from .readers import Item, Readers, Seen, memory_of
+from .readers import BlockMatch, Readers, Seen, memory_of
 from .world import World
 
-GLOO = 32 << 20  # bytes; larger messages take it longer a byte
+GLOO = 32 << 20  # bytes; gloo needs more time per byte for larger messages
 ALIGNMENT = 8  # bytes, so that every tensor in a buffer can be viewed in its type
 
 
 @dataclass
 class Flight:
-    """A bucket under way."""
+    """A bucket that is being read, gathered or compared."""
 
     bucket: Bucket
     slot: BucketBuffers
-    items: list[Item]
+    items: list[BlockMatch]
     reads: list[Future[Any]]
     other_reads: list[Future[list[Seen]]]
     seen: list[Seen] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Flight:
 
 
 class Gathering:
-    """Everything that one process does, and what it found."""
+    """The work of one process, and its findings: differences and CRCs by place in `matches`."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class Gathering:
         for place, (key, item) in enumerate(matches):
             if item.is_read:
                 self.places.setdefault(key, []).append(place)
-        # tensors with nothing of their own bits to be compared with are hashed by themselves
+        # no other side has the same bits, so these tensors need a CRC of their own
         self.apart = {
             places[0]
             for places in self.places.values()
             if all(self.matches[place].how != "bits" for place in places)
         }
-        self.found: dict[int, Difference] = {}
+        self.differences: dict[int, Difference] = {}
         self.crcs: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         self.bytes = 0
 
@@ -124,20 +124,20 @@ class Gathering:
                     extent = part.ranks[row].part(segment.start * bucket.size, stop * bucket.size)
                     wanted.append((extent, at * bucket.size))
         reads = self.readers.extents(wanted, memory_of(read))
-        items, here = [], 0
+        items, end = [], 0
         for block in share_of(bucket.blocks(), world.rank, world.size):
             for place in self.places.get(block.member.name, ()):
-                item = Item(block, place, self.matches[place], here)
+                item = BlockMatch(block, place, self.matches[place], end)
                 items.append(item)
-                here = -(-item.end // ALIGNMENT) * ALIGNMENT
-        if here > len(slot.other):  # many small tensors, whose alignment counts
-            slot.grow(here)
+                end = -(-item.end // ALIGNMENT) * ALIGNMENT
+        if end > len(slot.other):  # alignment adds up over many small tensors
+            slot.grow(end)
         others = self.readers.elements(items, memory_of(slot.other))
         self.bytes += sum(extent.length for extent, _ in wanted)
         return Flight(bucket, slot, items, reads, others)
 
     def _compare(self, flight: Flight) -> None:
-        """Waits for the reads; everything after them is only started, on a GPU."""
+        """Waits for the reads, then compares. On a GPU the comparison is only started."""
         for read in flight.reads:
             read.result()
         flight.seen = [seen for read in flight.other_reads for seen in read.result()]
@@ -154,7 +154,7 @@ class Gathering:
                 slot.done.record()
 
     def _finish(self, flight: Flight) -> None:
-        """What the comparison found; only what differs is looked at once more."""
+        """Collects what the comparison found. Only blocks that differ are measured."""
         if flight.slot.done:
             flight.slot.done.synchronize()
         assert flight.flags is not None
@@ -165,8 +165,8 @@ class Gathering:
         ]
         for item in differing:
             a, b = flight.slot.sides(flight.bucket, item)
-            found = difference_of(a, b, item)
-            self.found.setdefault(item.place, Difference()).add(found)
+            difference = difference_of(a, b, item)
+            self.differences.setdefault(item.place, Difference()).add(difference)
         places = {id(item) for item in differing}
         for item, start, stop, crc in flight.seen:
             self._keep(item, 1, start, stop, crc)
@@ -178,15 +178,15 @@ class Gathering:
         if self.progress:
             self.progress(sum(item.end - item.at for item in flight.items) * 2)
 
-    def _keep(self, item: Item, side: int, start: int, stop: int, crc: int) -> None:
+    def _keep(self, item: BlockMatch, side: int, start: int, stop: int, crc: int) -> None:
         self.crcs.setdefault((item.place, side), []).append((start, stop, crc))
 
-    def _hash(self, a: torch.Tensor, item: Item) -> None:
-        """The CRCs of a block that is not the other side's."""
+    def _hash(self, a: torch.Tensor, item: BlockMatch) -> None:
+        """Hashes a block whose bytes are not those of the other side."""
         for lines, (start, stop) in zip(_lines(a, item.block), item.block.runs(), strict=True):
             self._keep(item, 0, start, stop, crc32(bytes_of(lines)))
 
-    def look_at(self, part: Whole) -> None:
+    def compare_strided(self, part: Whole) -> None:
         """Compares a tensor that is not row-major, in the processor's memory."""
         data = torch.empty(part.extent.length, dtype=torch.uint8)
         for read in self.readers.extents([(part.extent, 0)], memory_of(data)):
@@ -195,17 +195,17 @@ class Gathering:
         a = data.view(BITS[SIZES[part.dtype]]).as_strided(part.shape, part.strides).reshape(1, -1)
         block = Block(Member(part.name, part.shape, 0), 0, 1, 0, a.numel(), 0, 0)
         for place in self.places.get(part.name, ()):
-            item = Item(block, place, self.matches[place], 0)
-            held = torch.empty(item.end, dtype=torch.uint8)
-            for seen in self.readers.elements([item], memory_of(held)):
+            item = BlockMatch(block, place, self.matches[place], 0)
+            other = torch.empty(item.end, dtype=torch.uint8)
+            for seen in self.readers.elements([item], memory_of(other)):
                 for _, start, stop, crc in seen.result():
                     self._keep(item, 1, start, stop, crc)
-            b = held.view(BITS[SIZES[item.other.dtype]]).view(1, -1)
-            self.found.setdefault(place, Difference()).add(difference_of(a, b, item))
+            b = other.view(BITS[SIZES[item.other.dtype]]).view(1, -1)
+            self.differences.setdefault(place, Difference()).add(difference_of(a, b, item))
             if item.match.how == "bits" or place in self.apart:
                 self._hash(a, item)
 
 
 def _lines(a: torch.Tensor, block: Block) -> list[torch.Tensor]:
-    """A block's rows, or all of it where they follow each other in the tensor."""
+    """A block's rows, or the whole block if its rows are contiguous in the tensor."""
     return [a] if len(block.runs()) == 1 else list(a)

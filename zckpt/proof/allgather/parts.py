@@ -1,4 +1,4 @@
-"""Parts of tensors that ranks hold, prepared for gathering: named, and spread over processes."""
+"""The parts of tensors that ranks hold: under which names, and which process reads them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ...core.partition import (
 
 
 def alone(entry: Entry) -> Partition:
-    """A tensor as the part of a single process."""
+    """A tensor as the only part there is of it."""
     fragments = entry.fragments
-    if isinstance(fragments, Box):  # alone it is all of the tensor
+    if isinstance(fragments, Box):  # the only one, so it is the whole tensor
         size = fragments.size
         last = sum(
             (count - 1) * step
@@ -28,7 +28,7 @@ def alone(entry: Entry) -> Partition:
         )
         extent = fragments.extent.part(fragments.first * size, (fragments.first + last + 1) * size)
         return Whole(entry.name, entry.dtype, fragments.sizes, extent, fragments.strides)
-    # pieces that are cut along an inner axis are as many runs, between those of others
+    # a piece that is cut along an inner axis has many runs, between the runs of other pieces
     runs = (run for fragment in fragments for run in fragment.runs(0, entry.numel))
     extents = tuple(run.extent for run in sorted(runs, key=lambda run: run.start))
     return Partitioned(entry.dtype, extents, [Member(entry.name, entry.shape, 0)])
@@ -37,12 +37,12 @@ def alone(entry: Entry) -> Partition:
 def named(
     parts: Sequence[Partition], manifest: Manifest
 ) -> tuple[list[Partition], dict[str, Entry], dict[str, Entry]]:
-    """Parts under keys of their own, the tensors by name, and further copies of them by key.
+    """The parts, each under its own key; the tensors by name; further copies of them by key.
 
-    A tied weight goes by its owner's name. Copies: whole momenta on several ranks, a tied weight
-    that was saved with memory of its own.
+    A tied weight gets its owner's name. Copies are whole momenta on several ranks, and tied weights
+    that were saved separately.
     """
-    owners = {alias: name for name, held in manifest.parameters.items() for alias in held.aliases}
+    owners = {alias: name for name, about in manifest.parameters.items() for alias in about.aliases}
     named: list[Partition] = []
     entries: dict[str, Entry] = {}
     copies: dict[str, Entry] = {}
@@ -68,7 +68,7 @@ def is_flat(part: Partition) -> TypeGuard[Whole]:
 
 
 def spread(part: Whole, size: int) -> Partitioned:
-    """A whole tensor as if every process held a part, so that each reads its own alone."""
+    """A whole tensor cut into a part for each process, so that each reads only its own."""
     width = SIZES[part.dtype]
     numel = part.extent.length // width
     each = -(-numel // size) * width
@@ -78,8 +78,8 @@ def spread(part: Whole, size: int) -> Partitioned:
 
 
 def by_kind(parts: Sequence[Partitioned]) -> list[Partitioned]:
-    """In their order, but those together that fit into common buckets."""
+    """Sorted by what fits into common buckets, else in their order."""
     kinds: dict[tuple[str, int], list[Partitioned]] = {}
     for part in parts:
         kinds.setdefault((part.dtype, len(part.ranks)), []).append(part)
-    return [part for held in kinds.values() for part in held]
+    return [part for alike in kinds.values() for part in alike]

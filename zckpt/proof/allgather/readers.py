@@ -1,4 +1,4 @@
-"""Threads that read both sides of a bucket into the memory that tensors lie in."""
+"""Threads that read both sides of a bucket into the memory of tensors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A block and one match of its tensor, whose other side begins at byte `at` of a buffer."""
+class BlockMatch:
+    """A block and one match of its tensor; the other side begins at byte `at` of a buffer."""
 
     block: Block
     place: int
@@ -44,7 +44,7 @@ class Item:
 
 
 class Readers:
-    """Threads that read parts of files into memory that tensors lie in."""
+    """Threads that read parts of files into the memory of tensors."""
 
     def __init__(self, jobs: int) -> None:
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="zckpt")
@@ -54,11 +54,11 @@ class Readers:
     def _gatherer(self) -> Gatherer:
         if not hasattr(self._own, "gatherer"):
             self._own.gatherer = Gatherer(Reader(self._keep), Ledger(()), READ)
-        held: Gatherer = self._own.gatherer
-        return held
+        gatherer: Gatherer = self._own.gatherer
+        return gatherer
 
     def extents(self, wanted: Sequence[tuple[Extent, int]], into: memoryview) -> list[Future[Any]]:
-        """Every extent to its byte of `into`."""
+        """Reads every extent to its byte of `into`."""
         small = [
             (extent.part(start, min(start + READ, extent.length)), at + start)
             for extent, at in wanted
@@ -74,8 +74,8 @@ class Readers:
             self._pool.submit(work, some) for some in grouped(small, lambda item: item[0].length)
         ]
 
-    def elements(self, items: Sequence[Item], into: memoryview) -> list[Future[list[Seen]]]:
-        """The other side's elements of every item; gives their CRCs."""
+    def elements(self, items: Sequence[BlockMatch], into: memoryview) -> list[Future[list[Seen]]]:
+        """Reads the other side's elements of every item; the futures return their CRCs."""
         wanted = [
             (item, Wanted(item.other, first, min(first + step, stop), 0))
             for item in items
@@ -83,13 +83,13 @@ class Readers:
             for start, stop in item.block.runs()
             for first in range(start, stop, step)
         ]
-        here, placed, last = 0, [], None
+        end, placed, last = 0, [], None
         for item, part in wanted:
-            here = item.at if item is not last else here
-            placed.append((item, replace(part, at=here)))
-            here, last = placed[-1][1].end, item
+            start = end if item is last else item.at
+            placed.append((item, replace(part, at=start)))
+            end, last = placed[-1][1].end, item
 
-        def work(some: Sequence[tuple[Item, Wanted]]) -> list[Seen]:
+        def work(some: Sequence[tuple[BlockMatch, Wanted]]) -> list[Seen]:
             self._gatherer().gather([part for _, part in some], into)
             return [
                 (item, part.start, part.stop, crc32(into[part.at : part.end]))
@@ -105,12 +105,12 @@ class Readers:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-Seen = tuple[Item, int, int, int]
+Seen = tuple[BlockMatch, int, int, int]
 """An item, a range of its tensor's elements, and the CRC-32 of the other side's bytes there."""
 
 
 def grouped(listed: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Neighbours together, about READ bytes of them."""
+    """Lists of neighbours, each about READ bytes long."""
     some: list[T] = []
     size = 0
     for item in listed:
@@ -124,6 +124,6 @@ def grouped(listed: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """What a tensor of bytes in the processor's memory lies in."""
-    held: Any = tensor.numpy()
-    return memoryview(held)
+    """The memory of a tensor of bytes on the CPU."""
+    array: Any = tensor.numpy()
+    return memoryview(array)

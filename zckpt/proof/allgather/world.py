@@ -40,8 +40,8 @@ class World:
 def join_world(asked: str | None) -> World:
     """The processes that torchrun started, or this one alone.
 
-    NCCL where every process has a GPU of its own; gloo gathers in the processor's memory where
-    several share one, which NCCL refuses, and on the CPU.
+    NCCL gathers if every process has its own GPU. On the CPU, and if several processes share a GPU,
+    which NCCL refuses, gloo gathers in the processor's memory.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "cuda" and not gpus:
@@ -70,14 +70,14 @@ def join_world(asked: str | None) -> World:
 
 
 def _stated(*names: str, default: int) -> int:
-    """A number of the environment, by the first of these names that it has."""
-    told = next((os.environ[name] for name in names if name in os.environ), "")
-    return int(told) if told.isdecimal() else default
+    """The number in the first of these environment variables that is set."""
+    text = next((os.environ[name] for name in names if name in os.environ), "")
+    return int(text) if text.isdecimal() else default
 
 
 @contextmanager
 def together_with_others() -> Iterator[None]:
-    """Around what all processes take part in: it fails where one of them did."""
+    """For work of all processes together: raises ProcessFailed if another process failed."""
     try:
         yield
     except RuntimeError as error:
