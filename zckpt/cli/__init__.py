@@ -20,7 +20,7 @@ from .commands import cli as cli
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """The console script: runs a command, says errors in one sentence and a hint."""
+    """The console script: runs a command, and prints an error as one sentence and a hint."""
     words = sys.argv[1:] if arguments is None else arguments
     if arguments is None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except click.UsageError as error:
         message = error.format_message()
         where = error.ctx.command_path if error.ctx else "zckpt"
-        fail(words, "UsageError", message, f"{where} --help says what is understood", 2)
+        fail(words, "UsageError", message, f"`{where} --help` lists the options", 2)
     except WrongOption as error:
         fail(words, type(error).__name__, error.message, error.hint, 2)
     except ZckptError as error:
@@ -46,26 +46,26 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(0)
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        fail(words, "OSError", what, "check the path, and the rights to it", 1)
+        fail(words, "OSError", what, "check the path, and whether you may read or write it", 1)
     except (click.Abort, KeyboardInterrupt) as error:
         cause = error.__cause__ if isinstance(error, click.Abort) else error
         code = 128 + (cause.args[0] if cause and cause.args else signal.SIGINT)
         fail(words, "Interrupted", "interrupted", "no target was made", code)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        fail(words, "InternalError", what, "a bug of zckpt; ZCKPT_TRACEBACK=1 shows where", 1)
+        fail(words, "InternalError", what, "a bug of zckpt: ZCKPT_TRACEBACK=1 shows where", 1)
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def stop(number: int, _frame: object) -> NoReturn:
-    """A signal ends the command once; while it tidies up, others are not heard."""
+    """Ends the command; ignores further signals while it cleans up."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt(number)
 
 
 def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoReturn:
-    """Says the error, as JSON where that was asked for, and ends with `code`."""
+    """Prints the error, as JSON if --json was given, and exits with `code`."""
     if os.environ.get("ZCKPT_TRACEBACK") and sys.exc_info()[0]:
         import traceback
 
@@ -74,8 +74,8 @@ def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoR
 
     if "--json" in words and not own_rank():  # of several processes one prints a document
         command = next((word for word in words if word in cli.commands), None)
-        made = {"zckpt": 1, "command": command, "error": kind, "message": message, "hint": hint}
-        print(json.dumps(made))
+        report = {"zckpt": 1, "command": command, "error": kind, "message": message, "hint": hint}
+        print(json.dumps(report))
     else:
         from ..display import safe
 

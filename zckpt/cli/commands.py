@@ -24,10 +24,14 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("path")
-@click.option("--tensors", metavar="GLOB", help="List the tensors whose name matches.")
-@click.option("--steps", is_flag=True, help="Every place that holds a step, and which is true.")
+@click.option(
+    "--tensors", metavar="GLOB", help="List the tensors whose name matches, such as '*/exp_avg'."
+)
+@click.option(
+    "--steps", is_flag=True, help="List every place that stores a step, and which one is used."
+)
 @click.option("--layout", is_flag=True, help="Draw which file holds which elements.")
-@click.option("--state", is_flag=True, help="Everything that is no tensor, as JSON.")
+@click.option("--state", is_flag=True, help="Print everything that is not a tensor, as JSON.")
 @common
 def inspect(
     path: str,
@@ -39,11 +43,11 @@ def inspect(
     quiet: bool,
     **reading: Any,
 ) -> None:
-    """What a checkpoint holds. No tensor is read.
+    """Show what a checkpoint contains. Reads no tensor.
 
-    PATH: a directory of DeepSpeed, of torch.distributed.checkpoint, of files of torch.save (whole
-    ones or one per rank), of ONNX Runtime's rank files, a Hugging Face Trainer, Accelerate,
-    Lightning or torchtitan directory around one, a single file, or a universal checkpoint.
+    PATH can be a directory of DeepSpeed, of torch.distributed.checkpoint, of torch.save files
+    (whole, or one per rank) or of ONNX Runtime's rank files; a Hugging Face Trainer, Accelerate,
+    Lightning or torchtitan directory around one of these; a single file; a universal checkpoint.
     """
     from .. import api, display
 
@@ -79,7 +83,7 @@ def inspect(
 def convert(source: str, target: str, to: str, **words: Any) -> None:
     """Write SRC as a new checkpoint DST, in another format.
 
-    Weights alone, for inference: zckpt convert SRC DST --weights-only --dtype bf16
+    Only the weights, for inference: zckpt convert SRC DST --weights-only --dtype bf16
     """
     write("convert", source, target, words, to=to)
 
@@ -90,15 +94,17 @@ def convert(source: str, target: str, to: str, **words: Any) -> None:
 @click.option(
     "--checkpoints",
     type=click.Choice(["all", "best-and-last"]),
-    help="SRC is a Trainer's output directory; write these of its checkpoints.",
+    help="SRC is a Trainer's output directory: write all its checkpoints, or the best and "
+    "the last.",
 )
 @writing
 @copying
 @common
 def reshard(source: str, target: str, **words: Any) -> None:
-    """Write SRC as DST, from which its unmodified trainer resumes on --dp ranks.
+    """Write SRC as DST for another number of ranks or another ZeRO stage.
 
-    A universal SRC goes back to the engine that it came from.
+    The unmodified trainer of SRC resumes from DST on --dp ranks. A universal SRC is written for the
+    engine that it came from.
     """
     write("reshard", source, target, words)
 
@@ -115,13 +121,14 @@ def reshard(source: str, target: str, **words: Any) -> None:
 @click.option(
     "--config",
     metavar="FILE|DIR",
-    help="config.json (adapter_config.json of PEFT), or a folder with it and the tokenizer, where "
-    "SRC has none.",
+    help="config.json (for PEFT adapter_config.json), or a folder with it and the "
+    "tokenizer, if SRC "
+    "has none.",
 )
 @click.option(
     "--max-shard-size",
     type=Size(),
-    help="Split larger weights into several files [default: 8GiB]",
+    help="Split the weights into files of at most this size [default: 8GiB]",
 )
 @tying
 @renaming
@@ -130,37 +137,37 @@ def reshard(source: str, target: str, **words: Any) -> None:
 def export(source: str, target: str, to: str, **words: Any) -> None:
     """Write the weights of SRC as a folder for from_pretrained, and nothing else.
 
-    DST gets weights, configuration, tokenizer and processor files; of a PEFT run the adapter.
-    Everything that only a trainer needs stays behind.
+    DST gets the weights (of a PEFT run: the adapter), configuration, tokenizer and processor files.
+    Files that only a trainer needs are left out.
     """
     write("export", source, target, words)
 
 
 def merged(given: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
-    """What `--group-defaults` gives, one after the other; a group's own values under its number."""
-    found: dict[Any, Any] = {}
+    """All `--group-defaults` in one dictionary; a group's own values under its number."""
+    defaults: dict[Any, Any] = {}
     for pairs in given:
         for key, value in pairs.items():
-            found[key] = {**found.get(key, {}), **value} if isinstance(key, int) else value
-    return found
+            defaults[key] = {**defaults.get(key, {}), **value} if isinstance(key, int) else value
+    return defaults
 
 
 def write(command: str, source: str, target: str, words: dict[str, Any], **more: Any) -> None:
-    """What convert and reshard share: options, progress, the report."""
+    """The work that convert, reshard and export share: options, progress, the report."""
     from .. import api, display
 
     as_json, quiet, dry_run = (words.pop(key) for key in ("as_json", "quiet", "dry_run"))
     copying = api.Copying(*(words.pop(key) for key in ("jobs", "memory", "io")))
-    if command == "export":  # there is no optimizer to read
+    if command == "export":  # it reads no optimizer
         del words["step_policy"], words["param_names"]
     else:
         words["stage"] = int(words["stage"]) if words["stage"] else None
         words["group_defaults"] = merged(words["group_defaults"])
     reading = {key: words.pop(key) for key in ("format", "tag", "step_policy") if key in words}
-    told: list[str] = []
+    shown: list[str] = []
 
     def tell(warnings: Sequence[str]) -> None:
-        told.extend(warnings)
+        shown.extend(warnings)
         display.warn(warnings, quiet or as_json)
 
     with display.progress(quiet or as_json or dry_run) as begin:
@@ -179,7 +186,7 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
         if as_json:
             display.document(report)
         else:
-            display.converted(report, quiet, told)
+            display.converted(report, quiet, shown)
         sys.stdout.flush()
         if dry_run and report["bytes"] > report["free"]:
             raise NotEnoughSpace(
@@ -198,17 +205,23 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
 
 @cli.command()
 @click.argument("path")
-@click.option("--against", metavar="PATH", help="Compare with this checkpoint, of any format.")
 @click.option(
-    "--gather", is_flag=True, help="Rebuild PATH as its engine would, by all-gathering (torch)."
+    "--against",
+    metavar="PATH",
+    help="Compare with this checkpoint (of any format), or with a saved proof.",
+)
+@click.option(
+    "--gather",
+    is_flag=True,
+    help="Rebuild PATH as its engine would, by all-gathering the ranks. Needs torch.",
 )
 @click.option(
     "--device",
     type=click.Choice(["cuda", "cpu"]),
     help="Where to gather and compare [default: a GPU if there is one]",
 )
-@click.option("--tensors", metavar="GLOB", help="Only the tensors whose name matches.")
-@click.option("--save-proof", metavar="FILE", help="Write the report with all checksums.")
+@click.option("--tensors", metavar="GLOB", help="Check only the tensors whose name matches.")
+@click.option("--save-proof", metavar="FILE", help="Write the report, with all checksums, to FILE.")
 @renaming
 @moving
 @common
@@ -220,19 +233,20 @@ def verify(
     quiet: bool,
     **words: Any,
 ) -> int:
-    """Prove that PATH contradicts itself nowhere, or equals another checkpoint.
+    """Check a checkpoint for internal consistency, or compare it with another.
 
-    Alone: checksums of files and tensors, every element covered once, copies on several ranks,
-    weights and the masters that they were rounded from, steps. What is said only once can be wrong
-    unseen: ranks swapped in a ZeRO-3 without 16-bit weights show only --against another checkpoint.
+    Without --against, verify checks the checksums of files and tensors, that every element is
+    stored once, that copies on several ranks are equal, that weights are the rounded masters, and
+    steps. It can only find contradictions. Two swapped rank files of a ZeRO-3 checkpoint without
+    16-bit weights do not contradict each other: use --against.
 
-    --against a checkpoint: shared tensors bit for bit, steps and hyper-parameters by value. Or
-    --against the FILE of an earlier --save-proof, when the original is gone.
+    --against a checkpoint compares shared tensors bit for bit, steps and hyper-parameters by value.
+    If the original is gone, use --against the FILE of an earlier --save-proof.
 
-    --gather shares no code with the copying but the parser of files. Faster on several GPUs:
-    torchrun --nproc-per-node 4 -m zckpt verify PATH --against PATH --gather
+    --gather shares no code with the copying except the parser of files. It is faster on several
+    GPUs: torchrun --nproc-per-node 4 -m zckpt verify PATH --against PATH --gather
 
-    Exit code 3: something was found.
+    Exit code 3: verify found something.
     """
     from .. import api, display
 
@@ -240,7 +254,7 @@ def verify(
         display.can_save(save_proof)
     with display.progress(quiet or as_json) as begin:
         report = api.verify(path, against, begin=begin, **words)
-    if report["rank"]:  # rank 0 tells what all have found
+    if report["rank"]:  # rank 0 reports the findings of all
         return 0
     if as_json:
         display.document(report)
@@ -254,15 +268,20 @@ def verify(
 @cli.command()
 @click.argument("a")
 @click.argument("b")
-@click.option("--tensors", metavar="GLOB", help="Only these tensors, the equal ones too.")
+@click.option(
+    "--tensors",
+    metavar="GLOB",
+    help="Compare only the tensors whose name matches, and list equal ones too.",
+)
 @renaming
 @moving
 @common
 def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
-    """In what two checkpoints of any format differ: first and worst.
+    """Show the differences between two checkpoints of any format: the first and the worst.
 
-    Tensors in the order of the model, steps, hyper-parameters, schedulers. Exit code 3: something
-    differs.
+    Compares tensors in the order of the model, steps, hyper-parameters and schedulers.
+
+    Exit code 3: something differs.
     """
     from .. import api, display
 
@@ -277,16 +296,16 @@ def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
 
 @cli.command()
 @click.argument("path")
-@click.option("--tensors", metavar="GLOB", help="Only the tensors whose name matches.")
+@click.option("--tensors", metavar="GLOB", help="Measure only the tensors whose name matches.")
 @moving
 @common
 def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
-    """What the numbers in PATH look like, and which are dead or impossible.
+    """Show statistics of every tensor in PATH, and warn of dead or impossible numbers.
 
-    In float64, over finite numbers: min, max, mean, std (with n - 1, as torch.std), L2 norm; counts
-    of NaN, infinite, negative, zero and positive ones; how many have which magnitude, in powers of
-    two. Warnings name second moments that are zero or negative, constant weights, NaN, infinities,
-    steps that low precision has stopped.
+    Over finite numbers, in float64: min, max, mean, std (with n - 1, as torch.std) and L2 norm.
+    Counts of NaN, infinite, negative, zero and positive numbers. A histogram of magnitudes in
+    powers of two. Warnings name second moments that are zero or negative, constant weights, NaN,
+    infinities, and steps that stopped in low precision.
     """
     from .. import api, display
 
@@ -301,10 +320,14 @@ def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
 @cli.command("probe-diff")
 @click.argument("a", metavar="RUN_A")
 @click.argument("b", metavar="RUN_B")
-@click.option("--noise", metavar="RUN_A2", help="A second run of what RUN_A is one of.")
-@click.option("--summary", metavar="DIR", help="Write a text for each step and run.")
-@click.option("--svg", metavar="FILE", help="Draw steps and modules for a browser.")
-@click.option("-q", "--quiet", is_flag=True, help="No notes and no picture.")
+@click.option(
+    "--noise",
+    metavar="RUN_A2",
+    help="A repetition of RUN_A, to measure the noise between equal runs.",
+)
+@click.option("--summary", metavar="DIR", help="Write a text file for each step and run to DIR.")
+@click.option("--svg", metavar="FILE", help="Draw steps and modules as a picture for a browser.")
+@click.option("-q", "--quiet", is_flag=True, help="Print no notes and no picture.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def probe_diff(
     a: str,
@@ -315,11 +338,11 @@ def probe_diff(
     quiet: bool,
     as_json: bool,
 ) -> int:
-    """The first big difference of two runs that zckpt.probe recorded.
+    """Show the first big difference between two recorded runs.
 
-    Or that ONNX Runtime's StatisticsSubscriber dumped. Names step, module, forward or backward, and
-    what that place means. --noise measures how far two runs of the original are apart: as long as
-    they are equal, any difference is a big one.
+    zckpt.probe or ONNX Runtime's StatisticsSubscriber recorded the runs. The report names the step,
+    the module, forward or backward, and what a difference there means. --noise measures how far two
+    runs of the same program are apart. Without noise, any difference is a big one.
 
     Exit code 3: there is a big difference.
     """
@@ -344,7 +367,7 @@ def probe_diff(
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def formats(as_json: bool) -> None:
-    """What is read and written."""
+    """List the formats that zckpt reads and writes."""
     from .. import display
     from ..formats import TABLE
 

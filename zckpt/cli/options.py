@@ -15,60 +15,65 @@ Command = Callable[..., Any]
 
 
 def renaming(command: Command) -> Command:
-    """Other names for what the source, PATH or A holds."""
+    """Other names for the parameters of the source, PATH or A."""
     return click.option(
         "--rename",
         type=Rename(),
         multiple=True,
         metavar="REGEX=REPL",
-        help="Rewrite the names of parameters, as re.sub does; in order, if repeated.",
+        help="Rename parameters, as re.sub does. Repeat it for several rules; they apply in order.",
     )(command)
 
 
 def tying(command: Command) -> Command:
-    """Second names of tied weights that a file has once."""
+    """Second names of tied weights that the source stores once."""
     return click.option(
         "--tie",
         type=Tie(),
         multiple=True,
         metavar="NAME=NAME",
-        help="A tied weight's second name that the source lacks, and its name in the source.",
+        help="A tied weight: its second name, which the source lacks, and its name in the source.",
     )(command)
 
 
 def common(command: Command) -> Command:
-    """What every command that reads a checkpoint understands."""
+    """Options of every command that reads a checkpoint."""
     for option in (
-        click.option("-q", "--quiet", is_flag=True, help="No progress and no warnings."),
+        click.option("-q", "--quiet", is_flag=True, help="Print no progress and no warnings."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
         click.option(
             "--step-policy",
             metavar="max|min|keep|N",
-            help="The step to take where ranks or weights disagree, which is an error otherwise.",
+            help="Which step to take if ranks or weights disagree [default: that is an error]",
         ),
         click.option(
             "--param-names",
             type=Names(),
             metavar="FILE",
-            help="Names of parameters, one per line, where the source tells no order of them or "
-            "knows them by number alone: those of model.named_parameters().",
+            help="Names of the parameters in the order of model.named_parameters(), one per line, "
+            "for a source that stores no order, or only their numbers.",
         ),
-        click.option("--tag", help="The tag, where a run directory holds several."),
-        click.option("--from", "format", metavar="FORMAT", help="The source's format."),
+        click.option("--tag", help="Which tag to read, if a run directory has several."),
+        click.option(
+            "--from",
+            "format",
+            metavar="FORMAT",
+            help="The source's format [default: recognised by content]",
+        ),
     ):
         command = option(command)
     return command
 
 
 def moving(command: Command) -> Command:
-    """How bytes are read."""
+    """Options for reading tensors."""
     for option in (
         click.option(
             "--memory",
             type=Size(),
             default="256MiB",
             show_default=True,
-            help="Bound of all buffers.",
+            help="Limit for all buffers together.",
         ),
         click.option(
             "-j",
@@ -76,7 +81,7 @@ def moving(command: Command) -> Command:
             type=click.IntRange(1, 64),
             default=4,
             show_default=True,
-            help="Threads; more for a cold or remote source.",
+            help="Number of threads; use more for a cold or remote source.",
         ),
     ):
         command = option(command)
@@ -84,15 +89,17 @@ def moving(command: Command) -> Command:
 
 
 def copying(command: Command) -> Command:
-    """How bytes are read and written."""
+    """Options for copying tensors."""
     for option in (
-        click.option("--dry-run", is_flag=True, help="Say what would be written, and stop."),
+        click.option(
+            "--dry-run", is_flag=True, help="Report what would be written, and write nothing."
+        ),
         click.option(
             "--io",
             type=click.Choice(["auto", "direct", "buffered"]),
             default="auto",
             show_default=True,
-            help="How files are written.",
+            help="Write past the page cache (direct), through it (buffered), or as fits (auto).",
         ),
         moving,
     ):
@@ -101,52 +108,52 @@ def copying(command: Command) -> Command:
 
 
 def writing(command: Command) -> Command:
-    """What commands that write a checkpoint understand."""
+    """Options of the commands that write a checkpoint for training."""
     for option in (
         renaming,
         tying,
         click.option(
             "--max-file-size",
             type=Size(),
-            help="Split larger safetensors and .distcp files [default: 8GiB]",
+            help="Split safetensors and .distcp files that would be larger [default: 8GiB]",
         ),
         click.option(
             "--group-defaults",
             type=Pairs(),
             multiple=True,
             metavar="[N:]K=V,...",
-            help="Hyper-parameters that the source does not hold, for all groups or for group N; "
-            "may be repeated.",
+            help="Hyper-parameters that the source does not store, for all groups or for group N. "
+            "May be repeated.",
         ),
         click.option(
             "--dialect",
             type=click.Choice(DIALECTS),
-            help="Kind of files: hdf5 (default) or l2 for onnxruntime, safetensors for gathered, "
-            "accelerate for dcp.",
+            help="The kind of files to write: hdf5 (default) or l2 with --to onnxruntime, "
+            "safetensors with --to gathered, accelerate with --to dcp.",
         ),
         click.option(
             "--dcp-layout",
             type=click.Choice(DCP_LAYOUTS),
-            help="How torch.distributed.checkpoint's keys are made [default: the source's]",
+            help="The form of the keys with --to dcp [default: the source's, or nested]",
         ),
         click.option(
             "--ds-config",
             "config",
             type=Config(),
             metavar="FILE",
-            help="The ds_config that the target will run with, instead of the source's.",
+            help="The ds_config that the target will run with [default: the source's]",
         ),
         click.option(
             "--optimizer",
             type=click.Choice(OPTIMIZERS),
-            help="Keep the step as this class of Adam does.",
+            help="Store the step as this kind of Adam does [default: as the source]",
         ),
         click.option(
             "--dtype",
             type=click.Choice(list(DTYPES)),
-            help="What the module's weights become, made of the masters.",
+            help="Store module weights in this type, cast from the fp32 masters.",
         ),
-        click.option("--weights-only", is_flag=True, help="Leave the optimizer's states out."),
+        click.option("--weights-only", is_flag=True, help="Write no optimizer state."),
         click.option(
             "--stage", type=click.Choice(["1", "2", "3"]), help="ZeRO stage [default: the source's]"
         ),

@@ -20,10 +20,10 @@ class Size(click.ParamType[int]):
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         if isinstance(value, int):
             return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", value.upper())
-        if not found or found[2] not in UNITS:
-            self.fail(f"{value!r} is no size such as 256MiB", param, ctx)
-        return int(float(found[1]) * UNITS[found[2]])
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", value.upper())
+        if not match or match[2] not in UNITS:
+            self.fail(f"{value!r} is not a size: write 256MiB, 8GiB, 500MB or 1000000", param, ctx)
+        return int(float(match[1]) * UNITS[match[2]])
 
 
 class Pairs(click.ParamType[dict[Any, Any]]):
@@ -40,13 +40,14 @@ class Pairs(click.ParamType[dict[Any, Any]]):
         try:
             # a comma within brackets belongs to a value
             pairs = [pair.partition("=") for pair in re.split(r",(?![^\[]*\])", text)]
-            made = {key.strip(): json.loads(item) for key, _, item in pairs}
+            values = {key.strip(): json.loads(item) for key, _, item in pairs}
         except json.JSONDecodeError:
-            made = {}
-        if not made or not all(key.isidentifier() for key in made):
-            self.fail(f"{value!r} is no list such as lr=3e-4,weight_decay=0.1", param, ctx)
-        made = {key: tuple(item) if isinstance(item, list) else item for key, item in made.items()}
-        return {int(number): made} if number else made
+            values = {}
+        if not values or not all(key.isidentifier() for key in values):
+            self.fail(f"{value!r} is not a list such as lr=3e-4,weight_decay=0.1", param, ctx)
+        for key, item in values.items():
+            values[key] = tuple(item) if isinstance(item, list) else item
+        return {int(number): values} if number else values
 
 
 class Config(click.ParamType[dict[str, Any]]):
@@ -59,12 +60,12 @@ class Config(click.ParamType[dict[str, Any]]):
             return value
         try:
             with open(value, encoding="utf-8") as file:
-                made = json.load(file)
+                config = json.load(file)
         except (OSError, ValueError) as error:
             self.fail(f"{value} cannot be read: {error}", param, ctx)
-        if not isinstance(made, dict):
-            self.fail(f"{value} holds no JSON object", param, ctx)
-        return made
+        if not isinstance(config, dict):
+            self.fail(f"{value} is not a JSON object", param, ctx)
+        return config
 
 
 class Names(click.ParamType[tuple[str, ...]]):
@@ -78,12 +79,12 @@ class Names(click.ParamType[tuple[str, ...]]):
         try:
             with open(value, encoding="utf-8") as file:
                 text = file.read()
-            made = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
+            names = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
         except (OSError, ValueError) as error:
             self.fail(f"{value} cannot be read: {error}", param, ctx)
-        if not made or not all(isinstance(name, str) for name in made):
-            self.fail(f"{value} holds no list of names", param, ctx)
-        return tuple(name.strip() for name in made if name.strip())
+        if not names or not all(isinstance(name, str) for name in names):
+            self.fail(f"{value} is not a list of names, one per line or as JSON", param, ctx)
+        return tuple(name.strip() for name in names if name.strip())
 
 
 class Rename(click.ParamType[tuple[str, str]]):
@@ -96,7 +97,7 @@ class Rename(click.ParamType[tuple[str, str]]):
             return value
         regex, equals, replacement = value.rpartition("=")
         if not equals:
-            self.fail(f"{value!r} is no REGEX=REPL", param, ctx)
+            self.fail(f"{value!r} is not of the form REGEX=REPL", param, ctx)
         return regex, replacement
 
 
@@ -110,5 +111,5 @@ class Tie(click.ParamType[tuple[str, str]]):
             return value
         alias, _, owner = value.partition("=")
         if not alias or not owner:
-            self.fail(f"{value!r} is no NAME=NAME", param, ctx)
+            self.fail(f"{value!r} is not of the form NAME=NAME", param, ctx)
         return alias, owner

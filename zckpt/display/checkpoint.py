@@ -1,4 +1,4 @@
-"""What `inspect` shows of a checkpoint, and what conversions wrote."""
+"""How a checkpoint is printed: what it contains (`inspect`), and what a conversion wrote."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
         ],
     )
     for place, group in enumerate(report["groups"] or ()):
-        told = ", ".join(
+        values = ", ".join(
             f"{key} {brief(value)}" for key, value in group.items() if value is not None
         )
-        print(f"\ngroup {place}: {safe(told)}")
+        print(f"\ngroup {place}: {safe(values)}")
     if report["groups"] is None:
         print("\nno hyper-parameters are stored")
     warn(report["problems"], quiet)
 
 
 def steps(manifest: Manifest) -> None:
-    """The step ledger."""
+    """Every place that stores a step, and whether it is used."""
     rows = [
         (line.step, "true" if line.truth else "not used", line.where) for line in manifest.steps
     ]
@@ -92,8 +92,8 @@ def _bar(entry: Entry, marks: dict[str, str]) -> str:
     bar = ""
     for place in range(width):
         first = place * entry.numel // width
-        here = next(iter(entry.fragments.overlapping(first, first + 1)), None)
-        bar += marks[here.extent.file] if here else "?"
+        fragment = next(iter(entry.fragments.overlapping(first, first + 1)), None)
+        bar += marks[fragment.extent.file] if fragment else "?"
     return bar
 
 
@@ -107,9 +107,9 @@ def _ranges(entry: Entry, marks: dict[str, str]) -> str:
     return " ".join(shown)
 
 
-def converted(report: dict[str, Any], quiet: bool, told: Sequence[str] = ()) -> None:
-    """What `convert` did, or would do; `told` are warnings that stand there already."""
-    warn([line for line in report["warnings"] if line not in told], quiet)
+def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) -> None:
+    """What a conversion did, or would do; `shown` are warnings that were printed already."""
+    warn([line for line in report["warnings"] if line not in shown], quiet)
     if quiet:
         return
     where = safe(report["target"])

@@ -1,4 +1,4 @@
-"""What `verify`, `diff`, `stats` and `probe-diff` found."""
+"""How the findings of `verify`, `diff`, `stats` and `probe-diff` are printed."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .terminal import brief, checked, safe, size, table, warn
 
 
 def verified(report: dict[str, Any], quiet: bool) -> None:
-    """What `verify` found."""
-    found = [*_findings(report)]
+    """The report of `verify`."""
+    findings = [*_findings(report)]
     path, other = safe(report["path"]), report["against"]
-    if not quiet or found:
+    if not quiet or findings:
         step = "" if report.get("step") is None else f", step {report['step']}"
         about = f"{report['tensors']:,} tensors, {size(report['bytes'])} read{step}"
         about += f", {report['seconds']:.1f} s" + checked(report.get("records"))
         if report["gathered"]:
             about += f", gathered on {report['device']} by {report['world']} processes"
         relation = f"equals {safe(other)}" if other else "is consistent"
-        if found:
+        if findings:
             relation = f"differs from {safe(other)}" if other else "contradicts itself"
-        if found and not any(report.get(key) for key in DIFFERENCES):
+        if findings and not any(report.get(key) for key in DIFFERENCES):
             relation = f"has the same bytes as {safe(other)}, but this proves nothing"
         print(f"{path} {relation}: {about}")
     _differences(report["differences"])
-    for line in found:
+    for line in findings:
         print(line)
     if not quiet:
         _one_sided(report, path, other)
@@ -42,7 +42,7 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
 
 
 def differing(report: dict[str, Any], quiet: bool) -> None:
-    """What `diff` found."""
+    """The report of `diff`."""
     if report["equal"]:
         if not quiet:
             print(f"nothing differs: {report['tensors']:,} tensors, {report['seconds']:.1f} s")
@@ -62,7 +62,7 @@ DIFFERENCES = ("differences", "problems", "steps", "scalars", "groups", "states"
 
 
 def _findings(report: dict[str, Any]) -> Iterator[str]:
-    """Everything that was found beside differences of tensors."""
+    """Everything that is not a difference of tensors, line by line."""
     for line in (*report.get("problems", ()), *report.get("unproven", ())):
         yield safe(line["message"])
         if line.get("hint"):
@@ -87,7 +87,7 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _number_as_kept(line: dict[str, Any], side: str) -> str:
-    """A number of a finding; with its type and shape, where the two sides differ in these."""
+    """A number of a finding, with its type and shape if the two sides differ in these."""
     kind = line.get(f"{side}_type")
     if kind is None:
         return str(line[side])
@@ -99,12 +99,12 @@ def _one_sided(report: dict[str, Any], a: object, b: object) -> None:
     for where, names in ((a, report.get("only_a")), (b, report.get("only_b"))):
         if names:
             slots = ", ".join(dict.fromkeys(name.rpartition("/")[2] for name in names))
-            told = f"{len(names):,} tensors ({safe(slots)}), as {safe(names[0])}"
-            print(f"only {safe(where)} holds {told}")
+            tensors = f"{len(names):,} tensors ({safe(slots)}), such as {safe(names[0])}"
+            print(f"only {safe(where)} has {tensors}")
 
 
 def _differences(lines: Sequence[dict[str, Any]], all_lines: bool = False) -> None:
-    """One line per tensor; the first dozen, unless all are asked for."""
+    """One line per tensor; only the first dozen unless `all_lines`."""
     shown = lines if all_lines else lines[:12]
     cosine = any("cosine" in line for line in shown)
     rows = [
@@ -119,8 +119,8 @@ def _differences(lines: Sequence[dict[str, Any]], all_lines: bool = False) -> No
     for line in shown:
         for key, word in (("shape", "shape"), ("dtype", "type"), ("crc32", "CRC-32")):
             if f"a_{key}" in line:
-                told = f"{word} {line[f'a_{key}']} against {line.get(f'b_{key}')}"
-                print(f"{safe(line['tensor'])}: {told}")
+                values = f"{word} {line[f'a_{key}']} against {line.get(f'b_{key}')}"
+                print(f"{safe(line['tensor'])}: {values}")
     if len(shown) < len(lines):
         print(f"and {len(lines) - len(shown):,} more: --json lists them")
 
@@ -140,7 +140,7 @@ def measured(line: dict[str, Any], key: str) -> object:
 
 
 def statistics(report: dict[str, Any], quiet: bool) -> None:
-    """What `stats` found: a line per tensor."""
+    """The report of `stats`: a line per tensor."""
     lines = report["tensors"]
     rare = [key for key in ("nan", "inf") if any(line[key] for line in lines)]
     shown = ("min", "max", "mean", "std", "norm", *rare, "negative", "zero", "positive")
@@ -169,7 +169,7 @@ def statistics(report: dict[str, Any], quiet: bool) -> None:
 
 
 def probed(report: dict[str, Any], quiet: bool) -> None:
-    """What `probe-diff` found."""
+    """The report of `probe-diff`."""
     first, big, steps = report["first"], report["big"], report["steps"]
     where = f"{report['records']:,} records of steps {steps[0]} to {steps[-1]}"
     if len(report["ranks"]) > 1:
@@ -193,8 +193,8 @@ def probed(report: dict[str, Any], quiet: bool) -> None:
             )
         for side in ("a", "b"):
             if names := report[f"only_{side}"]:
-                told = f"{len(names):,} records, as {safe(names[0])}"
-                print(f"only {safe(report[side])} has {told}")
+                records = f"{len(names):,} records, such as {safe(names[0])}"
+                print(f"only {safe(report[side])} has {records}")
         for line in report["notes"]:
             print(f"note: {safe(line)}")
         if first:
