@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import __version__
 from ..errors import TargetExists, WrongOption
+from ..version import __version__
 from .runs import RECORDS, VERSION, rank_folder
 from .statistics import Measurer, holds_bytes
 from .subscribers import ROOT, Place, Subscriber, in_backward, modules, subscribe, used_by
