@@ -9,12 +9,13 @@ from typing import Any
 
 from ..core.dtypes import OPTIONS as DTYPES
 from ..errors import WrongOption
+from .steps import WRITTEN
 
 MAX_DP = 1 << 16
 FILE_SIZE = 8 << 30
 DCP_LAYOUTS = ("nested", "flat")
 DIALECTS = ("hdf5", "l2", "safetensors", "accelerate")
-OPTIMIZERS = ("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam")
+OPTIMIZERS = tuple(WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)
