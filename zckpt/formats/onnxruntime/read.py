@@ -378,9 +378,8 @@ def _steps(
 
 def _counters(save: Save) -> list[Sighting]:
     """ORTTrainer's own, which drive its schedule of learning rates."""
-    told = save.state.get("train_step_info") or {}
-    found = [(f"train_step_info, {key}", steps.step_of(value)) for key, value in told.items()]
-    return [Sighting(where, step, False) for where, step in found if step is not None]
+    counters = save.state.get("train_step_info") or {}
+    return steps.untrue("train_step_info", counters, counters)
 
 
 def _state(save: Save, tensors: _Tensors) -> dict[str, Any]:
