@@ -55,8 +55,8 @@ def test_several_checkpoints_at_once(
     words = ("reshard", source, target, "--dp", "2", "--checkpoints", which)
     planned = zckpt(*words, "--dry-run", "--json").document
     assert not target.exists()
-    made = zckpt(*words, "--json").document
-    assert (made["files"], made["bytes"]) == (planned["files"], planned["bytes"])
+    report = zckpt(*words, "--json").document
+    assert (report["files"], report["bytes"]) == (planned["files"], planned["bytes"])
     assert sorted(path.name for path in target.iterdir()) == written
     for name in written:
         expected = None if best is None else str(target / f"checkpoint-{best}")
@@ -117,5 +117,7 @@ def test_the_trainer_loads_the_best_one_at_its_end(tmp_path: Path) -> None:
     with pytest.raises(EngineError):
         finetunes.resume(run.on(ranks=3), alone, tmp_path / "a", **best)
     zckpt.reshard(source, tmp_path / "all", dp=3, checkpoints="best-and-last")
-    held = finetunes.resume(run.on(ranks=3), tmp_path / "all/checkpoint-3", tmp_path / "b", **best)
-    assert len(held["losses"]) == 5
+    resumed = finetunes.resume(
+        run.on(ranks=3), tmp_path / "all/checkpoint-3", tmp_path / "b", **best
+    )
+    assert len(resumed["losses"]) == 5

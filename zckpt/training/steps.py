@@ -1,11 +1,11 @@
 """Where each optimizer keeps its step (completed updates), in which type, and which place is true.
 
-    optimizer                                     in the state       in the group     StepPlace
-    torch Adam, AdamW, NAdam, Adagrad, RMSprop    0-d float32        -                torch
+    optimizer                                     in the state       in the group
+    torch Adam, AdamW, NAdam, Adagrad, RMSprop    0-d float32        -
       (before torch 1.12)                         int                -
-    DeepSpeed CPUAdam, CPUAdagrad, CPULion        int                -                cpu-adam
-    DeepSpeed FusedAdam >= 0.6.5                  int, true          0, stale         fused-adam
-    Apex / TransformerEngine FusedAdam,           -                  true             apex
+    DeepSpeed CPUAdam, CPUAdagrad, CPULion        int                -
+    DeepSpeed FusedAdam >= 0.6.5                  int, true          0, stale
+    Apex / TransformerEngine FusedAdam,           -                  true
       DeepSpeed FusedAdam < 0.6.5
     ONNX Runtime Adam / Lamb                      int64 [1] per weight / for all,
                                                   completed + 1      -
