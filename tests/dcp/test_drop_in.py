@@ -402,7 +402,7 @@ def test_an_object_s_pickle_is_not_run(tmp_path: Path) -> None:
     assert "has no" not in message
     assert "FileSystemReader" in message
     assert not state["a"].any()  # nothing was changed
-    with pytest.warns(UserWarning, match=r"zckpt does not load b: .*stays as it is"):
+    with pytest.warns(UserWarning, match=r"zckpt does not load b: .*stays unchanged"):
         load(state, dcp.StorageReader(tmp_path / "run"), allow_partial_load=True)
     assert state["a"].all()
     assert (state["b"], state["c"]) == (1, {"d": 2})

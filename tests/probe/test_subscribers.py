@@ -112,9 +112,9 @@ def test_containers_stay_what_they_are(value: Any) -> None:
 
     changed = mapped(value, "out", change)
     assert type(changed) is type(value)
-    found: list[float] = []
-    mapped(changed, "out", lambda path, tensor: (found.append(tensor.item()), tensor)[1])
-    assert found == [2.0] * len(paths)
+    values: list[float] = []
+    mapped(changed, "out", lambda path, tensor: (values.append(tensor.item()), tensor)[1])
+    assert values == [2.0] * len(paths)
 
 
 def test_paths_see_through_wrappers() -> None:

@@ -84,7 +84,7 @@ def test_a_run_that_lost_its_best_checkpoint(tmp_path: Path, zckpt: Program) -> 
     assert (lost.code, "has no checkpoint-3" in lost.err) == (1, True)
     assert not (tmp_path / "out").exists()
     nothing = zckpt("reshard", EXAMPLE, tmp_path / "out", "--checkpoints", "all")
-    assert "holds no checkpoint-N folder" in nothing.err
+    assert "contains no checkpoint-N folder" in nothing.err
 
 
 def test_a_failure_in_one_leaves_nothing(tmp_path: Path, zckpt: Program) -> None:
