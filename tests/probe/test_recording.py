@@ -425,7 +425,7 @@ def test_optimizers_that_cannot_be_counted(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     zero: Any = Zero()
     with (
-        pytest.raises(WrongOption, match="Zero is not a torch.optim.Optimizer"),
+        pytest.raises(WrongOption, match=r"Zero is not a torch\.optim\.Optimizer"),
         probe.record(model, tmp_path / "run", step=0, optimizer=zero),
     ):
         pass
