@@ -108,19 +108,12 @@ class Options:
         `fields` are the names of the options that it accepts in addition to those that every
         format accepts (`EVERYWHERE`); `dialects` are the accepted values of `dialect`.
         """
-        given = [f.name for f in dataclass_fields(self) if getattr(self, f.name) != _default(f)]
-        for name in given:
-            if name in (*fields, *EVERYWHERE) or (name == "dialect" and dialects):
-                continue
-            word = WORDS.get(name, f"--{name.replace('_', '-')}")
-            raise WrongOption(
-                f"{word} does not apply to --to {target}", hint=f"leave it out{_why(name, target)}"
-            )
-        if self.dialect is not None and self.dialect not in dialects:
-            raise WrongOption(
-                f"--dialect {self.dialect} does not apply to --to {target}",
-                hint=f"its dialects are {', '.join(dialects)}",
-            )
+        reasons = {"dp": NO_RANKS[target]} if target in NO_RANKS else {}
+        Accepted(target, tuple(fields), tuple(dialects), reasons).check(self)
+
+    def given(self) -> list[str]:
+        """The names of the options that differ from their defaults."""
+        return [f.name for f in dataclass_fields(self) if getattr(self, f.name) != _default(f)]
 
     @property
     def file_size(self) -> int:
@@ -128,8 +121,40 @@ class Options:
         return FILE_SIZE if self.max_file_size is None else self.max_file_size
 
 
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The options that a format accepts as a target: data that the format declares once.
+
+    `names` are fields of Options, in addition to those of `EVERYWHERE`. `dialects` are the accepted
+    values of `dialect`. `reasons` says, by field, why the format does not accept an option.
+    """
+
+    target: str
+    names: tuple[str, ...] = ()
+    dialects: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, options: Options) -> None:
+        """Raises WrongOption if an option is given that the format does not accept."""
+        for name in options.given():
+            if name in (*self.names, *EVERYWHERE) or (name == "dialect" and self.dialects):
+                continue
+            word = WORDS.get(name, f"--{name.replace('_', '-')}")
+            reason = self.reasons.get(name) or REASONS.get(name)
+            raise WrongOption(
+                f"{word} does not apply to --to {self.target}",
+                hint=f"leave it out: {reason}" if reason else "leave it out",
+            )
+        if options.dialect is not None and options.dialect not in self.dialects:
+            raise WrongOption(
+                f"--dialect {options.dialect} does not apply to --to {self.target}",
+                hint=f"its dialects are {', '.join(self.dialects)}",
+            )
+
+
 EVERYWHERE = ("weights_only", "rename", "tie", "param_names")
 WORDS = {"config": "--ds-config", "model_config": "--config"}
+REASONS = {"stage": "ZeRO stages are DeepSpeed's"}
 NO_RANKS = {
     "gathered": "whole files load on any number of ranks",
     "universal": "a universal checkpoint has no ranks",
@@ -139,11 +164,3 @@ NO_RANKS = {
 
 def _default(field: Field[Any]) -> Any:
     return field.default_factory() if callable(field.default_factory) else field.default
-
-
-def _why(name: str, target: str) -> str:
-    if name == "dp" and target in NO_RANKS:
-        return f": {NO_RANKS[target]}"
-    if name == "stage":
-        return ": ZeRO stages are DeepSpeed's"
-    return ""
