@@ -1,4 +1,4 @@
-"""The storage reader: real programs of torch load what other engines wrote, each its own bytes."""
+"""The storage reader: real programs of torch load checkpoints of other engines."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def load(state: dict[str, Any], reader: dcp.StorageReader, **planner: Any) -> No
 
 
 def example_optimizer(model: nn.Module, *, frozen: bool = False) -> torch.optim.Optimizer:
-    """The groups that the example was trained with, and other hyper-parameters."""
+    """An optimizer with the groups of the example's training, and other hyper-parameters."""
     named = [each for each in model.named_parameters() if frozen or each[1].requires_grad]
     groups = [[p for _, p in named if p.ndim > 1], [p for _, p in named if p.ndim == 1]]
     return torch.optim.AdamW(
@@ -77,7 +77,7 @@ def tensors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]
 
 
 def weight(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """As float32, from the master where there is one."""
+    """A weight in float32, from the master if there is one."""
     return tensors.get(f"{name}/master", tensors.get(f"{name}/param", torch.empty(0))).float()
 
 
@@ -318,7 +318,7 @@ def test_tied_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_are_small(
     tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    """Larger tensors come piece by piece, and into targets that are not contiguous."""
+    """Larger tensors are read in pieces, also into targets that are not contiguous."""
     monkeypatch.setattr(regions, "BLOCK", block)
     state = {"model": Model().state_dict()}
     state["model"]["fc1.weight"] = torch.zeros(19, 29).t()
@@ -402,7 +402,7 @@ def test_weights_alone_fill_no_optimizer(tmp_path: Path) -> None:
 
 
 def test_one_load_fills_one_model() -> None:
-    """An average of weights beside the model would get the same values, unasked."""
+    """Otherwise an average of weights beside the model would get the model's values."""
     states = {"fc1.bias": torch.zeros(29)}
     with pytest.raises(CheckpointException, match="by different rules"):
         load({"model": states, "average": dict(states)}, dcp.StorageReader(EXAMPLE))
@@ -430,7 +430,7 @@ def group_state(*groups: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_hyper_parameters_go_by_parameter() -> None:
-    """Other numbers of groups, in another order; which parameters they have is the target's."""
+    """Another number of groups, in another order; the target decides which parameters they have."""
     state = group_state(
         {"params": ["fc1.bias"], "weight_decay": 9.0},
         {"params": ["fc2.weight"], "weight_decay": 9.0},

@@ -1,4 +1,4 @@
-"""Files of torch.save: torch.load says what is in them, hostile ones are refused."""
+"""Files of torch.save: the same values as with torch.load; hostile files are refused."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_a_checksum_that_is_zero_is_checked(tmp_path: Path) -> None:
 
 
 def test_many_members(tmp_path: Path) -> None:
-    """The directory alone is longer than the 64 KiB in which its end is looked for."""
+    """The directory is longer than the 64 KiB in which its end is searched."""
     path = save(tmp_path / "a.pt", [torch.tensor([i]) for i in range(1500)])
     with zipfile.ZipFile(path) as file:
         assert os.path.getsize(path) - file.start_dir > 65557
@@ -552,7 +552,7 @@ def summary(path: str) -> Any:
 
 
 def attempt(path: str) -> tuple[Any, str | None]:
-    """What `summary` finds, or how it is refused."""
+    """The values of `summary`, or the message of its error."""
     try:
         return summary(path), None
     except ZckptError as error:
@@ -580,7 +580,7 @@ def flipped(path: str, whole: bytes, places: range) -> Iterator[int]:
 
 
 def test_a_flipped_bit_is_refused_or_means_nothing(tmp_path: Path) -> None:
-    """Wherever it is in the pickle and in the directory."""
+    """For every bit of the pickle and of the directory."""
     path, whole = small(tmp_path / "a.pt", False)
     right = summary(path)
     with zipfile.ZipFile(path) as file:
@@ -598,7 +598,7 @@ def test_a_flipped_bit_is_refused_or_means_nothing(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_of_a_small_tensor_is_refused(tmp_path: Path) -> None:
-    """`read` and `scalar` take a step, say: no copy will pass over it and check it."""
+    """`read` and `scalar` read a step, for example: no later copy checks its record."""
     path, whole = small(tmp_path / "a.pt", False)
     file = TorchFile(path)
     start = file.extent(file.value["s"]).offset

@@ -1,4 +1,4 @@
-"""The first big difference of two runs, what its place means, and how it is shown."""
+"""The first big difference of two runs, its meaning, and its display."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run_a(tmp_path: Path) -> Path:
 
 
 def changed(path: Path, step: int, kind: str, key: str, batch: str = "0", **numbers: Any) -> Path:
-    """A run that differs in this record, and in all that come later."""
+    """A run that differs in this record and in all later ones."""
     lines = events()
     about = {"step": step, "kind": kind, "key": key, "batch": batch}
     first = next(n for n, each in enumerate(lines) if about.items() <= each.items())

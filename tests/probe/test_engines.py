@@ -1,4 +1,4 @@
-"""Real engines, recorded: no difference where there is none, each fault at its place."""
+"""Recorded real engines: equal runs have no difference, and each fault is found at its place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEP = 3  # at which the cases are saved
 
 
 def swap_moments(copy: Path) -> None:
-    """Those of one tensor swapped."""
+    """Swaps the moments of one tensor."""
     entries = zckpt.read(copy).entries
     first, second = (
         faults.read_element_bytes(entries[f"trunk.2.weight/{slot}"])

@@ -45,7 +45,7 @@ class Held:
 
 
 class Returns(nn.Module):
-    """Gives its output in the container that `how` makes."""
+    """Returns its output in the container that `how` builds."""
 
     def __init__(self, how: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Awkward(nn.Module):
 
 
 def train(model: nn.Module, autocast: bool = False, recorder: Any = None) -> list[Tensor]:
-    """Losses, gradients and what becomes of the weights, of two updates with an evaluation."""
+    """Losses, gradients and final weights of two updates with an evaluation."""
     torch.manual_seed(3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     values = []
@@ -293,7 +293,7 @@ def test_what_is_mapped_is_described(tmp_path: Path) -> None:
 
 
 def test_parameters_that_an_engine_gathers_later(tmp_path: Path) -> None:
-    """It was put around a model that is recorded already: its hooks come before and after ours."""
+    """It wraps a model that is recorded already: its hooks run before and after zckpt's."""
     model = nn.Linear(2, 3)
     whole = model.weight.data
     model.weight.data = torch.empty(0)

@@ -227,7 +227,7 @@ def test_modules_whose_children_are_not_called(tmp_path: Path) -> None:
 
 
 class Shared(nn.Module):
-    """An output layer that is the embedding, without a module of its own."""
+    """An output layer that uses the embedding's weight, without a separate module."""
 
     def __init__(self) -> None:
         super().__init__()

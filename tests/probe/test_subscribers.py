@@ -69,7 +69,7 @@ def test_keyword_arguments_are_inputs() -> None:
 
 
 def test_they_run_inside_the_hooks_of_an_engine() -> None:
-    """Which gathers before the forward and releases after it, and was there first."""
+    """The engine's hooks were registered first: all-gather before the forward, release after it."""
     model, said = nn.ReLU(), list[str]()
     model.register_forward_pre_hook(lambda *about: said.append("gather"))
     model.register_forward_hook(lambda *about: said.append("release"))

@@ -1,4 +1,4 @@
-"""The best checkpoint of a Trainer's run, which later ones name by its path."""
+"""The best checkpoint of a Trainer's run, and its path in later checkpoints."""
 
 from __future__ import annotations
 

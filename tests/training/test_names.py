@@ -1,4 +1,4 @@
-"""Names across engines: prefixes by rule, anything else as the user says, nothing by guessing."""
+"""Names across engines: a rule for prefixes, `--rename` for the rest, and no guesses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_wrappers_inside_are_taken_out() -> None:
 
 
 def test_hugging_face_names_keep_their_model() -> None:
-    """Only some begin with it, so that it is no wrapper."""
+    """Only some names begin with it, so it is not a wrapper."""
     names = ["model.layers.0.weight", "lm_head.weight"]
     assert list(matched(names, [f"module.{name}" for name in names]).values()) == [
         "module.model.layers.0.weight",

@@ -1,4 +1,4 @@
-"""Tied weights that a file has once: from config.json, from --tie, or said to be likely."""
+"""Tied weights that a file has once: ties of config.json and --tie, and the hint of a tie."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def save(folder: Path, config: dict[str, Any] | None = None) -> Path:
-    """A Trainer's directory of a tied model, as save_pretrained leaves it."""
+    """A Trainer's directory of a tied model, as save_pretrained writes it."""
     folder.mkdir()
     weights = {EMBEDDING: torch.rand(5, 3), "model.norm.weight": torch.rand(3)}
     save_file(weights, folder / "model.safetensors")
@@ -91,7 +91,7 @@ def test_both_names_are_written(to: str, tmp_path: Path) -> None:
 
 
 def test_deepspeeds_module_has_both_names(tmp_path: Path) -> None:
-    """Its loader is strict."""
+    """DeepSpeed's loader is strict: it needs both names."""
     source = save(tmp_path / "run")
     zckpt.convert(source, tmp_path / "t", to="deepspeed", stage=2, dp=1, tie=[(HEAD, EMBEDDING)])
     (file,) = (tmp_path / "t").glob("*/mp_rank_00_model_states.pt")
