@@ -179,7 +179,7 @@ def test_torch_keeps_its_step_where_the_table_says() -> None:
 
 def test_counters_are_never_true() -> None:
     counters = {"last_epoch": 7, "_step_count": 8.0, "other": 9, "lost": None}
-    assert steps.untrue(
+    assert steps.counter_sightings(
         "lr_scheduler", counters, ("last_epoch", "_step_count", "lost", "gone")
     ) == [
         Sighting("lr_scheduler, last_epoch", 7, False),

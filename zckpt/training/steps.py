@@ -83,8 +83,10 @@ SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 """Counters in the state of torch's schedulers."""
 
 
-def untrue(where: str, counters: Mapping[str, Any], keys: Iterable[str]) -> list[Sighting]:
-    """Counters of an engine or a scheduler that look like steps, but are never true."""
+def counter_sightings(
+    where: str, counters: Mapping[str, Any], keys: Iterable[str]
+) -> list[Sighting]:
+    """The counters `keys` of an engine or a scheduler, which are never a true step."""
     numbers = [(key, step_of(counters.get(key))) for key in keys]
     return [Sighting(f"{where}, {key}", step, False) for key, step in numbers if step is not None]
 

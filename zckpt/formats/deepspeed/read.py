@@ -339,11 +339,11 @@ def _elastic_groups(ranks: Ranks, tensors: _Tensors) -> tuple[dict[str, Any], ..
 
 def _counters(ranks: Ranks) -> list[Sighting]:
     """Engine counters and schedulers: never true (skipped fp16 steps, warm starts)."""
-    counters = steps.untrue("engine", ranks.model, ("global_steps", "skipped_steps"))
+    counters = steps.counter_sightings("engine", ranks.model, ("global_steps", "skipped_steps"))
     scheduler = ranks.model.get("lr_scheduler")
     if isinstance(scheduler, dict):
         keys = (*steps.SCHEDULER_COUNTERS, "last_batch_iteration")
-        counters += steps.untrue("lr_scheduler", scheduler, keys)
+        counters += steps.counter_sightings("lr_scheduler", scheduler, keys)
     return counters
 
 

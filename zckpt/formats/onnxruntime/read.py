@@ -379,7 +379,7 @@ def _steps(
 def _counters(save: Save) -> list[Sighting]:
     """ORTTrainer's own, which drive its schedule of learning rates."""
     counters = save.state.get("train_step_info") or {}
-    return steps.untrue("train_step_info", counters, counters)
+    return steps.counter_sightings("train_step_info", counters, counters)
 
 
 def _state(save: Save, tensors: _Tensors) -> dict[str, Any]:

@@ -352,7 +352,9 @@ class _Reading:
         return kinds.pop() if len(kinds) == 1 else None
 
     def _sight_scheduler(self, scheduler: Mapping[str, Any]) -> None:
-        self.sightings += steps.untrue("lr_scheduler", scheduler, steps.SCHEDULER_COUNTERS)
+        self.sightings += steps.counter_sightings(
+            "lr_scheduler", scheduler, steps.SCHEDULER_COUNTERS
+        )
 
     def _kept(self, value: Any, path: str) -> Any:
         """`value` with its tensors as entries of slot `state`; 0-d ones by value."""
