@@ -270,22 +270,21 @@ class Target:
             return False
         if self.engine.partitioned or self.engine.wraps_bf16:
             return False
-        where, _, _ = self._step_kept()
         keys = {(*sorted(flat.slots), *sorted(flat.scalars)) for flat in self.flats}
         types = {dtype for flat in self.flats for dtype in flat.slots.values()}
         if len(keys) > 1 or types - {"F32"} or any(map(self.keeps_whole, self.flats)):
             return False
-        if where == "group" and len({flat.step for flat in self.flats}) > 1:
+        if self._step_place().where == "group" and len({flat.step for flat in self.flats}) > 1:
             return False
         paddings = any(-flat.starts[-1] % (2 * self.dp) for flat in self.flats)
         return self.engine.elastic or not (paddings and self._tensors_of_one())
 
     def _tensors_of_one(self) -> bool:
         """Whether any number beside the moments, such as the step, is a tensor."""
-        where, kind, _ = self._step_kept()
+        place = self._step_place()
         kinds = {number.dtype for flat in self.flats for number in flat.scalars.values()}
-        if where == "state" and any(flat.step is not None for flat in self.flats):
-            kinds.add(kind)
+        if place.where == "state" and any(flat.step is not None for flat in self.flats):
+            kinds.add(place.kind)
         return bool(kinds - PYTHON_NUMBERS.keys())
 
     # -- reports
@@ -641,49 +640,38 @@ class Target:
 
     # -- steps, where the target's optimizer looks for them
 
-    def _step_kept(self) -> tuple[str, str, Any]:
-        """(in the state or group, its type, the stale step of groups) for this optimizer."""
-        made = adam_class(self.engine, self.source)
-        if made:
-            return {
-                "torch": ("state", "F32", None),
-                "deepspeed-cpu-adam": ("state", "int", None),
-                "deepspeed-fused-adam": ("state", "int", 0),
-                "apex-fused-adam": ("group", "int", None),
-            }[made]
-        step = self.kept.get("step") or {}
-        return step.get("in", "state"), step.get("type", "F32"), self.kept.get("group_step")
+    def _step_place(self) -> steps.StepPlace:
+        """Where this optimizer looks for its step: as its class does, or as the source kept it."""
+        adam = adam_class(self.engine, self.source)
+        return steps.WRITTEN[adam] if adam else steps.StepPlace.of_state(self.kept)
 
     def _numbers(self, flat: _Flat, storages: Storages) -> dict[str, Any]:
         """Step and other 0-d states of one flat buffer."""
-        where, kind, _ = self._step_kept()
         found: dict[str, Any] = {}
-        if flat.step is not None and where == "state":
-            found["step"] = self._typed_step(flat.step, kind, storages)
+        if flat.step is not None and self._step_place().where == "state":
+            found["step"] = self._typed_step(flat.step, storages)
         for key, scalar in flat.scalars.items():
             found[key] = _thawed_number(scalar, storages)
         return found
 
-    def _typed_step(self, step: steps.Step, kind: str, storages: Storages) -> Any:
-        """In the type, and as a tensor in the shape, that the source kept it in."""
-        made = adam_class(self.engine, self.source)
-        shape = () if made else (self.kept.get("step") or {}).get("shape", ())
-        return _thawed_number(Scalar(step, kind, tuple(shape)), storages)
+    def _typed_step(self, step: steps.Step, storages: Storages) -> Any:
+        """The step in the type and shape that this optimizer looks for."""
+        return _thawed_number(self._step_place().number(step), storages)
 
     def _group_step(self, members: Sequence[int], storages: Storages) -> dict[str, Any]:
-        where, kind, stale = self._step_kept()
+        place = self._step_place()
         if self.options.weights_only:
             return {}
-        if where == "group":
-            told = {step for place in members if (step := self.flats[place].step) is not None}
+        if place.where == "group":
+            told = {step for number in members if (step := self.flats[number].step) is not None}
             if len(told) > 1:
                 raise InconsistentCheckpoint(
                     f"the optimizer keeps one step per group, the source has {sorted(told)}"
                 )
             if not told:
                 return {}
-            return {"step": self._typed_step(told.pop(), kind, storages)}
-        return {} if stale is None else {"step": stale}
+            return {"step": self._typed_step(told.pop(), storages)}
+        return {} if place.stale is None else {"step": place.stale}
 
     # -- loss scale
 

@@ -411,7 +411,7 @@ class _Folders:
                 warnings: list[str] = []
                 if kept and sightings:
                     stalled = [
-                        steps.stalled(line.step, kept["type"], line.where) for line in sightings
+                        steps.stalled(line.step, kept.kind, line.where) for line in sightings
                     ]
                     warnings = [warning for warning in stalled if warning]
                 found.append(
@@ -515,13 +515,13 @@ class _Folders:
 
     def _steps(
         self, place: int, group: int, names: Sequence[str], policy: str | None
-    ) -> tuple[dict[str, steps.Step], list[Sighting], dict[str, Any] | None]:
+    ) -> tuple[dict[str, steps.Step], list[Sighting], steps.StepPlace | None]:
         """Steps by name, every place that tells one, and where and in what type the truth stood."""
         merged = self.merged
         common = merged.flat_states(place)[0].get("step")
         in_group = merged.groups(group)[0].get("step")
         told: dict[str, steps.Step] = {}
-        kept: dict[str, Any] | None = None
+        kept: steps.StepPlace | None = None
         for name in names:
             file = self.by_path.get(os.path.join(self.root, name, "step.pt"))
             held = self._tensor(file)[0] if file else common
@@ -549,12 +549,10 @@ def _number(file: TorchFile, held: Any) -> Any:
     return file.scalar(held) if isinstance(held, Tensor) and held.numel == 1 else held
 
 
-def _kept(where: str, held: Any, value: Any) -> dict[str, Any]:
+def _kept(where: str, held: Any, value: Any) -> steps.StepPlace:
     """Where a step stood, and in what type (flats.py)."""
-    kept: dict[str, Any] = {"in": where, "type": steps.kind_of(value)}
-    if isinstance(held, Tensor) and held.shape:
-        kept["shape"] = list(held.shape)
-    return kept
+    shape = held.shape if isinstance(held, Tensor) else ()
+    return steps.StepPlace(where, steps.kind_of(value), shape)
 
 
 # -- writing
@@ -710,10 +708,9 @@ class _Universal(Target):
 
     def _loaded(self, flat: Any, storages: Storages) -> dict[str, Any]:
         """A sub-group's step, where stage 3 looks for it whatever the optimizer does."""
-        _, kind, _ = self._step_kept()
         if flat.step is None:
             return {}
-        return {"step": self._typed_step(flat.step, kind, storages)}
+        return {"step": self._typed_step(flat.step, storages)}
 
     def _parameter_files(self, folder: str, name: str, slots: Mapping[str, str]) -> Iterator[Shell]:
         about = self.about[name]
@@ -726,14 +723,14 @@ class _Universal(Target):
             if about is not None:
                 value = {**self._thawed(about, storages), "param": value}
             yield shell(f"{folder}/{key}.pt", value, storages)
-        where, kind, _ = self._step_kept()
+        where = self._step_place().where
         step = self.trainable[name].step
         if self.engine.partitioned or self.options.weights_only or where != "state":
             return
         if step is None:
             return
         storages = Storages()
-        yield shell(f"{folder}/step.pt", self._typed_step(step, kind, storages), storages)
+        yield shell(f"{folder}/step.pt", self._typed_step(step, storages), storages)
 
     def _about(self, name: str) -> About | None:
         """What the file says beside the tensor: what it said, or what DeepSpeed makes of its info.
