@@ -32,9 +32,9 @@ class TestFiles:
         }
 
     def test_shapes_are_the_real_ones(self, universal: Path) -> None:
-        held = load(universal)
+        tensors = load(universal)
         for name, parameter in manifest_of(universal)["parameters"].items():
-            assert list(held[f"{name}/param"].shape) == parameter["shape"]
+            assert list(tensors[f"{name}/param"].shape) == parameter["shape"]
 
     def test_parameters_stand_in_optimizer_order(self, universal: Path) -> None:
         with safe_open(universal / "master.safetensors", framework="pt") as file:
@@ -47,9 +47,9 @@ class TestFiles:
             assert (8 + length) % 4096 == 0
 
     def test_digests_are_crcs_of_tensors_and_files(self, universal: Path) -> None:
-        manifest, held = manifest_of(universal), load(universal)
+        manifest, tensors = manifest_of(universal), load(universal)
         for name, entry in manifest["entries"].items():
-            flat = held[name].reshape(-1).view(torch.uint8).numpy().tobytes()
+            flat = tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes()
             assert entry["crc32"] == f"{zlib.crc32(flat):08x}", name
         assert len(manifest["files"]) == 4
         for name, facts in manifest["files"].items():
@@ -108,7 +108,7 @@ class TestWeightsOnly:
         [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
     )
     @pytest.mark.parametrize("again", [False, True])
-    def test_made_of_the_masters(
+    def test_cast_from_the_masters(
         self, option: str, dtype: torch.dtype, again: bool, universal: Path, tmp_path: Path
     ) -> None:
         source = universal if again else EXAMPLE
@@ -125,11 +125,12 @@ class TestWeightsOnly:
         zckpt.convert(EXAMPLE, tmp_path / "weights", weights_only=True)
         run = tmp_path / "run"
         zckpt.reshard(tmp_path / "weights", run, weights_only=True, dp=2)
-        groups = [held.group for held in zckpt.read(EXAMPLE).parameters.values()]
-        assert [held.group for held in zckpt.read(run).parameters.values()] == groups
+        groups = [parameter.group for parameter in zckpt.read(EXAMPLE).parameters.values()]
+        parameters = zckpt.read(run).parameters.values()
+        assert [parameter.group for parameter in parameters] == groups
 
     def test_records_that_are_read_twice_are_checked(self, tmp_path: Path) -> None:
-        """A master is read for itself and for the weight that is made of it, by four threads."""
+        """Four threads read a master twice: for itself, and for the weight that is cast from it."""
         for place in range(20):
             report = zckpt.convert(EXAMPLE, tmp_path / str(place), dtype="fp16")
             assert report["records"]["unchecked"] == 0
