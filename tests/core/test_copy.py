@@ -231,11 +231,11 @@ class Job:
     target: Disk
     tensors: list[Tensor]
 
-    def copy(self, checked: bool = True, **options: Any) -> execute.Outcome:
+    def copy(self, checked: bool = True, **options: Any) -> execute.CopyOutcome:
         source, target = self.source.manifest(checked), self.target.manifest()
         return execute.copy(plan.join(source, target), source, target, **options)
 
-    def check(self, outcome: execute.Outcome) -> None:
+    def check(self, outcome: execute.CopyOutcome) -> None:
         for path, data in self.target.files.items():
             assert Path(path).read_bytes() == data, path
         for path, (size, crc) in outcome.files.items():
@@ -404,7 +404,7 @@ def test_every_way_of_writing_gives_the_same(tmp_path: Path, io: str) -> None:
 
 def test_nothing_to_copy(tmp_path: Path) -> None:
     job = prepare(tmp_path, 3, [])
-    assert job.copy() == execute.Outcome()
+    assert job.copy() == execute.CopyOutcome()
 
 
 # -- what the source's files state
@@ -618,18 +618,3 @@ def test_an_interrupt_ends_the_copy(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         job.copy(progress=progress, jobs=2)
     assert ended(job)
-
-
-# -- sizes of chunks
-
-
-@pytest.mark.parametrize("dp", [1, 64, 1000])
-@pytest.mark.parametrize("jobs", [1, 2, 16])
-@pytest.mark.parametrize("memory", [1 << 20, 100_000_001, 1 << 30])
-def test_chunks_are_aligned_and_within_memory(
-    monkeypatch: pytest.MonkeyPatch, dp: int, jobs: int, memory: int
-) -> None:
-    monkeypatch.undo()
-    chunk = execute.chunk_size(dp, jobs, memory)
-    assert chunk % 4096 == 0
-    assert chunk == 1 << 20 or 2 * jobs * chunk <= memory

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zckpt.core.fragments import Extent
-from zckpt.core.partition import Member, Partitioned, buckets, share_of
+from zckpt.core.partition import FlatMember, Partitioned, buckets, share_of
 
 
 def cut_flat(chosen: random.Random, ranks: int) -> tuple[Partitioned, list[Any], dict[str, Any]]:
@@ -20,7 +20,7 @@ def cut_flat(chosen: random.Random, ranks: int) -> tuple[Partitioned, list[Any],
         shape = tuple(chosen.choice([1, 2, 3, 7, 19]) for _ in range(chosen.randint(0, 2)))
         name = f"p{number}/{chosen.random()}"
         tensors[name] = np.random.default_rng(number).integers(1, 1 << 30, shape, dtype="i4")
-        members.append(Member(name, shape, here))
+        members.append(FlatMember(name, shape, here))
         here += prod(shape) + chosen.choice([0, 0, 3])
     width = -(-here // ranks)
     whole = np.zeros(width * ranks, "i4")
@@ -45,13 +45,13 @@ def cut_each(chosen: random.Random, ranks: int) -> tuple[Partitioned, list[Any],
         padded[: prod(shape)] = tensors[name].reshape(-1)
         for part, mine in zip(parts, padded.reshape(ranks, width), strict=True):
             part.append(mine)
-        members.append(Member(name, shape, here))
+        members.append(FlatMember(name, shape, here))
         here += width
     joined = [np.concatenate(part) for part in parts]
     return described(joined, members, True), joined, tensors
 
 
-def described(parts: list[Any], members: list[Member], interleaved: bool) -> Partitioned:
+def described(parts: list[Any], members: list[FlatMember], interleaved: bool) -> Partitioned:
     extents = tuple(Extent(str(rank), 0, part.nbytes) for rank, part in enumerate(parts))
     return Partitioned("I32", extents, members, interleaved)
 

@@ -12,7 +12,7 @@ from zckpt.core import plan
 from zckpt.core.dtypes import SIZES
 from zckpt.core.fragments import Box, Extent, Fragment, Runs, Slices, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
-from zckpt.core.plan import Pair, Piece
+from zckpt.core.plan import Pair, TargetPiece
 from zckpt.errors import MissingData
 
 
@@ -76,8 +76,8 @@ def test_files_list_their_pieces_in_order() -> None:
     pairs = [Pair(item, item) for item in (first, second)]
     found = dict(plan.files(pairs))
     assert found == {
-        "y": [Piece(20, 0, 5, pairs[1]), Piece(100, 0, 4, pairs[0])],
-        "x": [Piece(40, 4, 10, pairs[0])],
+        "y": [TargetPiece(20, 0, 5, pairs[1]), TargetPiece(100, 0, 4, pairs[0])],
+        "x": [TargetPiece(40, 4, 10, pairs[0])],
     }
 
 
@@ -122,7 +122,7 @@ def test_chunks_hold_every_byte_of_every_piece_once(
         item = Entry(
             f"{here}/param", dtype, (numel,), solid(numel, Extent("a", here, numel * size))
         )
-        pieces.append(Piece(here, 0, numel, Pair(item, item)))
+        pieces.append(TargetPiece(here, 0, numel, Pair(item, item)))
         here += numel * size
     found: dict[int, tuple[str, int]] = {}
     end = 0

@@ -15,7 +15,7 @@ from .dtypes import TORCH_NAMES
 from .fileio import Reader
 from .fragments import Record
 from .manifest import Entry, Manifest
-from .pieces import Gatherer, Ledger, Wanted
+from .pieces import ElementReader, ReadRequest, RecordChecker
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +52,8 @@ def fill(entry: Entry, view: memoryview, records: Sequence[Record]) -> None:
     """
     reader = Reader()
     try:
-        gatherer = Gatherer(reader, Ledger(records), SCRATCH)
-        gatherer.gather([Wanted(entry, 0, entry.numel, 0)], view)
+        element_reader = ElementReader(reader, RecordChecker(records), SCRATCH)
+        element_reader.read([ReadRequest(entry, 0, entry.numel, 0)], view)
     finally:
         reader.close()
     if entry.digest is not None and crc32(view) != entry.digest:

@@ -17,7 +17,7 @@ from .fragments import Extent
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class FlatMember:
     """One tensor, `parameter/slot`, that begins at element `first` of a flat buffer."""
 
     name: str
@@ -40,7 +40,7 @@ class Partitioned:
 
     dtype: str
     ranks: tuple[Extent, ...]
-    members: Sequence[Member]
+    members: Sequence[FlatMember]
     interleaved: bool = False
 
     def length(self, rank: int) -> int:
@@ -85,7 +85,7 @@ class Block:
     Row i of the block holds `columns` elements of the tensor, from start + i * stride on.
     """
 
-    member: Member
+    member: FlatMember
     row: int
     rows: int
     column: int
