@@ -16,12 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zckpt.api import DEFAULT_COPYING, read
-from zckpt.core.copy import chunk_size
 from zckpt.core.dtypes import SIZES
 from zckpt.core.fileio import Buffer, Reader, files_per_thread
 from zckpt.core.manifest import Manifest
-from zckpt.core.pieces import Gatherer, Ledger, Wanted
-from zckpt.core.threads import share
+from zckpt.core.pieces import ElementReader, ReadRequest, RecordChecker
+from zckpt.core.streaming import chunk_size, share
 
 TARGETS = {"pair": 1.6, "alone": 1.3}  # times the wall of the reading
 
@@ -35,11 +34,11 @@ def read_once(paths: list[str]) -> None:
     keep_open = files_per_thread(jobs)
 
     @contextmanager
-    def worker() -> Iterator[Callable[[list[Wanted]], None]]:
+    def worker() -> Iterator[Callable[[list[ReadRequest]], None]]:
         reader, view = Reader(keep_open), Buffer(chunk).view
-        gatherer = Gatherer(reader, Ledger(()), chunk)
+        gatherer = ElementReader(reader, RecordChecker(()), chunk)
         try:
-            yield lambda wanted: gatherer.gather(wanted, view)
+            yield lambda wanted: gatherer.read(wanted, view)
         finally:
             reader.close()
 
@@ -47,10 +46,10 @@ def read_once(paths: list[str]) -> None:
     share(tasks, jobs, worker)
 
 
-def chunks(manifest: Manifest, chunk: int) -> Iterator[list[Wanted]]:
+def chunks(manifest: Manifest, chunk: int) -> Iterator[list[ReadRequest]]:
     """Elements one behind the other, at most `chunk` bytes together; one slot after the other."""
     for entries in manifest.slots.values():
-        wanted: list[Wanted] = []
+        wanted: list[ReadRequest] = []
         here = 0
         for entry in entries:
             size = SIZES[entry.dtype]
@@ -59,7 +58,7 @@ def chunks(manifest: Manifest, chunk: int) -> Iterator[list[Wanted]]:
             while start < entry.numel:
                 stop = min(entry.numel, start + (chunk - here) // size)
                 if stop > start:
-                    wanted.append(Wanted(entry, start, stop, here))
+                    wanted.append(ReadRequest(entry, start, stop, here))
                     here, start = wanted[-1].end, stop
                 if chunk - here < size:
                     yield wanted

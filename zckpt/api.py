@@ -568,7 +568,7 @@ def _write(
 ) -> Report:
     """Shells first, then their tensors, then what is known only afterwards; at last the rename."""
     from .core import copy as execute
-    from .core import fileio, plan, staging
+    from .core import fileio, plan, staging, streaming
     from .training import best
 
     started = time.monotonic()
@@ -620,7 +620,7 @@ def _write(
     if tell:
         tell(report["warnings"])
     if dry_run:
-        memory = 2 * copying.jobs * execute.chunk_size(manifest.dp, copying.jobs, copying.memory)
+        memory = 2 * copying.jobs * streaming.chunk_size(manifest.dp, copying.jobs, copying.memory)
         return report | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}
     staging.need_space(target, size)
     if check := getattr(formats.named(manifest.format).load(), "check", None):

@@ -23,13 +23,22 @@ from typing import Any, TypeGuard, TypeVar
 
 from .. import formats
 from ..core.checksum import Cover, crc32
-from ..core.compare import Difference, Outcome, Result, measure, same
+from ..core.compare import ComparisonOutcome, Difference, Result, measure, same
 from ..core.dtypes import SIZES, TORCH_NAMES
 from ..core.fileio import Reader, files_per_thread
 from ..core.fragments import Box, Extent, Runs, solid
 from ..core.manifest import Entry, Manifest
-from ..core.partition import Block, Bucket, Member, Partition, Partitioned, Whole, buckets, share_of
-from ..core.pieces import Gatherer, Ledger, Wanted
+from ..core.partition import (
+    Block,
+    Bucket,
+    FlatMember,
+    Partition,
+    Partitioned,
+    Whole,
+    buckets,
+    share_of,
+)
+from ..core.pieces import ElementReader, ReadRequest, RecordChecker
 from ..core.plan import Match, match
 from ..errors import MissingExtra, ProcessFailed, WrongOption
 from . import verify as proof
@@ -151,10 +160,10 @@ class _Readers:
         self._own = threading.local()
         self._keep = files_per_thread(jobs)
 
-    def _gatherer(self) -> Gatherer:
+    def _gatherer(self) -> ElementReader:
         if not hasattr(self._own, "gatherer"):
-            self._own.gatherer = Gatherer(Reader(self._keep), Ledger(()), READ)
-        held: Gatherer = self._own.gatherer
+            self._own.gatherer = ElementReader(Reader(self._keep), RecordChecker(()), READ)
+        held: ElementReader = self._own.gatherer
         return held
 
     def extents(self, wanted: Sequence[tuple[Extent, int]], into: memoryview) -> list[Future[Any]]:
@@ -177,7 +186,7 @@ class _Readers:
     def elements(self, items: Sequence[Item], into: memoryview) -> list[Future[list[Seen]]]:
         """The other side's elements of every item; gives their CRCs."""
         wanted = [
-            (item, Wanted(item.other, first, min(first + step, stop), 0))
+            (item, ReadRequest(item.other, first, min(first + step, stop), 0))
             for item in items
             for step in [max(1, READ // SIZES[item.other.dtype])]
             for start, stop in item.block.runs()
@@ -189,8 +198,8 @@ class _Readers:
             placed.append((item, replace(part, at=here)))
             here, last = placed[-1][1].end, item
 
-        def work(some: Sequence[tuple[Item, Wanted]]) -> list[Seen]:
-            self._gatherer().gather([part for _, part in some], into)
+        def work(some: Sequence[tuple[Item, ReadRequest]]) -> list[Seen]:
+            self._gatherer().read([part for _, part in some], into)
             return [
                 (item, part.start, part.stop, crc32(into[part.at : part.end]))
                 for item, part in some
@@ -455,7 +464,7 @@ class _Gathering:
             read.result()
         assert part.strides is not None
         a = data.view(BITS[SIZES[part.dtype]]).as_strided(part.shape, part.strides).reshape(1, -1)
-        block = Block(Member(part.name, part.shape, 0), 0, 1, 0, a.numel(), 0, 0)
+        block = Block(FlatMember(part.name, part.shape, 0), 0, 1, 0, a.numel(), 0, 0)
         for place in self.places.get(part.name, ()):
             item = Item(block, place, self.matches[place], 0)
             held = torch.empty(item.end, dtype=torch.uint8)
@@ -640,7 +649,7 @@ def _alike(a: Entry, b: Entry | None) -> bool:
     return b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
-def _uncovered(outcome: Outcome) -> list[Report]:
+def _uncovered(outcome: ComparisonOutcome) -> list[Report]:
     """Tensors of which some elements were not brought by any bucket."""
     return [
         {
@@ -684,7 +693,7 @@ def _own(entry: Entry) -> Partition:
     # pieces that are cut along an inner axis are as many runs, between those of others
     runs = (run for fragment in fragments for run in fragment.runs(0, entry.numel))
     extents = tuple(run.extent for run in sorted(runs, key=lambda run: run.start))
-    return Partitioned(entry.dtype, extents, [Member(entry.name, entry.shape, 0)])
+    return Partitioned(entry.dtype, extents, [FlatMember(entry.name, entry.shape, 0)])
 
 
 def _named(
@@ -727,7 +736,7 @@ def _spread(part: Whole, size: int) -> Partitioned:
     each = -(-numel // size) * width
     ends = [min((rank + 1) * each, numel * width) for rank in range(size)]
     ranks = [part.extent.part(min(rank * each, end), end) for rank, end in enumerate(ends)]
-    return Partitioned(part.dtype, tuple(ranks), [Member(part.name, part.shape, 0)])
+    return Partitioned(part.dtype, tuple(ranks), [FlatMember(part.name, part.shape, 0)])
 
 
 def _by_kind(parts: Sequence[Partitioned]) -> list[Partitioned]:
@@ -738,7 +747,7 @@ def _by_kind(parts: Sequence[Partitioned]) -> list[Partitioned]:
     return [part for held in kinds.values() for part in held]
 
 
-def _together(world: World, own: _Gathering) -> Outcome:
+def _together(world: World, own: _Gathering) -> ComparisonOutcome:
     """What all processes found, as each of them then knows it."""
     mine = (own.found, own.crcs, own.bytes)
     everyone: list[Any] = [mine]
@@ -763,4 +772,4 @@ def _together(world: World, own: _Gathering) -> Outcome:
         sides = [covers.get((place, side)) for side in (0, 1)]
         digests = [0 if not item.a.numel else cover.crc if cover else None for cover in sides]
         results.append(Result(item, (digests[0], digests[1]), found.get(place)))
-    return Outcome(results, bytes=sum(size for _, _, size in everyone))
+    return ComparisonOutcome(results, bytes=sum(size for _, _, size in everyone))

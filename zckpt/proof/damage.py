@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..core.checksum import flipped_bit
-from ..core.compare import Outcome, Result
+from ..core.compare import ComparisonOutcome, Result
 from ..core.dtypes import SIZES
 from ..core.fragments import Extent, Runs, Slices
 from ..core.manifest import Entry, Manifest
@@ -62,12 +62,12 @@ def meaning(manifest: Manifest, found: Damage, held: Held) -> Report:
         "offset": extent.offset,
         "length": extent.length,
         "stated": f"{stated:08x}",
-        "found": f"{found.found:08x}",
+        "found": f"{found.crc:08x}",
         "tensors": list(dict.fromkeys(entry.name for entry, _, _ in held)),
         "harmless": False,
     }
     what = f"{os.path.relpath(extent.file, manifest.root)} is damaged"
-    flipped = flipped_bit(stated, found.found, extent.length)
+    flipped = flipped_bit(stated, found.crc, extent.length)
     if flipped is None:
         names = listed(about["tensors"]) or "no tensor"
         return about | {
@@ -90,7 +90,7 @@ def meaning(manifest: Manifest, found: Damage, held: Held) -> Report:
     return about | {"message": what + (PADDING if padding else ", outside every tensor")}
 
 
-def not_zero(outcome: Outcome, manifest: Manifest) -> list[str]:
+def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[str]:
     """Padding that is not zero, of DeepSpeed's stages 1 and 2: elsewhere it may hold anything.
 
     Stage 3 leaves there what was in memory; ONNX Runtime has stale parts of weights instead.
@@ -106,7 +106,7 @@ def not_zero(outcome: Outcome, manifest: Manifest) -> list[str]:
     ]
 
 
-def other_padding(a: Manifest, b: Manifest, outcome: Outcome) -> list[str]:
+def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[str]:
     """Records of equal files that state different CRCs although all tensors in them are equal."""
     known = {
         (os.path.relpath(record.extent.file, b.root), record.extent.offset, record.extent.length):

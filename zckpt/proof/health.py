@@ -13,12 +13,11 @@ from fnmatch import fnmatchcase
 from threading import Lock
 from typing import Any
 
-from ..core.copy import chunk_size
 from ..core.dtypes import FLOATS, NUMBERS, SIZES
 from ..core.fileio import Buffer, Reader, files_per_thread
 from ..core.manifest import Entry, Manifest
-from ..core.pieces import Gatherer, Ledger, Wanted
-from ..core.threads import share
+from ..core.pieces import ElementReader, ReadRequest, RecordChecker
+from ..core.streaming import chunk_size, share
 from ..errors import WrongOption
 from . import damage
 from .stats import Statistics, measure
@@ -77,19 +76,19 @@ def measure_all(
         )
     measured = [entry for entry in entries if entry.dtype in NUMBERS]
     totals = {entry.name: _Total(entry.numel) for entry in measured}
-    ledger = Ledger(manifest.records, collect=True)
+    ledger = RecordChecker(manifest.records, collect=True)
     chunk = chunk_size(manifest.dp, jobs, memory)  # a buffer a thread, and as much to gather with
     keep_open, lock = files_per_thread(jobs), Lock()
     size = sum(entry.length for entry in measured)
     progress = begin(size) if begin else None
 
     @contextmanager
-    def worker() -> Iterator[Callable[[list[Wanted]], None]]:
+    def worker() -> Iterator[Callable[[list[ReadRequest]], None]]:
         reader, view = Reader(keep_open), Buffer(chunk).view
-        gatherer = Gatherer(reader, ledger, chunk)
+        gatherer = ElementReader(reader, ledger, chunk)
 
-        def carry_out(wanted: list[Wanted]) -> None:
-            gatherer.gather(wanted, view)
+        def carry_out(wanted: list[ReadRequest]) -> None:
+            gatherer.read(wanted, view)
             for item in wanted:
                 part = measure(view[item.at : item.end], item.entry.dtype, histogram=True)
                 with lock:
@@ -127,13 +126,13 @@ def measure_all(
     }
 
 
-def _tasks(entries: Sequence[Entry], chunk: int) -> Iterator[list[Wanted]]:
+def _tasks(entries: Sequence[Entry], chunk: int) -> Iterator[list[ReadRequest]]:
     """Parts that fit together into `chunk` bytes; slot by slot, as neighbours lie in files."""
     slots: dict[str, list[Entry]] = {}
     for entry in entries:
         slots.setdefault(entry.slot, []).append(entry)
     for held in slots.values():
-        wanted: list[Wanted] = []
+        wanted: list[ReadRequest] = []
         here = 0
         for entry in held:
             size, start = SIZES[entry.dtype], 0
@@ -141,7 +140,7 @@ def _tasks(entries: Sequence[Entry], chunk: int) -> Iterator[list[Wanted]]:
             while start < entry.numel:
                 stop = min(entry.numel, start + (chunk - here) // size)
                 if stop > start:
-                    wanted.append(Wanted(entry, start, stop, here))
+                    wanted.append(ReadRequest(entry, start, stop, here))
                     here, start = wanted[-1].end, stop
                 if chunk - here < size:
                     yield wanted
@@ -164,7 +163,7 @@ def _line(entry: Entry, found: _Total) -> Report:
 # -- what is wrong
 
 
-def _damage(manifest: Manifest, ledger: Ledger) -> Iterator[Report]:
+def _damage(manifest: Manifest, ledger: RecordChecker) -> Iterator[Report]:
     """Records that are not what their files state."""
     held = damage.holders(manifest, ledger.damage)
     for extent, wrong in ledger.damage.items():

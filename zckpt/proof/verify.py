@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import __version__
 from ..core import compare
-from ..core.compare import Difference, Outcome, Result
+from ..core.compare import ComparisonOutcome, Difference, Result
 from ..core.dtypes import FLOATS
 from ..core.fragments import Runs
 from ..core.inert import from_json, plain_group
@@ -168,7 +168,7 @@ def nothing_found(report: Report) -> bool:
     return not any(report.get(key) for key in FINDINGS)
 
 
-def findings(outcome: Outcome, a: Manifest, b: Manifest) -> Report:
+def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
     """Differences of tensors, damage of files, and what of both is harmless."""
     buffers = {*a.buffers, *b.buffers}
     differences, problems, notes, cast = [], [], [], []
@@ -212,7 +212,7 @@ def findings(outcome: Outcome, a: Manifest, b: Manifest) -> Report:
     }
 
 
-def _count(outcome: Outcome, alone: bool) -> int:
+def _count(outcome: ComparisonOutcome, alone: bool) -> int:
     """Tensors that were read, or pairs that were compared."""
     matches = [result.match for result in outcome.results if not result.match.copy]
     if alone:
