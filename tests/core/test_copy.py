@@ -183,15 +183,15 @@ class Tensor:
 
 
 def some_tensors(chosen: random.Random, dtypes: tuple[str, ...], count: int) -> list[Tensor]:
-    found = []
+    tensors = []
     for place in range(count):
         dtype = chosen.choice(dtypes)
         shape = tuple(chosen.choice([1, 2, 3, 7, 13]) for _ in range(chosen.choice([1, 1, 2, 3])))
         if chosen.random() < 0.2:
             shape = (chosen.randint(0, 6000),)
         data = chosen.randbytes(prod(shape) * SIZES[dtype])
-        found.append(Tensor(f"{place}/exp_avg", dtype, shape, data))
-    return found
+        tensors.append(Tensor(f"{place}/exp_avg", dtype, shape, data))
+    return tensors
 
 
 def lay(disk: Disk, tensors: list[Tensor], kinds: tuple[str, ...]) -> None:
@@ -209,10 +209,10 @@ def lay(disk: Disk, tensors: list[Tensor], kinds: tuple[str, ...]) -> None:
         else:
             fragments = (disk.runs if kind == "runs" else disk.whole)(tensor.data, size)
         disk.add(tensor.name, tensor.dtype, tensor.shape, fragments)
-    for (dtype, dp), held in sliced.items():
+    for (dtype, dp), same_kind in sliced.items():
         for tensor, fragments in zip(
-            held,
-            disk.slices([item.data for item in held], SIZES[dtype], dp, f"{dtype} {dp}"),
+            same_kind,
+            disk.slices([item.data for item in same_kind], SIZES[dtype], dp, f"{dtype} {dp}"),
             strict=True,
         ):
             disk.add(tensor.name, dtype, tensor.shape, fragments)
@@ -252,13 +252,13 @@ class Job:
 
 
 def open_files(job: Job) -> list[str]:
-    found = []
+    paths = []
     for number in os.listdir("/proc/self/fd"):
         try:
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
+            paths.append(os.readlink(f"/proc/self/fd/{number}"))
         except OSError:  # that of listdir itself
             continue
-    return [path for path in found if path in {**job.source.files, **job.target.files}]
+    return [path for path in paths if path in {**job.source.files, **job.target.files}]
 
 
 def prepare(
