@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zckpt.api import DEFAULT_COPYING, read
-from zckpt.core.dtypes import SIZES
-from zckpt.core.fileio import Buffer, Reader, files_per_thread
-from zckpt.core.manifest import Manifest
+from zckpt.core.fileio import Buffer
 from zckpt.core.pieces import ElementReader, ReadRequest, RecordChecker
-from zckpt.core.streaming import chunk_size, share
+from zckpt.core.streaming import batches, chunk_size, stream
 
 TARGETS = {"pair": 1.6, "alone": 1.3}  # times the wall of the reading
 
@@ -31,40 +28,14 @@ def read_once(paths: list[str]) -> None:
     jobs = DEFAULT_COPYING.jobs
     dp = max(manifest.dp for manifest in manifests)
     chunk = chunk_size(dp, jobs, DEFAULT_COPYING.memory // 2)
-    keep_open = files_per_thread(jobs)
 
-    @contextmanager
-    def worker() -> Iterator[Callable[[list[ReadRequest]], None]]:
-        reader, view = Reader(keep_open), Buffer(chunk).view
-        gatherer = ElementReader(reader, RecordChecker(()), chunk)
-        try:
-            yield lambda wanted: gatherer.read(wanted, view)
-        finally:
-            reader.close()
+    def start(readers: Sequence[ElementReader]) -> Callable[[list[ReadRequest]], None]:
+        (element_reader,) = readers
+        view = Buffer(chunk).view
+        return lambda batch: element_reader.read(batch, view)
 
-    tasks = (task for manifest in manifests for task in chunks(manifest, chunk))
-    share(tasks, jobs, worker)
-
-
-def chunks(manifest: Manifest, chunk: int) -> Iterator[list[ReadRequest]]:
-    """Elements one behind the other, at most `chunk` bytes together; one slot after the other."""
-    for entries in manifest.slots.values():
-        wanted: list[ReadRequest] = []
-        here = 0
-        for entry in entries:
-            size = SIZES[entry.dtype]
-            here = -(-here // size) * size
-            start = 0
-            while start < entry.numel:
-                stop = min(entry.numel, start + (chunk - here) // size)
-                if stop > start:
-                    wanted.append(ReadRequest(entry, start, stop, here))
-                    here, start = wanted[-1].end, stop
-                if chunk - here < size:
-                    yield wanted
-                    wanted, here = [], 0
-        if wanted:
-            yield wanted
+    tasks = (task for manifest in manifests for task in batches(manifest.entries.values(), chunk))
+    stream(tasks, jobs, [RecordChecker(())], chunk, start)
 
 
 def main() -> None:

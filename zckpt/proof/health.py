@@ -7,17 +7,16 @@ grow with the checkpoint. The CRC-32 of records is checked on the way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from threading import Lock
 from typing import Any
 
-from ..core.dtypes import FLOATS, NUMBERS, SIZES
-from ..core.fileio import Buffer, Reader, files_per_thread
+from ..core.dtypes import FLOATS, NUMBERS
+from ..core.fileio import Buffer
 from ..core.manifest import Entry, Manifest
 from ..core.pieces import ElementReader, ReadRequest, RecordChecker
-from ..core.streaming import chunk_size, share
+from ..core.streaming import batches, chunk_size, finish, stream
 from ..errors import WrongOption
 from . import damage
 from .stats import Statistics, measure
@@ -78,35 +77,27 @@ def measure_all(
     totals = {entry.name: _Total(entry.numel) for entry in measured}
     ledger = RecordChecker(manifest.records, collect=True)
     chunk = chunk_size(manifest.dp, jobs, memory)  # a buffer a thread, and as much to gather with
-    keep_open, lock = files_per_thread(jobs), Lock()
+    lock = Lock()
     size = sum(entry.length for entry in measured)
     progress = begin(size) if begin else None
 
-    @contextmanager
-    def worker() -> Iterator[Callable[[list[ReadRequest]], None]]:
-        reader, view = Reader(keep_open), Buffer(chunk).view
-        gatherer = ElementReader(reader, ledger, chunk)
+    def start(readers: Sequence[ElementReader]) -> Callable[[list[ReadRequest]], None]:
+        (element_reader,) = readers
+        view = Buffer(chunk).view
 
-        def carry_out(wanted: list[ReadRequest]) -> None:
-            gatherer.read(wanted, view)
-            for item in wanted:
+        def carry_out(batch: list[ReadRequest]) -> None:
+            element_reader.read(batch, view)
+            for item in batch:
                 part = measure(view[item.at : item.end], item.entry.dtype, histogram=True)
                 with lock:
                     totals[item.entry.name].add(item.start, item.stop, part)
             if progress:
-                progress(sum(item.end - item.at for item in wanted))
+                progress(sum(item.end - item.at for item in batch))
 
-        try:
-            yield carry_out
-        finally:
-            reader.close()
+        return carry_out
 
-    share(_tasks(measured, chunk), jobs, worker)
-    reader = Reader()
-    try:
-        checked, unchecked = ledger.finish(reader)
-    finally:
-        reader.close()
+    stream(batches(measured, chunk), jobs, [ledger], chunk, start)
+    checked, unchecked = finish([ledger])
     found = {name: total.statistics for name, total in totals.items()}
     return {
         "step": manifest.step,
@@ -124,29 +115,6 @@ def measure_all(
         "bytes": size,
         "records": {"checked": checked, "unchecked": unchecked},
     }
-
-
-def _tasks(entries: Sequence[Entry], chunk: int) -> Iterator[list[ReadRequest]]:
-    """Parts that fit together into `chunk` bytes; slot by slot, as neighbours lie in files."""
-    slots: dict[str, list[Entry]] = {}
-    for entry in entries:
-        slots.setdefault(entry.slot, []).append(entry)
-    for held in slots.values():
-        wanted: list[ReadRequest] = []
-        here = 0
-        for entry in held:
-            size, start = SIZES[entry.dtype], 0
-            here = -(-here // size) * size
-            while start < entry.numel:
-                stop = min(entry.numel, start + (chunk - here) // size)
-                if stop > start:
-                    wanted.append(ReadRequest(entry, start, stop, here))
-                    here, start = wanted[-1].end, stop
-                if chunk - here < size:
-                    yield wanted
-                    wanted, here = [], 0
-        if wanted:
-            yield wanted
 
 
 def _line(entry: Entry, found: _Total) -> Report:
