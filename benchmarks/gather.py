@@ -34,9 +34,9 @@ from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fileio import Reader, files_per_thread
 from zckpt.core.fragments import Extent
 from zckpt.core.manifest import Entry, Manifest
-from zckpt.core.partition import Member, Partitioned, Whole
-from zckpt.core.pieces import Gatherer, Ledger, Wanted
-from zckpt.core.threads import share
+from zckpt.core.partition import FlatMember, Partitioned, Whole
+from zckpt.core.pieces import ElementReader, ReadRequest, RecordChecker
+from zckpt.core.streaming import share
 from zckpt.proof.allgather.readers import READ
 from zckpt.proof.allgather.world import World, join_world
 
@@ -81,7 +81,7 @@ def verify(setting: Setting) -> int:
 def each_parameter(setting: Setting) -> int:
     """Loads, gathers and compares one tensor after the other; gives the bytes of both sides."""
     world, entries = setting.world, setting.other.entries
-    gatherer = Gatherer(Reader(), Ledger(()), READ)
+    gatherer = ElementReader(Reader(), RecordChecker(()), READ)
     passed = place = 0
     for part in formats.named(setting.source.format).partitions(setting.source.root):
         for member in [part] if isinstance(part, Whole) else part.members:
@@ -104,7 +104,9 @@ def each_parameter(setting: Setting) -> int:
     return passed
 
 
-def gathered(gatherer: Gatherer, part: Partitioned, member: Member, world: World) -> torch.Tensor:
+def gathered(
+    gatherer: ElementReader, part: Partitioned, member: FlatMember, world: World
+) -> torch.Tensor:
     """A tensor of which every process loads the fragments of some ranks."""
     ranks = len(part.ranks)
     each = -(-ranks // world.size)
@@ -130,7 +132,7 @@ def gathered(gatherer: Gatherer, part: Partitioned, member: Member, world: World
     return whole.narrow(0, 0, member.numel)
 
 
-def fragments(part: Partitioned, member: Member) -> Iterator[Extent]:
+def fragments(part: Partitioned, member: FlatMember) -> Iterator[Extent]:
     """A tensor's bytes in every rank's part, padding included; some may be empty."""
     size, base = SIZES[part.dtype], 0
     for rank, extent in enumerate(part.ranks):
@@ -143,7 +145,7 @@ def fragments(part: Partitioned, member: Member) -> Iterator[Extent]:
         yield extent.part(start * size, stop * size)
 
 
-def load(gatherer: Gatherer, pieces: Sequence[Extent], dtype: str) -> torch.Tensor:
+def load(gatherer: ElementReader, pieces: Sequence[Extent], dtype: str) -> torch.Tensor:
     """Pieces of files as one flat tensor."""
     loaded = torch.empty(sum(piece.length for piece in pieces), dtype=torch.uint8)
     here = 0
@@ -153,17 +155,17 @@ def load(gatherer: Gatherer, pieces: Sequence[Extent], dtype: str) -> torch.Tens
     return loaded.view(getattr(torch, TORCH_NAMES[dtype]))
 
 
-def load_whole(gatherer: Gatherer, part: Whole) -> torch.Tensor:
+def load_whole(gatherer: ElementReader, part: Whole) -> torch.Tensor:
     flat = load(gatherer, [part.extent], part.dtype)
     if part.strides is None:
         return flat
     return flat.as_strided(part.shape, part.strides).contiguous()
 
 
-def load_entry(gatherer: Gatherer, entry: Entry) -> torch.Tensor:
+def load_entry(gatherer: ElementReader, entry: Entry) -> torch.Tensor:
     """The other side's tensor, whole."""
     loaded = torch.empty(entry.length, dtype=torch.uint8)
-    gatherer.gather([Wanted(entry, 0, entry.numel, 0)], memory(loaded))
+    gatherer.read([ReadRequest(entry, 0, entry.numel, 0)], memory(loaded))
     return loaded.view(getattr(torch, TORCH_NAMES[entry.dtype])).view(entry.shape)
 
 

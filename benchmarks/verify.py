@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zckpt.api import read
-from zckpt.core.copy import chunk_size
-from zckpt.core.dtypes import SIZES
-from zckpt.core.fileio import Buffer, Reader, files_per_thread
-from zckpt.core.manifest import Manifest
-from zckpt.core.pieces import Gatherer, Ledger, Wanted
+from zckpt.core.fileio import Buffer
+from zckpt.core.pieces import ElementReader, ReadRequest, RecordChecker
 from zckpt.core.resources import DEFAULT_COPYING
-from zckpt.core.threads import share
+from zckpt.core.streaming import batches, chunk_size, stream
 
 TARGETS = {"pair": 1.6, "alone": 1.3}  # times the wall of the reading
 
@@ -33,40 +29,14 @@ def read_once(paths: list[str]) -> None:
     jobs = DEFAULT_COPYING.jobs
     dp = max(manifest.dp for manifest in manifests)
     chunk = chunk_size(dp, jobs, DEFAULT_COPYING.memory // 2)
-    keep_open = files_per_thread(jobs)
 
-    @contextmanager
-    def worker() -> Iterator[Callable[[list[Wanted]], None]]:
-        reader, view = Reader(keep_open), Buffer(chunk).view
-        gatherer = Gatherer(reader, Ledger(()), chunk)
-        try:
-            yield lambda wanted: gatherer.gather(wanted, view)
-        finally:
-            reader.close()
+    def start(readers: Sequence[ElementReader]) -> Callable[[list[ReadRequest]], None]:
+        (element_reader,) = readers
+        view = Buffer(chunk).view
+        return lambda batch: element_reader.read(batch, view)
 
-    tasks = (task for manifest in manifests for task in chunks(manifest, chunk))
-    share(tasks, jobs, worker)
-
-
-def chunks(manifest: Manifest, chunk: int) -> Iterator[list[Wanted]]:
-    """Elements one behind the other, at most `chunk` bytes together; one slot after the other."""
-    for entries in manifest.slots.values():
-        wanted: list[Wanted] = []
-        here = 0
-        for entry in entries:
-            size = SIZES[entry.dtype]
-            here = -(-here // size) * size
-            start = 0
-            while start < entry.numel:
-                stop = min(entry.numel, start + (chunk - here) // size)
-                if stop > start:
-                    wanted.append(Wanted(entry, start, stop, here))
-                    here, start = wanted[-1].end, stop
-                if chunk - here < size:
-                    yield wanted
-                    wanted, here = [], 0
-        if wanted:
-            yield wanted
+    tasks = (task for manifest in manifests for task in batches(manifest.entries.values(), chunk))
+    stream(tasks, jobs, [RecordChecker(())], chunk, start)
 
 
 def main() -> None:

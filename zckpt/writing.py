@@ -24,7 +24,7 @@ from .training.options import Options
 from .training.order import in_order_of
 
 if TYPE_CHECKING:
-    from .core.copy import Outcome
+    from .core.copy import CopyOutcome
     from .core.staging import Layout, Shell
     from .formats.format import Format
 
@@ -97,7 +97,7 @@ def write(
     staging.need_space(target, size)
     formats.named(manifest.format).check(manifest)
 
-    def seal(path: str, shells: Manifest, outcome: Outcome) -> None:
+    def seal(path: str, shells: Manifest, outcome: CopyOutcome) -> None:
         if warning := steps.never_stepped(shells, outcome.digests):
             report["warnings"].append(warning)
             shells = replace(shells, warnings=(*shells.warnings, warning))

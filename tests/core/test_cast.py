@@ -17,9 +17,9 @@ PAIRS = [(source, target) for source in FLOATS for target in FLOATS]
 
 
 def torch_type(dtype: str) -> torch.dtype:
-    found = getattr(torch, TORCH_NAMES[dtype])
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype_of_torch = getattr(torch, TORCH_NAMES[dtype])
+    assert isinstance(dtype_of_torch, torch.dtype)
+    return dtype_of_torch
 
 
 def check(tensor: torch.Tensor, source: str, target: str) -> None:
@@ -37,8 +37,8 @@ def check(tensor: torch.Tensor, source: str, target: str) -> None:
 
 def around(values: list[float]) -> torch.Tensor:
     """The values, their neighbours in float64, and all of these negated."""
-    here = np.array(values)
-    near = np.concatenate([here, np.nextafter(here, np.inf), np.nextafter(here, -np.inf)])
+    numbers = np.array(values)
+    near = np.concatenate([numbers, np.nextafter(numbers, np.inf), np.nextafter(numbers, -np.inf)])
     return torch.from_numpy(np.concatenate([near, -near]))
 
 

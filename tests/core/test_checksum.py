@@ -51,8 +51,8 @@ def test_zeros_of_a_terabyte_take_no_time() -> None:
 
 
 @given(partitions())
-def test_pieces_in_any_order_make_the_whole(made: tuple[bytes, list[tuple[int, int]]]) -> None:
-    data, pieces = made
+def test_pieces_in_any_order_make_the_whole(partition: tuple[bytes, list[tuple[int, int]]]) -> None:
+    data, pieces = partition
     cover = filled(data, pieces)
     assert cover.crc == zlib.crc32(data)
     assert (cover.seen, cover.gaps()) == (len(data), [])
@@ -60,9 +60,9 @@ def test_pieces_in_any_order_make_the_whole(made: tuple[bytes, list[tuple[int, i
 
 @given(partitions(), st.data())
 def test_missing_pieces_are_gaps(
-    made: tuple[bytes, list[tuple[int, int]]], draw: st.DataObject
+    partition: tuple[bytes, list[tuple[int, int]]], draw: st.DataObject
 ) -> None:
-    data, pieces = made
+    data, pieces = partition
     present = draw.draw(st.lists(st.sampled_from(pieces), unique=True, max_size=len(pieces) - 1))
     cover = filled(data, present)
     missing = {place for a, b in pieces if (a, b) not in present for place in range(a, b)}
@@ -79,9 +79,9 @@ def test_missing_pieces_are_gaps(
 
 @given(partitions(), st.data())
 def test_overlaps_never_give_a_wrong_sum(
-    made: tuple[bytes, list[tuple[int, int]]], draw: st.DataObject
+    partition: tuple[bytes, list[tuple[int, int]]], draw: st.DataObject
 ) -> None:
-    data, pieces = made
+    data, pieces = partition
     ranges = st.tuples(st.integers(0, len(data)), st.integers(0, len(data))).map(
         lambda pair: (min(pair), max(pair))
     )
@@ -94,9 +94,9 @@ def test_overlaps_never_give_a_wrong_sum(
 
 @given(partitions(), st.data())
 def test_a_piece_seen_twice_counts_once(
-    made: tuple[bytes, list[tuple[int, int]]], draw: st.DataObject
+    partition: tuple[bytes, list[tuple[int, int]]], draw: st.DataObject
 ) -> None:
-    data, pieces = made
+    data, pieces = partition
     again = draw.draw(st.sampled_from(pieces[:1]))
     cover = filled(data, [pieces[0], again, *pieces[1:]])
     assert (cover.crc, cover.seen) == (zlib.crc32(data), len(data))

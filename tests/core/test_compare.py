@@ -33,14 +33,14 @@ def test_numbers_are_those_of_torch(dtype: str, seed: int) -> None:
     places = torch.randperm(1000, generator=generator)[: 10 * seed + 1]
     b[places] += torch.ones((), dtype=kind)
     places = (a != b).nonzero().view(-1)
-    found = measured(a, b, dtype, start=50)
+    difference = measured(a, b, dtype, start=50)
     distance = (a.double() - b.double()).abs()
-    assert found.count == len(places)
-    assert found.first == 50 + int(places.min())
-    assert (found.a, found.b) == (a[places[0]].item(), b[places[0]].item())
-    assert found.max_abs == distance.max().item()
+    assert difference.count == len(places)
+    assert difference.first == 50 + int(places.min())
+    assert (difference.a, difference.b) == (a[places[0]].item(), b[places[0]].item())
+    assert difference.max_abs == distance.max().item()
     expected = torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0).item()
-    assert found.cosine == pytest.approx(expected, rel=1e-12)
+    assert difference.cosine == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -58,17 +58,17 @@ def test_ulps_are_steps_to_the_next_number(dtype: str) -> None:
 
 
 def test_zeros_of_both_signs_differ_by_no_step() -> None:
-    found = measured(torch.tensor([0.0]), torch.tensor([-0.0]), "F32")
-    assert (found.count, found.max_abs, found.max_ulp) == (1, 0.0, 0)
+    difference = measured(torch.tensor([0.0]), torch.tensor([-0.0]), "F32")
+    assert (difference.count, difference.max_abs, difference.max_ulp) == (1, 0.0, 0)
 
 
 def test_nans_and_infinities() -> None:
     nan, inf = math.nan, math.inf
     a = torch.tensor([nan, inf, nan, 1.0, inf])
     b = torch.tensor([nan, inf, 1.0, 1.0, -inf])
-    found = measured(a, b, "F32")
-    assert (found.count, found.first, found.max_abs) == (2, 2, inf)
-    assert found.cosine is None
+    difference = measured(a, b, "F32")
+    assert (difference.count, difference.first, difference.max_abs) == (2, 2, inf)
+    assert difference.cosine is None
 
 
 def test_what_rounding_makes_of_a_nan_is_no_difference() -> None:
@@ -80,20 +80,20 @@ def test_what_rounding_makes_of_a_nan_is_no_difference() -> None:
 
 def test_other_types_are_compared_by_value() -> None:
     values = torch.tensor([0.0, 1.5, -3.0, math.nan])
-    held = values.to(torch.bfloat16)
-    assert measure(memory(values), "F32", memory(held), "BF16", 0).count == 0
+    narrow = values.to(torch.bfloat16)
+    assert measure(memory(values), "F32", memory(narrow), "BF16", 0).count == 0
     values[1] = 1.5000001
-    found = measure(memory(values), "F32", memory(held), "BF16", 7)
-    assert (found.count, found.first, found.max_ulp) == (1, 8, None)
+    difference = measure(memory(values), "F32", memory(narrow), "BF16", 7)
+    assert (difference.count, difference.first, difference.max_ulp) == (1, 8, None)
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "C64"])
 def test_what_is_no_number_is_compared_by_its_bytes(dtype: str) -> None:
     a, b = bytearray(range(16)), bytearray(range(16))
     b[9] ^= 1
-    found = measure(memoryview(a), dtype, memoryview(b), dtype, 0)
-    assert (found.count, found.first) == (1, 9 // SIZES[dtype])
-    assert found.max_abs is None
+    difference = measure(memoryview(a), dtype, memoryview(b), dtype, 0)
+    assert (difference.count, difference.first) == (1, 9 // SIZES[dtype])
+    assert difference.max_abs is None
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(-4, 4, width=32)), min_size=2), st.data())
@@ -102,13 +102,13 @@ def test_parts_add_up_to_the_whole(items: list[tuple[bool, float]], data: st.Dat
     b = torch.tensor([value + differs for differs, value in items])
     cut = data.draw(st.integers(1, len(items) - 1))
     parts = [measured(a[cut:], b[cut:], "F32", cut), measured(a[:cut], b[:cut], "F32")]
-    found = Difference()
+    joined = Difference()
     for part in parts:
-        found.add(part)
+        joined.add(part)
     whole = measured(a, b, "F32")
     for key in ("count", "first", "a", "b", "max_abs", "max_ulp"):
-        assert getattr(found, key) == getattr(whole, key)
-    assert found.dot == pytest.approx(whole.dot)
+        assert getattr(joined, key) == getattr(whole, key)
+    assert joined.dot == pytest.approx(whole.dot)
 
 
 @given(st.binary(max_size=40), st.binary(max_size=40))
@@ -119,8 +119,8 @@ def test_same_is_equality_of_bytes(a: bytes, b: bytes) -> None:
 
 def test_integers_past_the_digits_of_a_float() -> None:
     a, b = torch.tensor([2**60 + 1]), torch.tensor([2**60])
-    found = measured(a, b, "I64")
-    assert (found.count, found.a, found.b) == (1, 2**60 + 1, 2**60)
+    difference = measured(a, b, "I64")
+    assert (difference.count, difference.a, difference.b) == (1, 2**60 + 1, 2**60)
 
 
 def test_truth_against_numbers() -> None:
@@ -131,7 +131,7 @@ def test_truth_against_numbers() -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(0, 19), st.integers(0, 15))
 def test_rounding_of_few_is_that_of_torch(bits: list[int], place: int, bit: int) -> None:
-    kept = [held for held in bits if held & 0x7FFFFFFF <= 0x7F800000]
+    kept = [number for number in bits if number & 0x7FFFFFFF <= 0x7F800000]
     wide = torch.tensor(kept, dtype=torch.uint32).view(torch.float32)
     narrow = wide.to(torch.bfloat16)
     assert rounds_to(memory(wide), memory(narrow))

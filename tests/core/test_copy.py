@@ -183,15 +183,15 @@ class Tensor:
 
 
 def some_tensors(chosen: random.Random, dtypes: tuple[str, ...], count: int) -> list[Tensor]:
-    found = []
+    tensors = []
     for place in range(count):
         dtype = chosen.choice(dtypes)
         shape = tuple(chosen.choice([1, 2, 3, 7, 13]) for _ in range(chosen.choice([1, 1, 2, 3])))
         if chosen.random() < 0.2:
             shape = (chosen.randint(0, 6000),)
         data = chosen.randbytes(prod(shape) * SIZES[dtype])
-        found.append(Tensor(f"{place}/exp_avg", dtype, shape, data))
-    return found
+        tensors.append(Tensor(f"{place}/exp_avg", dtype, shape, data))
+    return tensors
 
 
 def lay(disk: Disk, tensors: list[Tensor], kinds: tuple[str, ...]) -> None:
@@ -209,10 +209,10 @@ def lay(disk: Disk, tensors: list[Tensor], kinds: tuple[str, ...]) -> None:
         else:
             fragments = (disk.runs if kind == "runs" else disk.whole)(tensor.data, size)
         disk.add(tensor.name, tensor.dtype, tensor.shape, fragments)
-    for (dtype, dp), held in sliced.items():
+    for (dtype, dp), same_kind in sliced.items():
         for tensor, fragments in zip(
-            held,
-            disk.slices([item.data for item in held], SIZES[dtype], dp, f"{dtype} {dp}"),
+            same_kind,
+            disk.slices([item.data for item in same_kind], SIZES[dtype], dp, f"{dtype} {dp}"),
             strict=True,
         ):
             disk.add(tensor.name, dtype, tensor.shape, fragments)
@@ -231,11 +231,11 @@ class Job:
     target: Disk
     tensors: list[Tensor]
 
-    def copy(self, checked: bool = True, **options: Any) -> execute.Outcome:
+    def copy(self, checked: bool = True, **options: Any) -> execute.CopyOutcome:
         source, target = self.source.manifest(checked), self.target.manifest()
         return execute.copy(plan.join(source, target), source, target, **options)
 
-    def check(self, outcome: execute.Outcome) -> None:
+    def check(self, outcome: execute.CopyOutcome) -> None:
         for path, data in self.target.files.items():
             assert Path(path).read_bytes() == data, path
         for path, (size, crc) in outcome.files.items():
@@ -252,13 +252,13 @@ class Job:
 
 
 def open_files(job: Job) -> list[str]:
-    found = []
+    paths = []
     for number in os.listdir("/proc/self/fd"):
         try:
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
+            paths.append(os.readlink(f"/proc/self/fd/{number}"))
         except OSError:  # that of listdir itself
             continue
-    return [path for path in found if path in {**job.source.files, **job.target.files}]
+    return [path for path in paths if path in {**job.source.files, **job.target.files}]
 
 
 def prepare(
@@ -404,7 +404,7 @@ def test_every_way_of_writing_gives_the_same(tmp_path: Path, io: str) -> None:
 
 def test_nothing_to_copy(tmp_path: Path) -> None:
     job = prepare(tmp_path, 3, [])
-    assert job.copy() == execute.Outcome()
+    assert job.copy() == execute.CopyOutcome()
 
 
 # -- what the source's files state
@@ -618,18 +618,3 @@ def test_an_interrupt_ends_the_copy(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         job.copy(progress=progress, jobs=2)
     assert ended(job)
-
-
-# -- sizes of chunks
-
-
-@pytest.mark.parametrize("dp", [1, 64, 1000])
-@pytest.mark.parametrize("jobs", [1, 2, 16])
-@pytest.mark.parametrize("memory", [1 << 20, 100_000_001, 1 << 30])
-def test_chunks_are_aligned_and_within_memory(
-    monkeypatch: pytest.MonkeyPatch, dp: int, jobs: int, memory: int
-) -> None:
-    monkeypatch.undo()
-    chunk = execute.chunk_size(dp, jobs, memory)
-    assert chunk % 4096 == 0
-    assert chunk == 1 << 20 or 2 * jobs * chunk <= memory

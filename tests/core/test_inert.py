@@ -157,10 +157,10 @@ def test_as_deep_as_it_is_written_it_is_read(kind: str) -> None:
     while depth < 2 * MAX_DEPTH:
         value, depth = NESTED[kind](value), depth + 1
         try:
-            made = to_json(value)
+            document = to_json(value)
         except CorruptCheckpoint:
             break
-        assert to_json(from_json(json.loads(json.dumps(made)))) == made
+        assert to_json(from_json(json.loads(json.dumps(document)))) == document
     assert MAX_DEPTH // 4 < depth <= MAX_DEPTH + 1
 
 

@@ -114,9 +114,9 @@ def test_a_type_that_numpy_lacks_needs_torch(tmp_path: Path) -> None:
         "try:\n    zckpt.load('examples/run', 'frozen.weight/param')\n"
         "except zckpt.errors.MissingExtra as error:\n    print(error, error.hint)"
     )
-    told = without_torch(tmp_path, line)
-    assert "frozen.weight/param is bfloat16, a type that numpy does not have" in told
-    assert "pip install 'zckpt[torch]'" in told
+    message = without_torch(tmp_path, line)
+    assert "frozen.weight/param is bfloat16, a type that numpy does not have" in message
+    assert "pip install 'zckpt[torch]'" in message
 
 
 # -- what the package shows

@@ -12,7 +12,7 @@ from zckpt.core import plan
 from zckpt.core.dtypes import SIZES
 from zckpt.core.fragments import Box, Extent, Fragment, Runs, Slices, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
-from zckpt.core.plan import Pair, Piece
+from zckpt.core.plan import Pair, TargetPiece
 from zckpt.errors import MissingData
 
 
@@ -28,7 +28,7 @@ PARAM, MASTER, MOMENT = entry("w/param", "BF16"), entry("w/master"), entry("w/ex
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "from_masters", "found"),
+    ("source", "target", "from_masters", "origin"),
     [
         ([PARAM, MASTER, MOMENT], PARAM, False, "w/param"),
         ([PARAM, MASTER, MOMENT], entry("w/param", "F16"), False, "w/master"),
@@ -42,10 +42,10 @@ PARAM, MASTER, MOMENT = entry("w/param", "BF16"), entry("w/master"), entry("w/ex
     ],
 )
 def test_every_entry_finds_its_source(
-    source: list[Entry], target: Entry, from_masters: bool, found: str
+    source: list[Entry], target: Entry, from_masters: bool, origin: str
 ) -> None:
     (pair,) = plan.join(manifest(*source), manifest(target), from_masters)
-    assert (pair.source.name, pair.target) == (found, target)
+    assert (pair.source.name, pair.target) == (origin, target)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_files_list_their_pieces_in_order() -> None:
     )
     second = Entry("b/param", "F32", (5,), solid(5, Extent("y", 20, 20)))
     pairs = [Pair(item, item) for item in (first, second)]
-    found = dict(plan.files(pairs))
-    assert found == {
-        "y": [Piece(20, 0, 5, pairs[1]), Piece(100, 0, 4, pairs[0])],
-        "x": [Piece(40, 4, 10, pairs[0])],
+    files = dict(plan.files(pairs))
+    assert files == {
+        "y": [TargetPiece(20, 0, 5, pairs[1]), TargetPiece(100, 0, 4, pairs[0])],
+        "x": [TargetPiece(40, 4, 10, pairs[0])],
     }
 
 
@@ -115,30 +115,33 @@ def test_slices_give_each_rank_its_pieces(numels: list[int], dp: int) -> None:
 def test_chunks_hold_every_byte_of_every_piece_once(
     sizes: list[tuple[int, int, str]], tail: int, chunk: int
 ) -> None:
-    pieces, here = [], 0
+    pieces, end_of_pieces = [], 0
     for gap, numel, dtype in sizes:
         size = SIZES[dtype]
-        here = -(-(here + gap) // size) * size
+        end_of_pieces = -(-(end_of_pieces + gap) // size) * size
         item = Entry(
-            f"{here}/param", dtype, (numel,), solid(numel, Extent("a", here, numel * size))
+            f"{end_of_pieces}/param",
+            dtype,
+            (numel,),
+            solid(numel, Extent("a", end_of_pieces, numel * size)),
         )
-        pieces.append(Piece(here, 0, numel, Pair(item, item)))
-        here += numel * size
-    found: dict[int, tuple[str, int]] = {}
+        pieces.append(TargetPiece(end_of_pieces, 0, numel, Pair(item, item)))
+        end_of_pieces += numel * size
+    elements: dict[int, tuple[str, int]] = {}
     end = 0
-    for made in plan.chunks("a", here + tail, pieces, chunk):
-        assert (made.file, made.offset) == ("a", end)
-        assert made.length == min(chunk, here + tail - end)
-        end += made.length
-        for piece in made.pieces:
-            assert made.offset <= piece.offset < piece.end <= end
+    for part in plan.chunks("a", end_of_pieces + tail, pieces, chunk):
+        assert (part.file, part.offset) == ("a", end)
+        assert part.length == min(chunk, end_of_pieces + tail - end)
+        end += part.length
+        for piece in part.pieces:
+            assert part.offset <= piece.offset < piece.end <= end
             size = SIZES[piece.pair.target.dtype]
             for element in range(piece.start, piece.stop):
                 place = piece.offset + (element - piece.start) * size
-                assert place not in found
-                found[place] = piece.pair.target.name, element
-    assert end == here + tail
-    assert found == {
+                assert place not in elements
+                elements[place] = piece.pair.target.name, element
+    assert end == end_of_pieces + tail
+    assert elements == {
         piece.offset + element * SIZES[piece.pair.target.dtype]: (piece.pair.target.name, element)
         for piece in pieces
         for element in range(piece.stop)
@@ -162,7 +165,7 @@ def test_chunks_cut_runs_at_a_stride(
     column = Box((count, width), (0, gap), (count, length), (length, 1), 0, size, extent)
     whole = Entry("w/param", dtype, (count, width), column)
     ((_, pieces),) = plan.files([Pair(whole, whole)])
-    found = {}
+    elements = {}
     for part in plan.chunks("a", extent.offset + extent.length, pieces, chunk):
         end = part.offset
         for piece in part.pieces:
@@ -172,9 +175,9 @@ def test_chunks_cut_runs_at_a_stride(
                 assert run.start == piece.start + number * piece.stride
                 for element in range(run.start, run.stop):
                     byte = run.offset + (element - run.start) * size
-                    assert byte not in found
-                    found[byte] = element
-    assert found == {
+                    assert byte not in elements
+                    elements[byte] = element
+    assert elements == {
         extent.offset + (row * length + place) * size: row * width + gap + place
         for row in range(count)
         for place in range(length)
@@ -214,14 +217,16 @@ WIDE = entry("w/param")
 def test_what_is_the_same_in_two_checkpoints(
     ours: list[Entry], theirs: list[Entry], expected: list[tuple[str, str, str]]
 ) -> None:
-    found, only_a, only_b = plan.match(manifest(*ours), manifest(*theirs))
-    assert [(item.a.name, item.b and item.b.name, item.how) for item in found] == expected
+    matches, only_a, only_b = plan.match(manifest(*ours), manifest(*theirs))
+    assert [(item.a.name, item.b and item.b.name, item.how) for item in matches] == expected
     assert only_a == only_b == []
 
 
 def test_what_only_one_side_holds() -> None:
-    found, only_a, only_b = plan.match(manifest(MASTER, MOMENT), manifest(MASTER, entry("v/param")))
-    assert len(found) == 1
+    matches, only_a, only_b = plan.match(
+        manifest(MASTER, MOMENT), manifest(MASTER, entry("v/param"))
+    )
+    assert len(matches) == 1
     assert (only_a, only_b) == (["w/exp_avg"], ["v/param"])
 
 
@@ -230,8 +235,8 @@ def test_a_tied_weight_may_have_its_other_name() -> None:
     theirs = replace(
         manifest(entry("head/master")), parameters={"head": Parameter((2, 3), aliases=("w",))}
     )
-    found, only_a, only_b = plan.match(ours, theirs)
-    assert [(item.a.name, item.b and item.b.name) for item in found] == [
+    matches, only_a, only_b = plan.match(ours, theirs)
+    assert [(item.a.name, item.b and item.b.name) for item in matches] == [
         ("w/master", "head/master")
     ]
     assert only_a == only_b == []

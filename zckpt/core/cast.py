@@ -1,6 +1,6 @@
-"""Numbers from one float type to another, rounded as torch rounds (to nearest, ties to even).
+"""How are numbers cast from one float type to another? As torch does: to nearest, ties to even.
 
-numpy is enough and needs no torch: bfloat16 is the upper half of a float32, rounded by its bits.
+numpy is enough, without torch: bfloat16 is the upper half of a float32, rounded by its bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype
 
 
 def _bfloat16(values: Any) -> Any:
-    """The upper halves, rounded, as uint32; in place, since every new array costs a pass more."""
+    """The rounded upper halves as uint32; computed in place, since each new array costs a pass."""
     bits = values.astype(np.float32, copy=False).view(np.uint32)
     rounded = bits & np.uint32(1 << 16)
     rounded >>= np.uint32(16)
@@ -52,14 +52,14 @@ def widen(halves: Any) -> Any:
 
 
 def numpy_type(dtype: str) -> Any:
-    """numpy's type of the elements; uint16 for BF16. Raises KeyError for what is no number."""
+    """numpy's type for a dtype, uint16 for BF16; raises KeyError for types that are not numbers."""
     if dtype == "BOOL":
         return np.uint8
     return f"{dtype[0].lower()}{SIZES[dtype]}" if dtype[0] in "IU" else _NUMPY[dtype]
 
 
 def numbers(view: memoryview, dtype: str) -> Any:
-    """The elements as float64 (integers past 2**53 lose digits); None for what is no number."""
+    """The elements as float64; integers past 2**53 lose digits. None for types without numbers."""
     if dtype not in NUMBERS:
         return None
     values = np.frombuffer(view, numpy_type(dtype))
@@ -68,7 +68,7 @@ def numbers(view: memoryview, dtype: str) -> Any:
 
 
 def ordered(bits: Any, dtype: str) -> Any:
-    """Floats, given as unsigned integers, numbered by their order; neighbours differ by one.
+    """Floats, given as unsigned integers, as integers in the same order; neighbours differ by one.
 
     Zero of either sign is 0.
     """

@@ -1,8 +1,8 @@
-"""CRC-32 of bytes that arrive in pieces, in any order.
+"""What is the CRC-32 of bytes that arrive in pieces, in any order?
 
-CRC-32 is what a torch file's zip records state, and CRCs of parts combine to the CRC of the whole
-in 0.14 us: one checksum serves the source's records, the target's and the tensors' digests. By
-zlib-ng: 30 GB/s a core, where the standard library's zlib reaches 7.
+The zip records of a torch file state CRC-32s. CRCs of parts combine to the CRC of the whole in 0.14
+us, so one checksum serves the source's records, the target's records and the tensors' digests.
+zlib-ng computes 30 GB/s a core, where the standard library's zlib reaches 7.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ __all__ = ["Cover", "Scattered", "combine", "crc32", "crc_of_runs", "crc_of_zero
 
 
 def combine(first: int, second: int, second_length: int) -> int:
-    """The CRC-32 of two pieces one behind the other."""
+    """The CRC-32 of a first piece followed by a second one."""
     return int(crc32_combine(first, second, second_length))
 
 
 def crc_of_zeros(length: int) -> int:
-    """The CRC-32 of `length` zero bytes, without making them."""
+    """The CRC-32 of `length` zero bytes, without allocating them."""
     whole, piece, size = 0, crc32(b"\0"), 1
     while length:
         if length & 1:
@@ -27,33 +27,34 @@ def crc_of_zeros(length: int) -> int:
     return whole
 
 
-def flipped_bit(stated: int, found: int, length: int) -> tuple[int, int] | None:
-    """Byte and bit (0 the lowest) that, flipped back, give `length` bytes their stated CRC-32.
+def flipped_bit(stated: int, actual: int, length: int) -> tuple[int, int] | None:
+    """The one flipped bit that explains a wrong CRC-32 of `length` bytes: its byte, and its bit (0
+    is the lowest).
 
-    A CRC is linear: two that differ by one flipped bit differ by a power of x that tells its
-    distance from the end. The polynomial is primitive, so below 512 MiB no two places look alike.
-    None where no single bit, or more than one, could be it. Damage of several bits looks like one
+    A CRC is linear. If one bit is flipped, the two CRCs differ by a power of x that gives the bit's
+    distance from the end. The polynomial is primitive, so below 512 MiB all distances differ. The
+    result is None if no bit explains it, or more than one. Damage of several bits looks like one
     bit by chance once in 2**32 / (8 * length).
     """
     bits = 8 * length
-    steps = 1 << 16  # so many powers are listed; the difference is moved on in as many
+    steps = 1 << 16  # so many powers are listed; the difference is moved on by as many at a time
     blocks = -(-bits // steps)
     power = combine(_LAST_BIT, 0, blocks * steps // 8)
     listed = {}
     for distance in range(steps):
         listed[power] = blocks * steps + distance
         power = power >> 1 ^ (_LAST_BIT if power & 1 else 0)
-    moved, places = stated ^ found, set()
+    moved, positions = stated ^ actual, set()
     for block in range(blocks + 1):
         if moved in listed:
-            places.add(bits - 1 - (listed[moved] - block * steps))
+            positions.add(bits - 1 - (listed[moved] - block * steps))
         moved = combine(moved, 0, steps // 8)
-    within = [place for place in places if 0 <= place < bits]
+    within = [position for position in positions if 0 <= position < bits]
     return divmod(within[0], 8) if len(within) == 1 else None
 
 
 _LAST_BIT = 0xEDB88320
-"""What flipping the last bit of all does to a CRC-32: its polynomial, bits reversed."""
+"""How a CRC-32 changes if the very last bit is flipped: its polynomial, bits reversed."""
 
 
 class Cover:
@@ -95,25 +96,25 @@ class Cover:
         return crc if stop == self.length else None
 
     def gaps(self) -> list[tuple[int, int]] | None:
-        """What is missing; None where pieces overlapped, so that only a new reading can tell."""
-        found, here = [], 0
+        """The missing ranges; None if pieces overlapped, so that all must be read again."""
+        gaps, end = [], 0
         for start in sorted(self._by_start):
-            if start < here:
+            if start < end:
                 return None
-            if start > here:
-                found.append((here, start))
-            here = self._by_start[start][0]
-        if here < self.length:
-            found.append((here, self.length))
-        return found
+            if start > end:
+                gaps.append((end, start))
+            end = self._by_start[start][0]
+        if end < self.length:
+            gaps.append((end, self.length))
+        return gaps
 
 
 class Scattered:
     """The CRC-32 of `length` bytes whose pieces arrive in any order, each of them once.
 
-    A CRC is linear, so every piece adds its share by itself. Unlike `Cover` this keeps nothing per
-    piece: the columns of a matrix in one file are millions of pieces without neighbours. The price
-    is that a piece that arrives twice is not noticed.
+    A CRC is linear, so each piece adds its share by itself. Unlike `Cover`, this class keeps
+    nothing per piece: a matrix that lies in files by columns has millions of pieces without
+    neighbours. The price: a piece that arrives twice is not noticed.
     """
 
     __slots__ = ("_sum", "length", "seen")
@@ -139,10 +140,10 @@ class Scattered:
 
 
 def crc_of_runs(data: memoryview, length: int, stride: int) -> int:
-    """The share of runs of `length` bytes in the CRC of bytes that hold a run every `stride`.
+    """The share of some runs in the CRC of a whole that holds a run every `stride` bytes.
 
-    `data` are the runs alone, without the bytes between them. What is missing is the shift by what
-    follows the last run: see `Scattered.add_runs`.
+    `data` is the runs alone, `length` bytes each, without the bytes between them. `add_runs` of
+    `Scattered` adds the share to the whole.
     """
     crc = 0
     for start in range(0, len(data), length):

@@ -19,7 +19,7 @@ from .dtypes import FLOATS, SIZES
 from .fileio import Buffer
 from .fragments import Extent, Record, Runs, Slices
 from .manifest import Entry, Manifest
-from .pieces import CAST_BLOCK, SMALL, Damage, Gatherer, Ledger, Wanted
+from .pieces import CAST_BLOCK, SMALL, Damage, ElementReader, ReadRequest, RecordChecker
 from .plan import Match
 from .streaming import Progress, chunk_size, finish, stream
 
@@ -78,7 +78,7 @@ class Result:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ComparisonOutcome:
     """What a comparison knows in the end.
 
     `results` are in the order of the matches. `damage` lists the damaged records. `beside` lists
@@ -94,7 +94,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _MatchPart:
     """Elements [start, stop) of match number `number`; in the buffers they begin at `first`."""
 
     number: int
@@ -113,7 +113,7 @@ class _Side:
     """The elements that were read of one side, and whether each item counts for CRCs."""
 
     view: memoryview
-    wanted: Sequence[tuple[Wanted, bool]]
+    requests: Sequence[tuple[ReadRequest, bool]]
 
 
 def _is_hashed_apart(entry: Entry) -> bool:
@@ -124,7 +124,7 @@ def _is_hashed_apart(entry: Entry) -> bool:
     return isinstance(fragments, Runs)
 
 
-def _pieces(item: Wanted) -> list[tuple[int, int, Extent | None]]:
+def _pieces(item: ReadRequest) -> list[tuple[int, int, Extent | None]]:
     """The ranges of elements to hash, in order, each with its bytes in the file."""
     if not _is_hashed_apart(item.entry):  # their records were hashed as they were read
         return [(item.start, item.stop, None)]
@@ -153,9 +153,9 @@ class _Comparison:
         self.chunk = chunk
         self.measure = measure
         self.progress = progress
-        self.ledgers = [Ledger(a.records, collect=True)]
+        self.checkers = [RecordChecker(a.records, collect=True)]
         if b is not a:
-            self.ledgers.append(Ledger(b.records, collect=True))
+            self.checkers.append(RecordChecker(b.records, collect=True))
         self.covers: dict[int, Cover] = {}
         self.first: dict[int, int] = {}  # the match that counts an entry's bytes, by identity
         for number, item in enumerate(matches):
@@ -169,9 +169,9 @@ class _Comparison:
         self.bytes = 0
         self.lock = Lock()
 
-    def tasks(self) -> Iterator[list[_Part]]:
+    def tasks(self) -> Iterator[list[_MatchPart]]:
         """Parts whose elements follow each other in the buffers; a list has one pair of types."""
-        parts: list[_Part] = []
+        parts: list[_MatchPart] = []
         end, kind = 0, None
         for number in _by_slot(self.matches):
             item = self.matches[number]
@@ -186,7 +186,7 @@ class _Comparison:
             start = 0
             while start < item.a.numel:
                 stop = min(item.a.numel, start + room - end)
-                parts.append(_Part(number, item, start, stop, end))
+                parts.append(_MatchPart(number, item, start, stop, end))
                 end += stop - start
                 start = stop
                 if end == room:
@@ -195,46 +195,52 @@ class _Comparison:
         if parts:
             yield parts
 
-    def start(self, sides: Sequence[Gatherer]) -> Callable[[list[_Part]], None]:
+    def start(self, sides: Sequence[ElementReader]) -> Callable[[list[_MatchPart]], None]:
         """One thread's buffers, and the function that compares the parts of a task."""
         buffers = _Buffers(self.chunk)
         return lambda parts: self._carry_out(parts, sides, buffers)
 
-    def _carry_out(self, parts: list[_Part], sides: Sequence[Gatherer], buffers: _Buffers) -> None:
+    def _carry_out(
+        self, parts: list[_MatchPart], sides: Sequence[ElementReader], buffers: _Buffers
+    ) -> None:
         match = parts[0].match
         a = self._read(parts, "a", sides[0], buffers.a)
         b = None if match.b is None else self._read(parts, "b", sides[-1], buffers.b)
         equal = b is not None and self._compare(parts, a.view, b.view, buffers)
-        crcs = self._hash(a, sides[0].ledger, {})
+        crcs = self._hash(a, sides[0].checker, {})
         if b is not None:  # equal bytes have equal CRCs
-            self._hash(b, sides[-1].ledger, crcs if equal and match.how == "bits" else {})
+            self._hash(b, sides[-1].checker, crcs if equal and match.how == "bits" else {})
         passed = len(a.view) + (len(b.view) if b else 0)
         with self.lock:
             self.bytes += passed
         if self.progress:
             self.progress(passed)
 
-    def _read(self, parts: Sequence[_Part], side: str, gatherer: Gatherer, buffer: Buffer) -> _Side:
+    def _read(
+        self, parts: Sequence[_MatchPart], side: str, element_reader: ElementReader, buffer: Buffer
+    ) -> _Side:
         """Reads one side's elements of all parts, row-major."""
-        wanted = []
+        requests = []
         for part in parts:
             entry: Entry = getattr(part.match, side)
             at = part.first * SIZES[entry.dtype]
             counts = self.first[id(entry)] == part.number
             check = counts and not _is_hashed_apart(entry)
-            wanted.append((Wanted(entry, part.start, part.stop, at, check), counts))
-        read = [item for item, _ in wanted]
+            requests.append((ReadRequest(entry, part.start, part.stop, at, check), counts))
+        read = [item for item, _ in requests]
         view = buffer.view[: read[-1].end]
-        gatherer.gather(read, view)
-        return _Side(view, wanted)
+        element_reader.read(read, view)
+        return _Side(view, requests)
 
-    def _hash(self, side: _Side, ledger: Ledger, known: Mapping[int, int]) -> dict[int, int]:
+    def _hash(
+        self, side: _Side, checker: RecordChecker, known: Mapping[int, int]
+    ) -> dict[int, int]:
         """Counts the CRCs of one side, for its tensors and its records.
 
         Gives them by their elements' position in the buffer. `known` are those of an equal side.
         """
         crcs: dict[int, int] = {}
-        for item, counts in side.wanted:
+        for item, counts in side.requests:
             if not counts:
                 continue
             entry, size, whole = item.entry, SIZES[item.entry.dtype], 0
@@ -245,7 +251,7 @@ class _Comparison:
                     first = item.at + (start - item.start) * size
                     crc = crc32(side.view[first : first + (stop - start) * size])
                 if extent is not None:
-                    ledger.passed_crc(extent, crc)
+                    checker.passed_crc(extent, crc)
                 with self.lock:
                     self.covers[id(entry)].add(start * size, stop * size, crc)
                 whole = combine(whole, crc, (stop - start) * size)
@@ -253,7 +259,7 @@ class _Comparison:
         return crcs
 
     def _compare(
-        self, parts: Sequence[_Part], a: memoryview, b: memoryview, buffers: _Buffers
+        self, parts: Sequence[_MatchPart], a: memoryview, b: memoryview, buffers: _Buffers
     ) -> bool:
         """Whether all parts are equal; measures the differences of those that are not."""
         match = parts[0].match
@@ -285,17 +291,17 @@ class _Comparison:
     def _looks_at_all(self, match: Match) -> bool:
         return match.how == "values" or self.measure == "all"
 
-    def finish(self, everything: bool) -> Outcome:
+    def finish(self, everything: bool) -> ComparisonOutcome:
         """Checks the rest of the records, and puts the results together."""
-        outcome = Outcome(bytes=self.bytes)
+        outcome = ComparisonOutcome(bytes=self.bytes)
 
         def beside(record: Record, extent: Extent, data: memoryview) -> None:
             if extent.length <= PADDING and any(data):
                 outcome.beside.append((record, extent))
 
-        outcome.checked, outcome.unchecked = finish(self.ledgers, everything, beside)
-        for ledger in self.ledgers:
-            outcome.damage += ledger.damage.values()
+        outcome.checked, outcome.unchecked = finish(self.checkers, everything, beside)
+        for checker in self.checkers:
+            outcome.damage += checker.damage.values()
         for number, item in enumerate(self.matches):
             ours, theirs = (
                 None if entry is None or not item.is_read else self.covers[id(entry)].crc
@@ -339,7 +345,7 @@ def compare(
     everything: bool = False,
     measure: str = "differing",
     begin: Callable[[int], Progress] | None = None,
-) -> Outcome:
+) -> ComparisonOutcome:
     """Reads all matches and compares them; `b` may be `a`.
 
     With `everything`, records that no tensor needs are read too. `measure` says which elements are
@@ -356,7 +362,7 @@ def compare(
     read = [entry for item in matches if item.is_read for entry in (item.a, item.b) if entry]
     progress = begin(sum(entry.length for entry in read)) if begin else None
     running = _Comparison(matches, a, b, chunk, measure, progress)
-    stream(running.tasks(), jobs, running.ledgers, chunk, running.start)
+    stream(running.tasks(), jobs, running.checkers, chunk, running.start)
     return running.finish(everything)
 
 

@@ -17,14 +17,15 @@ from collections.abc import Callable
 
 from ..errors import NotEnoughSpace
 from . import fileio, plan
-from .copy import Outcome, chunk_size, copy
+from .copy import CopyOutcome, copy
 from .manifest import Manifest
 from .resources import Begin, Copying
 from .staging import Layout, Staging
+from .streaming import chunk_size
 
 ReadShells = Callable[[str], Manifest]
 """Reads the manifest of the shells in a directory."""
-Seal = Callable[[str, Manifest, Outcome], None]
+Seal = Callable[[str, Manifest, CopyOutcome], None]
 """Completes the files in a directory, given the manifest of its shells and the copy's outcome."""
 
 
@@ -47,7 +48,7 @@ def convert(
     seal: Seal,
     copying: Copying,
     begin: Begin | None,
-) -> Outcome:
+) -> CopyOutcome:
     """Writes `source` as the directory `target`, laid out as `layout` says.
 
     If an error is raised, there is no `target`. Raises NotEnoughSpace, CorruptCheckpoint if the

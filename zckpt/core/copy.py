@@ -21,14 +21,13 @@ from .dtypes import SIZES
 from .fileio import Buffer, Reader, Writer
 from .fragments import Extent, Runs, Slices
 from .manifest import Manifest
-from .pieces import CAST_BLOCK, SMALL, Gatherer, Ledger, Wanted
-from .plan import Chunk, Pair, Piece
-from .streaming import Progress, finish, stream
-from .streaming import chunk_size as chunk_size
+from .pieces import CAST_BLOCK, SMALL, ElementReader, ReadRequest, RecordChecker
+from .plan import Chunk, Pair, TargetPiece
+from .streaming import Progress, chunk_size, finish, stream
 
 
 @dataclass(slots=True)
-class Outcome:
+class CopyOutcome:
     """What a copy knows in the end.
 
     `digests` are those of the target's entries, by name. `files` are sizes and CRC-32s, by path.
@@ -45,7 +44,7 @@ class Outcome:
     unchecked: int = 0
 
 
-class _Target:
+class _TargetFile:
     """A target file while it is filled: its writer, its records, and how many chunks it lacks."""
 
     def __init__(self, path: str, records: Sequence[Extent], io: str, chunk: int) -> None:
@@ -99,11 +98,11 @@ class _Copy:
         self.chunk = chunk
         self.io = io
         self.progress = progress
-        self.ledger = Ledger(source.records)
+        self.checker = RecordChecker(source.records)
         self.records: dict[str, list[Extent]] = {}
         for record in target.records:
             self.records.setdefault(record.extent.file, []).append(record.extent)
-        self.outcome = Outcome()
+        self.outcome = CopyOutcome()
         in_order = [pair for pair in pairs if _is_in_order(pair)]
         ordered = {id(pair) for pair in in_order}
         self.covers: dict[int, Cover | Scattered] = {
@@ -123,41 +122,45 @@ class _Copy:
         for pair in pairs:
             if pair.source.name not in first:
                 for fragment in pair.source.fragments:
-                    self.ledger.require(fragment.extent)
+                    self.checker.require(fragment.extent)
         self.lock = threading.Lock()
-        self.targets: list[_Target] = []
+        self.targets: list[_TargetFile] = []
         self.tasks = self._tasks()
 
-    def _tasks(self) -> Iterator[tuple[_Target, Chunk]]:
+    def _tasks(self) -> Iterator[tuple[_TargetFile, Chunk]]:
         for file, pieces in plan.files(self.pairs):
             if not os.path.getsize(file):
                 continue
             records = self.records.get(file, ())
-            target = _Target(file, records, self.io, self.chunk)
+            target = _TargetFile(file, records, self.io, self.chunk)
             self.targets.append(target)
             for chunk in plan.chunks(file, target.size, pieces, self.chunk):
                 yield target, chunk
 
-    def start(self, gatherers: Sequence[Gatherer]) -> Callable[[tuple[_Target, Chunk]], None]:
+    def start(
+        self, element_readers: Sequence[ElementReader]
+    ) -> Callable[[tuple[_TargetFile, Chunk]], None]:
         """One thread's buffer, and the function that fills a chunk."""
-        (gatherer,) = gatherers
+        (element_reader,) = element_readers
         buffer = Buffer(self.chunk)
-        return lambda task: self._fill(*task, gatherer, buffer.view)
+        return lambda task: self._fill(*task, element_reader, buffer.view)
 
-    def _fill(self, target: _Target, chunk: Chunk, gatherer: Gatherer, buffer: memoryview) -> None:
+    def _fill(
+        self, target: _TargetFile, chunk: Chunk, element_reader: ElementReader, buffer: memoryview
+    ) -> None:
         view = buffer[: chunk.length]
-        self._keep_shell(target, chunk, gatherer.reader, view)
-        same: list[Wanted] = []
+        self._keep_shell(target, chunk, element_reader.reader, view)
+        same: list[ReadRequest] = []
         for piece in chain.from_iterable(map(_parts, chunk.pieces)):
             source, at = piece.pair.source, piece.offset - chunk.offset
             if piece.count > 1:
-                self._fill_runs(piece, at, gatherer, view)
+                self._fill_runs(piece, at, element_reader, view)
             elif source.dtype != piece.pair.target.dtype:
-                self._cast(piece, at, gatherer, view)
+                self._cast(piece, at, element_reader, view)
             else:
                 check = id(piece.pair) in self.checking
-                same.append(Wanted(source, piece.start, piece.stop, at, check))
-        gatherer.gather(same, view)
+                same.append(ReadRequest(source, piece.start, piece.stop, at, check))
+        element_reader.read(same, view)
         self._hash(target, chunk, view)
         target.writer.write(buffer, chunk.length, chunk.offset)
         with self.lock:
@@ -169,7 +172,9 @@ class _Copy:
         if done:
             target.stack.close()
 
-    def _keep_shell(self, target: _Target, chunk: Chunk, reader: Reader, view: memoryview) -> None:
+    def _keep_shell(
+        self, target: _TargetFile, chunk: Chunk, reader: Reader, view: memoryview
+    ) -> None:
         """Reads what the file holds already between tensors (headers)."""
         offset = chunk.offset
         for start, stop in (
@@ -181,17 +186,19 @@ class _Copy:
                 reader.read(Extent(target.path, offset, start - offset), part)
             offset = max(offset, stop)
 
-    def _cast(self, piece: Piece, at: int, gatherer: Gatherer, view: memoryview) -> None:
+    def _cast(
+        self, piece: TargetPiece, at: int, element_reader: ElementReader, view: memoryview
+    ) -> None:
         from .cast import cast
 
         source, to = piece.pair.source, piece.pair.target
         size, cast_size = SIZES[source.dtype], SIZES[to.dtype]
-        block = gatherer.block()
+        block = element_reader.block()
         for start in range(piece.start, piece.stop, CAST_BLOCK):
             stop = min(start + CAST_BLOCK, piece.stop)
             elements = block[: (stop - start) * size]
             check = id(piece.pair) in self.checking
-            gatherer.gather([Wanted(source, start, stop, 0, check)], elements)
+            element_reader.read([ReadRequest(source, start, stop, 0, check)], elements)
             if id(piece.pair) in self.cast_covers:
                 crc = crc32(elements)
                 with self.lock:
@@ -199,7 +206,9 @@ class _Copy:
             into = at + (start - piece.start) * cast_size
             cast(elements, source.dtype, view[into : into + (stop - start) * cast_size], to.dtype)
 
-    def _fill_runs(self, piece: Piece, at: int, gatherer: Gatherer, view: memoryview) -> None:
+    def _fill_runs(
+        self, piece: TargetPiece, at: int, element_reader: ElementReader, view: memoryview
+    ) -> None:
         """Fills runs at a stride: reads the rows that they are cut from, then copies the runs."""
         import numpy as np
 
@@ -207,13 +216,15 @@ class _Copy:
 
         source, target = piece.pair.source, piece.pair.target
         size, length, stride = SIZES[source.dtype], piece.stop - piece.start, piece.stride
-        block = gatherer.block()
+        block = element_reader.block()
         most = max(1, min(CAST_BLOCK, len(block) // size) // stride)
         for first in range(0, piece.count, most):
             count = min(most, piece.count - first)
             start = piece.start + first * stride
             stop = start + (count - 1) * stride + length
-            gatherer.gather([Wanted(source, start, stop, 0, False)], block[: (stop - start) * size])
+            element_reader.read(
+                [ReadRequest(source, start, stop, 0, False)], block[: (stop - start) * size]
+            )
             rows = np.frombuffer(block, f"u{size}", count * stride).reshape(count, stride)
             runs = np.ascontiguousarray(rows[:, :length]).data.cast("B")
             begin = at + first * length * SIZES[target.dtype]
@@ -226,7 +237,7 @@ class _Copy:
                 self._add_runs(self.cast_covers[id(piece.pair)], piece, runs, stop)
 
     def _add_runs(
-        self, cover: Cover | Scattered, piece: Piece, runs: memoryview, stop: int
+        self, cover: Cover | Scattered, piece: TargetPiece, runs: memoryview, stop: int
     ) -> None:
         """Counts the CRC of runs of a piece; the last one ends at element `stop` of the tensor."""
         assert isinstance(cover, Scattered)
@@ -237,10 +248,10 @@ class _Copy:
         with self.lock:
             cover.add_runs(len(runs), stop * size, crc)
 
-    def _hash(self, target: _Target, chunk: Chunk, view: memoryview) -> None:
+    def _hash(self, target: _TargetFile, chunk: Chunk, view: memoryview) -> None:
         """Counts the CRCs of the chunk's pieces and gaps: for tensors, records and the file."""
         offset = chunk.offset
-        ranges: list[tuple[int, int, Piece | None]] = []
+        ranges: list[tuple[int, int, TargetPiece | None]] = []
         for piece in chunk.pieces:
             ranges += [(*gap, None) for gap in target.edges(offset, piece.offset)]
             ranges.append((piece.offset, piece.end, piece))
@@ -264,7 +275,7 @@ class _Copy:
         for target in self.targets:
             target.stack.__exit__(type(error), error, error.__traceback__)
 
-    def finish(self) -> Outcome:
+    def finish(self) -> CopyOutcome:
         """Checks the rest of the records and the source's digests; raises CorruptCheckpoint."""
         for target in self.targets:
             crc = target.cover.crc
@@ -284,7 +295,7 @@ class _Copy:
                     f"{pair.source.name} is damaged: its CRC-32 is not the manifest's",
                     hint="take another copy of the source; nothing was written",
                 )
-        self.outcome.checked, self.outcome.unchecked = finish([self.ledger])
+        self.outcome.checked, self.outcome.unchecked = finish([self.checker])
         return self.outcome
 
 
@@ -293,7 +304,7 @@ def _is_in_order(pair: Pair) -> bool:
     return isinstance(pair.target.fragments, (Runs, Slices))
 
 
-def _parts(piece: Piece) -> Iterable[Piece]:
+def _parts(piece: TargetPiece) -> Iterable[TargetPiece]:
     """The piece itself if its runs are near each other, else each of its runs as a piece."""
     near = piece.stride * SIZES[piece.pair.source.dtype] < SMALL
     return [piece] if near or piece.count == 1 else piece.runs()
@@ -308,7 +319,7 @@ def copy(
     memory: int = 256 << 20,
     io: str = "auto",
     progress: Progress | None = None,
-) -> Outcome:
+) -> CopyOutcome:
     """Fills the target's files from the source; they exist already, with their final sizes.
 
     `jobs` is the number of threads; `memory` bounds the bytes of all their buffers. Raises
@@ -318,7 +329,7 @@ def copy(
     chunk = chunk_size(source.dp, jobs, memory)
     running = _Copy(pairs, source, target, chunk, io, progress)
     try:
-        stream(running.tasks, jobs, [running.ledger], chunk, running.start)
+        stream(running.tasks, jobs, [running.checker], chunk, running.start)
     except BaseException as error:
         running.close(error)
         raise

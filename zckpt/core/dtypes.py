@@ -1,4 +1,4 @@
-"""The names and sizes of element types, as safetensors, torch and torch's storages spell them."""
+"""How do safetensors, torch and torch's storages name the element types, and how long are they?"""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ STORAGES = {
 }  # fmt: skip
 
 OPTIONS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-"""What `--dtype` accepts."""
+"""The values of `--dtype`."""
 
 NUMBERS = frozenset(SIZES) - {"F8_E4M3", "F8_E5M2", "C64"}
-"""Whose values can be compared with those of other types."""
+"""The types whose values can be compared with values of other types."""
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
@@ -40,7 +40,7 @@ _PACKED = {
 
 
 def decode(dtype: str, data: bytes) -> float | int | bool:
-    """The value of one element; raises KeyError for a dtype that has no Python number."""
+    """The value of one element; raises KeyError for a dtype without a Python number."""
     if dtype == "BF16":  # the upper half of a float32
         return float(struct.unpack("<f", b"\0\0" + data)[0])
     value: float | int | bool = struct.unpack(_PACKED[dtype], data)[0]

@@ -1,10 +1,10 @@
-"""Bytes in and out of files: aligned buffers, positioned reads, direct or buffered writes.
+"""How do bytes get in and out of files: which buffers, which reads, direct or buffered writes?
 
-Buffered writes whose writeback starts at once took 0.65 of the wall time of `cp` and `sync`, where
-direct ones (O_DIRECT) took 1.1 to 1.6: the kernel keeps more requests in flight than a few threads
-do. When memory is short it is the other way round, since fresh page-cache pages become dear; so
-targets that do not fit into half of the available memory are written directly, where the filesystem
-allows it.
+Buffered writes whose writeback starts at once took 0.65 of the wall time of `cp` and `sync`; direct
+writes (O_DIRECT) took 1.1 to 1.6. The kernel keeps more requests in flight than a few threads do.
+When memory is short, direct writes are faster, since new pages of the page cache become expensive.
+So a target that does not fit into half of the available memory is written directly, if the
+filesystem allows it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .fragments import Extent
 
 ALIGNMENT = 4096
 BUFFERED_WRITE = 1 << 20  # bytes; larger ones leave the processor's cache
-# these mean "not here", not "broken": no O_DIRECT, or stricter alignment than 4096
+# the filesystem refuses O_DIRECT, or wants a stricter alignment than 4096; nothing is broken
 REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -31,7 +31,7 @@ def align(size: int, alignment: int = ALIGNMENT) -> int:
 
 
 def write_mode(asked: str, size: int) -> str:
-    """The Writer's mode for a target of `size` bytes, where `asked` is what the user said."""
+    """The Writer's mode for a target of `size` bytes; `asked` is the user's choice."""
     if asked != "auto":
         return asked
     with open("/proc/meminfo", "rb") as file:
@@ -49,7 +49,7 @@ class Buffer:
 
 
 class Reader:
-    """Positioned reads; keeps a bounded number of files open. For one thread."""
+    """Reads at given offsets, for one thread; keeps at most `keep` files open."""
 
     def __init__(self, keep: int = 64) -> None:
         self.keep = keep
@@ -92,10 +92,11 @@ def files_per_thread(threads: int) -> int:
 
 
 class Writer:
-    """Positioned writes to one existing file of `size` bytes; direct where that is possible.
+    """Writes at given offsets into one existing file of `size` bytes.
 
-    `mode`: direct (raises OSError where refused), buffered, or auto (direct if not refused).
-    Offsets of `write` are 4096-aligned; only the last piece of the file may have an odd length.
+    `mode` is direct (raises OSError if the filesystem refuses), buffered, or auto (direct unless
+    the filesystem refuses). Offsets of `write` are multiples of 4096. So are lengths, except that
+    of the last write of the file.
     """
 
     def __init__(self, path: str, size: int, mode: str = "auto") -> None:
@@ -122,10 +123,10 @@ class Writer:
             return -1
 
     def write(self, buffer: memoryview, length: int, offset: int) -> None:
-        """`length` bytes of an aligned buffer; what lies behind them, up to alignment, may pass.
+        """Writes `length` bytes of an aligned buffer; a direct write takes more, up to alignment.
 
-        A buffered write is handed to the disk at once: left to itself, the kernel would collect
-        gigabytes and then stop the writer.
+        A buffered write starts its writeback at once. Otherwise the kernel would collect gigabytes
+        and then stop the writer.
         """
         if not self._refused:
             try:
@@ -165,13 +166,14 @@ def _write_all(file: int, data: memoryview, offset: int, most: int) -> None:
 
 
 def _allocate(file: int, size: int) -> None:
-    """Blocks for the whole file, so that a full disk shows at once and the blocks lie together.
+    """Allocates the whole file, so that a full disk shows at once and the blocks lie together.
 
-    By fallocate(2): the C library's posix_fallocate writes into every block where that is refused.
+    It calls fallocate(2) itself: if the filesystem refuses that, the C library's posix_fallocate
+    writes into every block.
     """
     if not size:
         return
-    import ctypes  # 4 ms that `inspect` has no need of
+    import ctypes  # takes 4 ms, and `inspect` does not need it
 
     libc = ctypes.CDLL(None, use_errno=True)
     offset, length = ctypes.c_int64(0), ctypes.c_int64(size)

@@ -1,10 +1,11 @@
-"""Values of a pickle whose classes are never imported, as plain data: in memory or as JSON.
+"""How are objects of a pickle kept whose classes are never imported: in memory, and as JSON?
 
-A checkpoint's pickle names classes of engines and of users. None is imported: an object becomes a
-`Foreign` record (which global, which arguments, which state), a bare class or dtype a `Global`.
-They survive as JSON in a universal manifest and can go back into a pickle as the same global.
+A checkpoint's pickle names classes of engines and of users. zckpt imports none of them. An object
+becomes a `Foreign` record (which global, which arguments, which state); a bare class or dtype
+becomes a `Global`. Both survive as JSON in a universal manifest, and can be written into a pickle
+again as the same global.
 
-JSON has no tuples, sets, bytes, integer keys or NaN; these are objects with one `$` key.
+JSON has no tuples, sets, bytes, integer keys or NaN. They are written as objects with one `$` key.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_VALUES = 5_000_000  # a small pickle that refers to itself over and over sto
 
 
 PYTHON_NUMBERS: dict[str, type[int] | type[float]] = {"int": int, "float": float, "bool": bool}
-"""Types of a `Scalar` that is no tensor."""
+"""The types of a `Scalar` that is a Python number, not a tensor."""
 
 
 class Size(tuple):  # type: ignore[type-arg]
@@ -45,8 +46,8 @@ class Global:
 class Foreign:
     """An object of a class that is not imported: `function(*arguments)`, then `state`.
 
-    `how` is the pickle's way to make it: "call" (REDUCE) or "new" (NEWOBJ: `cls.__new__`).
-    `items` holds what APPENDS (values) or SETITEMS (pairs) put into it.
+    `how` is the pickle's way to create it: "call" (REDUCE) or "new" (NEWOBJ: `cls.__new__`).
+    `appended` holds the values that APPENDS put into it, `items` the pairs of SETITEMS.
     """
 
     function: Global | Foreign
@@ -61,12 +62,12 @@ class Foreign:
     def name(self) -> str:
         """The dotted name of the class or function."""
         function = self.function
-        while isinstance(function, Foreign):  # what a call returned, called again
+        while isinstance(function, Foreign):  # the result of a call, which is called again
             function = function.function
         return function.name
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """An attribute from the pickled `__dict__`, as a default object's BUILD would set it."""
+        """An attribute from the pickled `__dict__`, as BUILD sets it for a usual object."""
         state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
         return state.get(name, default) if isinstance(state, dict) else default
 
@@ -83,7 +84,7 @@ class Scalar:
     shape: tuple[int, ...] = ()
 
     def unwrapped(self) -> Scalar | float | int | bool:
-        """A number of Python's as such, a tensor as it is."""
+        """The number itself if this is a Python number; otherwise this scalar."""
         kind = PYTHON_NUMBERS.get(self.dtype)
         return self if kind is None else kind(self.value)
 
@@ -96,12 +97,12 @@ class TensorName:
 
 
 def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """A copy of a container whose items are `change(item, key)`; keys differ within it."""
+    """A copy of a container with items `change(item, key)`; each key occurs once in a container."""
     kind = type(value)
     if kind in (dict, OrderedDict):
         return kind((key, change(item, key)) for key, item in value.items())
     if kind in (list, tuple, Size):
-        return kind(change(item, place) for place, item in enumerate(value))
+        return kind(change(item, number) for number, item in enumerate(value))
     if kind is Foreign:
         return Foreign(
             value.function,
@@ -116,13 +117,13 @@ def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def inside(path: str, key: Any) -> str:
-    """The place of an item: `client_state.rng`; other keys as Python writes them, so all differ."""
+    """The path of an item: `client_state.rng`. Odd keys are written as by `repr`, so all differ."""
     plain = isinstance(key, str) and re.fullmatch(r"[^\W\d][\w-]*", key)
     return f"{path}.{key if plain else repr(key)}"
 
 
 def to_json(value: Any) -> Any:
-    """Tagged JSON; raises CorruptCheckpoint for cycles and for what no pickle should hold."""
+    """Tagged JSON; raises CorruptCheckpoint for cycles and for types that no pickle should hold."""
     budget = MAX_VALUES
 
     def spend(count: int) -> None:
@@ -132,7 +133,7 @@ def to_json(value: Any) -> Any:
             raise CorruptCheckpoint("state is too large, or refers to itself")
 
     def encode(value: Any, depth: int) -> Any:
-        # texts cost as well: the same one may be referred to a million times
+        # long strings cost more: a pickle may refer to the same one a million times
         spend(1 + (len(value) // 100 if isinstance(value, (str, bytes, bytearray)) else 0))
         if depth > MAX_DEPTH:
             raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
@@ -154,7 +155,7 @@ def to_json(value: Any) -> Any:
                 spend(sum(map(len, value)) // 100)
                 return {key: encode(item, depth + 1) for key, item in value.items()}
             return {"$dict": [each(pair) for pair in value.items()]}
-        if kind in (set, frozenset):  # the same text every time
+        if kind in (set, frozenset):  # sorted, so that the JSON is the same every time
             return {f"${kind.__name__}": sorted(each(value), key=json.dumps)}
         if kind is Foreign:
             parts = {
@@ -180,14 +181,14 @@ def to_json(value: Any) -> Any:
 
 
 def plain_group(group: dict[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters as JSON that reads as people expect: betas is a list."""
+    """Hyper-parameters as JSON that people expect: tuples are lists (betas)."""
     return {
         key: to_json(list(value) if type(value) is tuple else value) for key, value in group.items()
     }
 
 
 def from_json(value: Any) -> Any:
-    """The value that `to_json` was given; raises CorruptCheckpoint for an unknown tag."""
+    """The inverse of `to_json`; raises CorruptCheckpoint for an unknown tag."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
@@ -219,7 +220,7 @@ def _base64(data: bytes | bytearray) -> str:
     return base64.b64encode(bytes(data)).decode("ascii")
 
 
-# type -> (tag, what stands under it); and the way back
+# type -> (tag, a function to the tag's value); and the inverse functions
 _TAGS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     tuple: ("$tuple", list),
     Size: ("$size", list),

@@ -1,6 +1,6 @@
-"""One whole tensor of a checkpoint in memory, as torch's or as numpy's.
+"""How does one whole tensor of a checkpoint get into memory, for torch or for numpy?
 
-Each is filled from wherever its elements lie, without another copy of them.
+Its elements are read straight into the new tensor, without another copy of them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from .dtypes import TORCH_NAMES
 from .fileio import Reader
 from .fragments import Record
 from .manifest import Entry, Manifest
-from .pieces import Gatherer, Ledger, Wanted
+from .pieces import ElementReader, ReadRequest, RecordChecker
 
 if TYPE_CHECKING:
     import torch
 
-SCRATCH = 8 << 20  # bytes, in which small pieces of many ranks are put together
+SCRATCH = 8 << 20  # bytes of working memory for small pieces of many ranks
 
 
 def entry_of(manifest: Manifest, name: str) -> Entry:
-    """The tensor `parameter/slot`; a tied weight has all its names.
+    """The entry of the tensor `parameter/slot`; a tied weight may have any of its names.
 
-    Raises WrongOption, which says what names are near.
+    Raises WrongOption, whose hint lists similar names.
     """
     parameter, _, slot = name.rpartition("/")
-    owners = {
-        alias: owner for owner, about in manifest.parameters.items() for alias in about.aliases
-    }
+    owners = {alias: owner for owner, item in manifest.parameters.items() for alias in item.aliases}
     entries = manifest.entries
     entry = entries.get(name) or entries.get(f"{owners.get(parameter, parameter)}/{slot}")
     if entry is not None:
@@ -50,12 +48,12 @@ def entry_of(manifest: Manifest, name: str) -> Entry:
 def fill(entry: Entry, view: memoryview, records: Sequence[Record]) -> None:
     """Reads all elements, row-major, into `view`.
 
-    Raises CorruptCheckpoint where the bytes do not have the CRC-32 that a file states of them.
+    Raises CorruptCheckpoint if the bytes do not have the CRC-32 that their file states.
     """
     reader = Reader()
     try:
-        gatherer = Gatherer(reader, Ledger(records), SCRATCH)
-        gatherer.gather([Wanted(entry, 0, entry.numel, 0)], view)
+        element_reader = ElementReader(reader, RecordChecker(records), SCRATCH)
+        element_reader.read([ReadRequest(entry, 0, entry.numel, 0)], view)
     finally:
         reader.close()
     if entry.digest is not None and crc32(view) != entry.digest:
@@ -66,7 +64,7 @@ def fill(entry: Entry, view: memoryview, records: Sequence[Record]) -> None:
 
 
 def as_torch(entry: Entry, records: Sequence[Record]) -> torch.Tensor:
-    """The tensor, on the CPU; raises UnsupportedCheckpoint for a type that this torch lacks."""
+    """The tensor, on the CPU; raises UnsupportedCheckpoint if this torch lacks its type."""
     import torch
 
     dtype = getattr(torch, TORCH_NAMES[entry.dtype], None)
@@ -82,7 +80,7 @@ def as_torch(entry: Entry, records: Sequence[Record]) -> torch.Tensor:
 
 
 def as_numpy(entry: Entry, records: Sequence[Record]) -> Any:
-    """The array; raises MissingExtra for a type that torch knows and numpy does not."""
+    """The array; raises MissingExtra if torch has its type and numpy does not."""
     import numpy
 
     name = TORCH_NAMES[entry.dtype]

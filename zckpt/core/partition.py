@@ -1,8 +1,8 @@
-"""How an engine cuts what it holds over its ranks: what an all-gather puts together again. No I/O.
+"""How does an engine cut its tensors over ranks, and which blocks does an all-gather bring back?
 
-A format that has `partitions(path)` says so by the engine's own rule, beside and independent of the
-fragments of its manifest: `verify --gather` proves one against the other. What is gathered at once
-is a bucket, a (rank x element) matrix; a tensor in it is blocks of that matrix.
+The function `partitions(path)` of a format answers by the engine's own rule. It does not use the
+fragments of the format's manifest: `verify --gather` proves one against the other. One all-gather
+brings a bucket, a matrix of (rank x element); a tensor is blocks of that matrix. No I/O here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .fragments import Extent
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """One tensor, `parameter/slot`, which begins at element `first` of a flat buffer."""
+class FlatMember:
+    """One tensor, `parameter/slot`, that begins at element `first` of a flat buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,16 +31,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Partitioned:
-    """A flat buffer of which every rank holds a part, in the order of the ranks.
+    """A flat buffer; every rank holds a part of it, in the order of the ranks.
 
-    Either the parts one behind the other are the buffer, and `first` counts in it; or, with
-    `interleaved`, every member is cut into equal slices, padded at its end, one for each rank, and
-    `first` counts in every rank's part.
+    Without `interleaved`, the buffer is the concatenation of the parts, and a member's `first`
+    counts in the buffer. With `interleaved`, every member is padded and cut into one equal slice
+    per rank, and `first` counts in each rank's part.
     """
 
     dtype: str
     ranks: tuple[Extent, ...]
-    members: Sequence[Member]
+    members: Sequence[FlatMember]
     interleaved: bool = False
 
     def length(self, rank: int) -> int:
@@ -50,9 +50,9 @@ class Partitioned:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor that one file holds whole; `extent` is from its first element to its last.
+    """A tensor that one file holds whole; `extent` reaches from its first element to its last.
 
-    `strides` count elements; None where it is row-major.
+    `strides` count elements; they are None if the tensor is row-major.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Whole:
 Partition = Partitioned | Whole
 
 
-# -- what is gathered together
+# -- what one all-gather brings
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements [start, stop) of every rank's part, at element `at` of a bucket's rows."""
+    """Elements [start, stop) of every rank's part; in a bucket's rows they begin at `at`."""
 
     part: Partitioned
     start: int
@@ -80,12 +80,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements of a tensor in a gathered bucket: `rows` x `columns` of them, from a corner on.
+    """`rows` x `columns` elements of a tensor in a bucket, from (`row`, `column`) on.
 
-    Row i of the block is elements [start + i * stride, ... + columns) of the tensor.
+    Row i of the block holds `columns` elements of the tensor, from start + i * stride on.
     """
 
-    member: Member
+    member: FlatMember
     row: int
     rows: int
     column: int
@@ -98,14 +98,14 @@ class Block:
         return self.rows * self.columns
 
     def runs(self) -> list[tuple[int, int]]:
-        """The elements, in ranges."""
+        """The elements as ranges [start, stop)."""
         if self.stride == self.columns or self.rows == 1:
             return [(self.start, self.start + self.numel)]
         firsts = range(self.start, self.start + self.rows * self.stride, self.stride)
         return [(first, first + self.columns) for first in firsts]
 
     def cut(self, count: int) -> tuple[Block, Block]:
-        """In two, about `count` elements in the first: between rows, or within the only one."""
+        """Cuts in two, with about `count` elements first: between rows, or within a single row."""
         if self.rows > 1:
             rows = min(max(1, count // self.columns), self.rows - 1)
             first = replace(self, rows=rows)
@@ -118,7 +118,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What one all-gather brings: `width` elements of each of `rows` ranks."""
+    """The result of one all-gather: `width` elements from each of `rows` ranks."""
 
     dtype: str
     rows: int
@@ -130,14 +130,14 @@ class Bucket:
         return SIZES[self.dtype]
 
     def blocks(self) -> Iterator[Block]:
-        """All tensors in it, by the engine's rule."""
+        """The blocks of all tensors in the bucket, by the engine's rule."""
         for segment in self.segments:
             rule = _interleaved if segment.part.interleaved else _flattened
             yield from rule(segment)
 
 
 def _interleaved(segment: Segment) -> Iterator[Block]:
-    """Every member is cut over all ranks, the last of which are padded."""
+    """The blocks of members that are cut over all ranks each; the last ranks are padded."""
     part, ranks = segment.part, len(segment.part.ranks)
     for member in part.members:
         width = -(-member.numel // ranks)
@@ -156,7 +156,7 @@ def _interleaved(segment: Segment) -> Iterator[Block]:
 
 
 def _flattened(segment: Segment) -> Iterator[Block]:
-    """Ranks' parts one behind the other are the flat buffer."""
+    """The blocks of a flat buffer that is the concatenation of all ranks' parts."""
     part = segment.part
     firsts = [member.first for member in part.members]
     base = 0
@@ -173,39 +173,39 @@ def _flattened(segment: Segment) -> Iterator[Block]:
 
 
 def buckets(parts: Sequence[Partitioned], room: int, processes: int) -> Iterator[Bucket]:
-    """Parts of equal type and number of ranks together, in pieces of at most `room` bytes."""
-    held: list[Segment] = []
-    here, kind, width = 0, ("", 0), 0
+    """Packs parts of equal type and equal number of ranks into buckets of at most `room` bytes."""
+    segments: list[Segment] = []
+    end, kind, width = 0, ("", 0), 0
     for part in parts:
         if (part.dtype, len(part.ranks)) != kind:
-            if held:
-                yield Bucket(*kind, here, tuple(held))
-            held, here, kind = [], 0, (part.dtype, len(part.ranks))
+            if segments:
+                yield Bucket(*kind, end, tuple(segments))
+            segments, end, kind = [], 0, (part.dtype, len(part.ranks))
             rows = -(-kind[1] // processes) * processes
             width = max(1, room // (rows * SIZES[part.dtype]))
         length, start = max(map(part.length, range(len(part.ranks)))), 0
         while start < length:
-            stop = min(length, start + width - here)
-            held.append(Segment(part, start, stop, here))
-            here += stop - start
+            stop = min(length, start + width - end)
+            segments.append(Segment(part, start, stop, end))
+            end += stop - start
             start = stop
-            if here == width:
-                yield Bucket(*kind, here, tuple(held))
-                held, here = [], 0
-    if held:
-        yield Bucket(*kind, here, tuple(held))
+            if end == width:
+                yield Bucket(*kind, end, tuple(segments))
+                segments, end = [], 0
+    if segments:
+        yield Bucket(*kind, end, tuple(segments))
 
 
 def share_of(blocks: Iterable[Block], rank: int, size: int) -> Iterator[Block]:
-    """What one of `size` processes compares: about as many elements as every other."""
+    """The blocks that one of `size` processes compares; each gets about as many elements."""
     listed = list(blocks)
     most = -(-sum(block.numel for block in listed) // size)
-    here = 0
+    counted = 0
     for whole in listed:
         rest: Block | None = whole
         while rest is not None:
-            left = most - here % most
+            left = most - counted % most
             block, rest = rest.cut(left) if rest.numel > left else (rest, None)
-            if here // most == rank:
+            if counted // most == rank:
                 yield block
-            here += block.numel
+            counted += block.numel

@@ -30,7 +30,7 @@ CAST_BLOCK = 1 << 18  # elements that are cast at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReadRequest:
     """Elements [start, stop) of an entry, to be put at byte `at` of a buffer.
 
     `check` is True if these bytes count for the CRC of their record. Bytes that are read twice
@@ -50,13 +50,13 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A record whose bytes do not have the CRC-32 that its file states, but `found`."""
+    """A record whose bytes have the CRC-32 `crc`, which is not the one that its file states."""
 
     record: Record
-    found: int
+    crc: int
 
 
-class Ledger:
+class RecordChecker:
     """Do the records have the CRC-32 that their files state? Bytes may come in any order.
 
     Damage raises CorruptCheckpoint. With `collect` it is put into `damage` instead.
@@ -184,12 +184,12 @@ class Ledger:
                 beside(record, part, view[: part.length])
 
 
-class Gatherer:
+class ElementReader:
     """Reads elements of entries into buffers, for one thread."""
 
-    def __init__(self, reader: Reader, ledger: Ledger, memory: int) -> None:
+    def __init__(self, reader: Reader, checker: RecordChecker, memory: int) -> None:
         self.reader = reader
-        self.ledger = ledger
+        self.checker = checker
         self.memory = memory
         self._scratch: Buffer | None = None
         self._block: Buffer | None = None
@@ -207,20 +207,20 @@ class Gatherer:
     def _read(self, extent: Extent, into: memoryview, check: bool) -> None:
         self.reader.read(extent, into)
         if check:
-            self.ledger.passed(extent.file, extent.offset, into)
+            self.checker.passed(extent.file, extent.offset, into)
 
-    def gather(self, wanted: Sequence[Wanted], view: memoryview) -> None:
+    def read(self, requests: Sequence[ReadRequest], view: memoryview) -> None:
         """Puts the elements of every item at its place in `view`."""
         # a read that may still grow, its byte in the buffer, and whether it is checked
         pending: tuple[Extent, int, bool] | None = None
         place = 0
-        while place < len(wanted):
-            batch = self._batch(wanted, place)
+        while place < len(requests):
+            batch = self._batch(requests, place)
             if batch:
                 self._read_slices(batch, view)
                 place += len(batch)
                 continue
-            item = wanted[place]
+            item = requests[place]
             place += 1
             size = SIZES[item.entry.dtype]
             for start, extent in self._long(item, view):
@@ -240,7 +240,7 @@ class Gatherer:
             extent, at, check = pending
             self._read(extent, view[at : at + extent.length], check)
 
-    def _long(self, item: Wanted, view: memoryview) -> Iterator[tuple[int, Extent]]:
+    def _long(self, item: ReadRequest, view: memoryview) -> Iterator[tuple[int, Extent]]:
         """The long runs of an item, each with its first element; copies the short ones at once."""
         size = SIZES[item.entry.dtype]
         for fragment in item.entry.fragments.overlapping(item.start, item.stop):
@@ -252,14 +252,14 @@ class Gatherer:
                 first = run.start
                 yield start, run.extent.part((start - first) * size, (stop - first) * size)
 
-    def _batch(self, wanted: Sequence[Wanted], place: int) -> list[Wanted]:
+    def _batch(self, requests: Sequence[ReadRequest], place: int) -> list[ReadRequest]:
         """Whole tensors from `place` on whose small slices follow each other on every rank.
 
         A tensor that the edge of a chunk cuts ends the batch: its slices would be read twice.
         """
-        batch: list[Wanted] = []
+        batch: list[ReadRequest] = []
         width = 0
-        for item in islice(wanted, place, None):
+        for item in islice(requests, place, None):
             slices = item.entry.fragments
             if not isinstance(slices, Slices) or item.start or item.stop != slices.numel:
                 break
@@ -277,7 +277,7 @@ class Gatherer:
             batch.append(item)
         return batch
 
-    def _read_slices(self, batch: Sequence[Wanted], view: memoryview) -> None:
+    def _read_slices(self, batch: Sequence[ReadRequest], view: memoryview) -> None:
         """One read per rank for all tensors of the batch, then a 2-D copy for each."""
         first, last = _slices(batch[0]), _slices(batch[-1])
         size, begin = first.size, first.offset
@@ -305,7 +305,7 @@ class Gatherer:
 
     def _spread(
         self,
-        batch: Sequence[Wanted],
+        batch: Sequence[ReadRequest],
         scratch: memoryview,
         begin: int,
         width: int,
@@ -319,7 +319,7 @@ class Gatherer:
                 source = (rank * width + first) * size
                 view[start:stop] = scratch[source : source + stop - start]
 
-    def _read_runs(self, item: Wanted, fragment: Fragment, view: memoryview) -> None:
+    def _read_runs(self, item: ReadRequest, fragment: Fragment, view: memoryview) -> None:
         """Copies an item's part of a strided fragment, by way of the working memory."""
         import numpy as np
 
@@ -340,7 +340,7 @@ class Gatherer:
             target[at[inside]] = runs[inside]
 
 
-def _slices(item: Wanted) -> Slices:
+def _slices(item: ReadRequest) -> Slices:
     slices = item.entry.fragments
     assert isinstance(slices, Slices)
     return slices

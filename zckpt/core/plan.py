@@ -24,7 +24,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TargetPiece:
     """Elements [start, stop) of a pair. They belong at byte `offset` of a target file.
 
     If `count` is above one, the piece is that many runs of equal length. They follow each other in
@@ -43,13 +43,13 @@ class Piece:
         numel = (self.stop - self.start) * self.count
         return self.offset + numel * SIZES[self.pair.target.dtype]
 
-    def runs(self) -> Iterator[Piece]:
+    def runs(self) -> Iterator[TargetPiece]:
         """Each run as its own piece."""
         length = (self.stop - self.start) * SIZES[self.pair.target.dtype]
         for number in range(self.count):
             first = number * self.stride
             offset = self.offset + number * length
-            yield Piece(offset, self.start + first, self.stop + first, self.pair)
+            yield TargetPiece(offset, self.start + first, self.stop + first, self.pair)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Chunk:
     file: str
     offset: int
     length: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[TargetPiece]
 
 
 def join(source: Manifest, target: Manifest, from_masters: bool = False) -> list[Pair]:
@@ -226,7 +226,7 @@ def _counterpart(
     return Match(entry, same, "values" if {entry.dtype, same.dtype} <= NUMBERS else "types")
 
 
-def files(pairs: Sequence[Pair]) -> Iterator[tuple[str, list[Piece]]]:
+def files(pairs: Sequence[Pair]) -> Iterator[tuple[str, list[TargetPiece]]]:
     """Every target file with its pieces, in the order of their bytes; one file at a time."""
     listed: dict[str, list[tuple[Pair, Fragment]]] = {}
     sliced: dict[int, list[Pair]] = {}  # by the identity of the flats that many tensors share
@@ -251,7 +251,7 @@ def files(pairs: Sequence[Pair]) -> Iterator[tuple[str, list[Piece]]]:
                 if rank < len(pair.target.fragments)
             ]
         pieces = [
-            Piece(
+            TargetPiece(
                 fragment.extent.offset,
                 fragment.start,
                 fragment.stop,
@@ -264,7 +264,7 @@ def files(pairs: Sequence[Pair]) -> Iterator[tuple[str, list[Piece]]]:
         yield file, sorted(pieces, key=lambda piece: piece.offset)
 
 
-def chunks(file: str, size: int, pieces: Sequence[Piece], chunk: int) -> Iterator[Chunk]:
+def chunks(file: str, size: int, pieces: Sequence[TargetPiece], chunk: int) -> Iterator[Chunk]:
     """A target file in chunks of `chunk` bytes; pieces are cut at the edges of chunks.
 
     An edge never splits an element, since every format aligns tensors to their elements.
@@ -272,7 +272,7 @@ def chunks(file: str, size: int, pieces: Sequence[Piece], chunk: int) -> Iterato
     first = 0
     for offset in range(0, size, chunk):
         end = min(offset + chunk, size)
-        inside: list[Piece] = []
+        inside: list[TargetPiece] = []
         number = first
         while number < len(pieces) and pieces[number].offset < end:
             piece = pieces[number]
@@ -283,7 +283,7 @@ def chunks(file: str, size: int, pieces: Sequence[Piece], chunk: int) -> Iterato
         yield Chunk(file, offset, end - offset, inside)
 
 
-def _clipped(piece: Piece, offset: int, end: int) -> Iterator[Piece]:
+def _clipped(piece: TargetPiece, offset: int, end: int) -> Iterator[TargetPiece]:
     """The part of a piece in bytes [offset, end) of its file; cut runs stand alone."""
     if piece.offset >= offset and piece.end <= end:
         yield piece
@@ -299,5 +299,5 @@ def _clipped(piece: Piece, offset: int, end: int) -> Iterator[Piece]:
         start = piece.start + run * piece.stride + skipped
         stop = start + (length if whole_runs else min(length - skipped, last - position))
         count, stride = (whole_runs, piece.stride) if whole_runs > 1 else (1, 0)
-        yield Piece(piece.offset + position * size, start, stop, piece.pair, count, stride)
+        yield TargetPiece(piece.offset + position * size, start, stop, piece.pair, count, stride)
         position += count * (stop - start)

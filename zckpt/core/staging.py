@@ -1,7 +1,7 @@
-"""A directory that appears whole or not at all.
+"""How does a target directory appear whole or not at all?
 
-Everything is written into `<target>.partial` and synced to the disk; one rename makes it the
-target. A run that fails removes what it wrote; one that is killed leaves `.partial` behind.
+Everything is written into `<target>.partial` and synced to the disk. One rename makes it the
+target. A run that fails removes what it wrote. A run that is killed leaves `.partial` behind.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .manifest import Sibling
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """A file without its tensors: `size` bytes, of which `parts` (offset, bytes) are known."""
+    """A file of `size` bytes without its tensors; `parts` are what it holds: (offset, bytes)."""
 
     name: str
     size: int
@@ -29,11 +29,12 @@ class Shell:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a format is going to write: `shells()` gives every file, again at every call.
+    """What a format is going to write; each call of `shells()` gives all files again.
 
-    `siblings` pairs names in the target with files that are copied as they are; `left_out` and
-    `warnings` are the whole report, the source's included. `from_masters` where weights are made of
-    the masters, though the source may hold them. `about` says in one line what is written.
+    `siblings` pairs names in the target with files that are copied unchanged. `left_out` and
+    `warnings` are the whole report, with the source's part. `from_masters` is True if weights are
+    cast from the masters even where the source holds weights. `about` describes the target in one
+    line.
     """
 
     shells: Callable[[], Iterator[Shell]]
@@ -45,9 +46,9 @@ class Layout:
 
 
 class Staging:
-    """`with Staging(target) as staging:` — write below `staging.path`; leaving renames it.
+    """`with Staging(target) as staging:` write below `staging.path`; the end of the block renames.
 
-    Raises TargetExists where target or `<target>.partial` is already there.
+    Raises TargetExists if the target or `<target>.partial` exists already.
     """
 
     def __init__(self, target: str) -> None:
@@ -71,7 +72,7 @@ class Staging:
                     file.write(data)
 
     def _inside(self, name: str) -> str:
-        """The path of a new file, its folder made; raises for a name that leads elsewhere."""
+        """The path of a new file, whose folder is created; raises if the name leads outside."""
         path = os.path.normpath(os.path.join(self.path, name))
         if not path.startswith(self.path + os.sep) or "\0" in name:
             raise CorruptCheckpoint(f"a file of the source has a name that leads outside: {name!r}")
@@ -79,7 +80,7 @@ class Staging:
         return path
 
     def copy(self, source: str, name: str) -> tuple[int, int]:
-        """A whole file as it is, below `path`; gives its size and CRC-32."""
+        """Copies a whole file unchanged to `name`; gives its size and CRC-32."""
         path = self._inside(name)
         size = crc = 0
         with open(source, "rb") as read, open(path, "xb") as write:
@@ -109,7 +110,7 @@ class Staging:
 
 
 def refuse_existing(target: str, partial: bool = True) -> None:
-    """Raises TargetExists where something stands in the way."""
+    """Raises TargetExists if the target, or with `partial` its `.partial`, exists already."""
     target = os.path.normpath(target)
     if os.path.lexists(target) and not _is_empty(target):
         raise TargetExists(f"{target} exists", hint="choose another name, or remove it first")
@@ -121,7 +122,7 @@ def refuse_existing(target: str, partial: bool = True) -> None:
 
 
 def _is_empty(target: str) -> bool:
-    """Whether a target is there already, but with nothing in it."""
+    """Whether a target is an empty directory."""
     if os.path.islink(target) or not os.path.isdir(target):
         return False
     with os.scandir(target) as items:
@@ -129,7 +130,7 @@ def _is_empty(target: str) -> bool:
 
 
 def refuse_inside(source: str, target: str) -> None:
-    """Raises WrongOption for a target within the source, whose files would be part of it."""
+    """Raises WrongOption if the target is inside the source, of which it would become a part."""
     outer, inner = os.path.realpath(source), os.path.realpath(target)
     if os.path.isdir(outer) and inner.startswith(outer + os.sep):
         raise WrongOption(
@@ -138,7 +139,7 @@ def refuse_inside(source: str, target: str) -> None:
 
 
 def free_space(target: str) -> int:
-    """Bytes that may still be written where `target` would be."""
+    """The free bytes of the filesystem that `target` would be on."""
     folder = os.path.dirname(os.path.abspath(target))
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -147,7 +148,7 @@ def free_space(target: str) -> int:
 
 
 def need_space(target: str, size: int) -> None:
-    """Raises NotEnoughSpace unless `size` bytes fit where `target` would be."""
+    """Raises NotEnoughSpace if `size` bytes do not fit on the filesystem of `target`."""
     free = free_space(target)
     if size > free:
         raise NotEnoughSpace(

@@ -16,7 +16,7 @@ from .dtypes import SIZES
 from .fileio import Reader, files_per_thread
 from .fragments import Extent, Record
 from .manifest import Entry
-from .pieces import Gatherer, Ledger, Wanted
+from .pieces import ElementReader, ReadRequest, RecordChecker
 
 CHUNK = 4 << 20  # bytes
 
@@ -36,7 +36,7 @@ def chunk_size(dp: int, jobs: int, memory: int) -> int:
     return max(1 << 20, min(wanted, memory // (2 * jobs)) >> 20 << 20)
 
 
-def batches(entries: Iterable[Entry], chunk: int) -> Iterator[list[Wanted]]:
+def batches(entries: Iterable[Entry], chunk: int) -> Iterator[list[ReadRequest]]:
     """Parts of tensors that fit together into `chunk` bytes.
 
     They come slot by slot, since tensors of one slot are neighbours in their files.
@@ -45,7 +45,7 @@ def batches(entries: Iterable[Entry], chunk: int) -> Iterator[list[Wanted]]:
     for entry in entries:
         slots.setdefault(entry.slot, []).append(entry)
     for same_slot in slots.values():
-        batch: list[Wanted] = []
+        batch: list[ReadRequest] = []
         offset = 0
         for entry in same_slot:
             size, start = SIZES[entry.dtype], 0
@@ -53,7 +53,7 @@ def batches(entries: Iterable[Entry], chunk: int) -> Iterator[list[Wanted]]:
             while start < entry.numel:
                 stop = min(entry.numel, start + (chunk - offset) // size)
                 if stop > start:
-                    batch.append(Wanted(entry, start, stop, offset))
+                    batch.append(ReadRequest(entry, start, stop, offset))
                     offset, start = batch[-1].end, stop
                 if chunk - offset < size:
                     yield batch
@@ -65,14 +65,14 @@ def batches(entries: Iterable[Entry], chunk: int) -> Iterator[list[Wanted]]:
 def stream(
     tasks: Iterator[Task],
     jobs: int,
-    ledgers: Sequence[Ledger],
+    checkers: Sequence[RecordChecker],
     memory: int,
-    start: Callable[[Sequence[Gatherer]], Callable[[Task], None]],
+    start: Callable[[Sequence[ElementReader]], Callable[[Task], None]],
 ) -> None:
     """Carries out all tasks on `jobs` threads, each of which opens files of its own.
 
-    Each thread calls `start` once, with a gatherer for each ledger, to get the function that
-    carries out a task. Each gatherer may take `memory` bytes to work with.
+    Each thread calls `start` once, with a element_reader for each checker, to get the function that
+    carries out a task. Each element_reader may take `memory` bytes to work with.
     """
     keep_open = files_per_thread(jobs)
 
@@ -80,7 +80,7 @@ def stream(
     def worker() -> Iterator[Callable[[Task], None]]:
         reader = Reader(keep_open)
         try:
-            yield start([Gatherer(reader, ledger, memory) for ledger in ledgers])
+            yield start([ElementReader(reader, checker, memory) for checker in checkers])
         finally:
             reader.close()
 
@@ -129,16 +129,16 @@ def _join(threads: Sequence[threading.Thread]) -> None:
 
 
 def finish(
-    ledgers: Sequence[Ledger],
+    checkers: Sequence[RecordChecker],
     everything: bool = False,
     beside: Callable[[Record, Extent, memoryview], None] | None = None,
 ) -> tuple[int, int]:
-    """Checks the rest of the records after a pass, as `Ledger.finish` does; gives its counts."""
+    """Checks the rest of the records after a pass, and counts checked and unchecked ones."""
     checked = unchecked = 0
     reader = Reader()
     try:
-        for ledger in ledgers:
-            counts = ledger.finish(reader, everything, beside)
+        for checker in checkers:
+            counts = checker.finish(reader, everything, beside)
             checked, unchecked = checked + counts[0], unchecked + counts[1]
     finally:
         reader.close()

@@ -18,7 +18,7 @@ from ..core.dtypes import SIZES, TORCH_NAMES
 from ..core.fileio import Buffer, Reader, align, files_per_thread
 from ..core.fragments import Record
 from ..core.manifest import Entry
-from ..core.pieces import Gatherer, Ledger, Wanted
+from ..core.pieces import ElementReader, ReadRequest, RecordChecker
 
 BLOCK = 16 << 20  # bytes; read first, then copied into the tensors
 
@@ -79,12 +79,12 @@ class Region:
             return fragment.extent.file, fragment.extent.offset + inside
         return "", 0
 
-    def wanted(self, at: int) -> Iterator[Wanted]:
+    def wanted(self, at: int) -> Iterator[ReadRequest]:
         """Its runs, to be placed consecutively from byte `at` of a buffer."""
         size = SIZES[self.entry.dtype]
         whole = self.inner <= 1  # many small runs: a record's checksum is not worth its pieces
         for start, stop in self.runs():
-            yield Wanted(self.entry, start, stop, at, whole)
+            yield ReadRequest(self.entry, start, stop, at, whole)
             at += (stop - start) * size
 
 
@@ -104,10 +104,10 @@ def fill(regions: Iterable[Region], records: Sequence[Record]) -> None:
             parts += region.cut(BLOCK // 8)
     parts.sort(key=Region.position)
     reader, buffer = Reader(files_per_thread(1)), Buffer(BLOCK)
-    gatherer = Gatherer(reader, Ledger(records), BLOCK)
+    gatherer = ElementReader(reader, RecordChecker(records), BLOCK)
     try:
         for batch in _batches(parts):
-            gatherer.gather([each for part, at in batch for each in part.wanted(at)], buffer.view)
+            gatherer.read([each for part, at in batch for each in part.wanted(at)], buffer.view)
             for part, at in batch:
                 dtype = getattr(torch, TORCH_NAMES[part.entry.dtype])
                 block = torch.frombuffer(buffer.view, dtype=dtype, count=part.numel, offset=at)

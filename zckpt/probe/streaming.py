@@ -26,7 +26,7 @@ from ..core.cast import cast
 from ..core.dtypes import SIZES
 from ..core.fileio import Reader
 from ..core.manifest import Entry, Manifest
-from ..core.pieces import CAST_BLOCK, Gatherer, Ledger, Wanted
+from ..core.pieces import CAST_BLOCK, ElementReader, ReadRequest, RecordChecker
 from ..errors import MissingData, listed
 from ..training.names import Renames, matched, plain, renamed
 from .statistics import NAMES, raw
@@ -127,7 +127,7 @@ class _Streamer(Subscriber):
         }
         self._loaded: dict[int, int] = {}  # calls of each module that have not returned
         self._reader = Reader()
-        self._gatherer = Gatherer(self._reader, Ledger(manifest.records), SCRATCH)
+        self._gatherer = ElementReader(self._reader, RecordChecker(manifest.records), SCRATCH)
         self._read: set[str] = set()
 
     def pre_forward_module(
@@ -154,7 +154,7 @@ class _Streamer(Subscriber):
 
     def finish(self) -> None:
         """Checks records that were read almost whole; reads the bytes between their tensors."""
-        self._gatherer.ledger.finish(self._reader)
+        self._gatherer.checker.finish(self._reader)
 
     def close(self) -> None:
         for own in self._own.values():
@@ -174,13 +174,13 @@ class _Streamer(Subscriber):
     def _fill(self, entry: Entry, view: memoryview, dtype: str) -> None:
         check = entry.name not in self._read  # a tensor that is read again counts once
         if dtype == entry.dtype:
-            self._gatherer.gather([Wanted(entry, 0, entry.numel, 0, check)], view)
+            self._gatherer.read([ReadRequest(entry, 0, entry.numel, 0, check)], view)
             return
         size, into = SIZES[entry.dtype], SIZES[dtype]
         for start in range(0, entry.numel, CAST_BLOCK):
             stop = min(start + CAST_BLOCK, entry.numel)
             block = self._gatherer.block()[: (stop - start) * size]
-            self._gatherer.gather([Wanted(entry, start, stop, 0, check)], block)
+            self._gatherer.read([ReadRequest(entry, start, stop, 0, check)], block)
             cast(block, entry.dtype, view[start * into : stop * into], dtype)
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..core.checksum import flipped_bit
-from ..core.compare import Outcome, Result
+from ..core.compare import ComparisonOutcome, Result
 from ..core.dtypes import SIZES
 from ..core.fragments import Extent, Runs, Slices
 from ..core.manifest import Entry, Manifest
@@ -62,12 +62,12 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
         "offset": extent.offset,
         "length": extent.length,
         "stated": f"{stated:08x}",
-        "found": f"{damage.found:08x}",
+        "found": f"{damage.crc:08x}",
         "tensors": list(dict.fromkeys(entry.name for entry, _, _ in contents)),
         "harmless": False,
     }
     what = f"{os.path.relpath(extent.file, manifest.root)} is damaged"
-    flipped = flipped_bit(stated, damage.found, extent.length)
+    flipped = flipped_bit(stated, damage.crc, extent.length)
     if flipped is None:
         names = listed(line["tensors"]) or "no tensor"
         return line | {
@@ -90,7 +90,7 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
     return line | {"message": what + (PADDING if padding else ", outside every tensor")}
 
 
-def not_zero(outcome: Outcome, manifest: Manifest) -> list[str]:
+def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[str]:
     """Notes on padding that is not zero, for DeepSpeed's stages 1 and 2.
 
     Other padding may contain anything: stage 3 leaves there what was in memory, ONNX Runtime stale
@@ -107,7 +107,7 @@ def not_zero(outcome: Outcome, manifest: Manifest) -> list[str]:
     ]
 
 
-def other_padding(a: Manifest, b: Manifest, outcome: Outcome) -> list[str]:
+def other_padding(a: Manifest, b: Manifest, outcome: ComparisonOutcome) -> list[str]:
     """Notes on records that state different CRCs although all tensors in them are equal."""
     known = {
         (os.path.relpath(record.extent.file, b.root), record.extent.offset, record.extent.length):

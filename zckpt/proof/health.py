@@ -7,19 +7,17 @@ grow with the checkpoint. The CRC-32 of records is checked at the same time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
-from ..core.copy import chunk_size
-from ..core.dtypes import FLOATS, NUMBERS, SIZES
-from ..core.fileio import Buffer, Reader, files_per_thread
+from ..core.dtypes import FLOATS, NUMBERS
+from ..core.fileio import Buffer
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
-from ..core.pieces import Gatherer, Ledger, Wanted
+from ..core.pieces import ElementReader, ReadRequest, RecordChecker
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
-from ..core.threads import share
+from ..core.streaming import batches, chunk_size, finish, stream
 from . import damage
 from .stats import Statistics, measure
 
@@ -71,40 +69,30 @@ def measure_all(
         entries = matching(manifest.entries.values(), pattern)
     measured = [entry for entry in entries if entry.dtype in NUMBERS]
     totals = {entry.name: _Total(entry.numel) for entry in measured}
-    ledger = Ledger(manifest.records, collect=True)
-    jobs = copying.jobs
-    chunk = chunk_size(
-        manifest.dp, jobs, copying.memory
-    )  # a buffer a thread, and as much to gather with
-    keep_open, lock = files_per_thread(jobs), Lock()
+    checker = RecordChecker(manifest.records, collect=True)
+    # each thread has a buffer of this size, and reads with as much
+    chunk = chunk_size(manifest.dp, copying.jobs, copying.memory)
+    lock = Lock()
     size = sum(entry.length for entry in measured)
     progress = begin(size) if begin else None
 
-    @contextmanager
-    def worker() -> Iterator[Callable[[list[Wanted]], None]]:
-        reader, view = Reader(keep_open), Buffer(chunk).view
-        gatherer = Gatherer(reader, ledger, chunk)
+    def start(readers: Sequence[ElementReader]) -> Callable[[list[ReadRequest]], None]:
+        (element_reader,) = readers
+        view = Buffer(chunk).view
 
-        def carry_out(wanted: list[Wanted]) -> None:
-            gatherer.gather(wanted, view)
-            for item in wanted:
+        def carry_out(batch: list[ReadRequest]) -> None:
+            element_reader.read(batch, view)
+            for item in batch:
                 part = measure(view[item.at : item.end], item.entry.dtype, histogram=True)
                 with lock:
                     totals[item.entry.name].add(item.start, item.stop, part)
             if progress:
-                progress(sum(item.end - item.at for item in wanted))
+                progress(sum(item.end - item.at for item in batch))
 
-        try:
-            yield carry_out
-        finally:
-            reader.close()
+        return carry_out
 
-    share(_tasks(measured, chunk), jobs, worker)
-    reader = Reader()
-    try:
-        checked, unchecked = ledger.finish(reader)
-    finally:
-        reader.close()
+    stream(batches(measured, chunk), copying.jobs, [checker], chunk, start)
+    checked, unchecked = finish([checker])
     statistics = {name: total.statistics for name, total in totals.items()}
     return {
         "step": manifest.step,
@@ -115,36 +103,13 @@ def measure_all(
             if entry.dtype not in NUMBERS
         ],
         "problems": [
-            *_damage(manifest, ledger),
+            *_damage(manifest, checker),
             *({"tensor": None, "message": line} for line in manifest.warnings),
             *_problems(manifest, measured, statistics),
         ],
         "bytes": size,
         "records": {"checked": checked, "unchecked": unchecked},
     }
-
-
-def _tasks(entries: Sequence[Entry], chunk: int) -> Iterator[list[Wanted]]:
-    """Parts that together fit into `chunk` bytes; slot by slot, as they are stored in files."""
-    slots: dict[str, list[Entry]] = {}
-    for entry in entries:
-        slots.setdefault(entry.slot, []).append(entry)
-    for neighbours in slots.values():
-        wanted: list[Wanted] = []
-        end = 0
-        for entry in neighbours:
-            size, start = SIZES[entry.dtype], 0
-            end = -(-end // size) * size
-            while start < entry.numel:
-                stop = min(entry.numel, start + (chunk - end) // size)
-                if stop > start:
-                    wanted.append(Wanted(entry, start, stop, end))
-                    end, start = wanted[-1].end, stop
-                if chunk - end < size:
-                    yield wanted
-                    wanted, end = [], 0
-        if wanted:
-            yield wanted
 
 
 def _line(entry: Entry, total: _Total) -> Report:
@@ -161,10 +126,10 @@ def _line(entry: Entry, total: _Total) -> Report:
 # -- what is wrong
 
 
-def _damage(manifest: Manifest, ledger: Ledger) -> Iterator[Report]:
+def _damage(manifest: Manifest, checker: RecordChecker) -> Iterator[Report]:
     """Records that do not have the CRC-32 that their file states."""
-    contents = damage.contents_of(manifest, ledger.damage)
-    for extent, item in ledger.damage.items():
+    contents = damage.contents_of(manifest, checker.damage)
+    for extent, item in checker.damage.items():
         line = damage.meaning(manifest, item, contents[extent])
         if not line["harmless"]:
             yield {"tensor": next(iter(line["tensors"]), None), "message": line["message"]}

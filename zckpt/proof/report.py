@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from ..core.compare import Difference, Outcome, Result
+from ..core.compare import ComparisonOutcome, Difference, Result
 from ..core.manifest import Entry, Manifest
 from ..errors import listed
 from ..version import __version__
@@ -16,7 +16,7 @@ from . import damage
 Report = dict[str, Any]
 
 
-def findings(outcome: Outcome, a: Manifest, b: Manifest) -> Report:
+def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
     """Differences of tensors, damage of files, and notes on what is harmless."""
     buffers = {*a.buffers, *b.buffers}
     differences, notes, cast = [], [], []
@@ -51,7 +51,7 @@ def findings(outcome: Outcome, a: Manifest, b: Manifest) -> Report:
     }
 
 
-def _damage(outcome: Outcome, manifest: Manifest) -> tuple[list[Report], list[str]]:
+def _damage(outcome: ComparisonOutcome, manifest: Manifest) -> tuple[list[Report], list[str]]:
     """Damaged tensors and records of one side, and notes on records damaged only in padding."""
     problems = [line for result in outcome.results for line in damage.digest(result, manifest)]
     notes = []
@@ -68,7 +68,7 @@ def _damage(outcome: Outcome, manifest: Manifest) -> tuple[list[Report], list[st
     return problems, notes
 
 
-def _count(outcome: Outcome, alone: bool) -> int:
+def _count(outcome: ComparisonOutcome, alone: bool) -> int:
     """The number of tensors that were read, or of pairs that were compared."""
     matches = [result.match for result in outcome.results if not result.match.copy]
     if alone:

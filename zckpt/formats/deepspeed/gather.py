@@ -18,7 +18,7 @@ from math import prod
 from typing import Any
 
 from ...core.manifest import slot_name
-from ...core.partition import Member, Partition, Partitioned, Whole
+from ...core.partition import FlatMember, Partition, Partitioned, Whole
 from ...files.torchfile import Parsed, Tensor, TorchFile
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -76,7 +76,7 @@ class _Engine:
             slot = name if name == "master" else slot_name(name)
             if len(held) == self.dp and _is_partition(held, masters):
                 members = [
-                    Member(f"{parameter}/{slot}", shape, firsts[parameter])
+                    FlatMember(f"{parameter}/{slot}", shape, firsts[parameter])
                     for parameter, shape in shapes.items()
                 ]
                 pairs = zip(self.optimizers, held, strict=True)
@@ -167,7 +167,7 @@ class _Engine:
                     yield _whole(f"{name}/param", file, tensor)
                 continue
             extents = tuple(file.extent(tensor) for file, tensor in pairs)
-            member = Member(f"{name}/param", shape, 0)
+            member = FlatMember(f"{name}/param", shape, 0)
             yield Partitioned(tensors[0].dtype, extents, [member], interleaved=True)
 
     def module(self) -> Iterator[Whole]:

@@ -17,7 +17,7 @@ from math import prod
 
 from ...core.dtypes import SIZES
 from ...core.fragments import Extent
-from ...core.partition import Member, Partition, Partitioned, Whole
+from ...core.partition import FlatMember, Partition, Partitioned, Whole
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from . import hdf5, legacy
 from .files import find
@@ -113,4 +113,4 @@ def _joined(name: str, shape: Shape, pieces: Sequence[RankTensor]) -> Iterator[P
         yield Whole(name, pieces[0].dtype, shape, pieces[0].extent)
         return
     extents: tuple[Extent, ...] = tuple(piece.extent for piece in pieces)
-    yield Partitioned(pieces[0].dtype, extents, [Member(name, shape, 0)])
+    yield Partitioned(pieces[0].dtype, extents, [FlatMember(name, shape, 0)])

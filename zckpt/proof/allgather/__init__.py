@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.checksum import Cover
-from ...core.compare import Difference, Outcome, Result
+from ...core.compare import ComparisonOutcome, Difference, Result
 from ...core.dtypes import SIZES
 from ...core.manifest import Entry, Manifest
 from ...core.partition import (
@@ -139,7 +139,7 @@ def _alike(a: Entry, b: Entry | None) -> bool:
     return b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
-def _uncovered(outcome: Outcome) -> list[Report]:
+def _uncovered(outcome: ComparisonOutcome) -> list[Report]:
     """Tensors of which no bucket brought some elements."""
     return [
         {
@@ -161,7 +161,7 @@ def _not_gathered(manifest: Manifest, gathered: Collection[str]) -> list[Report]
     ]
 
 
-def _of_all_processes(world: World, own: Gathering) -> Outcome:
+def _of_all_processes(world: World, own: Gathering) -> ComparisonOutcome:
     """The outcome of all processes together; each of them gets it."""
     mine = (own.differences, own.crcs, own.bytes)
     everyone: list[Any] = [mine]
@@ -186,4 +186,4 @@ def _of_all_processes(world: World, own: Gathering) -> Outcome:
         sides = [covers.get((place, side)) for side in (0, 1)]
         digests = [0 if not item.a.numel else cover.crc if cover else None for cover in sides]
         results.append(Result(item, (digests[0], digests[1]), differences.get(place)))
-    return Outcome(results, bytes=sum(size for _, _, size in everyone))
+    return ComparisonOutcome(results, bytes=sum(size for _, _, size in everyone))

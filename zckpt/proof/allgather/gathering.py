@@ -16,7 +16,7 @@ from ...core.dtypes import SIZES
 from ...core.partition import (
     Block,
     Bucket,
-    Member,
+    FlatMember,
     Partitioned,
     Whole,
     buckets,
@@ -193,7 +193,7 @@ class Gathering:
             read.result()
         assert part.strides is not None
         a = data.view(BITS[SIZES[part.dtype]]).as_strided(part.shape, part.strides).reshape(1, -1)
-        block = Block(Member(part.name, part.shape, 0), 0, 1, 0, a.numel(), 0, 0)
+        block = Block(FlatMember(part.name, part.shape, 0), 0, 1, 0, a.numel(), 0, 0)
         for place in self.places.get(part.name, ()):
             item = BlockMatch(block, place, self.matches[place], 0)
             other = torch.empty(item.end, dtype=torch.uint8)

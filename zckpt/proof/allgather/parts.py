@@ -11,7 +11,7 @@ from ...core.dtypes import SIZES
 from ...core.fragments import Box, Runs, solid
 from ...core.manifest import Entry, Manifest
 from ...core.partition import (
-    Member,
+    FlatMember,
     Partition,
     Partitioned,
     Whole,
@@ -32,7 +32,7 @@ def alone(entry: Entry) -> Partition:
     # a piece that is cut along an inner axis has many runs, between the runs of other pieces
     runs = (run for fragment in fragments for run in fragment.runs(0, entry.numel))
     extents = tuple(run.extent for run in sorted(runs, key=lambda run: run.start))
-    return Partitioned(entry.dtype, extents, [Member(entry.name, entry.shape, 0)])
+    return Partitioned(entry.dtype, extents, [FlatMember(entry.name, entry.shape, 0)])
 
 
 def named(
@@ -75,7 +75,7 @@ def spread(part: Whole, size: int) -> Partitioned:
     each = -(-numel // size) * width
     ends = [min((rank + 1) * each, numel * width) for rank in range(size)]
     ranks = [part.extent.part(min(rank * each, end), end) for rank, end in enumerate(ends)]
-    return Partitioned(part.dtype, tuple(ranks), [Member(part.name, part.shape, 0)])
+    return Partitioned(part.dtype, tuple(ranks), [FlatMember(part.name, part.shape, 0)])
 
 
 def by_kind(parts: Sequence[Partitioned]) -> list[Partitioned]:

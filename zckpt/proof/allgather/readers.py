@@ -18,7 +18,7 @@ from ...core.manifest import Entry
 from ...core.partition import (
     Block,
 )
-from ...core.pieces import Gatherer, Ledger, Wanted
+from ...core.pieces import ElementReader, ReadRequest, RecordChecker
 from ...core.plan import Match
 
 READ = 8 << 20  # bytes that one thread reads at a time
@@ -52,10 +52,10 @@ class Readers:
         self._own = threading.local()
         self._keep = files_per_thread(jobs)
 
-    def _gatherer(self) -> Gatherer:
+    def _gatherer(self) -> ElementReader:
         if not hasattr(self._own, "gatherer"):
-            self._own.gatherer = Gatherer(Reader(self._keep), Ledger(()), READ)
-        gatherer: Gatherer = self._own.gatherer
+            self._own.gatherer = ElementReader(Reader(self._keep), RecordChecker(()), READ)
+        gatherer: ElementReader = self._own.gatherer
         return gatherer
 
     def extents(self, wanted: Sequence[tuple[Extent, int]], into: memoryview) -> list[Future[Any]]:
@@ -78,7 +78,7 @@ class Readers:
     def elements(self, items: Sequence[BlockMatch], into: memoryview) -> list[Future[list[Seen]]]:
         """Reads the other side's elements of every item; the futures return their CRCs."""
         wanted = [
-            (item, Wanted(item.other, first, min(first + step, stop), 0))
+            (item, ReadRequest(item.other, first, min(first + step, stop), 0))
             for item in items
             for step in [max(1, READ // SIZES[item.other.dtype])]
             for start, stop in item.block.runs()
@@ -90,8 +90,8 @@ class Readers:
             placed.append((item, replace(part, at=start)))
             end, last = placed[-1][1].end, item
 
-        def work(some: Sequence[tuple[BlockMatch, Wanted]]) -> list[Seen]:
-            self._gatherer().gather([part for _, part in some], into)
+        def work(some: Sequence[tuple[BlockMatch, ReadRequest]]) -> list[Seen]:
+            self._gatherer().read([part for _, part in some], into)
             return [
                 (item, part.start, part.stop, crc32(into[part.at : part.end]))
                 for item, part in some

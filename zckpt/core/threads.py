@@ -1,1 +1,0 @@
-from .streaming import share as share
