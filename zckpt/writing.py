@@ -105,7 +105,7 @@ def write(
 
     read_shells = getattr(module, "read_shells", module.read)
     outcome = convert.convert(
-        source.manifest, target, layout, read_shells, seal, running.copying, running.begin
+        source.manifest, target, layout, size, read_shells, seal, running.copying, running.begin
     )
     return report | {
         "tensors": len(outcome.digests),
