@@ -52,19 +52,19 @@ def chunks(manifest: Manifest, chunk: int) -> Iterator[list[Wanted]]:
     """Elements one behind the other, at most `chunk` bytes together; one slot after the other."""
     for entries in manifest.slots.values():
         wanted: list[Wanted] = []
-        here = 0
+        end = 0
         for entry in entries:
             size = SIZES[entry.dtype]
-            here = -(-here // size) * size
+            end = -(-end // size) * size
             start = 0
             while start < entry.numel:
-                stop = min(entry.numel, start + (chunk - here) // size)
+                stop = min(entry.numel, start + (chunk - end) // size)
                 if stop > start:
-                    wanted.append(Wanted(entry, start, stop, here))
-                    here, start = wanted[-1].end, stop
-                if chunk - here < size:
+                    wanted.append(Wanted(entry, start, stop, end))
+                    end, start = wanted[-1].end, stop
+                if chunk - end < size:
                     yield wanted
-                    wanted, here = [], 0
+                    wanted, end = [], 0
         if wanted:
             yield wanted
 
