@@ -143,8 +143,11 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Matrices decay, vectors do not; frozen weights are in neither."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
-        {"params": [held for held in trained if held.ndim > 1], "weight_decay": 0.1},
-        {"params": [held for held in trained if held.ndim == 1], "weight_decay": 0.0},
+        {"params": [weight for weight in trained if weight.ndim > 1], "weight_decay": 0.1},
+        {
+            "params": [weight for weight in trained if weight.ndim == 1],
+            "weight_decay": 0.0,
+        },
     ]
 
 

@@ -92,11 +92,11 @@ def each_parameter(setting: Setting) -> int:
             passed += 2 * entry.length
             mine = place % world.size == world.rank
             if isinstance(part, Partitioned):
-                found = gathered(gatherer, part, member, world)
+                tensor = gathered(gatherer, part, member, world)
             elif mine:
-                found = load_whole(gatherer, part)
+                tensor = load_whole(gatherer, part)
             if mine and not torch.equal(
-                found.to(world.device).view(member.shape).view(bits(entry.dtype)),
+                tensor.to(world.device).view(member.shape).view(bits(entry.dtype)),
                 load_entry(gatherer, entry).to(world.device).view(bits(entry.dtype)),
             ):
                 raise RuntimeError(f"{member.name} differs")
@@ -148,10 +148,10 @@ def fragments(part: Partitioned, member: FlatMember) -> Iterator[Extent]:
 def load(gatherer: ElementReader, pieces: Sequence[Extent], dtype: str) -> torch.Tensor:
     """Pieces of files as one flat tensor."""
     loaded = torch.empty(sum(piece.length for piece in pieces), dtype=torch.uint8)
-    here = 0
+    offset = 0
     for piece in pieces:
-        gatherer.reader.read(piece, memory(loaded)[here : here + piece.length])
-        here += piece.length
+        gatherer.reader.read(piece, memory(loaded)[offset : offset + piece.length])
+        offset += piece.length
     return loaded.view(getattr(torch, TORCH_NAMES[dtype]))
 
 
@@ -175,8 +175,8 @@ def bits(dtype: str) -> torch.dtype:
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    held: Any = tensor.numpy()
-    return memoryview(held)
+    array: Any = tensor.numpy()
+    return memoryview(array)
 
 
 # -- the limit
@@ -268,8 +268,8 @@ def report(setting: Setting, speeds: dict[str, list[float]]) -> None:
         "each": "each parameter",
         "read": "reading and moving",
     }
-    for key, held in speeds.items():
-        print(f"{names[key]:24}{spread(held):>25} GB/s")
+    for key, throughputs in speeds.items():
+        print(f"{names[key]:24}{spread(throughputs):>25} GB/s")
     for key, least in (("read", LIMIT), ("each", TIMES if world.size > 1 else None)):
         ratios = [a / b for a, b in zip(speeds["gather"], speeds[key], strict=True)]
         good = least is not None and statistics.median(ratios) >= least

@@ -74,8 +74,8 @@ def measure(rank: int, store: Path, setting: Setting) -> None:
     if rank:
         return
     lines = [f"rank 0 read {total / needed(state):.4f} times its own bytes ({total / 1e6:.0f} MB)"]
-    for way, told in costs.items():
-        seconds, memory = zip(*told, strict=True)
+    for way, pairs in costs.items():
+        seconds, memory = zip(*pairs, strict=True)
         lines.append(f"{way}: {statistics.median(seconds):.2f} s, {max(memory):.0f} MiB of memory")
     (setting.work / "report").write_text("\n".join(lines))
 
@@ -114,18 +114,18 @@ def count_reads() -> list[int]:
 
 def needed(state: Any) -> int:
     """Bytes of this rank's tensors, each memory once."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def walk(value: Any) -> None:
         if isinstance(value, dict):
-            for held in value.values():
-                walk(held)
+            for item in value.values():
+                walk(item)
         elif isinstance(value, Tensor) and value.ndim:
             local = value.to_local()  # type: ignore[attr-defined]
-            found[local.data_ptr()] = local.nbytes
+            sizes[local.data_ptr()] = local.nbytes
 
     walk(state)
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def main() -> None:

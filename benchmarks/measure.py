@@ -62,16 +62,16 @@ def run(job: Job) -> Cost:
 
 def interleave(jobs: Sequence[Job], rounds: int) -> dict[str, list[Cost]]:
     """`rounds` runs of every job, A B A B ..., after one round that is not counted."""
-    found: dict[str, list[Cost]] = {job.name: [] for job in jobs}
+    costs: dict[str, list[Cost]] = {job.name: [] for job in jobs}
     for number in range(rounds + 1):
         for job in jobs:
             cost = run(job)
             if number:
-                found[job.name].append(cost)
+                costs[job.name].append(cost)
     for job in jobs:
         for output in job.outputs:
             shutil.rmtree(output, ignore_errors=True)
-    return found
+    return costs
 
 
 def table(costs: Mapping[str, Sequence[Cost]]) -> None:
@@ -79,9 +79,9 @@ def table(costs: Mapping[str, Sequence[Cost]]) -> None:
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
     print(f"\nn = {len(next(iter(costs.values())))}, load average {load}; min / median / max")
     print(f"{'':34}{'wall s':>25}{'CPU s':>25}{'peak MiB':>10}")
-    for name, held in costs.items():
-        wall, cpu = spread([cost.wall for cost in held]), spread([cost.cpu for cost in held])
-        print(f"{name:34}{wall:>25}{cpu:>25}{max(cost.memory for cost in held):>10.0f}")
+    for name, runs in costs.items():
+        wall, cpu = spread([cost.wall for cost in runs]), spread([cost.cpu for cost in runs])
+        print(f"{name:34}{wall:>25}{cpu:>25}{max(cost.memory for cost in runs):>10.0f}")
 
 
 def spread(values: Sequence[float]) -> str:

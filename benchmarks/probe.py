@@ -98,21 +98,21 @@ def main() -> None:
         return time.perf_counter() - started, time.process_time() - used
 
     with tempfile.TemporaryDirectory() as folder:
-        found: dict[str, list[tuple[float, float]]] = {"plain": [], "recorded": []}
+        times: dict[str, list[tuple[float, float]]] = {"plain": [], "recorded": []}
         for number in range(arguments.rounds + 1):
             plain = step()
             with probe.record(model, Path(folder) / str(number), step=number):
                 recorded = step()
             if number:
-                found["plain"].append(plain)
-                found["recorded"].append(recorded)
+                times["plain"].append(plain)
+                times["recorded"].append(recorded)
         records = runs.read(Path(folder) / "1").ranks[0]
     elements = sum(record.numbers["elements"] for record in records)
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
     print(f"n = {arguments.rounds}, {torch.get_num_threads()} threads, load average {load}")
     print(f"{len(records)} records of {elements / 1e6:.0f} million elements a step")
     for place, unit in enumerate(("wall", "CPU")):
-        plain_times, recorded_times = ([each[place] for each in held] for held in found.values())
+        plain_times, recorded_times = ([cost[place] for cost in costs] for costs in times.values())
         pairs = [two / one for one, two in zip(plain_times, recorded_times, strict=True)]
         ratio = statistics.median(pairs)
         print(f"{unit}: plain {spread(plain_times)} s a step, recorded {spread(recorded_times)} s")

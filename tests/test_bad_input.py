@@ -75,7 +75,7 @@ class TestDamage:
         refused(zckpt, example, path.name, "data.pkl is damaged")
 
     def test_a_flipped_bit_in_any_tensor(self, example: Path, zckpt: Zckpt) -> None:
-        path, found = optimizer_file(example, 2), 0
+        path, count = optimizer_file(example, 2), 0
         for member in zipfile.ZipFile(path).infolist():
             if "/data/" not in member.filename or member.file_size <= 4:
                 continue
@@ -85,8 +85,8 @@ class TestDamage:
             assert path.name in ended.err
             assert "damaged" in ended.err
             flip(path, data_offset(path, member) + member.file_size // 2)
-            found += 1
-        assert found == 6
+            count += 1
+        assert count == 6
         assert zckpt("convert", example, example.parent / "target").code == 0
 
     def test_a_file_of_something_else(self, example: Path, zckpt: Zckpt) -> None:
@@ -299,8 +299,8 @@ class TestPickles:
         assert not Path(Bomb.proof).exists()
 
     def test_a_zip_of_something_else(self, example: Path, zckpt: Zckpt) -> None:
-        made = io.BytesIO()
-        with zipfile.ZipFile(made, "w") as file:
+        archive = io.BytesIO()
+        with zipfile.ZipFile(archive, "w") as file:
             file.writestr("readme.txt", "hello")
-        optimizer_file(example, 0).write_bytes(made.getvalue())
+        optimizer_file(example, 0).write_bytes(archive.getvalue())
         refused(zckpt, example, optimizer_file(example, 0).name)

@@ -97,23 +97,23 @@ class TestInspect:
             assert word in ended.out
 
     def test_json(self, zckpt: Zckpt) -> None:
-        made = zckpt("inspect", EXAMPLE, "--json").document
-        assert made["zckpt"] == 1
+        report = zckpt("inspect", EXAMPLE, "--json").document
+        assert report["zckpt"] == 1
         facts = ("command", "format", "version", "zero_stage", "dp", "tag", "step", "complete")
-        assert [made[key] for key in facts] == [
+        assert [report[key] for key in facts] == [
             "inspect", "deepspeed", "0.19.8", 2, 4, "global_step7", 7, True,
         ]  # fmt: skip
-        assert made["parameters"] == 7
-        assert made["slots"]["master"] == {
+        assert report["parameters"] == 7
+        assert report["slots"]["master"] == {
             "tensors": 5, "dtype": "F32", "elements": 1929, "bytes": 4 * 1929,
         }  # fmt: skip
-        assert made["groups"][0]["betas"] == [0.9, 0.95]
-        assert {"where": "state of flat group 0", "step": 7, "truth": True} in made["steps"]
-        assert {"where": "engine, global_steps", "step": 7, "truth": False} in made["steps"]
+        assert report["groups"][0]["betas"] == [0.9, 0.95]
+        assert {"where": "state of flat group 0", "step": 7, "truth": True} in report["steps"]
+        assert {"where": "engine, global_steps", "step": 7, "truth": False} in report["steps"]
         files = list((EXAMPLE / "global_step7").iterdir())
-        assert made["files"] == len(files)
-        assert made["bytes"] == sum(path.stat().st_size for path in files)
-        assert made["problems"] == []
+        assert report["files"] == len(files)
+        assert report["bytes"] == sum(path.stat().st_size for path in files)
+        assert report["problems"] == []
 
     def test_steps(self, zckpt: Zckpt) -> None:
         out = zckpt("inspect", EXAMPLE, "--steps").out
@@ -128,8 +128,8 @@ class TestInspect:
             for kind in ("bias", "weight")
             for slot in ("exp_avg", "exp_avg_sq")
         ]
-        made = zckpt("inspect", EXAMPLE, "--tensors", "fc1.bias/master", "--json").document
-        assert made["tensors"][0]["shape"] == [29]
+        report = zckpt("inspect", EXAMPLE, "--tensors", "fc1.bias/master", "--json").document
+        assert report["tensors"][0]["shape"] == [29]
 
     def test_layout(self, zckpt: Zckpt) -> None:
         out = zckpt("inspect", EXAMPLE, "--layout", "--tensors", "*/master").out
@@ -198,19 +198,19 @@ class TestConvert:
         assert zckpt("convert", EXAMPLE, tmp_path / "quiet", "-q").out == ""
 
     def test_json(self, tmp_path: Path, zckpt: Zckpt) -> None:
-        made = zckpt("convert", EXAMPLE, tmp_path / "u", "--json").document
-        assert (made["zckpt"], made["command"], made["step"]) == (1, "convert", 7)
+        report = zckpt("convert", EXAMPLE, tmp_path / "u", "--json").document
+        assert (report["zckpt"], report["command"], report["step"]) == (1, "convert", 7)
         size = sum(path.stat().st_size for path in (tmp_path / "u").glob("*.safetensors"))
         manifest = (tmp_path / "u" / "manifest.json").stat().st_size
-        assert size <= made["bytes"] <= size + manifest
-        assert made["records"]["unchecked"] == 0
+        assert size <= report["bytes"] <= size + manifest
+        assert report["records"]["unchecked"] == 0
 
     def test_dry_run_writes_nothing(self, tmp_path: Path, zckpt: Zckpt) -> None:
-        made = zckpt("convert", EXAMPLE, tmp_path / "u", "--dry-run", "--json").document
-        assert made["dry_run"] is True
-        assert "master.safetensors" in made["files"]
-        assert made["memory"] <= 256 << 20
-        assert made["free"] > made["bytes"] > 0
+        report = zckpt("convert", EXAMPLE, tmp_path / "u", "--dry-run", "--json").document
+        assert report["dry_run"] is True
+        assert "master.safetensors" in report["files"]
+        assert report["memory"] <= 256 << 20
+        assert report["free"] > report["bytes"] > 0
         assert list(tmp_path.iterdir()) == []
         assert "master.safetensors" in zckpt("convert", EXAMPLE, tmp_path / "u", "--dry-run").out
 
@@ -270,12 +270,12 @@ class TestConvert:
 
     def test_error_as_json(self, tmp_path: Path, zckpt: Zckpt) -> None:
         ended = zckpt("convert", tmp_path / "nothing", tmp_path / "u", "--json")
-        made = ended.document
+        report = ended.document
         assert ended.code == 1
         assert ended.err == ""
-        assert made["command"] == "convert"
-        assert made["error"] == "NotACheckpoint"
-        assert made["hint"]
+        assert report["command"] == "convert"
+        assert report["error"] == "NotACheckpoint"
+        assert report["hint"]
 
 
 def test_formats(zckpt: Zckpt) -> None:

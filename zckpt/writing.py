@@ -104,7 +104,14 @@ def write(
         format.seal(path, shells, outcome)
 
     outcome = convert.convert(
-        source.manifest, target, layout, format.read_shells, seal, running.copying, running.begin
+        source.manifest,
+        target,
+        layout,
+        size,
+        format.read_shells,
+        seal,
+        running.copying,
+        running.begin,
     )
     return report | {
         "tensors": len(outcome.digests),

@@ -35,13 +35,13 @@ def shift_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     right = zero.FlatGroup.cut
 
     def wrong(self: zero.FlatGroup, start: int, stop: int) -> Runs:
-        found = right(self, start, stop)
-        first: Fragment = found[0]
+        fragments = right(self, start, stop)
+        first: Fragment = fragments[0]
         if start or first.stop - first.start < 2 or self.held < 100:
-            return found
+            return fragments
         extent = first.extent
         moved = Extent(extent.file, extent.offset + self.size, extent.length)
-        return Runs([Fragment(first.start, first.stop, moved), *found[1:]])
+        return Runs([Fragment(first.start, first.stop, moved), *fragments[1:]])
 
     monkeypatch.setattr(zero.FlatGroup, "cut", wrong)
 
@@ -183,7 +183,7 @@ def launch(processes: int, *words: object) -> tuple[int, dict[str, Any]]:
 
 def comparable(report: dict[str, Any]) -> dict[str, Any]:
     """All but what tells of the run itself."""
-    return {key: held for key, held in report.items() if key not in ("seconds", "world", "bytes")}
+    return {key: value for key, value in report.items() if key not in ("seconds", "world", "bytes")}
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
@@ -201,7 +201,7 @@ def test_any_number_of_processes_gives_the_same_report(
     for key in ("differences", "steps", "groups", "only_a", "only_b"):
         assert report[key] == json.loads(json.dumps(planned[key]))
     assert report["digests"] == {
-        name: held for name, held in planned["digests"].items() if not name.endswith("/state")
+        name: digests for name, digests in planned["digests"].items() if not name.endswith("/state")
     }
 
 
@@ -245,8 +245,8 @@ class TestGpu:
         _, report = launch(processes, faulty, *words)
         assert report["device"] == "cuda"
         alone = zckpt.verify(faulty, tmp_path / "universal", gather=True, device="cpu")
-        for held in (report, alone):
-            del held["device"]
+        for each in (report, alone):
+            del each["device"]
         assert comparable(report) == json.loads(json.dumps(comparable(alone)))
         _, report = launch(processes, EXAMPLE, *words)
         assert report["equal"]

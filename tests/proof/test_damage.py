@@ -25,9 +25,9 @@ def test_what_lies_in_records(seed: int) -> None:
         extent = Extent(chosen.choice("fgh"), chosen.randrange(200), chosen.randrange(1, 40))
         entry = Entry(f"w{number}/x", "U8", (extent.length,), solid(extent.length, extent))
         entries[entry.name] = entry
-    found = damage.contents_of(Manifest("", "x", {}, entries, {}), records)
+    contents = damage.contents_of(Manifest("", "x", {}, entries, {}), records)
     for record in records:
-        assert {entry.name for entry, _, _ in found[record]} == {
+        assert {entry.name for entry, _, _ in contents[record]} == {
             entry.name
             for entry in entries.values()
             for piece in [entry.fragments[0].extent]
@@ -56,5 +56,5 @@ class TestCoverage:
         flats = (Extent("a", 0, 12), Extent("b", 0, 12))
         for numel, fine in ((6, True), (5, True), (7, False)):
             entry = Entry("w/exp_avg", "F32", (numel,), Slices(flats, 0, numel, 4))
-            made = Manifest("", "deepspeed", {}, {entry.name: entry}, {})
-            assert (damage.uncovered(made) == []) == fine
+            manifest = Manifest("", "deepspeed", {}, {entry.name: entry}, {})
+            assert (damage.uncovered(manifest) == []) == fine

@@ -33,7 +33,7 @@ def memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()).cast("B")
 
 
-def made(dtype: str, count: int, seed: int = 0) -> torch.Tensor:
+def random_numbers(dtype: str, count: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(count, generator=generator, dtype=torch.float64) * 3
     if dtype[0] in "UB":
@@ -41,42 +41,42 @@ def made(dtype: str, count: int, seed: int = 0) -> torch.Tensor:
     return numbers.to(getattr(torch, TORCH_NAMES[dtype]))
 
 
-def assert_right(found: statistics.Statistics, tensor: torch.Tensor) -> None:
+def assert_right(measured: statistics.Statistics, tensor: torch.Tensor) -> None:
     """As torch has it, of the finite numbers as float64."""
     every = tensor.double().view(-1)
     finite = every[every.isfinite()]
-    assert found.elements == len(every)
-    assert found.finite == len(finite)
-    assert found.nan == int(every.isnan().sum())
-    assert found.positive_inf == int((every == math.inf).sum())
-    assert found.negative_inf == int((every == -math.inf).sum())
-    assert found.negative == int((finite < 0).sum())
-    assert found.zero == int((finite == 0).sum())
-    assert found.positive == int((finite > 0).sum())
+    assert measured.elements == len(every)
+    assert measured.finite == len(finite)
+    assert measured.nan == int(every.isnan().sum())
+    assert measured.positive_inf == int((every == math.inf).sum())
+    assert measured.negative_inf == int((every == -math.inf).sum())
+    assert measured.negative == int((finite < 0).sum())
+    assert measured.zero == int((finite == 0).sum())
+    assert measured.positive == int((finite > 0).sum())
     if len(finite):
-        assert (found.min, found.max) == (finite.min().item(), finite.max().item())
+        assert (measured.min, measured.max) == (finite.min().item(), finite.max().item())
         scale = finite.abs().max().item()
-        assert found.mean == pytest.approx(finite.mean().item(), rel=1e-12, abs=1e-13 * scale)
-        assert found.norm == pytest.approx(finite.norm().item(), rel=1e-11)
+        assert measured.mean == pytest.approx(finite.mean().item(), rel=1e-12, abs=1e-13 * scale)
+        assert measured.norm == pytest.approx(finite.norm().item(), rel=1e-11)
     if len(finite) > 1:
-        assert found.std == pytest.approx(finite.std().item(), rel=1e-10, abs=1e-13 * scale)
+        assert measured.std == pytest.approx(finite.std().item(), rel=1e-10, abs=1e-13 * scale)
     else:
-        assert found.std is None
+        assert measured.std is None
 
 
 @pytest.mark.parametrize("dtype", sorted(NUMBERS))
 @pytest.mark.parametrize("count", [1, 2, 1000, 70_000])
 def test_numbers_are_those_of_torch(dtype: str, count: int) -> None:
-    tensor = made(dtype, count)
-    found = measure(memory(tensor), dtype, histogram=True)
-    assert_right(found, tensor)
-    magnitudes = found.magnitudes()
-    assert sum(magnitudes["counts"] if magnitudes else ()) == found.finite - found.zero
+    tensor = random_numbers(dtype, count)
+    measured = measure(memory(tensor), dtype, histogram=True)
+    assert_right(measured, tensor)
+    magnitudes = measured.magnitudes()
+    assert sum(magnitudes["counts"] if magnitudes else ()) == measured.finite - measured.zero
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
 def test_what_is_not_finite_is_counted_apart(dtype: str) -> None:
-    tensor = made(dtype, 3000)
+    tensor = random_numbers(dtype, 3000)
     tensor[7], tensor[8], tensor[2999] = math.nan, math.inf, math.inf
     tensor[100], tensor[200], tensor[300] = -math.inf, 0.0, -0.0
     assert_right(measure(memory(tensor), dtype, histogram=True), tensor)
@@ -84,11 +84,11 @@ def test_what_is_not_finite_is_counted_apart(dtype: str) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_nothing_finite(value: float) -> None:
-    found = measure(memory(torch.full((5,), value)), "F32", histogram=True)
-    report = found.report()
+    measured = measure(memory(torch.full((5,), value)), "F32", histogram=True)
+    report = measured.report()
     assert [report[key] for key in ("min", "max", "mean", "std", "norm")] == [None] * 5
     assert (report["nan"], report["inf"]) == ((5, 0) if math.isnan(value) else (0, 5))
-    assert found.magnitudes() is None
+    assert measured.magnitudes() is None
 
 
 def test_no_elements() -> None:
@@ -110,17 +110,17 @@ def test_sums_that_overflow_in_their_own_type() -> None:
 
 def test_a_spread_that_cancels_in_sums_of_squares() -> None:
     tensor = 1e8 + torch.arange(200_000, dtype=torch.float64) % 7
-    found = measure(memory(tensor), "F64")
-    assert found.std == pytest.approx((tensor - 1e8).std().item(), rel=1e-9)
+    measured = measure(memory(tensor), "F64")
+    assert measured.std == pytest.approx((tensor - 1e8).std().item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("scale", [1e300, 1.5e308, 1e-300, 5e-324])
 def test_squares_that_float64_cannot_hold(scale: float) -> None:
     tensor = torch.tensor([1.0, -1.0, 1.0, 0.0], dtype=torch.float64) * scale
-    found = measure(memory(tensor), "F64")
-    assert found.norm == pytest.approx(math.sqrt(3) * scale, rel=1e-12) or scale == 5e-324
-    assert found.mean == pytest.approx(scale / 4, rel=1e-12, abs=5e-324)
-    report = found.report()
+    measured = measure(memory(tensor), "F64")
+    assert measured.norm == pytest.approx(math.sqrt(3) * scale, rel=1e-12) or scale == 5e-324
+    assert measured.mean == pytest.approx(scale / 4, rel=1e-12, abs=5e-324)
+    report = measured.report()
     assert report["norm"] == "inf" if math.sqrt(3) * scale == math.inf else report["norm"] > 0
 
 
@@ -129,8 +129,8 @@ def test_numbers_whose_sums_float64_cannot_hold() -> None:
     constant = measure(memory(tensor), "F64").report()
     assert [constant[key] for key in ("mean", "std", "norm")] == [1.7e308, 0.0, "inf"]
     tensor[:200_000] *= -1
-    found = measure(memory(tensor), "F64").report()
-    assert [found[key] for key in ("mean", "std", "norm")] == [
+    measured = measure(memory(tensor), "F64").report()
+    assert [measured[key] for key in ("mean", "std", "norm")] == [
         pytest.approx(0, abs=1e295),
         "inf",
         "inf",
@@ -139,25 +139,25 @@ def test_numbers_whose_sums_float64_cannot_hold() -> None:
 
 @pytest.mark.parametrize("value", [0.1, 1e8 + 0.1])
 def test_constants_have_no_spread(value: float) -> None:
-    found = measure(memory(torch.full((600_000,), value, dtype=torch.float64)), "F64")
-    assert (found.std, found.mean) == (0.0, value)
+    measured = measure(memory(torch.full((600_000,), value, dtype=torch.float64)), "F64")
+    assert (measured.std, measured.mean) == (0.0, value)
 
 
 def test_a_spread_of_a_few_units_in_the_last_place() -> None:
     tensor = 1e15 + torch.arange(20_000, dtype=torch.float64) % 7 / 8
-    found = measure(memory(tensor), "F64")
-    assert found.std == pytest.approx((tensor - 1e15).std().item(), rel=1e-9)
+    measured = measure(memory(tensor), "F64")
+    assert measured.std == pytest.approx((tensor - 1e15).std().item(), rel=1e-9)
 
 
 def test_integers_past_two_to_the_53() -> None:
     tensor = torch.tensor([2**62 + 1, -(2**62) - 1])
-    found = measure(memory(tensor), "I64")
-    assert (found.min, found.max) == (-(2**62) - 1, 2**62 + 1)
+    measured = measure(memory(tensor), "I64")
+    assert (measured.min, measured.max) == (-(2**62) - 1, 2**62 + 1)
 
 
 @given(st.lists(st.integers(0, 400), max_size=6), st.integers(1, 50))
 def test_parts_add_up(cuts: list[int], block: int) -> None:
-    numbers = made("F32", 400, seed=block) + 1000
+    numbers = random_numbers("F32", 400, seed=block) + 1000
     whole, parts = statistics.Statistics(), memory(numbers)
     edges = [0, *sorted(cuts), 400]
     for start, stop in pairwise(edges):
@@ -179,16 +179,16 @@ def test_magnitudes_are_counted_by_powers_of_two() -> None:
 
 def manifest_of(folder: Path, tensors: dict[str, torch.Tensor], **known: Any) -> Manifest:
     """One raw file that holds these tensors."""
-    path, entries, here = str(folder / "raw"), {}, 0
+    path, entries, offset = str(folder / "raw"), {}, 0
     names = {kind: name for name, kind in TORCH_NAMES.items()}
     with open(path, "wb") as file:
         for name, tensor in tensors.items():
             data = memory(tensor) if tensor.numel() else memoryview(b"")
             file.write(data)
             kind = names[str(tensor.dtype).removeprefix("torch.")]
-            held = solid(tensor.numel(), Extent(path, here, len(data)))
-            entries[name] = Entry(name, kind, tuple(tensor.shape), held)
-            here += len(data)
+            fragments = solid(tensor.numel(), Extent(path, offset, len(data)))
+            entries[name] = Entry(name, kind, tuple(tensor.shape), fragments)
+            offset += len(data)
     shapes = {entry.parameter: entry.shape for entry in entries.values()}
     parameters = {name: Parameter(shape, step=3) for name, shape in shapes.items()}
     return Manifest(str(folder), "raw", {}, entries, parameters, **known)
@@ -199,7 +199,9 @@ def messages(manifest: Manifest) -> list[str]:
 
 
 def test_every_tensor_in_every_part(tmp_path: Path) -> None:
-    tensors = {f"{dtype}/param": made(dtype, 900_001).view(-1, 1) for dtype in ("F32", "BF16")}
+    tensors = {
+        f"{dtype}/param": random_numbers(dtype, 900_001).view(-1, 1) for dtype in ("F32", "BF16")
+    }
     tensors |= {"empty/param": torch.empty(0, 3), "scalar/param": torch.tensor(4.0)}
     manifest = manifest_of(tmp_path, tensors)
     reports = [
@@ -225,8 +227,8 @@ def test_what_is_not_computed_is_named(dtype: torch.dtype, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("slot", sorted(health.SECOND_MOMENTS))
 def test_dead_and_impossible_second_moments(slot: str, tmp_path: Path) -> None:
-    held = {f"dead/{slot}": torch.zeros(4), f"wrong/{slot}": torch.tensor([1.0, -2.0, 0.0])}
-    dead, wrong = messages(manifest_of(tmp_path, held))
+    tensors = {f"dead/{slot}": torch.zeros(4), f"wrong/{slot}": torch.tensor([1.0, -2.0, 0.0])}
+    dead, wrong = messages(manifest_of(tmp_path, tensors))
     assert "no gradient has reached dead" in dead
     assert "after step 3" in dead
     assert "wrong" in wrong
@@ -249,21 +251,21 @@ def test_a_maximum_below_what_it_is_the_maximum_of(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_constant(tmp_path: Path) -> None:
-    held = {
+    tensors = {
         "zero/param": torch.zeros(3, 3),
         "one/master": torch.ones(3, 3),
         "bias/param": torch.zeros(3),
         "norm/param": torch.ones(1, 9),
     }
-    assert messages(manifest_of(tmp_path, held)) == [
+    assert messages(manifest_of(tmp_path, tensors)) == [
         "zero/param is all zero",
         "one/master is 1 everywhere",
     ]
 
 
 def test_nan_and_infinities_are_named(tmp_path: Path) -> None:
-    held = {"a/exp_avg": torch.tensor([math.nan, 1.0]), "b/param": torch.tensor([math.inf, 1.0])}
-    assert messages(manifest_of(tmp_path, held)) == [
+    tensors = {"a/exp_avg": torch.tensor([math.nan, 1.0]), "b/param": torch.tensor([math.inf, 1.0])}
+    assert messages(manifest_of(tmp_path, tensors)) == [
         "a/exp_avg has 1 NaN of 2 elements",
         "b/param has 1 infinities of 2 elements",
     ]
@@ -291,19 +293,19 @@ def test_a_real_checkpoint_is_healthy_in_every_format(tmp_path: Path) -> None:
 def test_planted_faults_are_named(example: Path) -> None:
     faults.change(example, "fc1.weight/exp_avg_sq", lambda data: bytes(len(data)))
     faults.change(example, "fc2.weight/master", faults.flip(17, 4, 31), mended=False)
-    told = {line["tensor"]: line["message"] for line in zckpt.stats(example)["problems"]}
-    assert "all zero after step 7" in told["fc1.weight/exp_avg_sq"]
-    assert "bit" in told["fc2.weight/master"]  # its record's CRC-32 tells
+    problems = {line["tensor"]: line["message"] for line in zckpt.stats(example)["problems"]}
+    assert "all zero after step 7" in problems["fc1.weight/exp_avg_sq"]
+    assert "bit" in problems["fc2.weight/master"]  # its record's CRC-32 tells
 
 
 def test_json_holds_what_it_says(zckpt: Zckpt, example: Path) -> None:
     nan = np.full(551, np.nan, "f4").tobytes()
     faults.change(example, "fc1.weight/exp_avg", lambda data: nan)
-    made = zckpt("stats", example, "--json", "--tensors", "fc1.*").document
-    assert (made["zckpt"], made["command"], made["step"]) == (1, "stats", 7)
-    lines = {line["tensor"]: line for line in made["tensors"]}
+    report = zckpt("stats", example, "--json", "--tensors", "fc1.*").document
+    assert (report["zckpt"], report["command"], report["step"]) == (1, "stats", 7)
+    lines = {line["tensor"]: line for line in report["tensors"]}
     assert (lines["fc1.weight/exp_avg"]["nan"], lines["fc1.weight/exp_avg"]["mean"]) == (551, None)
-    assert all(line["tensor"].startswith("fc1.") for line in made["problems"])
+    assert all(line["tensor"].startswith("fc1.") for line in report["problems"])
 
 
 def test_the_terminal_shows_them(zckpt: Zckpt) -> None:

@@ -12,8 +12,8 @@ from zckpt.proof import values
 
 
 def manifest(**fields: object) -> Manifest:
-    made = Manifest("", "x", {}, {}, {"w": Parameter((2,), group=0, step=7), "v": Parameter((2,))})
-    return replace(made, **fields)  # type: ignore[arg-type]
+    plain = Manifest("", "x", {}, {}, {"w": Parameter((2,), group=0, step=7), "v": Parameter((2,))})
+    return replace(plain, **fields)  # type: ignore[arg-type]
 
 
 def test_steps_that_both_tell() -> None:
@@ -33,12 +33,12 @@ def test_a_parameter_by_its_other_name() -> None:
 
 
 def test_scalars() -> None:
-    held = [
+    manifests = [
         manifest(parameters={"w": Parameter((2,), scalars={"mu_product": Scalar(value, "F32")})})
         for value in (0.5, 0.25)
     ]
-    assert values.scalars(held[0], held[0]) == []
-    (line,) = values.scalars(*held)
+    assert values.scalars(manifests[0], manifests[0]) == []
+    (line,) = values.scalars(*manifests)
     assert line == {"parameter": "w", "scalar": "mu_product", "a": 0.5, "b": 0.25}
 
 
@@ -62,14 +62,15 @@ def test_scalars_of_another_kind(other: Scalar, kinds: list[object]) -> None:
 
 
 def test_weights_that_were_left_out() -> None:
-    left_out, held, silent = (
-        manifest(state={"engine": {"excludes_frozen": told}}) for told in (True, False, None)
+    left_out, kept, silent = (
+        manifest(state={"engine": {"excludes_frozen": excludes}})
+        for excludes in (True, False, None)
     )
-    (line,) = values.forms(left_out, held)
+    (line,) = values.forms(left_out, kept)
     assert line["key"] == "frozen_param_fragments"
     assert "None" in line["a"]
     assert "all" in line["b"]
-    assert values.forms(left_out, left_out) == values.forms(held, silent) == []
+    assert values.forms(left_out, left_out) == values.forms(kept, silent) == []
     assert values.forms(manifest(), left_out) == []
 
 
@@ -83,8 +84,8 @@ def test_weights_that_were_left_out() -> None:
     ],
 )
 def test_groups(ours: dict[str, object], theirs: dict[str, object], expected: object) -> None:
-    found = values.groups(manifest(groups=(ours,)), manifest(groups=(theirs,)))
-    assert found == expected
+    lines = values.groups(manifest(groups=(ours,)), manifest(groups=(theirs,)))
+    assert lines == expected
 
 
 def test_groups_of_other_number_and_members() -> None:
@@ -92,8 +93,8 @@ def test_groups_of_other_number_and_members() -> None:
     b = manifest(
         groups=({"lr": 1.0}, {"lr": 1.0}), parameters={"w": Parameter((2,), group=1, step=7)}
     )
-    found = {line["key"]: (line["a"], line["b"]) for line in values.groups(a, b)}
-    assert found == {"groups": (1, 2), "group of w": (0, 1)}
+    sides = {line["key"]: (line["a"], line["b"]) for line in values.groups(a, b)}
+    assert sides == {"groups": (1, 2), "group of w": (0, 1)}
     assert values.groups(manifest(), b) == []
 
 

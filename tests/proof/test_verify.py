@@ -53,8 +53,8 @@ class Faults:
         assert (not zckpt.diff(copy, original)["equal"]) == against
         gathered = zckpt.verify(copy, original, gather=True, device="cpu")
         if names:
-            found = [line["tensor"] for line in reports[1]["differences"]]
-            assert found == list(names)
+            differing = [line["tensor"] for line in reports[1]["differences"]]
+            assert differing == list(names)
             assert [line["tensor"] for line in gathered["differences"]] == list(names)
             for line, other in zip(reports[1]["differences"], gathered["differences"], strict=True):
                 assert line == other
@@ -114,8 +114,8 @@ class Faults:
         faults.permute(copy)
         _, against = self.check(copy, original, alone=self.tells_weights)
         first, second = list(zckpt.read(original).parameters)[:2]
-        found = [line["tensor"] for line in against["differences"]]
-        assert found == [
+        differing = [line["tensor"] for line in against["differences"]]
+        assert differing == [
             f"{name}/{slot}"
             for name in (first, second)
             for slot in ("master", "exp_avg", "exp_avg_sq")
@@ -150,7 +150,11 @@ class Faults:
         assert step is not None
         (line,) = against["steps"]
         assert (line["a"], line["b"]) == (step + 1, step)
-        trainable = [held for held in zckpt.read(original).parameters.values() if held.trainable]
+        trainable = [
+            parameter
+            for parameter in zckpt.read(original).parameters.values()
+            if parameter.trainable
+        ]
         assert line["parameters"] == len(trainable)
         assert against["differences"] == []
 
@@ -188,7 +192,9 @@ class TestStage2(Faults):
 
     def test_a_frozen_weight(self, copy: Path, original: Path) -> None:
         manifest = zckpt.read(copy)
-        frozen = next(name for name, held in manifest.parameters.items() if not held.trainable)
+        frozen = next(
+            name for name, parameter in manifest.parameters.items() if not parameter.trainable
+        )
         faults.change(copy, f"{frozen}/param", faults.flip(0, 2, 14))
         self.check(copy, original, f"{frozen}/param", alone=False)
 
@@ -211,8 +217,8 @@ class TestStage3(Faults):
         manifest = zckpt.read(copy)
         buffer = f"{manifest.buffers[0]}/param"
         copies = [manifest.entries[buffer], *(e for e in manifest.replicas if e.name == buffer)]
-        held = copies[rank]
-        (fragment,) = held.fragments
+        other = copies[rank]
+        (fragment,) = other.fragments
         with open(fragment.extent.file, "r+b") as file:
             file.seek(fragment.extent.offset)
             file.write(b"\x01\x02")
@@ -361,10 +367,15 @@ class TestUniversal:
     def test_a_tied_weight_that_one_side_holds_twice(self, universal: Path) -> None:
         path = universal / "manifest.json"
         manifest = json.loads(path.read_text())
-        ((owner, held),) = [(n, p) for n, p in manifest["parameters"].items() if p["aliases"]]
-        (alias,) = held["aliases"]
-        held["aliases"] = []
-        manifest["parameters"][alias] = {**held, "group": None, "trainable": False, "step": None}
+        ((owner, parameter),) = [(n, p) for n, p in manifest["parameters"].items() if p["aliases"]]
+        (alias,) = parameter["aliases"]
+        parameter["aliases"] = []
+        manifest["parameters"][alias] = {
+            **parameter,
+            "group": None,
+            "trainable": False,
+            "step": None,
+        }
         source = manifest["entries"][f"{owner}/param"]
         stored = zckpt.read(universal).entries[f"{owner}/param"].fragments[0]
         manifest["entries"][f"{alias}/param"] = {
@@ -388,7 +399,7 @@ class TestUniversal:
         path = universal / "manifest.json"
         manifest = json.loads(path.read_text())
         for key in ("parameters", "entries"):
-            manifest[key] = {f"other.{name}": held for name, held in manifest[key].items()}
+            manifest[key] = {f"other.{name}": value for name, value in manifest[key].items()}
             if key == "entries":
                 manifest[key] = {}
         path.write_text(json.dumps(manifest))
@@ -403,13 +414,13 @@ class TestProofFile:
         file = tmp_path / "proof.json"
         ended = zckpt("verify", EXAMPLE, "--against", tmp_path / "dp3", "--save-proof", file)
         assert ended.code == 0
-        made = json.loads(file.read_text())
-        assert made["equal"]
-        assert made["versions"]["a"]["version"] == "0.19.8"
-        assert made["versions"]["zckpt"]
-        for sides in made["digests"].values():
+        proof = json.loads(file.read_text())
+        assert proof["equal"]
+        assert proof["versions"]["a"]["version"] == "0.19.8"
+        assert proof["versions"]["zckpt"]
+        for sides in proof["digests"].values():
             assert sides["a"] == sides["b"]
-        assert (made["device"], made["world"], made["step"]) == ("cpu", 1, 7)
+        assert (proof["device"], proof["world"], proof["step"]) == ("cpu", 1, 7)
         assert zckpt("verify", tmp_path / "dp3", "--against", file).code == 0
         faults.change(tmp_path / "dp3", "fc1.weight/exp_avg", faults.flip(9, 4, 3))
         ended = zckpt("verify", tmp_path / "dp3", "--against", file, "--json")
@@ -446,10 +457,10 @@ class TestProofFile:
         manifest["groups"][0]["lr"] = 99
         manifest["parameters"]["fc2.bias"]["step"] = 77
         path.write_text(json.dumps(manifest))
-        made = zckpt("verify", universal, "--against", file, "--json").document
-        assert "fc1.weight/exp_avg" in made["problems"][0]["message"]
-        assert made["groups"][0]["key"] == "lr"
-        assert made["steps"][0]["a"] == 77
+        report = zckpt("verify", universal, "--against", file, "--json").document
+        assert "fc1.weight/exp_avg" in report["problems"][0]["message"]
+        assert report["groups"][0]["key"] == "lr"
+        assert report["steps"][0]["a"] == 77
 
     def test_of_a_difference_is_none(self, tmp_path: Path, example: Path, zckpt: Zckpt) -> None:
         file = tmp_path / "proof.json"
@@ -475,10 +486,10 @@ class TestDiff:
         faults.change(example, "fc2.weight/master", faults.flip(1, 4, 29))
         ended = zckpt("diff", example, EXAMPLE, "--json")
         assert ended.code == 3
-        made = ended.document
-        assert made["first"] == "fc1.weight/exp_avg"
-        assert made["worst"] == "fc2.weight/master"
-        for line in made["differences"]:
+        report = ended.document
+        assert report["first"] == "fc1.weight/exp_avg"
+        assert report["worst"] == "fc2.weight/master"
+        for line in report["differences"]:
             assert line["count"] == 1
             assert -1 <= line["cosine"] <= 1
         said = zckpt("diff", example, EXAMPLE).out
@@ -513,9 +524,9 @@ class TestDiff:
 
     def test_states_and_steps(self, example: Path) -> None:
         faults.raise_step(example, ranks=4)
-        made = zckpt.diff(example, EXAMPLE)
-        assert made["steps"][0]["a"] == made["steps"][0]["b"] + 1
-        assert not made["equal"]
+        report = zckpt.diff(example, EXAMPLE)
+        assert report["steps"][0]["a"] == report["steps"][0]["b"] + 1
+        assert not report["equal"]
 
 
 class TestOptions:

@@ -30,7 +30,7 @@ Seal = Callable[[str, Manifest, CopyOutcome], None]
 
 
 def files_of(layout: Layout) -> dict[str, int]:
-    """Names and sizes of all files that a layout writes."""
+    """Names and sizes of all files that a layout writes. Builds every shell, so call it once."""
     shells = {shell.name: shell.size for shell in layout.shells()}
     return shells | {name: sibling.size for name, sibling in layout.siblings}
 
@@ -44,17 +44,17 @@ def convert(
     source: Manifest,
     target: str,
     layout: Layout,
+    size: int,
     read_shells: ReadShells,
     seal: Seal,
     copying: Copying,
     begin: Begin | None,
 ) -> CopyOutcome:
-    """Writes `source` as the directory `target`, laid out as `layout` says.
+    """Writes `source` as the directory `target`, `size` bytes in the files of `layout`.
 
     If an error is raised, there is no `target`. Raises NotEnoughSpace, CorruptCheckpoint if the
     source's bytes do not have the checksums that its files state, MissingData, OSError.
     """
-    size = sum(files_of(layout).values())
     try:
         with Staging(target) as staging:
             staging.lay(layout.shells())
