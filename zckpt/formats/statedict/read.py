@@ -26,7 +26,7 @@ from .finding import (
 )
 from .names import names_of, refuse_twice
 from .tree import Leaf, Path, SavedTree, dotted
-from .twins import NamesByContent, is_updated
+from .twins import second_names
 
 SCHEDULERS = ("lr_scheduler", "scheduler")
 BUFFERS = re.compile(  # the names that modules of torch and transformers give to theirs
@@ -163,34 +163,9 @@ class _Manifest:
         return aliases | ties.stated(config, [*self.model, *aliases])
 
     def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
-        """Second names of tied weights: in the same memory, or with bytes not equal by chance.
-
-        A tied weight has its state under its first name, so its second name is not a parameter.
-        Before the first update a frozen copy, such as a teacher, has equal bytes too. It is not an
-        alias if the file shows that its memory is another.
-        """
-        known = NamesByContent()
-        for name in trained:
-            known.add(name, self.model[name])
-        owned = set(trained)
+        """Second names of tied weights, by content; warns of those that may be frozen copies."""
         state = self.optimizer.state if self.optimizer else {}
-        aliases: dict[str, str] = {}
-        for name in [name for name in self.model if name not in owned]:
-            owner = known.find(self.model[name])
-            if owner is None:  # among weights of no optimizer, only the same memory is proof
-                owner = known.owner(name, replace(self.model[name], twin=None))
-            same_memory = self.model[name].memory == self.model[owner].memory
-            if owner in owned and not same_memory and not is_updated(state.get(owner, {})):
-                continue
-            if owner != name:
-                aliases[name] = owner
-        doubtful = [
-            name
-            for name, owner in aliases.items()
-            if owner in owned
-            and self.model[name].memory is None
-            and not is_updated(state.get(owner, {}))
-        ]
+        aliases, doubtful = second_names(self.model, trained, state)
         if doubtful:
             self.warnings.append(
                 f"{listed(doubtful, 4)}: equal to a trained weight that shows no update, so taken "
