@@ -19,6 +19,8 @@ from ..core.dtypes import TORCH_NAMES
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
 from ..errors import ZckptError
+from ..files.dcpfile import METADATA
+from ..formats.dcp.files import located
 from ..formats.dcp.items import (
     OpenedItem,
     StoredBox,
@@ -27,9 +29,8 @@ from ..formats.dcp.items import (
     StoredValue,
     stored_items,
 )
-from ..formats.dcp.read import METADATA, located
 from ..formats.statedict.tree import Path, dotted
-from ..formats.statedict.write import Hole, StateDicts
+from ..formats.statedict.write import BlankTensor, StateDicts
 from ..training import steps
 from ..training.names import renamed
 from ..training.options import Options
@@ -167,7 +168,7 @@ def listing_of(manifest: Manifest) -> Listing:
             key = dotted(path)
             listing.paths[key] = path
             listing.items[key] = _item(manifest, value)
-            if isinstance(value, Hole) and path[:-1] == dicts.model:
+            if isinstance(value, BlankTensor) and path[:-1] == dicts.model:
                 name = path[-1]
                 listing.weights[key] = dicts.aliases.get(name) or name
     except ZckptError as error:
@@ -181,7 +182,7 @@ def _item(manifest: Manifest, value: Any) -> StoredTensor | StoredValue:
     def entry(name: TensorName) -> Entry:
         return manifest.entries[f"{name.name}/state"]
 
-    if isinstance(value, Hole):
+    if isinstance(value, BlankTensor):
         return StoredTensor(TORCH_NAMES[value.dtype], value.shape, {})
     if isinstance(value, TensorName):
         tensor = entry(value)

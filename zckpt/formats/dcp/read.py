@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ...core.staging import Layout
     from ...training.options import Options
 
-__all__ = ["METADATA", "detect", "detect_weak", "lay_out", "located", "read", "seal"]
+__all__ = ["detect", "detect_weak", "lay_out", "read", "seal"]
 
 MAX_LIST = 1_000_000  # elements of all lists
 MAX_DEPTH = 100
