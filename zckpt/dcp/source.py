@@ -30,7 +30,7 @@ from ..formats.dcp.items import (
     stored_items,
 )
 from ..formats.statedict.tree import Path, dotted
-from ..formats.statedict.write import Hole, StateDicts
+from ..formats.statedict.write import BlankTensor, StateDicts
 from ..training import steps
 from ..training.names import renamed
 from ..training.options import Options
@@ -168,7 +168,7 @@ def listing_of(manifest: Manifest) -> Listing:
             key = dotted(path)
             listing.paths[key] = path
             listing.items[key] = _item(manifest, value)
-            if isinstance(value, Hole) and path[:-1] == dicts.model:
+            if isinstance(value, BlankTensor) and path[:-1] == dicts.model:
                 name = path[-1]
                 listing.weights[key] = dicts.aliases.get(name) or name
     except ZckptError as error:
@@ -182,7 +182,7 @@ def _item(manifest: Manifest, value: Any) -> StoredTensor | StoredValue:
     def entry(name: TensorName) -> Entry:
         return manifest.entries[f"{name.name}/state"]
 
-    if isinstance(value, Hole):
+    if isinstance(value, BlankTensor):
         return StoredTensor(TORCH_NAMES[value.dtype], value.shape, {})
     if isinstance(value, TensorName):
         tensor = entry(value)

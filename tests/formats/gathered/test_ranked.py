@@ -17,7 +17,7 @@ from zckpt import errors
 from zckpt.core.inert import Foreign, Global, Size
 from zckpt.files.torchfile import TorchFile
 from zckpt.files.torchshell import Storages, shell
-from zckpt.formats.gathered import ranked
+from zckpt.formats.gathered import distributed, ranked
 from zckpt.formats.statedict.tree import Leaf
 
 PLACEMENTS = "torch.distributed.tensor.placement_types"
@@ -89,7 +89,7 @@ def slotted(name: str, **state: Any) -> Foreign:
 def rebuilt(cls: str, shape: Sequence[int], state: Any) -> Foreign:
     about = (Global(cls), Global("torch.float32"), Size(shape), (), 0, None, "cpu", False)
     function = Global("torch._utils._rebuild_wrapper_subclass")
-    return Foreign(Global(ranked.REBUILD), (function, Global(cls), about, state))
+    return Foreign(Global(distributed.REBUILD), (function, Global(cls), about, state))
 
 
 def placed(kind: str, **state: Any) -> Foreign:

@@ -1,4 +1,13 @@
-"""Directories of torch.distributed.checkpoint, as FSDP1, FSDP2 and plain torch save them."""
+"""Directories of torch.distributed.checkpoint, as FSDP1, FSDP2 and plain torch save them.
+
+    files.py    which folders make the checkpoint
+    read.py     the state dicts in them, and their manifest
+    items.py    the same by key: an item is read when a program asks for it
+    hf.py       Hugging Face's storage of the same: safetensors without an index
+    write.py    a directory that any number of ranks loads
+
+Facts in this package are of torch 2.13.0 unless said otherwise.
+"""
 
 from __future__ import annotations
 

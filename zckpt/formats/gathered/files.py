@@ -28,7 +28,7 @@ from ...errors import (
 )
 from ...files.torchfile import Tensor, TorchFile
 from ...training import peft
-from . import ranked
+from . import distributed
 
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 RANK = re.compile(
@@ -141,7 +141,7 @@ def _is_part(folder: str, name: str) -> bool:
         value = TorchFile(path).value
     except (ZckptError, OSError):
         return False
-    return next(ranked.distributed_in(value), None) is not None or _has_groups(value)
+    return next(distributed.distributed_in(value), None) is not None or _has_groups(value)
 
 
 def _has_groups(value: Any, depth: int = DEPTH) -> bool:
@@ -176,7 +176,7 @@ def _has_state_dicts(path: str) -> bool:
 def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
     if isinstance(value, dict) and depth:
         return any(_has_tensors(item, depth - 1) for item in value.values())
-    return isinstance(value, Tensor) or ranked.is_distributed(value)
+    return isinstance(value, Tensor) or distributed.is_distributed(value)
 
 
 def find(path: str) -> StateDictFiles:

@@ -15,7 +15,7 @@ from ...errors import InconsistentCheckpoint, MissingData
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
 from ..statedict.tree import Leaf, SavedTree, leaves
-from . import ranked, zro
+from . import distributed, ranked, zro
 
 
 def is_local(files: Mapping[int, TorchFile]) -> bool:
@@ -23,7 +23,7 @@ def is_local(files: Mapping[int, TorchFile]) -> bool:
     values = [file.value for file in files.values()]
     if not all(isinstance(v, dict) and "param_groups" in v and "state" in v for v in values):
         return False
-    if any(next(ranked.distributed_in(value), None) is not None for value in values):
+    if any(next(distributed.distributed_in(value), None) is not None for value in values):
         return False
     members = [[m for group in value["param_groups"] for m in group["params"]] for value in values]
     if not all(type(member) is int for each in members for member in each):
@@ -166,7 +166,7 @@ def _check_alike(files: Mapping[int, TorchFile], step_policy: str | None) -> Non
         if texts[rank] != texts[0]:
             raise InconsistentCheckpoint(
                 f"{file.path} and {files[0].path} have different hyper-parameters",
-                hint=ranked.MIXED,
+                hint=distributed.MIXED,
             )
     last = [(file.path, step) for file in files.values() if (step := _last_step(file))]
     if step_policy != steps.KEEP:

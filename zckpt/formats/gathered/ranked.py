@@ -1,12 +1,8 @@
-"""How the parts that ranks saved become one tree: ShardedTensor and DTensor.
+"""One tree of state dicts from the files of all ranks, each of which saved its part.
 
-    ShardedTensor    offsets, sizes, rank and world size are in each pickle (FSDP1)
-    DTensor          the local tensor, the whole shape, a mesh and its placements (FSDP2)
-
-torch loads such files only at the world size that wrote them. For a DTensor the part is computed:
-with `Shard(d)`, the k-th of n ranks has elements [k * c, (k + 1) * c) along axis d, c = ceil(size /
-n); with `Replicate`, all. Any other value should be the same on every rank. If it is not (random
-states, data loaders), rank 0's is kept and the report says so.
+torch loads such files only at the world size that wrote them. Any value other than a ShardedTensor
+or DTensor should be the same on every rank. If it is not (random states, data loaders), rank 0's is
+kept and the report says so.
 """
 
 from __future__ import annotations
@@ -15,11 +11,10 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES
-from ...core.inert import Foreign, Global, Scalar, map_values, to_json
+from ...core.inert import Scalar, map_values, to_json
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -27,35 +22,20 @@ from ...errors import (
     UnsupportedCheckpoint,
     listed,
 )
-from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile
+from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
 from ...training.options import MAX_DP
 from ..statedict.tree import Leaf, Path, TensorPiece, assembled, dotted, identities, leaf, leaves
-
-REBUILD = "torch._tensor._rebuild_from_type_v2"
-MIXED = "files of different saves seem to be mixed; take those of one save"
-MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading a record of another structure than torch's may raise."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalPart:
-    """Elements [offset, offset + size) along every axis, which are `tensor` in `file`."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    tensor: Tensor
-    file: TorchFile
-
-
-@dataclass(frozen=True, slots=True)
-class DistributedTensor:
-    """A tensor that `world` ranks have together, with the `parts` that one rank saved."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    parts: tuple[LocalPart, ...]
-    world: int
+from .distributed import (
+    MIXED,
+    DistributedTensor,
+    LocalPart,
+    MeshCache,
+    distributed_in,
+    is_distributed,
+    read_distributed,
+    world_of,
+)
 
 
 @dataclass(slots=True)
@@ -64,23 +44,6 @@ class MergedRanks:
 
     tree: Any
     left_out: list[str] = field(default_factory=list)
-
-
-def is_distributed(value: Any) -> bool:
-    """Whether it is the record of a ShardedTensor or a DTensor."""
-    return isinstance(value, Foreign) and value.name == REBUILD
-
-
-def distributed_in(value: Any) -> Iterator[Foreign]:
-    """The ShardedTensors and DTensors in a tree."""
-    if is_distributed(value):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from distributed_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from distributed_in(item)
 
 
 def merge(files: Mapping[int, TorchFile], step_policy: str | None = None) -> MergedRanks:
@@ -94,7 +57,7 @@ def merge(files: Mapping[int, TorchFile], step_policy: str | None = None) -> Mer
         refuse_flat(file)
     for file in files.values():
         if (first := next(distributed_in(file.value), None)) is not None:
-            refuse_missing(files, _world(first, file))
+            refuse_missing(files, world_of(first, file))
     merger = _Merger(dict(sorted(files.items())), step_policy)
     tree = merger.merge({rank: file.value for rank, file in merger.files.items()}, ())
     return MergedRanks(tree, list(_report(merger.different)))
@@ -134,208 +97,6 @@ def refuse_flat(file: TorchFile) -> None:
 
 def _values(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else ()
-
-
-# -- one rank's part
-
-
-def read_distributed(
-    value: Foreign, rank: int, file: TorchFile, meshes: MeshCache
-) -> DistributedTensor:
-    """What a rank's record says; raises CorruptCheckpoint and UnsupportedCheckpoint."""
-    try:
-        _, cls, arguments, state = value.arguments
-        kind = cls.name.rpartition(".")[2] if isinstance(cls, Global) else ""
-        reader = {"DTensor": _read_dtensor, "ShardedTensor": _read_sharded_tensor}.get(kind)
-        if reader is None:
-            raise UnsupportedCheckpoint(
-                f"{file.path} has a tensor of class {getattr(cls, 'name', cls)}"
-            )
-        dtype, shape = TORCH_DTYPES[arguments[1].name], _ints(arguments[2])
-        parts, world = reader(state, shape, rank, file, meshes)
-    except MALFORMED as error:
-        raise CorruptCheckpoint(f"{file.path}: a malformed sharded tensor: {error!r}") from error
-    for part in parts:
-        if part.tensor.dtype != dtype or part.tensor.shape != part.sizes:
-            raise InconsistentCheckpoint(
-                f"{file.path} has {part.tensor.dtype} {list(part.tensor.shape)} of a tensor "
-                f"{list(shape)}, of which rank {rank} of {world} should have {dtype} "
-                f"{list(part.sizes)}",
-                hint="was a rank's file renamed, or written with another number of ranks?",
-            )
-    nonempty = tuple(part for part in parts if prod(part.sizes))
-    return DistributedTensor(dtype, shape, nonempty, world)
-
-
-def _read_sharded_tensor(
-    state: Any, shape: tuple[int, ...], rank: int, file: TorchFile, _: MeshCache
-) -> tuple[list[LocalPart], int]:
-    shards, metadata, group = state[:3]  # then the sharding spec, and whether RRefs were made
-    if _ints(_attribute(metadata, "size")) != shape:
-        raise ValueError("two global sizes")
-    stated, world = _ints([_attribute(group, f"global_{key}") for key in ("rank", "world_size")])
-    if stated != rank:
-        raise InconsistentCheckpoint(
-            f"{file.path} is named as rank {rank}'s, but was written by rank {stated} of {world}",
-            hint="give every rank's file its own number again",
-        )
-    parts = []
-    for shard in shards:
-        box = _attribute(shard, "metadata")
-        offsets, sizes = (_ints(_attribute(box, f"shard_{key}")) for key in ("offsets", "sizes"))
-        if not all(
-            offset + size <= count
-            for offset, size, count in zip(offsets, sizes, shape, strict=True)
-        ):
-            raise ValueError("a part reaches past its tensor")
-        parts.append(LocalPart(offsets, sizes, _tensor(_attribute(shard, "tensor")), file))
-    return parts, world
-
-
-def _read_dtensor(
-    state: Any, shape: tuple[int, ...], rank: int, file: TorchFile, meshes: MeshCache
-) -> tuple[list[LocalPart], int]:
-    attributes = _merged_state(state)
-    tensor, spec = _tensor(attributes["_local_tensor"]), attributes["_spec"]
-    mesh = _mesh(_attribute(spec, "mesh"), file, meshes)
-    if rank not in mesh.places:
-        raise InconsistentCheckpoint(
-            f"{file.path} is named as rank {rank}'s, but its mesh has {len(mesh.places)} ranks",
-            hint=MIXED,
-        )
-    offsets, sizes = [0] * len(shape), list(shape)
-    placements = _attribute(spec, "placements")
-    in_order = all(
-        list(_axes_of(entry)) == sorted(_axes_of(entry))
-        for entry in _attribute(spec, "shard_order", None) or ()
-    )
-    for placement, (position, count) in zip(placements, mesh.coordinate(rank), strict=True):
-        kind = placement.name.rpartition(".")[2]
-        if kind == "Replicate":
-            continue
-        if kind != "Shard" or not in_order:
-            raise UnsupportedCheckpoint(
-                f"{file.path} has a DTensor placed as {kind}"
-                + ("" if in_order else " in another order than its mesh's"),
-                hint="save it with torch.distributed.checkpoint, which states where every part is",
-            )
-        axis = _attribute(placement, "dim", placement.arguments[0] if placement.arguments else None)
-        width = -(-sizes[axis] // count)
-        start = min(position * width, sizes[axis])
-        offsets[axis] += start
-        sizes[axis] = min(width, sizes[axis] - start)
-    return [LocalPart(tuple(offsets), tuple(sizes), tensor, file)], len(mesh.places)
-
-
-def _axes_of(entry: Any) -> tuple[int, ...]:
-    """Mesh axes that cut one axis of a tensor, in order: a ShardOrderEntry (torch >= 2.10)."""
-    return _ints(entry.arguments[1])
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMesh:
-    """Ranks on axes: `places` numbers them row-major; `axes` are counts and strides of places.
-
-    `record` is kept so that its identity stays its own while the cache has it.
-    """
-
-    record: Any
-    places: dict[int, int]
-    axes: list[tuple[tuple[int, ...], tuple[int, ...]]]
-
-    def coordinate(self, rank: int) -> list[tuple[int, int]]:
-        """A rank's position on every axis, and how many positions the axis has."""
-        positions = []
-        for counts, strides in self.axes:
-            position = 0
-            for count, stride in zip(counts, strides, strict=True):
-                position = position * count + self.places[rank] // stride % count
-            positions.append((position, prod(counts)))
-        return positions
-
-
-MeshCache = dict[int, DeviceMesh]
-"""Meshes by the identity of their records, which thousands of tensors share."""
-
-
-def _mesh(record: Any, file: TorchFile, cache: MeshCache) -> DeviceMesh:
-    mesh = cache.get(id(record))
-    if mesh is None:
-        ranks = enumerate(_mesh_ranks(record, file))
-        mesh = DeviceMesh(record, {rank: place for place, rank in ranks}, _mesh_axes(record))
-        cache[id(record)] = mesh
-    return mesh
-
-
-def _mesh_ranks(mesh: Any, file: TorchFile) -> list[int]:
-    """All ranks, in the order of the (outermost) mesh."""
-    flat = _attribute(mesh, "_flatten_rank_map", None)
-    if flat is not None:
-        return list(_ints(flat))
-    tensor = _attribute(mesh, "_rank_map", None) or _attribute(mesh, "mesh")  # torch < 2.10
-    size = SIZES[tensor.dtype]
-    data = file.read(tensor)
-    return [
-        int.from_bytes(data[start : start + size], "little", signed=True)
-        for start in range(0, len(data), size)
-    ]
-
-
-def _mesh_axes(mesh: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    layout = _attribute(mesh, "_layout", None)
-    if layout is None:  # torch < 2.9: a tensor of ranks
-        sizes = _attribute(mesh, "mesh").shape
-        return [(_ints(size), _ints(prod(sizes[axis + 1 :]))) for axis, size in enumerate(sizes)]
-    if (axes := _attribute(layout, "axes", None)) is not None:
-        return [(_ints(_attribute(a, "shape")), _ints(_attribute(a, "stride"))) for a in axes]
-    shape, strides = _attribute(layout, "shape"), _attribute(layout, "stride")
-    if isinstance(shape, int):
-        shape, strides = (shape,), (strides,)
-    return [(_ints(a), _ints(b)) for a, b in zip(shape, strides, strict=True)]
-
-
-def _world(value: Foreign, file: TorchFile) -> int:
-    """The number of ranks that the record states."""
-    try:
-        state = value.arguments[3]
-        if isinstance(state, tuple) and len(state) > 2:
-            (world,) = _ints(_attribute(state[2], "global_world_size"))
-            return world
-        return len(_mesh_ranks(_attribute(_merged_state(state)["_spec"], "mesh"), file))
-    except MALFORMED as error:
-        raise CorruptCheckpoint(f"{file.path}: a malformed sharded tensor: {error!r}") from error
-
-
-_REQUIRED = object()
-
-
-def _attribute(record: Any, name: str, default: Any = _REQUIRED) -> Any:
-    """An attribute of an inert object, with or without slots; raises KeyError."""
-    state = _merged_state(record.state)
-    return state[name] if default is _REQUIRED else state.get(name, default)
-
-
-def _merged_state(state: Any) -> dict[str, Any]:
-    """What BUILD sets: a dictionary, or one of `__dict__` and one of slots."""
-    if not isinstance(state, tuple):
-        return state or {}
-    return {key: value for part in state for key, value in (part or {}).items()}
-
-
-def _ints(values: Any) -> tuple[int, ...]:
-    numbers = (values,) if isinstance(values, int) else tuple(values)
-    if not all(type(value) is int and 0 <= value < 1 << 60 for value in numbers):
-        raise ValueError("sizes that no tensor can have")
-    return numbers
-
-
-def _tensor(value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise ValueError("a local part that is not a tensor")
-    return value
-
-
-# -- all ranks together
 
 
 class _Merger:

@@ -14,7 +14,7 @@ from ...training.trainers import beside
 from ..statedict.read import manifest
 from ..statedict.tree import SavedTree, leaves
 from ..statedict.weights import files_of_index, weights_of
-from . import local, ranked
+from . import distributed, local, ranked
 from .files import StateDictFiles, find
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class _TreeReader:
             self.saved.files.append(path)
             return weights_of(path)
         file = self._open(path)
-        if next(ranked.distributed_in(file.value), None) is not None:
+        if next(distributed.distributed_in(file.value), None) is not None:
             return self._merge({0: file})
         ranked.refuse_flat(file)
         return leaves(file, file.value, iter(self.names.get(os.path.basename(path), ())))

@@ -1,6 +1,10 @@
-"""Folders for `from_pretrained` of transformers and PEFT: weights and what loads them.
+"""Folders for `from_pretrained` of transformers and PEFT: weights, and the files that load them.
 
-They are written only: such a folder is read as `gathered`, weights alone.
+    files.py    the names of the weights' files
+    read.py     the weights of a folder that was laid out
+    write.py    the folder for `zckpt export`
+
+They are written only: a user reads such a folder as `gathered`, weights alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What state dicts of PyTorch mean; shared by the formats `dcp` and `gathered`.
 
     tree.py        state dicts whose tensors are leaves: where their bytes lie
-    finding.py     which of them are the model's and the optimizer's
+    weights.py     weights in safetensors files, as leaves
+    finding.py     which state dicts are the model's and the optimizer's
     names.py       the model's name of every parameter that an optimizer knows
     matching.py    names for parameters that an optimizer knows by number
     twins.py       tensors of equal bytes, as tied weights have

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...core.dtypes import FLOATS
 from ...core.inert import map_values, to_json
 from ...errors import AmbiguousCheckpoint, MissingData, listed
 from .tree import Leaf, Path, SavedTree, dotted
@@ -23,6 +24,10 @@ from .twins import is_float
 
 MODELS = ("model", "state_dict", "module", "model_state_dict", "app.model")  # the likeliest first
 DEPTH = 4
+BUFFERS = re.compile(  # the names that modules of torch and transformers give to theirs
+    r"(?:.*\.)?(?:running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq"
+    r"|position_ids|token_type_ids|attn_bias|masked_bias|causal_mask)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +167,35 @@ def value_at(tree: Any, path: Path) -> Any:
     for key in path:
         tree = tree[key]
     return tree
+
+
+def is_buffer(name: str, leaf: Leaf, sharded: bool) -> bool:
+    """Whether a tensor is a buffer, for state dicts that do not say so.
+
+    It is one if no optimizer could train its type; if it has a name that modules give to buffers;
+    or if it is whole and ranks hold parts of the parameters (those of one row may be whole).
+    """
+    whole = sharded and leaf.sharded is False and leaf.shape[:1] != (1,)
+    return leaf.dtype not in FLOATS or whole or bool(BUFFERS.fullmatch(name))
+
+
+def is_extra(key: Any) -> bool:
+    """Whether the key is of a value that a module's get_extra_state returned."""
+    return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
+
+
+def without(tree: Any, paths: set[Path | None], path: Path = ()) -> Any:
+    """The tree without the state dicts at these paths, and without containers of nothing else."""
+    if () in paths and not path:
+        values = {key: value for key, value in tree.items() if not isinstance(value, Leaf)}
+        return without(values, paths - {()})
+    if not isinstance(tree, dict):
+        return tree
+    rest = {}
+    for key, value in tree.items():
+        if (*path, key) in paths:
+            continue
+        kept = without(value, paths, (*path, key))
+        if kept != {} or value == {}:
+            rest[key] = kept
+    return rest

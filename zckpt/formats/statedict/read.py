@@ -5,12 +5,11 @@ The optimizer updates the module's own weights; there are no master weights besi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...core.dtypes import FLOATS, NUMBERS
+from ...core.dtypes import NUMBERS
 from ...core.inert import PYTHON_NUMBERS, Scalar, TensorName, inside, map_values
 from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from ...errors import MissingData, UnsupportedCheckpoint, listed
@@ -21,18 +20,17 @@ from .finding import (
     choose_model,
     find_models,
     find_optimizers,
+    is_buffer,
+    is_extra,
     read_optimizer,
     value_at,
+    without,
 )
 from .names import names_of, refuse_twice
 from .tree import Leaf, Path, SavedTree, dotted
-from .twins import NamesByContent, is_updated
+from .twins import second_names
 
 SCHEDULERS = ("lr_scheduler", "scheduler")
-BUFFERS = re.compile(  # the names that modules of torch and transformers give to theirs
-    r"(?:.*\.)?(?:running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq"
-    r"|position_ids|token_type_ids|attn_bias|masked_bias|causal_mask)"
-)
 StepInType = tuple[steps.Step, str]
 """Completed updates, and the type of number in which they were kept."""
 
@@ -163,34 +161,9 @@ class _Manifest:
         return aliases | ties.stated(config, [*self.model, *aliases])
 
     def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
-        """Second names of tied weights: in the same memory, or with bytes not equal by chance.
-
-        A tied weight has its state under its first name, so its second name is not a parameter.
-        Before the first update a frozen copy, such as a teacher, has equal bytes too. It is not an
-        alias if the file shows that its memory is another.
-        """
-        known = NamesByContent()
-        for name in trained:
-            known.add(name, self.model[name])
-        owned = set(trained)
+        """Second names of tied weights, by content; warns of those that may be frozen copies."""
         state = self.optimizer.state if self.optimizer else {}
-        aliases: dict[str, str] = {}
-        for name in [name for name in self.model if name not in owned]:
-            owner = known.find(self.model[name])
-            if owner is None:  # among weights of no optimizer, only the same memory is proof
-                owner = known.owner(name, replace(self.model[name], twin=None))
-            same_memory = self.model[name].memory == self.model[owner].memory
-            if owner in owned and not same_memory and not is_updated(state.get(owner, {})):
-                continue
-            if owner != name:
-                aliases[name] = owner
-        doubtful = [
-            name
-            for name, owner in aliases.items()
-            if owner in owned
-            and self.model[name].memory is None
-            and not is_updated(state.get(owner, {}))
-        ]
+        aliases, doubtful = second_names(self.model, trained, state)
         if doubtful:
             self.warnings.append(
                 f"{listed(doubtful, 4)}: equal to a trained weight that shows no update, so taken "
@@ -214,7 +187,7 @@ class _Manifest:
         others = [name for name in self.model if name not in owned and name not in self.aliases]
         if stated is None:
             sharded = any(self.model[name].sharded for name in trained)
-            self.buffers = [name for name in others if _is_buffer(name, self.model[name], sharded)]
+            self.buffers = [name for name in others if is_buffer(name, self.model[name], sharded)]
         else:
             self.buffers = [name for name in others if name in stated["buffers"]]
         for name in others:
@@ -327,14 +300,14 @@ class _Manifest:
 
     def _state(self) -> dict[str, Any]:
         """Everything else, so that the state dicts can be written again."""
-        rest = _without(self.saved.tree, {self.path, self.optimizer_path})
+        rest = without(self.saved.tree, {self.path, self.optimizer_path})
         extra = {
             key: self._kept(value, f"module_extra.{key}")
             for key, value in value_at(self.saved.tree, self.path).items()
-            if not isinstance(value, Leaf) and (self.path or _is_extra(key))
+            if not isinstance(value, Leaf) and (self.path or is_extra(key))
         }
         if not self.path:
-            rest = {key: value for key, value in rest.items() if not _is_extra(key)}
+            rest = {key: value for key, value in rest.items() if not is_extra(key)}
         scheduler = next((key for key in SCHEDULERS if isinstance(rest.get(key), dict)), None)
         dtypes = [self.entries[f"{name}/param"].dtype for name in self.parameters]
         engine = {
@@ -414,35 +387,3 @@ def _step(state: Any) -> StepInType | None:
     value, kind = _step_value(state)
     step = steps.step_of(value)
     return None if step is None else (step, kind)
-
-
-def _is_buffer(name: str, leaf: Leaf, sharded: bool) -> bool:
-    """Whether a tensor is a buffer, for state dicts that do not say so.
-
-    It is one if no optimizer could train its type; if it has a name that modules give to buffers;
-    or if it is whole and ranks hold parts of the parameters (those of one row may be whole).
-    """
-    whole = sharded and leaf.sharded is False and leaf.shape[:1] != (1,)
-    return leaf.dtype not in FLOATS or whole or bool(BUFFERS.fullmatch(name))
-
-
-def _is_extra(key: Any) -> bool:
-    """Whether the key is of a value that a module's get_extra_state returned."""
-    return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
-
-
-def _without(tree: Any, paths: set[Path | None], path: Path = ()) -> Any:
-    """The tree without the state dicts at these paths, and without containers of nothing else."""
-    if () in paths and not path:
-        values = {key: value for key, value in tree.items() if not isinstance(value, Leaf)}
-        return _without(values, paths - {()})
-    if not isinstance(tree, dict):
-        return tree
-    rest = {}
-    for key, value in tree.items():
-        if (*path, key) in paths:
-            continue
-        kept = _without(value, paths, (*path, key))
-        if kept != {} or value == {}:
-            rest[key] = kept
-    return rest

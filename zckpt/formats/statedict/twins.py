@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...core.dtypes import FLOATS
@@ -57,3 +58,34 @@ def is_distinctive(leaf: Leaf) -> bool:
         sample = os.pread(file.fileno(), min(SAMPLE, first.extent.length), first.extent.offset)
     size = first.extent.length // ((first.stop - first.start) * first.count)
     return sample != sample[:size] * (len(sample) // size)
+
+
+def second_names(
+    model: Mapping[str, Leaf], trained: Sequence[str], state: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, str], list[str]]:
+    """Owners by second name: in the same memory, or with bytes not equal by chance.
+
+    `trained` are the names that an optimizer has, `state` its state by name. A tied weight has its
+    state under its first name, so its second name is not a parameter. Before the first update a
+    frozen copy, such as a teacher, has equal bytes too. It is not an alias if the file shows that
+    its memory is another; the second result are the names for which no file shows that.
+    """
+    known = NamesByContent()
+    for name in trained:
+        known.add(name, model[name])
+    owned = set(trained)
+    aliases: dict[str, str] = {}
+    doubtful: list[str] = []
+    for name in [name for name in model if name not in owned]:
+        owner = known.find(model[name])
+        if owner is None:  # among weights of no optimizer, only the same memory is proof
+            owner = known.owner(name, replace(model[name], twin=None))
+        same_memory = model[name].memory == model[owner].memory
+        never_updated = owner in owned and not is_updated(state.get(owner, {}))
+        if never_updated and not same_memory:
+            continue
+        if owner != name:
+            aliases[name] = owner
+            if never_updated and model[name].memory is None:
+                doubtful.append(name)
+    return aliases, doubtful

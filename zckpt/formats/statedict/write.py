@@ -34,9 +34,6 @@ class BlankTensor:
     shape: tuple[int, ...]
 
 
-Hole = BlankTensor
-
-
 class StateDicts:
     """The state dicts that a torch program would save: values and blank tensors by path."""
 

@@ -1,6 +1,6 @@
 """zckpt's own format: whole tensors as safetensors, under slots, with a manifest.
 
-files.py    which files make the checkpoint, and which version is written
+files.py    which files make the checkpoint, and the version that is written
 read.py     manifest.json, and where the safetensors files hold each tensor
 write.py    the files for `convert --to universal`
 """
