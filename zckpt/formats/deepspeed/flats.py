@@ -8,7 +8,6 @@ with it, stage 3 pads every parameter.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -19,38 +18,9 @@ from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 from ...files.torchfile import Tensor
 from ...training import steps
 from .. import zero
-from .files import refuse
-from .ranks import Ranks
-
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One kind of tensor for all parameters of a flat buffer; `copies` are further ones."""
-
-    name: str
-    dtype: str
-    fragments: Mapping[str, Fragments]
-    copies: Sequence[tuple[str, Fragments]] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """One flat buffer: its parameters in the order in which they lie, and what all of them share.
-
-    `step_kept` says where the step stood and in what type; `sightings` are all places that told it.
-    """
-
-    group: int
-    shapes: Shapes
-    slots: Sequence[Slot]
-    step: steps.Step | None
-    step_kept: dict[str, Any] | None
-    scalars: Mapping[str, Scalar]
-    sightings: Sequence[Sighting]
-    left_out: Sequence[str]
-    warnings: Sequence[str]
+from ..deepspeed_states.directories import refuse
+from ..deepspeed_states.flats import Flat, Shapes, Slot
+from ..deepspeed_states.states import Ranks
 
 
 def flats(ranks: Ranks, step_policy: str | None) -> Iterator[Flat]:

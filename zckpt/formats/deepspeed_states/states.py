@@ -17,7 +17,7 @@ from ...errors import (
 )
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero
-from .files import Place, RankFiles, file_of_rank, refuse
+from .directories import Place, RankFiles, file_of_rank, refuse
 
 COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 

@@ -8,7 +8,7 @@ from typing import Any
 from ...core.manifest import Manifest
 from ...errors import WrongOption
 from ...training.options import Options
-from .ranks import nested
+from .states import nested
 
 SUB_GROUP_SIZE = 10**9  # elements, the engine's default
 FLOAT_NAMES = {"fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", "bfloat16": "BF16"}

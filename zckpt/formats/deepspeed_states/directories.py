@@ -1,0 +1,153 @@
+"""Which files a DeepSpeed checkpoint has: tags, ranks, and the trainer's files around them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ...core.manifest import Sibling
+from ...errors import (
+    NotACheckpoint,
+    UnsupportedCheckpoint,
+)
+
+MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+# the underscore before `optim` is missing in very old files; DeepSpeed still looks for these
+OPTIMIZER = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+FILES = (MODEL, MODEL_3, OPTIMIZER)
+# files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
+TRAINER = re.compile(
+    r"trainer_state\.json|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|scheduler\.bin"
+)
+# what DeepSpeed itself puts beside the tags
+SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+OWN = frozenset({*SCRIPTS, "latest", "latest_universal"})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tag's directory, and the run directory around it where the user named that."""
+
+    directory: str
+    tag: str
+    run: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """Paths in rank order; stage 1 and 2 have one model file, stage 3 one per rank."""
+
+    models: Sequence[str]
+    optimizers: Sequence[str]
+
+
+def tag_directory(path: str, tag: str, said: str) -> Place:
+    """The folder `tag` of `path`, which `said` names; raises NotACheckpoint."""
+    if not tag or tag in (".", "..") or re.search(r"[/\\\0]", tag):
+        raise NotACheckpoint(f"{said} {tag[:99]!r}, which is no folder name", hint=_near(path))
+    directory = os.path.join(path, tag)
+    if not os.path.isdir(directory):
+        raise NotACheckpoint(
+            f"{said} {tag[:99]!r}, but {path} has no such folder", hint=_near(path)
+        )
+    return Place(directory, tag, path)
+
+
+def _near(path: str) -> str:
+    tags = tags_of(path)
+    return "choose a tag with --tag" + (
+        f"; here are {listed(tags)}" if tags else "; no tag folder is left here"
+    )
+
+
+def holds_states(path: str) -> bool:
+    """Whether a rank's files are here; model files beside zero/ are a universal one's copies."""
+    if not os.access(path, os.R_OK | os.X_OK) or holds_universal(path):  # lost+found
+        return False
+    return any(pattern.fullmatch(name) for name in os.listdir(path) for pattern in FILES)
+
+
+def holds_universal(path: str) -> bool:
+    """Model files beside a folder `zero`, and no rank's optimizer file: see universal.py."""
+    if not os.path.isdir(os.path.join(path, "zero")):
+        return False
+    names = os.listdir(path)
+    model, model_3, optimizer = (any(map(pattern.fullmatch, names)) for pattern in FILES)
+    return (model or model_3) and not optimizer
+
+
+def _folders(path: str) -> list[str]:
+    with os.scandir(path) as items:
+        return sorted(item.name for item in items if item.is_dir())
+
+
+def tags_of(path: str) -> list[str]:
+    universal = pointed(path, "latest_universal")  # even if its zero/ is lost
+    return [
+        name
+        for name in _folders(path)
+        if name != universal and holds_states(os.path.join(path, name))
+    ]
+
+
+def universal_tags(path: str) -> list[str]:
+    """Folders of `path` that hold a universal checkpoint of DeepSpeed's own."""
+    return [name for name in _folders(path) if holds_universal(os.path.join(path, name))]
+
+
+def pointed(path: str, pointer: str) -> str | None:
+    """The tag that a file `latest` or `latest_universal` names; None where there is none."""
+    full = os.path.join(path, pointer)
+    if not os.path.isfile(full):
+        return None
+    with open(full, "rb") as file:
+        return file.read(4096).decode("utf-8", "replace").strip()
+
+
+def refuse(place: Place, what: str) -> NoReturn:
+    """Raises UnsupportedCheckpoint."""
+    raise UnsupportedCheckpoint(
+        f"{place.directory} was saved with {what}, which zckpt does not read yet",
+        hint="what is read: stage 1, 2 and 3 with data parallelism alone; see `zckpt formats`",
+    )
+
+
+def listed(items: Sequence[object]) -> str:
+    """The first few of them, in words."""
+    shown = ", ".join(map(str, items[:5]))
+    return shown + (f" and {len(items) - 5} more" if len(items) > 5 else "")
+
+
+def siblings(place: Place) -> tuple[Sibling, ...]:
+    """Files of a trainer's directory around the tag; none for a plain run directory."""
+    if place.run is None or not any(map(TRAINER.fullmatch, os.listdir(place.run))):
+        return ()
+    tags = {place.tag, *tags_of(place.run), *universal_tags(place.run)}
+    found = []
+    for folder, folders, names in os.walk(place.run):
+        inside = os.path.relpath(folder, place.run)
+        if inside == ".":
+            folders[:] = [name for name in folders if name not in tags]
+            names = [name for name in names if name not in OWN]
+        # without what zckpt itself has written, or was writing, here
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.endswith(".partial")
+            and not os.path.isfile(os.path.join(folder, name, "manifest.json"))
+        )
+        for name in sorted(names):
+            full = os.path.join(folder, name)
+            if os.path.isfile(full):  # a link too: its content is carried
+                relative = os.path.normpath(os.path.join(inside, name))
+                found.append(Sibling(relative, full, os.path.getsize(full)))
+    return tuple(found)
+
+
+def file_of_rank(example: str, rank: int) -> str:
+    """How a file is called whose like on another rank is `example`."""
+    return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", os.path.basename(example))

@@ -1,0 +1,41 @@
+"""What is read of one flat buffer: its parameters, their tensors, and what all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.inert import Scalar
+from ...core.manifest import Fragments, Sighting
+from ...training import steps
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One kind of tensor for all parameters of a flat buffer; `copies` are further ones."""
+
+    name: str
+    dtype: str
+    fragments: Mapping[str, Fragments]
+    copies: Sequence[tuple[str, Fragments]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """One flat buffer: its parameters in the order in which they lie, and what all of them share.
+
+    `step_kept` says where the step stood and in what type; `sightings` are all places that told it.
+    """
+
+    group: int
+    shapes: Shapes
+    slots: Sequence[Slot]
+    step: steps.Step | None
+    step_kept: dict[str, Any] | None
+    scalars: Mapping[str, Scalar]
+    sightings: Sequence[Sighting]
+    left_out: Sequence[str]
+    warnings: Sequence[str]

@@ -1,0 +1,122 @@
+"""DeepSpeed's own universal checkpoints, which its converter makes and `load_universal` loads.
+
+    <run>/latest_universal                       the tag, as text
+    <run>/<tag>/mp_rank_MM_model_states.pt       the run's model files as they were; MM counts
+                                                 tensor- and pipeline-parallel ranks
+    <run>/<tag>/zero_pp_rank_R_mp_rank_MM_...    in stage 3 also one per data-parallel rank
+    <run>/<tag>/zero/optimizer_state.pt          all groups' hyper-parameters, the loss scale
+    <run>/<tag>/zero/<parameter>/fp32.pt         its master; exp_avg.pt ... its states
+    <run>/<tag>/zero/<parameter>/step.pt         stage 1 and 2; stage 3: in optimizer_state.pt
+
+A tensor's file is a dictionary {param, cat_dim, ...} in stage 1 and 2, in stage 3 the flat tensor
+alone. `cat_dim` and its like tell the engine how to cut the whole tensor for tensor parallelism.
+
+Read like a run's files (`_Merged` stands in for the ranks), written with the target of writing.py:
+the model files are the same. Turned down: the copies of frozen weights and buffers that DeepSpeed
+puts below zero/ as fp32.pt; nothing reads them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from ...errors import (
+    AmbiguousCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    NotACheckpoint,
+)
+from ..deepspeed_states.directories import (
+    MODEL,
+    MODEL_3,
+    Place,
+    holds_universal,
+    listed,
+    pointed,
+    tag_directory,
+    universal_tags,
+)
+
+POINTER = "latest_universal"
+ZERO = "zero"
+COMMON = "optimizer_state.pt"
+MARK = "zckpt"  # in optimizer_state.pt: these files are not the converter's
+MASTER = "fp32"
+VIEW = "sub_param_shape"  # beside a tensor: a view of several parts, maybe of more dimensions
+
+
+def detect(path: str) -> list[str]:
+    """Tags of the universal checkpoints at `path`; a tag directory's own is its name."""
+    if not os.path.isdir(path):
+        return []
+    if holds_universal(path):
+        return [os.path.basename(os.path.abspath(path))]
+    latest = pointed(path, POINTER)
+    return universal_tags(path) if latest is None else [latest]
+
+
+def locate(path: str, tag: str | None) -> Place:
+    """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint."""
+    if tag is not None:
+        return tag_directory(path, tag, "--tag names")
+    found = detect(path)
+    if not found:
+        raise NotACheckpoint(f"{path} holds no universal checkpoint of DeepSpeed")
+    if len(found) > 1:
+        raise AmbiguousCheckpoint(
+            f"{path} holds {len(found)} tags and no file `{POINTER}`: {listed(found)}",
+            hint=f"choose one with --tag {found[-1]}",
+        )
+    if holds_universal(path):
+        return Place(path, found[0], None)
+    directory = os.path.join(path, found[0])
+    if not is_name(found[0]) or not os.path.isdir(directory):
+        raise NotACheckpoint(
+            f"{os.path.join(path, POINTER)} names {found[0]!r}, which is no folder of {path}",
+            hint="choose a tag with --tag",
+        )
+    return Place(directory, found[0], path)
+
+
+def is_name(name: str) -> bool:
+    """Whether a file or folder can be called so."""
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError:
+        return False
+    return 0 < length <= 255 and name not in (".", "..") and not re.search(r"[/\0]", name)
+
+
+def model_files(place: Place) -> list[list[str]]:
+    """Model files in rank order, by model-parallel rank: of stage 1 and 2 there is one each.
+
+    Raises IncompleteCheckpoint and InconsistentCheckpoint.
+    """
+    found: dict[int, dict[int, str]] = {}
+    kinds = set()
+    for name in os.listdir(place.directory):
+        full = os.path.join(place.directory, name)
+        if told := MODEL.fullmatch(name):
+            found.setdefault(int(told[1]), {})[0] = full
+            kinds.add(MODEL)
+        elif told := MODEL_3.fullmatch(name):
+            found.setdefault(int(told[2]), {})[int(told[1])] = full
+            kinds.add(MODEL_3)
+    if len(kinds) > 1:
+        raise InconsistentCheckpoint(
+            f"{place.directory} holds model files of stage 3 and of stage 1 or 2",
+            hint="keep only the files of one save",
+        )
+    if not found:
+        raise IncompleteCheckpoint(
+            f"{place.directory} holds no model states",
+            hint="the converter copies them: mp_rank_00_model_states.pt and the like",
+        )
+    for ranked in [set(found), *map(set, found.values())]:
+        if missing := sorted(set(range(max(ranked) + 1)) - ranked):
+            raise IncompleteCheckpoint(
+                f"{place.directory} lacks the model file of rank {listed(missing)}",
+                hint="the converter copies the files of all ranks",
+            )
+    return [[held[rank] for rank in sorted(held)] for _, held in sorted(found.items())]
