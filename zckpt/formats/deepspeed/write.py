@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from ...core.manifest import Manifest
-from ...core.staging import Layout
+from ...core.staging import Layout, Shell
 from ...files.torchshell import seal_records
 from ...training.options import Options
 from ...training.order import need_order
-from ..deepspeed_states.target import UNDERSTOOD, Target
+from ..deepspeed_states import reports
+from ..deepspeed_states.hyper import check_states
+from ..deepspeed_states.model_files import model_files
+from ..deepspeed_states.target import UNDERSTOOD, DeepSpeedTarget
+from . import elastic
 from .files import recovery_scripts
+from .optimizer_files import optimizer_files
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -18,18 +24,31 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises before anything is written: WrongOption (options or a ds_config that contradict each
     other or the source), MissingData (states that the target needs), InconsistentCheckpoint
-    (parameters of one flat buffer whose steps differ). MissingData too where the order of the
+    (parameters of one flat buffer whose steps differ). MissingData too if the order of the
     parameters in the flat buffers is not known.
     """
     options.only("deepspeed", UNDERSTOOD)
     need_order(source)
-    target = Target(source, options)
-    siblings = [(item.name, item) for item in source.siblings if not target.drops(item)]
+    target = DeepSpeedTarget(source, options)
+    is_elastic = elastic.is_elastic(target)
+    warnings = reports.of_config(target)
+    if not options.weights_only:
+        check_states(target.engine, source, {slot for b in target.buffers for slot in b.slots})
+        warnings += elastic.warnings(target) if is_elastic else reports.of_assumed(target)
+    warnings += reports.of_weights(target)
+    siblings = target.take_siblings()
     if source.format == "deepspeed":
         target.left_out += recovery_scripts(source.root)
-    return Layout(
-        target.shells, siblings, target.left_out, target.warnings, about=target.description
-    )
+
+    def shells() -> Iterator[Shell]:
+        pointer = target.tag.encode()
+        yield Shell("latest", len(pointer), ((0, pointer),))
+        yield from optimizer_files(target, is_elastic)
+        yield from model_files(target, derives=True)
+
+    ranks = "1 rank" if target.dp == 1 else f"{target.dp} ranks"
+    about = f"a DeepSpeed run of {ranks}, ZeRO stage {target.engine.stage}, tag {target.tag}"
+    return Layout(shells, siblings, target.left_out, warnings, about=about)
 
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:

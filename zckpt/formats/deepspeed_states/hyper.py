@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ...core.manifest import Manifest
@@ -153,7 +153,7 @@ def _stated(engine: Engine, needed: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_states(engine: Engine, source: Manifest, held: Mapping[str, Any]) -> None:
+def check_states(engine: Engine, source: Manifest, held: Collection[str]) -> None:
     """Raises where the target's optimizer needs states that the source does not hold."""
     told = ", ".join(sorted(held)) or "none"
     if not held and source.groups is None and not are_inferred(source):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 from ...errors import (
     AmbiguousCheckpoint,
@@ -44,6 +45,9 @@ COMMON = "optimizer_state.pt"
 MARK = "zckpt"  # in optimizer_state.pt: these files are not the converter's
 MASTER = "fp32"
 VIEW = "sub_param_shape"  # beside a tensor: a view of several parts, maybe of more dimensions
+
+SliceInfo = dict[str, Any]
+"""What a tensor's file says beside the tensor: how it is cut for tensor parallelism."""
 
 
 def detect(path: str) -> list[str]:

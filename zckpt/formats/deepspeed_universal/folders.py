@@ -21,11 +21,8 @@ from ..deepspeed_states.directories import (
 )
 from ..deepspeed_states.flats import Flat, Slot
 from ..deepspeed_states.states import open_files
-from .files import MASTER, VIEW, ZERO, is_name
+from .files import MASTER, VIEW, ZERO, SliceInfo, is_name
 from .merged import Merged
-
-About = dict[str, Any]
-"""What a tensor's file says of it beside the tensor: how it is cut for tensor parallelism."""
 
 
 class Folders:
@@ -35,7 +32,7 @@ class Folders:
         self.merged = merged
         self.root = os.path.join(merged.place.directory, ZERO)
         self.shapes = merged.shapes()
-        self.about: dict[str, About] = {}
+        self.about: dict[str, SliceInfo] = {}
         self.left_out: list[str] = []
         names = [name for held in self.shapes for name in held]
         self.paths = {name: self._listed(name) for name in names}
@@ -147,7 +144,7 @@ class Folders:
         longer = tensor.contiguous and numel < tensor.numel <= dp * -(-numel // dp)
         return tensor.part(0, numel) if longer else tensor
 
-    def _tensor(self, file: TorchFile) -> tuple[Any, About | None]:
+    def _tensor(self, file: TorchFile) -> tuple[Any, SliceInfo | None]:
         """The tensor (or number) in a file, and what stands beside it; None where it is alone."""
         value = file.value
         about = None
@@ -168,7 +165,7 @@ class Folders:
         stated: tuple[int, ...],
         file: TorchFile,
         tensor: Any,
-        about: About | None,
+        about: SliceInfo | None,
     ) -> tuple[int, ...]:
         """The whole parameter's shape; raises InconsistentCheckpoint where files contradict."""
         if not isinstance(tensor, Tensor):
