@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ...errors import (
     AmbiguousCheckpoint,
@@ -17,8 +18,7 @@ from ..deepspeed_states.directories import (
     MODEL_3,
     OPTIMIZER,
     SCRIPTS,
-    Place,
-    RankFiles,
+    TagDirectory,
     file_of_rank,
     holds_states,
     listed,
@@ -32,6 +32,14 @@ PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*")
 
 
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """Paths in rank order; stage 1 and 2 have one model file, stage 3 one per rank."""
+
+    models: Sequence[str]
+    optimizers: Sequence[str]
+
+
 def detect(path: str) -> list[str]:
     """Tags of the checkpoints at `path`; a tag directory's own is its name."""
     if not os.path.isdir(path):
@@ -42,76 +50,76 @@ def detect(path: str) -> list[str]:
     return tags_of(path) if latest is None else [latest]
 
 
-def locate(path: str, tag: str | None) -> Place:
+def locate(path: str, tag: str | None) -> TagDirectory:
     """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint."""
     if tag is None and holds_states(path):
-        return Place(path, os.path.basename(os.path.abspath(path)), None)
+        return TagDirectory(path, os.path.basename(os.path.abspath(path)), None)
     said = "--tag names"
     if tag is None:
-        found = detect(path)
-        if not found:
+        tags = detect(path)
+        if not tags:
             raise NotACheckpoint(f"{path} holds no DeepSpeed checkpoint")
-        if len(found) > 1:
+        if len(tags) > 1:
             raise AmbiguousCheckpoint(
-                f"{path} holds {len(found)} tags and no file `latest`: {listed(found)}",
-                hint=f"choose one with --tag {found[-1]}",
+                f"{path} holds {len(tags)} tags and no file `latest`: {listed(tags)}",
+                hint=f"choose one with --tag {tags[-1]}",
             )
-        tag = found[0]
+        tag = tags[0]
         said = f"{os.path.join(path, 'latest')} names"
     return tag_directory(path, tag, said)
 
 
-def rank_files(place: Place) -> RankFiles:
+def rank_files(directory: TagDirectory) -> RankFiles:
     """The files of all ranks.
 
-    Raises IncompleteCheckpoint where a rank is missing, UnsupportedCheckpoint where the names tell
-    of pipeline, tensor or expert parallelism or of NVMe offload.
+    Raises IncompleteCheckpoint if a rank is missing, UnsupportedCheckpoint if the names show
+    pipeline, tensor or expert parallelism or NVMe offload.
     """
-    names = sorted(os.listdir(place.directory))
+    names = sorted(os.listdir(directory.path))
     if any(PIPELINE.fullmatch(name) for name in names):
-        refuse(place, "pipeline parallelism")
+        refuse(directory, "pipeline parallelism")
     if any(EXPERT.fullmatch(name) for name in names):
-        refuse(place, "mixture-of-experts layers")
+        refuse(directory, "mixture-of-experts layers")
     if "offloaded_tensors" in names:
-        refuse(place, "optimizer states offloaded to NVMe")
+        refuse(directory, "optimizer states offloaded to NVMe")
 
     models: dict[int, str] = {}
     models_3: dict[int, str] = {}
     optimizers: dict[int, str] = {}
     model_parallel, prefixes = set(), set()
     for name in names:
-        full = os.path.join(place.directory, name)
-        if found := MODEL.fullmatch(name):
+        full = os.path.join(directory.path, name)
+        if match := MODEL.fullmatch(name):
             models[0] = full
-            model_parallel.add(int(found[1]))
-        elif found := MODEL_3.fullmatch(name):
-            models_3[int(found[1])] = full
-            model_parallel.add(int(found[2]))
-        elif found := OPTIMIZER.fullmatch(name):
-            optimizers[int(found[2])] = full
-            model_parallel.add(int(found[3]))
-            prefixes.add(found[1])
+            model_parallel.add(int(match[1]))
+        elif match := MODEL_3.fullmatch(name):
+            models_3[int(match[1])] = full
+            model_parallel.add(int(match[2]))
+        elif match := OPTIMIZER.fullmatch(name):
+            optimizers[int(match[2])] = full
+            model_parallel.add(int(match[3]))
+            prefixes.add(match[1])
     if model_parallel - {0}:
-        refuse(place, f"tensor or pipeline parallelism (mp_rank {max(model_parallel)})")
+        refuse(directory, f"tensor or pipeline parallelism (mp_rank {max(model_parallel)})")
     if len(prefixes) > 1 or (models and models_3):
         raise InconsistentCheckpoint(
-            f"{place.directory} holds files of two runs, of "
+            f"{directory.path} holds files of two runs, of "
             + ("bf16 and another type" if len(prefixes) > 1 else "stage 3 and of stage 1 or 2"),
             hint="keep only the files of one save",
         )
     models = models or models_3
     if not models:
         raise IncompleteCheckpoint(
-            f"{place.directory} holds no model states",
+            f"{directory.path} holds no model states",
             hint="expected mp_rank_00_model_states.pt (stage 1, 2) or one per rank (stage 3)",
         )
     if optimizers:
-        _all_ranks(place, optimizers, "optimizer")
+        _all_ranks(directory, optimizers, "optimizer")
     if models_3:
-        _all_ranks(place, models, "model")
+        _all_ranks(directory, models, "model")
         if optimizers and len(models) != len(optimizers):
             raise IncompleteCheckpoint(
-                f"{place.directory}: {len(models)} model files, {len(optimizers)} of optimizers",
+                f"{directory.path}: {len(models)} model files, {len(optimizers)} of optimizers",
                 hint="stage 3 writes one of each per rank",
             )
     return RankFiles(
@@ -119,12 +127,12 @@ def rank_files(place: Place) -> RankFiles:
     )
 
 
-def _all_ranks(place: Place, files: Mapping[int, str], what: str) -> None:
+def _all_ranks(directory: TagDirectory, files: Mapping[int, str], what: str) -> None:
     """Ranks are sorted as numbers: rank_10 comes after rank_9."""
     missing = sorted(set(range(max(files) + 1)) - set(files))
     if missing:
         raise IncompleteCheckpoint(
-            f"{place.directory} lacks the {what} file of rank {listed(missing)}",
+            f"{directory.path} lacks the {what} file of rank {listed(missing)}",
             hint=f"expected {file_of_rank(files[max(files)], missing[0])}",
         )
 

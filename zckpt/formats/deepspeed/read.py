@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ...core.manifest import Manifest
 from ...errors import not_understood
-from ..deepspeed_states.manifest import manifest
-from ..deepspeed_states.states import Ranks
+from ..deepspeed_states.manifest import manifest_of
 from .files import locate, rank_files
-from .flats import flats
+from .flats import flat_buffers
+from .ranks import open_ranks
 
 
 def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
@@ -17,9 +17,15 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     contradict each other), CorruptCheckpoint, UnsupportedCheckpoint (stage 0, TP, PP, MoE, NVMe
     offload, before 0.5.10).
     """
-    place = locate(path, tag)
+    directory = locate(path, tag)
     try:
-        ranks = Ranks(place, rank_files(place))
-        return manifest(ranks, list(flats(ranks, step_policy)), "deepspeed")
+        ranks = open_ranks(directory, rank_files(directory))
+        return manifest_of(
+            ranks,
+            list(flat_buffers(ranks, step_policy)),
+            "deepspeed",
+            ranks.effective_config(ranks.round_robin),
+            ranks.module_dtype,
+        )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise not_understood(place.directory, error) from error
+        raise not_understood(directory.path, error) from error

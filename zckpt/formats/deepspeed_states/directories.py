@@ -1,4 +1,4 @@
-"""Which files a DeepSpeed checkpoint has: tags, ranks, and the trainer's files around them."""
+"""Which tags a run directory of DeepSpeed's has, and which files of a trainer lie around them."""
 
 from __future__ import annotations
 
@@ -29,23 +29,15 @@ OWN = frozenset({*SCRIPTS, "latest", "latest_universal"})
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A tag's directory, and the run directory around it where the user named that."""
+class TagDirectory:
+    """A tag's directory, and the run directory around it if the user named that."""
 
-    directory: str
+    path: str
     tag: str
     run: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class RankFiles:
-    """Paths in rank order; stage 1 and 2 have one model file, stage 3 one per rank."""
-
-    models: Sequence[str]
-    optimizers: Sequence[str]
-
-
-def tag_directory(path: str, tag: str, said: str) -> Place:
+def tag_directory(path: str, tag: str, said: str) -> TagDirectory:
     """The folder `tag` of `path`, which `said` names; raises NotACheckpoint."""
     if not tag or tag in (".", "..") or re.search(r"[/\\\0]", tag):
         raise NotACheckpoint(f"{said} {tag[:99]!r}, which is no folder name", hint=_near(path))
@@ -54,25 +46,25 @@ def tag_directory(path: str, tag: str, said: str) -> Place:
         raise NotACheckpoint(
             f"{said} {tag[:99]!r}, but {path} has no such folder", hint=_near(path)
         )
-    return Place(directory, tag, path)
+    return TagDirectory(directory, tag, path)
 
 
 def _near(path: str) -> str:
     tags = tags_of(path)
     return "choose a tag with --tag" + (
-        f"; here are {listed(tags)}" if tags else "; no tag folder is left here"
+        f"; {path} has {listed(tags)}" if tags else f"; {path} has no tag folder"
     )
 
 
 def holds_states(path: str) -> bool:
-    """Whether a rank's files are here; model files beside zero/ are a universal one's copies."""
+    """Whether `path` holds files of ranks; beside zero/ they are a universal directory's copies."""
     if not os.access(path, os.R_OK | os.X_OK) or holds_universal(path):  # lost+found
         return False
     return any(pattern.fullmatch(name) for name in os.listdir(path) for pattern in FILES)
 
 
 def holds_universal(path: str) -> bool:
-    """Model files beside a folder `zero`, and no rank's optimizer file: see universal.py."""
+    """Whether model files lie beside a folder `zero`, without any rank's optimizer file."""
     if not os.path.isdir(os.path.join(path, "zero")):
         return False
     names = os.listdir(path)
@@ -108,10 +100,10 @@ def pointed(path: str, pointer: str) -> str | None:
         return file.read(4096).decode("utf-8", "replace").strip()
 
 
-def refuse(place: Place, what: str) -> NoReturn:
+def refuse(directory: TagDirectory, what: str) -> NoReturn:
     """Raises UnsupportedCheckpoint."""
     raise UnsupportedCheckpoint(
-        f"{place.directory} was saved with {what}, which zckpt does not read yet",
+        f"{directory.path} was saved with {what}, which zckpt does not read yet",
         hint="what is read: stage 1, 2 and 3 with data parallelism alone; see `zckpt formats`",
     )
 
@@ -122,14 +114,14 @@ def listed(items: Sequence[object]) -> str:
     return shown + (f" and {len(items) - 5} more" if len(items) > 5 else "")
 
 
-def siblings(place: Place) -> tuple[Sibling, ...]:
+def siblings(directory: TagDirectory) -> tuple[Sibling, ...]:
     """Files of a trainer's directory around the tag; none for a plain run directory."""
-    if place.run is None or not any(map(TRAINER.fullmatch, os.listdir(place.run))):
+    if directory.run is None or not any(map(TRAINER.fullmatch, os.listdir(directory.run))):
         return ()
-    tags = {place.tag, *tags_of(place.run), *universal_tags(place.run)}
-    found = []
-    for folder, folders, names in os.walk(place.run):
-        inside = os.path.relpath(folder, place.run)
+    tags = {directory.tag, *tags_of(directory.run), *universal_tags(directory.run)}
+    files = []
+    for folder, folders, names in os.walk(directory.run):
+        inside = os.path.relpath(folder, directory.run)
         if inside == ".":
             folders[:] = [name for name in folders if name not in tags]
             names = [name for name in names if name not in OWN]
@@ -144,10 +136,10 @@ def siblings(place: Place) -> tuple[Sibling, ...]:
             full = os.path.join(folder, name)
             if os.path.isfile(full):  # a link too: its content is carried
                 relative = os.path.normpath(os.path.join(inside, name))
-                found.append(Sibling(relative, full, os.path.getsize(full)))
-    return tuple(found)
+                files.append(Sibling(relative, full, os.path.getsize(full)))
+    return tuple(files)
 
 
 def file_of_rank(example: str, rank: int) -> str:
-    """How a file is called whose like on another rank is `example`."""
+    """The name of rank `rank`'s file; `example` is the same file of another rank."""
     return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", os.path.basename(example))

@@ -1,4 +1,4 @@
-"""What is read of one flat buffer: its parameters, their tensors, and what all of them share."""
+"""What a reader finds of one flat buffer: its parameters, their tensors, what all of them share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from ...core.inert import Scalar
 from ...core.manifest import Fragments, Sighting
 from ...training import steps
 
-Shapes = Mapping[str, tuple[int, ...]]
-
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class BufferSlot:
     """One kind of tensor for all parameters of a flat buffer; `copies` are further ones."""
 
     name: str
@@ -24,15 +22,16 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
-    """One flat buffer: its parameters in the order in which they lie, and what all of them share.
+class FlatBuffer:
+    """One flat buffer: its parameters in the user's order, and what all of them share.
 
-    `step_kept` says where the step stood and in what type; `sightings` are all places that told it.
+    `step_kept` says where the step stood and in what type; `sightings` are all places that state
+    it.
     """
 
     group: int
-    shapes: Shapes
-    slots: Sequence[Slot]
+    shapes: Mapping[str, tuple[int, ...]]
+    slots: Sequence[BufferSlot]
     step: steps.Step | None
     step_kept: dict[str, Any] | None
     scalars: Mapping[str, Scalar]

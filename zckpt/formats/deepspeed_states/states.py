@@ -1,67 +1,63 @@
-"""What the ranks' files say of the run, and whether they all say the same."""
+"""What model and optimizer states say of a run, wherever their files lie."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...core.dtypes import NUMBERS
 from ...core.inert import Foreign, Scalar, map_values, to_json
-from ...errors import (
-    CorruptCheckpoint,
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-    UnsupportedCheckpoint,
-)
+from ...errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero
-from .directories import Place, RankFiles, file_of_rank, refuse
+from .directories import TagDirectory
 
 COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 
+ParameterShapes = dict[str, tuple[int, ...]]
 
-class Ranks:
-    """The opened files of one checkpoint; `model` and `first` are what rank 0's hold.
 
-    Raises when the files cannot be the whole of one ZeRO checkpoint: a rank is missing, world sizes
-    or saves differ, or it is of a kind that is not read.
+@dataclass(frozen=True, slots=True)
+class EngineStates:
+    """The opened files of one checkpoint: of all ranks, or merged ones.
+
+    `model` is what the first model file holds. `states` and `bases` have one item for each file in
+    `optimizers`: the engine's optimizer state, and in it the base optimizer's state and
+    param_groups.
     """
 
-    def __init__(self, place: Place, files: RankFiles) -> None:
-        self.place = place
-        parsed: Parsed = {}
-        self.models = open_files(files.models, parsed)
-        self.model = dictionary(self.models[0], self.models[0].value)
-        if not files.optimizers:
-            self._refuse_without_optimizer()
-        self.optimizers = open_files(files.optimizers, parsed)
-        tops = [dictionary(file, file.value) for file in self.optimizers]
-        pairs = zip(self.optimizers, tops, strict=True)
-        self.states = [dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]
-        self.first = self.states[0]
-        self.dp = len(self.optimizers)
-        self.version = version_of(self.model, tops[0], self.first)
-        stated = self.model.get("ds_config") or tops[0].get("ds_config")
-        self.config_path = stated if isinstance(stated, str) else None
-        self.config: dict[str, Any] = stated if isinstance(stated, dict) else {}
-        self._check_kind()
-        self._check_world()
-        self._check_same_save()
-
-    # -- what they say
+    directory: TagDirectory
+    models: Sequence[TorchFile]
+    optimizers: Sequence[TorchFile]
+    model: dict[str, Any]
+    states: Sequence[dict[str, Any]]
+    bases: Sequence[dict[str, Any]]
+    version: str
+    dp: int
+    partitioned: bool
+    """Stage 3: every parameter is cut by itself."""
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        """The engine's version, to be compared; 0.0.0 is what an uninstalled source tree states."""
-        numbers = tuple(map(int, re.findall(r"\d+", self.version)[:3]))
-        return numbers if any(numbers) else (999,)
+    def first(self) -> dict[str, Any]:
+        return self.states[0]
 
     @property
-    def partitioned(self) -> bool:
-        """Stage 3: every parameter is cut by itself."""
-        return "fp32_flat_groups" in self.first
+    def config(self) -> dict[str, Any]:
+        """The ds_config; empty where the save names its file alone."""
+        stated = self._stated_config
+        return stated if isinstance(stated, dict) else {}
+
+    @property
+    def config_path(self) -> str | None:
+        """The file of the ds_config, where the save names that alone."""
+        stated = self._stated_config
+        return stated if isinstance(stated, str) else None
+
+    @property
+    def _stated_config(self) -> Any:
+        return stated_config(self.model, self.optimizers[0].value)
 
     @property
     def stage(self) -> int:
@@ -69,9 +65,10 @@ class Ranks:
         if isinstance(stated, Foreign) and stated.arguments:  # ZeroStageEnum(2), since 0.7
             stated = stated.arguments[0]
         if isinstance(stated, int):
-            asked = nested(self.config, "zero_optimization", "stage")
+            configured = nested(self.config, "zero_optimization", "stage")
+            before_0_7 = version_numbers(self.version) < (0, 7)
             # before 0.7.0 a stage-1 run states 2
-            return 1 if stated == 2 and asked == 1 and self.numbers < (0, 7) else stated
+            return 1 if stated == 2 and configured == 1 and before_0_7 else stated
         return 3 if self.partitioned else 1  # BF16_Optimizer states none and is used for stage 1
 
     @property
@@ -98,24 +95,24 @@ class Ranks:
 
     @property
     def round_robin(self) -> bool:
-        """Whether the parameters of a group lie in round-robin order (see zero.py).
+        """Whether `param_shapes` lists the parameters of a group in round-robin order (zero.py).
 
-        A run that was started with `--deepspeed_config FILE` saves only the file's name; then it
-        shows by the order of the module's own names.
+        A run that was started with `--deepspeed_config FILE` saves only the file's name; then the
+        order of the module's own names shows it.
         """
         if self.engine_class != "DeepSpeedZeroOptimizer":
             return False
         if self.config:
             return bool(nested(self.config, "zero_optimization", "round_robin_gradients"))
-        places = {name: place for place, name in enumerate(self.model["module"])}
+        order = {name: place for place, name in enumerate(self.model["module"])}
         for names in map(list, self.param_shapes()):
-            plain = sorted(names, key=lambda name: places.get(name, 0))
+            plain = sorted(names, key=lambda name: order.get(name, 0))
             laid_out = [plain[place] for place in zero.round_robin(len(plain), self.dp)]
             if names != laid_out:
                 return False
         return any(len(names) > self.dp > 1 for names in self.param_shapes())
 
-    def effective_config(self) -> dict[str, Any]:
+    def effective_config(self, round_robin: bool) -> dict[str, Any]:
         """The ds_config, or what the files show of one that was saved by its name alone."""
         if self.config:
             return self.config
@@ -123,7 +120,7 @@ class Ranks:
         shown: dict[str, Any] = {
             "zero_optimization": {
                 "stage": self.stage,
-                "round_robin_gradients": self.round_robin,
+                "round_robin_gradients": round_robin,
                 "parameter_alignment": any(map(any, paddings)),
             }
         }
@@ -132,16 +129,16 @@ class Ranks:
         return shown
 
     @property
-    def dtype(self) -> str:
-        """What the module's trainable weights are kept in; stage 3 leaves typed placeholders."""
+    def module_dtype(self) -> str:
+        """The type of the module's trainable weights; stage 3 leaves typed placeholders."""
         for names in self.param_shapes():
             for name in names:
-                held = self.model["module"].get(name)
-                if isinstance(held, Tensor):
-                    return held.dtype
+                weight = self.model["module"].get(name)
+                if isinstance(weight, Tensor):
+                    return weight.dtype
         return "F32"
 
-    def param_shapes(self) -> list[dict[str, tuple[int, ...]]]:
+    def param_shapes(self) -> list[ParameterShapes]:
         """Names and shapes of every flat buffer, in the order in which they lie.
 
         The only truth about that order: the slice mappings in the optimizer files are wrong under
@@ -151,28 +148,15 @@ class Ranks:
         shapes = self.model.get("param_shapes")
         if shapes is None:
             shapes = self.first.get("param_shapes", self.optimizers[0].value.get("param_shapes"))
-        if isinstance(shapes, dict):
-            shapes = [shapes]
-        if not isinstance(shapes, list):
-            raise CorruptCheckpoint(f"{self.models[0].path} states no param_shapes")
-        return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
-
-    def base_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The base optimizer's {state, param_groups}; elastic files list the states alone."""
-        held = state.get("optimizer_state_dict" if self.partitioned else "base_optimizer_state")
-        if isinstance(held, list):
-            return {"state": dict(enumerate(held))}
-        if not isinstance(held, dict):
-            raise CorruptCheckpoint(f"{self.place.directory} holds no base optimizer state")
-        return held
+        return shapes_of_groups(shapes, self.models[0])
 
     def flat_states(self, place: int) -> list[dict[str, Any]]:
         """What every rank's base optimizer keeps for flat buffer `place`."""
-        return [item(self.base_state(state).get("state"), place) for state in self.states]
+        return [item(base.get("state"), place) for base in self.bases]
 
     def groups(self, place: int) -> list[dict[str, Any]]:
         """Every rank's param_groups[place]; empty ones in elastic files."""
-        return [item(self.base_state(state).get("param_groups"), place) for state in self.states]
+        return [item(base.get("param_groups"), place) for base in self.bases]
 
     def number(self, rank: int, value: Any) -> Any:
         """`value` of an optimizer file; a tensor of one element by value."""
@@ -181,96 +165,40 @@ class Ranks:
         return value
 
     def scalar(self, values: Sequence[Any]) -> Scalar | None:
-        """A number that all ranks hold alike; a plain one keeps its Python type's name."""
-        found = set()
+        """A number that is equal on all ranks; a plain one keeps its Python type's name."""
+        numbers = set()
         for rank, value in enumerate(values):
-            told = self.number(rank, value)
-            if isinstance(told, (bool, int, float)):
-                told = Scalar(told, type(told).__name__)
-            found.add(told if isinstance(told, Scalar) else None)
-        return found.pop() if len(found) == 1 else None
-
-    # -- whether it is one checkpoint of a kind that is read
-
-    def _refuse_without_optimizer(self) -> None:
-        if self.model.get("optimizer"):
-            refuse(self.place, "ZeRO stage 0")
-        raise IncompleteCheckpoint(
-            f"{self.place.directory} holds no optimizer files",
-            hint="expected [bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt and one per further "
-            "rank",
-        )
-
-    def _check_kind(self) -> None:
-        if self.numbers < (0, 5, 10):
-            refuse(self.place, f"DeepSpeed {self.version}, before 0.5.10")
-        if int(self.model.get("mp_world_size") or 1) > 1:
-            refuse(self.place, "tensor parallelism")
-        experts = self.model.get("num_experts")
-        if isinstance(experts, list) and any(experts):
-            refuse(self.place, "mixture-of-experts layers")
-        if not isinstance(self.model.get("module"), dict):
-            refuse(self.place, "pipeline parallelism")
-        if nested(self.config, "zero_optimization", "offload_optimizer", "device") == "nvme":
-            refuse(self.place, "optimizer states offloaded to NVMe")
-
-    def _check_world(self) -> None:
-        stated = self.model.get("dp_world_size")
-        if isinstance(stated, int) and stated > self.dp:
-            raise IncompleteCheckpoint(
-                f"{self.place.directory} holds optimizer files of {self.dp} of {stated} ranks",
-                hint=f"expected {file_of_rank(self.optimizers[0].path, stated - 1)}",
-            )
-        if isinstance(stated, int) and stated < self.dp:
-            raise InconsistentCheckpoint(
-                f"{self.place.directory} holds optimizer files of {self.dp} ranks, but its model "
-                f"states say there were {stated}",
-                hint="files of another save may lie between them; keep those of one save",
-            )
-        count = self.first.get("partition_count")
-        counts = {number for number in (count if isinstance(count, list) else [count]) if number}
-        if counts - {self.dp}:
-            told = ", ".join(map(str, counts))
-            refuse(self.place, f"partitions over {told} of {self.dp} ranks (MiCS, experts)")
-
-    def _check_same_save(self) -> None:
-        """Counters, hyper-parameters and loss scale are the same on all ranks of one save."""
-        for what, files, told in (
-            ("its counters", self.models, [_counters(file.value) for file in self.models]),
-            ("its param_groups", self.optimizers, self._each(self._hyper_parameters)),
-            ("its loss scale", self.optimizers, self._each(_loss_scale)),
-        ):
-            for file, here in zip(files, told, strict=True):
-                if here is not told[0] and here != told[0]:
-                    raise InconsistentCheckpoint(
-                        f"{file.path} differs from {os.path.basename(files[0].path)} in {what}",
-                        hint="files of different saves seem to be mixed; take those of one tag",
-                    )
-
-    def _each(self, tell: Any) -> list[Any]:
-        """What every rank's state tells; equal pickles were parsed once and tell it once."""
-        told: dict[int, Any] = {}
-        return [
-            told.setdefault(id(state), told.get(id(state)) or tell(state)) for state in self.states
-        ]
-
-    def _hyper_parameters(self, state: Mapping[str, Any]) -> Any:
-        groups = self.base_state(state).get("param_groups") or ()
-        return comparable([{k: v for k, v in group.items() if k != "step"} for group in groups])
+            number = self.number(rank, value)
+            if isinstance(number, (bool, int, float)):
+                number = Scalar(number, type(number).__name__)
+            numbers.add(number if isinstance(number, Scalar) else None)
+        return numbers.pop() if len(numbers) == 1 else None
 
 
-def _counters(model: Mapping[str, Any]) -> list[Any]:
-    return [model.get(key) for key in (*COUNTERS, "dp_world_size", "ds_version")]
+def stated_config(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Any:
+    """A ds_config, or the name of its file, as a model or an optimizer file states it."""
+    return model.get("ds_config") or optimizer.get("ds_config")
 
 
-def _loss_scale(state: Mapping[str, Any]) -> Any:
-    scaler = state.get("loss_scaler")
-    told = (state.get("overflow"), scaler.state if isinstance(scaler, Foreign) else scaler)
-    return comparable(told)
+def shapes_of_groups(shapes: Any, file: TorchFile) -> list[ParameterShapes]:
+    """`param_shapes` of a file, as tuples; raises CorruptCheckpoint."""
+    groups = [shapes] if isinstance(shapes, dict) else shapes
+    if not isinstance(groups, list):
+        raise CorruptCheckpoint(f"{file.path} states no param_shapes")
+    return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+
+
+def in_user_order(shapes: ParameterShapes, states: EngineStates) -> ParameterShapes:
+    """The parameters of one flat buffer without the round robin in which they may lie."""
+    if not states.round_robin:
+        return shapes
+    names = list(shapes)
+    order = zero.undo_round_robin(len(names), states.dp)
+    return {names[place]: shapes[names[place]] for place in order}
 
 
 def open_files(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
-    """Files of torch.save, equal pickles of which are parsed once."""
+    """Files of torch.save; equal pickles are parsed once."""
     if len(paths) < 32:
         return [TorchFile(path, parsed) for path in paths]
     # parsing holds the interpreter, but waiting for a cold or remote filesystem does not
@@ -284,7 +212,7 @@ def dictionary(file: TorchFile, value: Any) -> dict[str, Any]:
     """`value`, which has to be a dictionary; raises CorruptCheckpoint."""
     if not isinstance(value, dict):
         raise CorruptCheckpoint(
-            f"{file.path} is no file of a ZeRO checkpoint: it lacks the engine's dictionary"
+            f"{file.path} is not a file of a ZeRO checkpoint: it lacks the engine's dictionary"
         )
     return value
 
@@ -301,6 +229,12 @@ def version_of(*places: Mapping[str, Any]) -> str:
     )
 
 
+def version_numbers(version: str) -> tuple[int, ...]:
+    """A version to be compared; 0.0.0, which an uninstalled source tree states, is the newest."""
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    return numbers if any(numbers) else (999,)
+
+
 def nested(config: Any, *keys: str) -> Any:
     """config[key][key]..., None where there is none."""
     for key in keys:
@@ -308,13 +242,13 @@ def nested(config: Any, *keys: str) -> Any:
     return config
 
 
-def item(held: Any, place: int) -> dict[str, Any]:
+def item(items: Any, place: int) -> dict[str, Any]:
     """Item `place` of a list or dictionary of dictionaries; empty where there is none."""
-    if isinstance(held, list):
-        found = held[place] if place < len(held) else {}
+    if isinstance(items, list):
+        value = items[place] if place < len(items) else {}
     else:
-        found = held.get(place, {}) if isinstance(held, dict) else {}
-    return found if isinstance(found, dict) else {}
+        value = items.get(place, {}) if isinstance(items, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def comparable(value: Any) -> Any:

@@ -11,9 +11,8 @@
 A tensor's file is a dictionary {param, cat_dim, ...} in stage 1 and 2, in stage 3 the flat tensor
 alone. `cat_dim` and its like tell the engine how to cut the whole tensor for tensor parallelism.
 
-Read like a run's files (`_Merged` stands in for the ranks), written with the target of writing.py:
-the model files are the same. Turned down: the copies of frozen weights and buffers that DeepSpeed
-puts below zero/ as fp32.pt; nothing reads them.
+The model files are the same as in a run's directory. DeepSpeed also puts copies of frozen weights
+and buffers below zero/ as fp32.pt; nothing reads them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ...errors import (
 from ..deepspeed_states.directories import (
     MODEL,
     MODEL_3,
-    Place,
+    TagDirectory,
     holds_universal,
     listed,
     pointed,
@@ -60,31 +59,31 @@ def detect(path: str) -> list[str]:
     return universal_tags(path) if latest is None else [latest]
 
 
-def locate(path: str, tag: str | None) -> Place:
+def locate(path: str, tag: str | None) -> TagDirectory:
     """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint."""
     if tag is not None:
         return tag_directory(path, tag, "--tag names")
-    found = detect(path)
-    if not found:
+    tags = detect(path)
+    if not tags:
         raise NotACheckpoint(f"{path} holds no universal checkpoint of DeepSpeed")
-    if len(found) > 1:
+    if len(tags) > 1:
         raise AmbiguousCheckpoint(
-            f"{path} holds {len(found)} tags and no file `{POINTER}`: {listed(found)}",
-            hint=f"choose one with --tag {found[-1]}",
+            f"{path} holds {len(tags)} tags and no file `{POINTER}`: {listed(tags)}",
+            hint=f"choose one with --tag {tags[-1]}",
         )
     if holds_universal(path):
-        return Place(path, found[0], None)
-    directory = os.path.join(path, found[0])
-    if not is_name(found[0]) or not os.path.isdir(directory):
+        return TagDirectory(path, tags[0], None)
+    directory = os.path.join(path, tags[0])
+    if not is_name(tags[0]) or not os.path.isdir(directory):
         raise NotACheckpoint(
-            f"{os.path.join(path, POINTER)} names {found[0]!r}, which is no folder of {path}",
+            f"{os.path.join(path, POINTER)} names {tags[0]!r}, which is no folder of {path}",
             hint="choose a tag with --tag",
         )
-    return Place(directory, found[0], path)
+    return TagDirectory(directory, tags[0], path)
 
 
 def is_name(name: str) -> bool:
-    """Whether a file or folder can be called so."""
+    """Whether a file or folder can have this name."""
     try:
         length = len(name.encode())
     except UnicodeEncodeError:
@@ -92,35 +91,35 @@ def is_name(name: str) -> bool:
     return 0 < length <= 255 and name not in (".", "..") and not re.search(r"[/\0]", name)
 
 
-def model_files(place: Place) -> list[list[str]]:
+def model_files(directory: TagDirectory) -> list[list[str]]:
     """Model files in rank order, by model-parallel rank: of stage 1 and 2 there is one each.
 
     Raises IncompleteCheckpoint and InconsistentCheckpoint.
     """
-    found: dict[int, dict[int, str]] = {}
+    paths: dict[int, dict[int, str]] = {}
     kinds = set()
-    for name in os.listdir(place.directory):
-        full = os.path.join(place.directory, name)
-        if told := MODEL.fullmatch(name):
-            found.setdefault(int(told[1]), {})[0] = full
+    for name in os.listdir(directory.path):
+        full = os.path.join(directory.path, name)
+        if match := MODEL.fullmatch(name):
+            paths.setdefault(int(match[1]), {})[0] = full
             kinds.add(MODEL)
-        elif told := MODEL_3.fullmatch(name):
-            found.setdefault(int(told[2]), {})[int(told[1])] = full
+        elif match := MODEL_3.fullmatch(name):
+            paths.setdefault(int(match[2]), {})[int(match[1])] = full
             kinds.add(MODEL_3)
     if len(kinds) > 1:
         raise InconsistentCheckpoint(
-            f"{place.directory} holds model files of stage 3 and of stage 1 or 2",
+            f"{directory.path} holds model files of stage 3 and of stage 1 or 2",
             hint="keep only the files of one save",
         )
-    if not found:
+    if not paths:
         raise IncompleteCheckpoint(
-            f"{place.directory} holds no model states",
+            f"{directory.path} holds no model states",
             hint="the converter copies them: mp_rank_00_model_states.pt and the like",
         )
-    for ranked in [set(found), *map(set, found.values())]:
+    for ranked in [set(paths), *map(set, paths.values())]:
         if missing := sorted(set(range(max(ranked) + 1)) - ranked):
             raise IncompleteCheckpoint(
-                f"{place.directory} lacks the model file of rank {listed(missing)}",
+                f"{directory.path} lacks the model file of rank {listed(missing)}",
                 hint="the converter copies the files of all ranks",
             )
-    return [[held[rank] for rank in sorted(held)] for _, held in sorted(found.items())]
+    return [[files[rank] for rank in sorted(files)] for _, files in sorted(paths.items())]

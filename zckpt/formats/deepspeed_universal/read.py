@@ -7,17 +7,13 @@ from typing import Any
 
 from ...core.manifest import Manifest
 from ...core.staging import Layout
-from ...errors import (
-    not_understood,
-)
+from ...errors import not_understood
 from ...training.options import Options
-from ..deepspeed_states.directories import (
-    Place,
-)
-from ..deepspeed_states.manifest import manifest
+from ..deepspeed_states.directories import TagDirectory
+from ..deepspeed_states.manifest import manifest_of
 from .files import detect, locate
-from .folders import Folders
-from .merged import Merged
+from .folders import ParameterFolders
+from .merged import MergedStates
 
 __all__ = ["detect", "lay_out", "read", "seal"]
 
@@ -29,36 +25,44 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     NotACheckpoint, IncompleteCheckpoint (no zero/, no fp32.pt of a parameter),
     InconsistentCheckpoint (shapes that differ), CorruptCheckpoint, UnsupportedCheckpoint (MoE).
     """
-    place = locate(path, tag)
+    directory = locate(path, tag)
     try:
-        return _manifest(place, step_policy)
+        return _manifest(directory, step_policy)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise not_understood(place.directory, error) from error
+        raise not_understood(directory.path, error) from error
 
 
-def _manifest(place: Place, step_policy: str | None) -> Manifest:
-    merged = Merged(place)
-    folders = Folders(merged)
-    found = manifest(merged, folders.flats(step_policy), "deepspeed-universal")
-    state = found.state
-    if folders.about or not merged.whole:
-        cut = {"model_parallel": len(merged.tops), "files": folders.about}
-        state = {**state, "universal": cut}
-    files = [*merged.others, *folders.files]
-    return replace(
-        found,
-        state=state,
-        files=(*found.files, *(file.path for file in files)),
-        records=(*found.records, *(held for file in files for held in file.records.values())),
-        left_out=(*found.left_out, *merged.left_out, *folders.left_out),
-        warnings=(*found.warnings, *merged.warnings(), *_lost_steps(found)),
+def _manifest(directory: TagDirectory, step_policy: str | None) -> Manifest:
+    merged = MergedStates(directory)
+    folders = ParameterFolders(merged)
+    manifest = manifest_of(
+        merged.states,
+        folders.buffers(step_policy),
+        "deepspeed-universal",
+        merged.states.effective_config(round_robin=False),
+        merged.module_dtype,
     )
+    state = manifest.state
+    if folders.infos or not merged.is_whole:
+        slicing = {"model_parallel": len(merged.tops), "files": folders.infos}
+        state = {**state, "universal": slicing}
+    files = [*merged.other_models, *folders.files]
+    return replace(
+        manifest,
+        state=state,
+        files=(*manifest.files, *(file.path for file in files)),
+        records=(
+            *manifest.records, *(record for file in files for record in file.records.values())
+        ),
+        left_out=(*manifest.left_out, *merged.left_out, *folders.left_out),
+        warnings=(*manifest.warnings, *merged.warnings(), *_lost_steps(manifest)),
+    )  # fmt: skip
 
 
-def _lost_steps(found: Manifest) -> list[str]:
+def _lost_steps(manifest: Manifest) -> list[str]:
     """Converters before 0.14.1 wrote the step only of optimizers that keep it in the group."""
-    moved = {entry.parameter for entry in found.slots.get("exp_avg_sq", ())}
-    if not any(not found.parameters[name].step for name in moved):
+    names = {entry.parameter for entry in manifest.slots.get("exp_avg_sq", ())}
+    if not any(not manifest.parameters[name].step for name in names):
         return []
     return [
         "there are moments without a step: the converter did not write it (DeepSpeed before "

@@ -1,0 +1,151 @@
+"""Opens the files of all ranks, and checks that they are the whole of one save."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...core.inert import Foreign
+from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
+from ...files.torchfile import Parsed
+from ..deepspeed_states.directories import TagDirectory, file_of_rank, refuse
+from ..deepspeed_states.states import (
+    COUNTERS,
+    EngineStates,
+    comparable,
+    dictionary,
+    nested,
+    open_files,
+    stated_config,
+    version_numbers,
+    version_of,
+)
+from .files import RankFiles
+
+
+def open_ranks(directory: TagDirectory, files: RankFiles) -> EngineStates:
+    """What the files of all ranks say.
+
+    Raises when the files cannot be the whole of one ZeRO checkpoint: a rank is missing, world sizes
+    or saves differ, or it is of a kind that is not read.
+    """
+    parsed: Parsed = {}
+    models = open_files(files.models, parsed)
+    model = dictionary(models[0], models[0].value)
+    if not files.optimizers:
+        _refuse_without_optimizer(directory, model)
+    optimizers = open_files(files.optimizers, parsed)
+    tops = [dictionary(file, file.value) for file in optimizers]
+    pairs = zip(optimizers, tops, strict=True)
+    states = [dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]
+    version = version_of(model, tops[0], states[0])
+    _check_kind(directory, version, model, stated_config(model, tops[0]))
+    _check_world(directory, model, states[0], files.optimizers)
+    partitioned = "fp32_flat_groups" in states[0]
+    bases = _for_each(states, lambda state: _base(directory, state, partitioned))
+    ranks = EngineStates(
+        directory, models, optimizers, model, states, bases, version, len(states), partitioned
+    )
+    _check_same_save(ranks)
+    return ranks
+
+
+def _base(directory: TagDirectory, state: Mapping[str, Any], partitioned: bool) -> dict[str, Any]:
+    """The base optimizer's {state, param_groups}; elastic files list the states alone."""
+    base = state.get("optimizer_state_dict" if partitioned else "base_optimizer_state")
+    if isinstance(base, list):
+        return {"state": dict(enumerate(base))}
+    if not isinstance(base, dict):
+        raise CorruptCheckpoint(f"{directory.path} holds no base optimizer state")
+    return base
+
+
+def _refuse_without_optimizer(directory: TagDirectory, model: Mapping[str, Any]) -> None:
+    if model.get("optimizer"):
+        refuse(directory, "ZeRO stage 0")
+    raise IncompleteCheckpoint(
+        f"{directory.path} holds no optimizer files",
+        hint="expected [bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt and one per further rank",
+    )
+
+
+def _check_kind(
+    directory: TagDirectory, version: str, model: Mapping[str, Any], config: Any
+) -> None:
+    if version_numbers(version) < (0, 5, 10):
+        refuse(directory, f"DeepSpeed {version}, before 0.5.10")
+    if int(model.get("mp_world_size") or 1) > 1:
+        refuse(directory, "tensor parallelism")
+    experts = model.get("num_experts")
+    if isinstance(experts, list) and any(experts):
+        refuse(directory, "mixture-of-experts layers")
+    if not isinstance(model.get("module"), dict):
+        refuse(directory, "pipeline parallelism")
+    if nested(config, "zero_optimization", "offload_optimizer", "device") == "nvme":
+        refuse(directory, "optimizer states offloaded to NVMe")
+
+
+def _check_world(
+    directory: TagDirectory,
+    model: Mapping[str, Any],
+    state: Mapping[str, Any],
+    paths: Sequence[str],
+) -> None:
+    dp = len(paths)
+    stated = model.get("dp_world_size")
+    if isinstance(stated, int) and stated > dp:
+        raise IncompleteCheckpoint(
+            f"{directory.path} holds optimizer files of {dp} of {stated} ranks",
+            hint=f"expected {file_of_rank(paths[0], stated - 1)}",
+        )
+    if isinstance(stated, int) and stated < dp:
+        raise InconsistentCheckpoint(
+            f"{directory.path} holds optimizer files of {dp} ranks, but its model "
+            f"states say there were {stated}",
+            hint="files of another save may lie between them; keep those of one save",
+        )
+    count = state.get("partition_count")
+    counts = {number for number in (count if isinstance(count, list) else [count]) if number}
+    if counts - {dp}:
+        sizes = ", ".join(map(str, counts))
+        refuse(directory, f"partitions over {sizes} of {dp} ranks (MiCS, experts)")
+
+
+def _check_same_save(ranks: EngineStates) -> None:
+    """Counters, hyper-parameters and loss scale are equal on all ranks of one save."""
+    for what, files, values in (
+        ("its counters", ranks.models, [_counters(file.value) for file in ranks.models]),
+        ("its param_groups", ranks.optimizers, _for_each(ranks.bases, _hyper_parameters)),
+        ("its loss scale", ranks.optimizers, _for_each(ranks.states, _loss_scale)),
+    ):
+        for file, value in zip(files, values, strict=True):
+            if value is not values[0] and value != values[0]:
+                raise InconsistentCheckpoint(
+                    f"{file.path} differs from {os.path.basename(files[0].path)} in {what}",
+                    hint="files of different saves seem to be mixed; take those of one tag",
+                )
+
+
+def _for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    """`of` each rank's state, asked once for ranks whose equal pickles were parsed once."""
+    values: dict[int, Any] = {}
+    for state in states:
+        if id(state) not in values:
+            values[id(state)] = of(state)
+    return [values[id(state)] for state in states]
+
+
+def _counters(model: Mapping[str, Any]) -> list[Any]:
+    return [model.get(key) for key in (*COUNTERS, "dp_world_size", "ds_version")]
+
+
+def _hyper_parameters(base: Mapping[str, Any]) -> Any:
+    groups = base.get("param_groups") or ()
+    return comparable([{k: v for k, v in group.items() if k != "step"} for group in groups])
+
+
+def _loss_scale(state: Mapping[str, Any]) -> Any:
+    scaler = state.get("loss_scaler")
+    scale = scaler.state if isinstance(scaler, Foreign) else scaler
+    return comparable((state.get("overflow"), scale))
