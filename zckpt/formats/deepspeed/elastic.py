@@ -67,8 +67,8 @@ def warnings(target: DeepSpeedTarget) -> list[str]:
 def _of_the_next_save(target: DeepSpeedTarget) -> list[str]:
     """The engine's own elastic save takes the padding of a partition off its step as well.
 
-    This happens if the loader has made a tensor of one element of the step (0.19.8). All ranks load
-    rank 0's.
+    This happens if the loader has turned the step into a tensor of one element (0.19.8). All ranks
+    load rank 0's.
     """
     lengths = [buffer.starts[-1] for buffer in target.buffers]
     padded = [

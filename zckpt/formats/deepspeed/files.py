@@ -1,4 +1,4 @@
-"""Which files a DeepSpeed checkpoint has: tags and ranks."""
+"""Which files make a DeepSpeed checkpoint: its tag, and the files of its ranks."""
 
 from __future__ import annotations
 

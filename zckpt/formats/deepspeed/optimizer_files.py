@@ -26,7 +26,7 @@ from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 
 
 def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell]:
-    """One file per rank, one at a time. In stage 3 all ranks' are alike, and made once."""
+    """One file per rank. In stage 3 they differ only in tensors, so that one shell serves all."""
     prefix = "bf16_" if target.engine.dtype == "BF16" else ""
     for rank in range(target.dp):
         name = f"{target.tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"

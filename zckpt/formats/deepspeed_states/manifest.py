@@ -171,7 +171,7 @@ def _state(
     config: dict[str, Any],
     module_dtype: str,
 ) -> dict[str, Any]:
-    """Everything else, so that an engine's files can be made again."""
+    """Everything that is not a parameter's tensor, so that an engine's files can be rewritten."""
     of_engine = {
         "name": "deepspeed",
         "version": ranks.version,

@@ -9,7 +9,7 @@ from ...core.inert import Foreign, Global, Scalar
 from ...errors import InconsistentCheckpoint
 from ...files.torchshell import Storages
 from ...training import steps
-from .engine import Engine
+from .engine import TargetEngine
 from .manifest import INFERRED
 from .target import DeepSpeedTarget, TargetBuffer
 
@@ -101,7 +101,7 @@ def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
     return {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": False}
 
 
-def _fresh_scaler(engine: Engine) -> tuple[Foreign, bool]:
+def _fresh_scaler(engine: TargetEngine) -> tuple[Foreign, bool]:
     """As the engine makes it (0.19.8, fp16/loss_scaler.py); and whether its scale is dynamic."""
     module = "deepspeed.runtime.fp16.loss_scaler"
     static = engine.number(0.0, "fp16", "loss_scale") if engine.dtype == "F16" else 1.0

@@ -23,7 +23,7 @@ from ...training import steps
 from ...training.options import Options
 from ...training.trainers import ACCELERATE, program_of
 from .. import zero
-from .engine import Engine
+from .engine import TargetEngine
 from .hyper import NEEDED_NUMBERS, adam_class, complete_groups, optimizer_name
 from .manifest import ENGINE_KEYS
 from .states import COUNTERS
@@ -67,7 +67,7 @@ class DeepSpeedTarget:
         self.source = source
         self.options = options
         self.left_out: list[str] = list(source.left_out)
-        self.engine = Engine(source, options)
+        self.engine = TargetEngine(source, options)
         self.dp = self.engine.dp
         self.optimizer_state: dict[str, Any] = source.state.get("optimizer") or {}
         self._slots = [slot for slot in source.slots if slot not in ("param", "master", "state")]
