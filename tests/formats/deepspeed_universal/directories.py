@@ -35,8 +35,8 @@ def convert(source: Path, target: Path, **options: Any) -> Path:
 
 
 def warnings(source: Path, target: Path, **options: Any) -> str:
-    made = zckpt.convert(source, target, to=FORMAT, **options, dry_run=True)
-    return "\n".join(made["warnings"])
+    report = zckpt.convert(source, target, to=FORMAT, **options, dry_run=True)
+    return "\n".join(report["warnings"])
 
 
 def same_universal(a: Path, b: Path) -> None:
@@ -55,10 +55,10 @@ def rename_parameter(path: Path, new: str) -> None:
     """The first one, in all lists of a model file."""
     value = torch.load(path, weights_only=False)
     name = next(iter(value["param_shapes"][0]))
-    for held in (*value["param_shapes"], value["module"]):
-        items = [(new if key == name else key, item) for key, item in held.items()]
-        held.clear()
-        held.update(items)
+    for dictionary in (*value["param_shapes"], value["module"]):
+        items = [(new if key == name else key, item) for key, item in dictionary.items()]
+        dictionary.clear()
+        dictionary.update(items)
     value["shared_params"] = {
         alias: new if owner == name else owner for alias, owner in value["shared_params"].items()
     }
@@ -69,9 +69,9 @@ def with_info(run: Path, target: Path, info: Mapping[str, Any]) -> Path:
     """A universal checkpoint whose client state has what Megatron tells DeepSpeed's converter."""
     zckpt.convert(run, target)
     path = target / "manifest.json"
-    made = json.loads(path.read_text())
-    made["state"]["client_state"]["universal_checkpoint_info"] = to_json(dict(info))
-    path.write_text(json.dumps(made))
+    manifest = json.loads(path.read_text())
+    manifest["state"]["client_state"]["universal_checkpoint_info"] = to_json(dict(info))
+    path.write_text(json.dumps(manifest))
     return target
 
 
@@ -93,9 +93,9 @@ def merge(run: Path, target: Path) -> Path:
 def first_of_each(rows: list[tuple[str, Any]]) -> list[Any]:
     """All are of the full matrix; the first of each kind is of the default run too."""
     seen: set[str] = set()
-    found = []
+    marked = []
     for kind, row in rows:
         marks = [pytest.mark.engines] + ([] if kind in seen else [pytest.mark.first])
         seen.add(kind)
-        found.append(pytest.param(row, id=getattr(row, "name", row), marks=marks))
-    return found
+        marked.append(pytest.param(row, id=getattr(row, "name", row), marks=marks))
+    return marked

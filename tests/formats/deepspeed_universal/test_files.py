@@ -53,4 +53,4 @@ class TestDirectories:
         (run / "trainer_state.json").write_text("{}")
         for name in ("deepspeed", FORMAT):
             siblings = zckpt.read(run, format=name).siblings
-            assert [found.name for found in siblings] == ["trainer_state.json"]
+            assert [sibling.name for sibling in siblings] == ["trainer_state.json"]

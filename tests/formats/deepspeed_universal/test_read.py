@@ -63,7 +63,7 @@ class TestRoundTrip:
             assert same_bits(tensor, straight[name]), name
         parameters = zckpt.read(example).parameters
         assert zckpt.read(merged).parameters == parameters
-        trainable = {name for name, held in parameters.items() if held.trainable}
+        trainable = {name for name, parameter in parameters.items() if parameter.trainable}
         assert straight.keys() - around.keys() == {f"{name}/param" for name in trainable}
 
     def test_universal_goes_back(self, example: Path, tmp_path: Path) -> None:
@@ -230,8 +230,8 @@ class TestSteps:
         assert manifest.parameters[folders[0].name].step == 2
         assert manifest.parameters[folders[1].name].step == 7
         assert manifest.step is None
-        told = {line.step: line.where for line in manifest.steps if line.truth}
-        assert folders[0].name in told[2]
+        places = {line.step: line.where for line in manifest.steps if line.truth}
+        assert folders[0].name in places[2]
         with pytest.raises(ZckptError, match="one step for"):
             convert(merged, tmp_path / "target")
         assert zckpt.read(merged, step_policy="max").step == 7
@@ -242,17 +242,17 @@ class TestSteps:
             if folder.is_dir():
                 torch.save(7, folder / "step.pt")
         again = convert(merged, tmp_path / "again")
-        found = [torch.load(path) for path in again.rglob("step.pt")]
-        assert found
-        assert all(type(step) is int and step == 7 for step in found)
+        steps = [torch.load(path) for path in again.rglob("step.pt")]
+        assert steps
+        assert all(type(step) is int and step == 7 for step in steps)
 
     def test_a_tensor_of_one_element_stays_one(self, merged: Path, tmp_path: Path) -> None:
         for path in merged.rglob("step.pt"):
             torch.save(torch.tensor([7.0]), path)
         again = convert(merged, tmp_path / "again")
-        found = [torch.load(path) for path in again.rglob("step.pt")]
-        assert found
-        assert all(step.shape == (1,) and step.item() == 7 for step in found)
+        steps = [torch.load(path) for path in again.rglob("step.pt")]
+        assert steps
+        assert all(step.shape == (1,) and step.item() == 7 for step in steps)
 
     def test_a_lost_one_is_told(self, merged: Path) -> None:
         for path in list(merged.rglob("step.pt")):
@@ -311,10 +311,12 @@ class TestRoundRobin:
         manifest = zckpt.read(run, format=FORMAT)
         assert any("round_robin_gradients" in warning for warning in manifest.warnings)
         zckpt.convert(run, tmp_path / "universal", format=FORMAT)
-        held = load(tmp_path / "universal")
+        tensors = load(tmp_path / "universal")
         oracle = torch.load(root / "oracle.pt", weights_only=False)["tensors"]
         wrong = [
-            name for name in oracle if name in held and not same_bits(held[name], oracle[name])
+            name
+            for name in oracle
+            if name in tensors and not same_bits(tensors[name], oracle[name])
         ]
         assert wrong
 

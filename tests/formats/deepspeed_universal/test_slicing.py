@@ -68,20 +68,20 @@ class TestTensorParallelism:
         from deepspeed.checkpoint.ds_to_universal import merge_tp_slices
 
         folder, slices = root / "run" / "global_step5", root / "slices"
-        for name, held in tensors.items():
+        for name, states in tensors.items():
             for rank in (0, 1):
                 place = slices / name / str(rank)
                 place.mkdir(parents=True)
-                for key, tensor in held.items():
+                for key, tensor in states.items():
                     torch.save(cut(name, tensor, rank, 2).flatten(), place / f"{key}.00")
                 torch.save(torch.tensor(5.0), place / "step.00")
-            shapes = [cut(name, held["fp32"], rank, 2).shape for rank in (0, 1)]
+            shapes = [cut(name, states["fp32"], rank, 2).shape for rank in (0, 1)]
             merge_tp_slices(INFO, str(folder / "zero"), str(slices), 2, (name, shapes))
         groups = [{"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.2, "weight_decay": 0.0}]
         common = {"ds_version": "0.19.8", "param_groups": groups, "zero_stage": 1}
         torch.save(common, folder / "zero" / "optimizer_state.pt")
         for rank in (0, 1):
-            pieces = {name: cut(name, held["fp32"], rank, 2) for name, held in tensors.items()}
+            pieces = {name: cut(name, states["fp32"], rank, 2) for name, states in tensors.items()}
             torch.save(
                 {
                     "module": {name: piece.bfloat16() for name, piece in pieces.items()},
@@ -114,8 +114,8 @@ class TestTensorParallelism:
         parameter = SimpleNamespace(_hp_mapping=mapping, shape=piece.shape, numel=piece.numel)
         step = load_hp_checkpoint_state(parameter, str(folder / name), rank, ranks)
         assert step == 5
-        found = {"fp32": master, **mapping.optim_fragment}
-        return {key: tensor.view(piece.shape) for key, tensor in found.items()}
+        fragments = {"fp32": master, **mapping.optim_fragment}
+        return {key: tensor.view(piece.shape) for key, tensor in fragments.items()}
 
     def test_read(self, tensors: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
         run = self.merged(tensors, tmp_path)
@@ -125,15 +125,15 @@ class TestTensorParallelism:
             assert [name for name, p in manifest.parameters.items() if p.group == group] == names
         assert any("modules of 2 model-parallel ranks" in what for what in manifest.left_out)
         zckpt.convert(run, tmp_path / "universal")
-        held = load(tmp_path / "universal")
-        assert sorted({name.rpartition("/")[2] for name in held}) == [
+        loaded = load(tmp_path / "universal")
+        assert sorted({name.rpartition("/")[2] for name in loaded}) == [
             "exp_avg", "exp_avg_sq", "master"
         ]  # fmt: skip
         for name, kept in tensors.items():
             for key, tensor in kept.items():
                 slot = "master" if key == "fp32" else key
                 tensor = tensor[:11] if name == "words" else tensor
-                assert same_bits(held[f"{name}/{slot}"], tensor), (name, key)
+                assert same_bits(loaded[f"{name}/{slot}"], tensor), (name, key)
 
     @pytest.mark.parametrize("ranks", [1, 2, 4])
     @pytest.mark.parametrize("through", [False, True])
@@ -151,8 +151,8 @@ class TestTensorParallelism:
         merged = convert(source, tmp_path / "merged")
         for name in SHAPES:
             for rank in range(ranks):
-                found = self.loaded(merged / "global_step5" / "zero", name, rank, ranks)
-                for key, tensor in found.items():
+                pieces = self.loaded(merged / "global_step5" / "zero", name, rank, ranks)
+                for key, tensor in pieces.items():
                     whole = tensors[name][key]
                     if name == "words":
                         whole = whole.clone()
@@ -168,9 +168,9 @@ class TestTensorParallelism:
         whole = self.merged(tensors, tmp_path)
         zckpt.convert(whole, tmp_path / "universal")
         path = tmp_path / "universal" / "manifest.json"
-        made = json.loads(path.read_text())
-        del made["state"]["universal"]
-        path.write_text(json.dumps(made))
+        manifest = json.loads(path.read_text())
+        del manifest["state"]["universal"]
+        path.write_text(json.dumps(manifest))
         merged = convert(tmp_path / "universal", tmp_path / "merged")
         for name in SHAPES:
             a, b = (

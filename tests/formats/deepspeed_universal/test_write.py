@@ -35,10 +35,10 @@ class TestFiles:
         manifest = zckpt.read(example)
         assert (merged / "latest_universal").read_text() == TAG
         assert not (merged / "latest").exists()
-        for name, held in manifest.parameters.items():
+        for name, parameter in manifest.parameters.items():
             folder = merged / TAG / "zero" / name
-            assert folder.exists() == held.trainable
-            if not held.trainable:
+            assert folder.exists() == parameter.trainable
+            if not parameter.trainable:
                 continue
             files = sorted(path.name for path in folder.iterdir())
             assert files == ["exp_avg.pt", "exp_avg_sq.pt", "fp32.pt", "step.pt"]
@@ -46,44 +46,46 @@ class TestFiles:
                 value = torch.load(folder / f"{key}.pt")
                 assert value.keys() == {"cat_dim", "param"}
                 assert value["cat_dim"] == 0
-                assert value["param"].shape == held.shape
+                assert value["param"].shape == parameter.shape
             step = torch.load(folder / "step.pt")
-            assert (step.shape, step.dtype, step.item()) == ((), torch.float32, held.step)
+            assert (step.shape, step.dtype, step.item()) == ((), torch.float32, parameter.step)
 
     def test_a_flat_tensor_in_stage_3(self, example: Path, tmp_path: Path) -> None:
         merged = convert(example, tmp_path / "merged", stage=3)
-        for name, held in zckpt.read(example).parameters.items():
+        for name, parameter in zckpt.read(example).parameters.items():
             folder = merged / TAG / "zero" / name
-            if held.trainable:
+            if parameter.trainable:
                 files = sorted(path.name for path in folder.iterdir())
                 assert files == ["exp_avg.pt", "exp_avg_sq.pt", "fp32.pt"]
                 value = torch.load(folder / "exp_avg.pt")
-                assert value.shape == (torch.Size(held.shape).numel(),)
+                assert value.shape == (torch.Size(parameter.shape).numel(),)
 
     def test_the_tail_of_small_parameters(self, example: Path, tmp_path: Path) -> None:
         """Converters before 0.19 leave padding there in stage 3."""
         merged = convert(example, tmp_path / "merged", stage=3)
-        name, held = next(
-            (name, held)
-            for name, held in zckpt.read(merged).parameters.items()
-            if held.trainable and torch.Size(held.shape).numel() % 4
+        name, parameter = next(
+            (name, parameter)
+            for name, parameter in zckpt.read(merged).parameters.items()
+            if parameter.trainable and torch.Size(parameter.shape).numel() % 4
         )
         path = merged / TAG / "zero" / name / "exp_avg.pt"
         tensor = torch.load(path)
         torch.save(torch.cat([tensor, torch.zeros(1)]), path)
         zckpt.convert(merged, tmp_path / "universal")
         whole = load(tmp_path / "universal")[f"{name}/exp_avg"]
-        assert same_bits(whole, tensor.view(held.shape))
+        assert same_bits(whole, tensor.view(parameter.shape))
 
     def test_losses_are_named(self, example: Path, tmp_path: Path) -> None:
         manifest = zckpt.read(example)
-        told = warnings(example, tmp_path / "merged")
-        assert "does not load buffers" in told
-        assert "does not load frozen weights" in told
-        frozen = [name for name, held in manifest.parameters.items() if not held.trainable]
+        lines = warnings(example, tmp_path / "merged")
+        assert "does not load buffers" in lines
+        assert "does not load frozen weights" in lines
+        frozen = [
+            name for name, parameter in manifest.parameters.items() if not parameter.trainable
+        ]
         for name in (*manifest.buffers, *frozen):
-            assert name in told
-        assert "group 0" not in told
+            assert name in lines
+        assert "group 0" not in lines
         assert "hyper-parameters of group 0" in warnings(example, tmp_path / "merged", stage=3)
 
     def test_weights_alone(self, example: Path, tmp_path: Path) -> None:
@@ -196,10 +198,10 @@ def test_the_engine_loads(move: Load, trained: Trained, tmp_path: Path) -> None:
     for key, value in before["client_state"].items():
         assert repr(after["client_state"][key]) == repr(value), key
     stage = move.stage or CASES[move.case].stage
-    groups = [{k: plain(v) for k, v in held.items()} for held in before["groups"]]
-    loaded = [{k: plain(v) for k, v in held.items()} for held in after["groups"]]
+    groups = [{k: plain(v) for k, v in group.items()} for group in before["groups"]]
+    loaded = [{k: plain(v) for k, v in group.items()} for group in after["groups"]]
     if stage == 3:  # 0.19.8 gives group 0's to all
-        groups = [{**groups[0], "params": held["params"]} for held in groups]
+        groups = [{**groups[0], "params": group["params"]} for group in groups]
     assert loaded == groups
 
 
@@ -224,8 +226,8 @@ class TestWeightsAlone:
         case = CASES[name]
         run = trained(case) / "run"
         merged = convert(run, tmp_path / "merged")
-        told = "load_module_only=True" in warnings(run, tmp_path / "target")
-        assert told == (case.stage == 3)
+        warned = "load_module_only=True" in warnings(run, tmp_path / "target")
+        assert warned == (case.stage == 3)
 
         def resume(directory: Path) -> dict[str, Any]:
             return deepspeed.resume(
@@ -239,7 +241,7 @@ class TestWeightsAlone:
             )
 
         before = torch.load(trained(case) / "oracle.pt", weights_only=False)
-        if told and words == {"load_optimizer_states": False}:
+        if warned and words == {"load_optimizer_states": False}:
             with pytest.raises(deepspeed.EngineError, match="Unable to find 'latest'"):
                 resume(merged)
             # beside the ordinary one, as DeepSpeed's own converter writes it
