@@ -32,7 +32,8 @@ from zckpt import api, formats
 from zckpt.cli import Size
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fileio import Reader, files_per_thread
-from zckpt.core.manifest import Entry, Extent, Manifest
+from zckpt.core.fragments import Extent
+from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.partition import Member, Partitioned, Whole
 from zckpt.core.pieces import Gatherer, Ledger, Wanted
 from zckpt.core.threads import share
@@ -81,7 +82,7 @@ def each_parameter(setting: Setting) -> int:
     world, entries = setting.world, setting.other.entries
     gatherer = Gatherer(Reader(), Ledger(()), READ)
     passed = place = 0
-    for part in formats.named(setting.source.format).load().partitions(setting.source.root):
+    for part in formats.named(setting.source.format).partitions(setting.source.root):
         for member in [part] if isinstance(part, Whole) else part.members:
             place += 1
             entry = entries.get(member.name)

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 import zckpt
-from zckpt.core.manifest import Entry, Extent, Fragment, Manifest
+from zckpt.core.fragments import Extent, Fragment
+from zckpt.core.manifest import Entry, Manifest
 from zckpt.files.torchfile import Tensor, TorchFile, read_directory
 
 Change = Callable[[bytes], bytes]

@@ -29,7 +29,7 @@ from .training.options import Options
 from .training.order import in_order_of
 
 if TYPE_CHECKING:
-    from .core.staging import Shell
+    from .formats.format import Format
 
 Report = dict[str, Any]
 Progress = Callable[[int], None]
@@ -70,12 +70,8 @@ def read(
     """
     steps.check_policy(step_policy)
     where = os.fspath(path)
-    found = formats.recognise(where, format, tag)
-    names: dict[str, Any] = {}
-    if found.numbers:
-        names = {"param_names": param_names, "weights_only": weights_only}
-    manifest: Manifest = found.load().read(where, tag, step_policy, **names)
-    return manifest
+    names = None if param_names is None else tuple(param_names)
+    return formats.recognise(where, format, tag).read(where, tag, step_policy, names, weights_only)
 
 
 def load(
@@ -531,27 +527,17 @@ def _source_for(
     )
 
 
-def _named_for(to: str, manifest: Manifest, options: Options) -> Manifest:
+def _named_for(writer: Format, manifest: Manifest, options: Options) -> Manifest:
     """The source under the names that the target needs, in the order that the user says."""
-    engines = {"deepspeed-universal": "deepspeed", "gathered": "dcp"}
-    before = str(manifest.source.get("format"))
+    before = formats.family_of(str(manifest.source.get("format")))
     if options.rename:
         manifest = renamed(manifest, options.rename)
-    elif to != "universal" and engines.get(to, to) != engines.get(before, before):
+    elif not writer.is_neutral and writer.family != before:
         manifest = canonical(manifest)
     if options.param_names is not None:
         named = called_as(manifest, options.param_names)
         manifest = in_order_of(named, options.param_names)
     return ties.with_ties(manifest, options.tie) if options.tie else manifest
-
-
-def _grouped_for(to: str, manifest: Manifest) -> tuple[Manifest, list[Shell]]:
-    """The source with the groups that the target's optimizer has, and files that change with it."""
-    from .training import groups
-
-    if to in ("deepspeed", "deepspeed-universal"):
-        return groups.without_empty_groups(manifest)
-    return groups.with_trainers_groups(manifest) if to in ("dcp", "gathered") else (manifest, [])
 
 
 def _write(
@@ -575,13 +561,14 @@ def _write(
     writer = formats.named(to)
     if not writer.writes:
         raise WrongOption(f"{to} can be read, but not written yet")
-    module = writer.load()
     read_from = manifest
-    manifest = _named_for(to, manifest, options)
-    manifest, rewritten = _grouped_for(to, manifest)
-    layout: staging.Layout = module.lay_out(manifest, options)
+    writer.refuse(options)
+    manifest = _named_for(writer, manifest, options)
+    manifest, rewritten = writer.prepare(manifest)
+    layout = writer.lay_out(manifest, options)
     layout_warnings: list[str] = []
-    if to not in ("universal", "hf") and (path := best.best_of(manifest.siblings)) is not None:
+    settled = not writer.is_neutral and writer.is_resumed
+    if settled and (path := best.best_of(manifest.siblings)) is not None:
         there = best_in and os.path.join(os.path.abspath(best_in), os.path.basename(path))
         if there or best.is_best(manifest.siblings):
             where = there or os.path.abspath(target)
@@ -612,7 +599,7 @@ def _write(
         "warnings": [*layout.warnings, *layout_warnings],
         "inferred": list(manifest.inferred),
     }
-    if to != "universal" and (tie := ties.likely(manifest)) is not None:
+    if not writer.is_neutral and (tie := ties.likely(manifest)) is not None:
         report["warnings"].append(
             f"the source has no output layer: if the model ties {tie[0]} to {tie[1]}, add --tie "
             f"{tie[0]}={tie[1]}"
@@ -623,12 +610,11 @@ def _write(
         memory = 2 * copying.jobs * execute.chunk_size(manifest.dp, copying.jobs, copying.memory)
         return report | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}
     staging.need_space(target, size)
-    if check := getattr(formats.named(manifest.format).load(), "check", None):
-        check(read_from)  # what only the bytes of this format tell
+    formats.named(manifest.format).check(read_from)
     try:
         with staging.Staging(target) as staged:
             staged.lay(layout.shells())
-            shells: Manifest = getattr(module, "read_shells", module.read)(staged.path)
+            shells = writer.read_shells(staged.path)
             outcome = execute.copy(
                 plan.join(manifest, shells, options.dtype is not None or layout.from_masters),
                 manifest,
@@ -643,7 +629,7 @@ def _write(
             if warning := steps.never_stepped(shells, outcome.digests):
                 report["warnings"].append(warning)
                 shells = replace(shells, warnings=(*shells.warnings, warning))
-            module.seal(staged.path, shells, outcome)
+            writer.seal(staged.path, shells, outcome)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise NotEnoughSpace(

@@ -603,17 +603,17 @@ def probe_diff(
 def formats(as_json: bool) -> None:
     """What is read and written."""
     from . import display
-    from .formats import TABLE
+    from .formats import FORMATS
 
     listed = [
-        {"format": f.name, "reads": f.reads, "writes": f.writes, "about": f.about} for f in TABLE
+        {"format": f.name, "reads": f.reads, "writes": f.writes, "about": f.about} for f in FORMATS
     ]
     if as_json:
         display.document({"zckpt": 1, "command": "formats", "formats": listed})
     else:
         display.table(
             ("format", "reads", "writes", ""),
-            [(f.name, f.reads, f.writes, f.about) for f in TABLE],
+            [(f.name, f.reads, f.writes, f.about) for f in FORMATS],
         )
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import random
 import zlib
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.core.checksum import Cover, combine, crc32, crc_of_zeros, flipped_bit
+from zckpt.core.checksum import (
+    Cover,
+    Scattered,
+    combine,
+    crc32,
+    crc_of_runs,
+    crc_of_zeros,
+    flipped_bit,
+)
 
 
 def filled(data: bytes, pieces: list[tuple[int, int]]) -> Cover:
@@ -127,3 +135,28 @@ def test_places_that_look_alike_are_not_told() -> None:
     last = zlib.crc32(b"\0") ^ zlib.crc32(b"\x80")
     assert flipped_bit(0, last, 1 << 20) == ((1 << 20) - 1, 7)
     assert flipped_bit(0, last, 1 << 30) is None
+
+
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_scattered_pieces_have_the_sum_of_the_whole(data: bytes, draw: st.DataObject) -> None:
+    cuts = sorted({0, len(data), *draw.draw(st.lists(st.integers(0, len(data)), max_size=9))})
+    whole = Scattered(len(data))
+    for start, stop in draw.draw(st.permutations(list(pairwise(cuts)))):
+        assert whole.crc is None
+        whole.add(start, stop, crc32(data[start:stop]))
+    assert whole.crc == zlib.crc32(data)
+
+
+@given(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.randoms())
+def test_columns_have_the_sum_of_the_whole(
+    count: int, widths: list[int], chosen: random.Random
+) -> None:
+    stride = sum(widths)
+    data = chosen.randbytes(count * stride)
+    whole = Scattered(len(data))
+    starts = list(accumulate(widths, initial=0))
+    for start, stop in pairwise(starts):
+        rows = [data[row * stride + start : row * stride + stop] for row in range(count)]
+        crc = crc_of_runs(memoryview(b"".join(rows)), stop - start, stride)
+        whole.add_runs(count * (stop - start), (count - 1) * stride + stop, crc)
+    assert whole.crc == zlib.crc32(data)

@@ -11,7 +11,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,21 @@ import torch
 from zckpt.core import copy as execute
 from zckpt.core import pieces as elements
 from zckpt.core import plan
+from zckpt.core.compare import compare
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
-from zckpt.core.manifest import (
+from zckpt.core.fragments import (
     Box,
-    Entry,
     Extent,
     Fragment,
     Fragments,
-    Manifest,
     Record,
     Runs,
     Slices,
+    boxes,
+    range_of_box,
     solid,
 )
+from zckpt.core.manifest import Entry, Manifest
 from zckpt.errors import CorruptCheckpoint
 
 CHUNK = 8192
@@ -52,6 +54,8 @@ def use_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(elements, "SMALL", 64)
     monkeypatch.setattr(elements, "LITTLE", 4096)
     monkeypatch.setattr(elements, "CAST_BLOCK", 100)
+    monkeypatch.setattr(execute, "SMALL", 64)
+    monkeypatch.setattr(execute, "CAST_BLOCK", 100)
 
 
 @dataclass
@@ -124,6 +128,29 @@ class Disk:
         self.extents.append(extent)
         return Box(shape, (0,) * len(shape), shape, strides, 0, size, extent)
 
+    def boxes(self, data: bytes, size: int, shape: tuple[int, ...], split: int = 0) -> Fragments:
+        """Cut along any axes, each part row-major, and cut again into up to `split` + 1 ranges."""
+        cuts = [
+            sorted({0, length, *(self.random.randint(0, length) for _ in range(2))})
+            for length in shape
+        ]
+        whole = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(*shape, size)
+        parts: list[Box] = []
+        for corner in product(*map(pairwise, cuts)):
+            part = whole[tuple(slice(*ends) for ends in corner)].contiguous()
+            offsets, sizes = [start for start, _ in corner], part.shape[:-1]
+            bounds = {0, prod(sizes), *(self.random.randint(0, prod(sizes)) for _ in range(split))}
+            for start, stop in pairwise(sorted(bounds)):
+                inside = bytes(part.view(-1)[start * size : stop * size].numpy())
+                extent = self.put(f"box {len(parts) % 3}", inside, size)
+                self.extents.append(extent)
+                parts += range_of_box(shape, offsets, sizes, start, stop, size, extent)
+        return boxes(parts)
+
+    def ranges(self, data: bytes, size: int, shape: tuple[int, ...]) -> Fragments:
+        """As the partitions of tensor-parallel slices lie in files."""
+        return self.boxes(data, size, shape, 2)
+
     def add(self, name: str, dtype: str, shape: tuple[int, ...], fragments: Fragments) -> None:
         self.entries[name] = Entry(name, dtype, shape, fragments)
 
@@ -176,11 +203,12 @@ def lay(disk: Disk, tensors: list[Tensor], kinds: tuple[str, ...]) -> None:
         if kind == "slices":
             sliced.setdefault((tensor.dtype, disk.random.choice([1, 2, 3, 9])), []).append(tensor)
             continue
-        if kind == "lines" and tensor.data:
-            made = disk.lines(tensor.data, size, tensor.shape)
+        if kind in ("lines", "boxes", "ranges") and tensor.data:
+            layout = {"lines": disk.lines, "boxes": disk.boxes, "ranges": disk.ranges}[kind]
+            fragments = layout(tensor.data, size, tensor.shape)
         else:
-            made = (disk.runs if kind == "runs" else disk.whole)(tensor.data, size)
-        disk.add(tensor.name, tensor.dtype, tensor.shape, made)
+            fragments = (disk.runs if kind == "runs" else disk.whole)(tensor.data, size)
+        disk.add(tensor.name, tensor.dtype, tensor.shape, fragments)
     for (dtype, dp), held in sliced.items():
         for tensor, fragments in zip(
             held,
@@ -237,8 +265,8 @@ def prepare(
     root: Path,
     seed: int,
     tensors: list[Tensor],
-    source: tuple[str, ...] = ("runs", "slices", "lines", "whole"),
-    target: tuple[str, ...] = ("whole", "runs", "slices"),
+    source: tuple[str, ...] = ("runs", "slices", "lines", "boxes", "ranges", "whole"),
+    target: tuple[str, ...] = ("whole", "runs", "slices", "lines", "boxes", "ranges"),
     dtypes: dict[str, str] | None = None,
 ) -> Job:
     """`dtypes` of the target by name of the tensor, where another than the source's."""
@@ -288,16 +316,61 @@ def touched(disk: Disk) -> set[Extent]:
     }
 
 
-@pytest.mark.parametrize("target", ["whole", "runs", "slices"])
-@pytest.mark.parametrize("source", ["whole", "runs", "slices", "lines"])
+@pytest.mark.parametrize("target", ["whole", "runs", "slices", "lines", "boxes", "ranges"])
+@pytest.mark.parametrize("source", ["whole", "runs", "slices", "lines", "boxes", "ranges"])
 def test_each_layout_to_each(tmp_path: Path, source: str, target: str) -> None:
     tensors = some_tensors(random.Random(5), ("F32", "BF16"), 20)
     tensors.append(Tensor("large/exp_avg", "F32", (130, 91), random.Random(1).randbytes(47320)))
     job = prepare(tmp_path, 1, tensors, (source,), (target,))
     outcome = job.copy()
     job.check(outcome)
-    if source != "lines":  # chunks' edges read parts of a strided run twice
+    if source not in (
+        "lines",
+        "boxes",
+        "ranges",
+    ):  # chunks' edges read parts of a strided run twice
         assert (outcome.checked, outcome.unchecked) == (len(touched(job.source)), 0)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("shape", [(40, 90), (7, 13, 6), (5, 4000)])
+def test_columns_in_a_file_each(tmp_path: Path, shape: tuple[int, ...], dtype: str) -> None:
+    """As ranks hold the slices of a tensor-parallel weight; runs are short, or longer than gaps."""
+    data = torch.rand(prod(shape)).numpy().tobytes()
+    tensor = Tensor("a/exp_avg", "F32", shape, data)
+    job = prepare(tmp_path, 3, [tensor], ("whole",), ("boxes",), {"a/exp_avg": dtype})
+    entry = job.source.entries["a/exp_avg"]
+    job.source.entries["a/exp_avg"] = replace(entry, digest=zlib.crc32(data))
+    counts = [fragment.count for fragment in job.target.entries["a/exp_avg"].fragments]
+    assert max(counts) > 1
+    outcome = job.copy()
+    job.check(outcome)
+    assert (outcome.checked, outcome.unchecked) == (1, 0)
+    flip(job.source.extents[0], 1000)
+    with pytest.raises(CorruptCheckpoint, match="damaged"):
+        job.copy()
+    with pytest.raises(CorruptCheckpoint, match="a/exp_avg"):
+        job.copy(checked=False)
+
+
+def test_columns_are_compared_with_the_whole(tmp_path: Path) -> None:
+    data = torch.rand(9 * 700).numpy().tobytes()
+    tensor = Tensor("a/exp_avg", "F32", (9, 700), data)
+    job = prepare(tmp_path, 3, [tensor], ("whole",), ("boxes",))
+    job.copy()
+    sides = job.source.manifest(), job.target.manifest()
+    matches, *_ = plan.match(*sides)
+    outcome = compare(matches, *sides)
+    assert outcome.results[0].difference is None
+    assert outcome.results[0].digests == (zlib.crc32(data), zlib.crc32(data))
+    box = max(job.target.entries["a/exp_avg"].fragments, key=lambda fragment: fragment.count)
+    assert box.count > 1
+    flip(box.extent, (box.stop - box.start) * 4)  # the first element of its second run
+    outcome = compare(matches, *sides)
+    difference = outcome.results[0].difference
+    assert difference is not None
+    assert (difference.count, difference.first) == (1, box.start + box.stride)
+    assert [damage.record.extent for damage in outcome.damage] == [box.extent]
 
 
 @pytest.mark.parametrize("seed", range(5))

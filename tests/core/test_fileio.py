@@ -11,7 +11,7 @@ import pytest
 
 from zckpt.core import fileio
 from zckpt.core.fileio import Buffer, Reader, Writer, align
-from zckpt.core.manifest import Extent
+from zckpt.core.fragments import Extent
 from zckpt.errors import CorruptCheckpoint
 
 

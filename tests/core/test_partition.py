@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zckpt.core.manifest import Extent
+from zckpt.core.fragments import Extent
 from zckpt.core.partition import Member, Partitioned, buckets, share_of
 
 

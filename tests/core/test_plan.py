@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from zckpt.core import plan
 from zckpt.core.dtypes import SIZES
-from zckpt.core.manifest import Entry, Extent, Fragment, Manifest, Parameter, Runs, Slices, solid
+from zckpt.core.fragments import Box, Extent, Fragment, Runs, Slices, solid
+from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.plan import Pair, Piece
 from zckpt.errors import MissingData
 
@@ -141,6 +142,42 @@ def test_chunks_hold_every_byte_of_every_piece_once(
         piece.offset + element * SIZES[piece.pair.target.dtype]: (piece.pair.target.name, element)
         for piece in pieces
         for element in range(piece.stop)
+    }
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.integers(0, 4),
+    st.integers(0, 9),
+    st.sampled_from(["F32", "U8"]),
+    st.sampled_from([8, 16, 64]),
+)
+def test_chunks_cut_runs_at_a_stride(
+    length: int, count: int, gap: int, skipped: int, dtype: str, chunk: int
+) -> None:
+    """A column of `length` elements in each row, which begins `skipped` elements into the file."""
+    size, width = SIZES[dtype], length + gap
+    extent = Extent("a", skipped * size, length * count * size)
+    column = Box((count, width), (0, gap), (count, length), (length, 1), 0, size, extent)
+    whole = Entry("w/param", dtype, (count, width), column)
+    ((_, pieces),) = plan.files([Pair(whole, whole)])
+    found = {}
+    for part in plan.chunks("a", extent.offset + extent.length, pieces, chunk):
+        end = part.offset
+        for piece in part.pieces:
+            assert end <= piece.offset < piece.end <= part.offset + part.length
+            end = piece.end
+            for number, run in enumerate(piece.runs()):
+                assert run.start == piece.start + number * piece.stride
+                for element in range(run.start, run.stop):
+                    byte = run.offset + (element - run.start) * size
+                    assert byte not in found
+                    found[byte] = element
+    assert found == {
+        extent.offset + (row * length + place) * size: row * width + gap + place
+        for row in range(count)
+        for place in range(length)
     }
 
 

@@ -27,7 +27,8 @@ import zckpt
 from examples.make_checkpoint import Model
 from zckpt import dcp
 from zckpt.core.fileio import Reader
-from zckpt.core.manifest import Entry, Runs
+from zckpt.core.fragments import Runs
+from zckpt.core.manifest import Entry
 from zckpt.dcp import regions
 from zckpt.errors import NotACheckpoint, WrongOption
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import zckpt
-from zckpt.core.manifest import Extent, Fragment, Runs, Slices
+from zckpt.core.fragments import Extent, Fragment, Runs, Slices
 from zckpt.core.partition import Partition, Partitioned
 from zckpt.formats import zero
 from zckpt.formats.deepspeed import flats

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from zckpt.core.manifest import Entry, Extent, Fragment, Manifest, Runs, Slices, solid
+from zckpt.core.fragments import Extent, Fragment, Runs, Slices, solid
+from zckpt.core.manifest import Entry, Manifest
 from zckpt.proof import damage
 
 

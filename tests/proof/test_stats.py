@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import zckpt
 from zckpt.core.dtypes import NUMBERS, TORCH_NAMES
-from zckpt.core.manifest import Entry, Extent, Manifest, Parameter, solid
+from zckpt.core.fragments import Extent, solid
+from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.proof import health
 from zckpt.proof import stats as statistics
 from zckpt.proof.stats import measure

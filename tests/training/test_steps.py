@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from zckpt.core.checksum import crc_of_zeros
+from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Extent, Manifest, Parameter, solid
+from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.errors import InconsistentCheckpoint
 from zckpt.training import steps
 from zckpt.training.steps import agree, infer_optimizer, kind_of, never_stepped, stalled, step_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
-__all__ = ["Cover", "combine", "crc32", "crc_of_zeros"]
+__all__ = ["Cover", "Scattered", "combine", "crc32", "crc_of_runs", "crc_of_zeros"]
 
 
 def combine(first: int, second: int, second_length: int) -> int:
@@ -106,3 +106,45 @@ class Cover:
         if here < self.length:
             found.append((here, self.length))
         return found
+
+
+class Scattered:
+    """The CRC-32 of `length` bytes whose pieces arrive in any order, each of them once.
+
+    A CRC is linear, so every piece adds its share by itself. Unlike `Cover` this keeps nothing per
+    piece: the columns of a matrix in one file are millions of pieces without neighbours. The price
+    is that a piece that arrives twice is not noticed.
+    """
+
+    __slots__ = ("_sum", "length", "seen")
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.seen = 0
+        self._sum = 0
+
+    def add(self, start: int, stop: int, crc: int) -> None:
+        """Bytes [start, stop) have this CRC."""
+        self.add_runs(stop - start, stop, crc)
+
+    def add_runs(self, count: int, stop: int, crc: int) -> None:
+        """`count` bytes in runs, the last of which ends at `stop`, have this `crc_of_runs`."""
+        self.seen += count
+        self._sum ^= combine(crc, 0, self.length - stop)
+
+    @property
+    def crc(self) -> int | None:
+        """The CRC of all bytes; None while some are missing."""
+        return self._sum if self.seen == self.length else None
+
+
+def crc_of_runs(data: memoryview, length: int, stride: int) -> int:
+    """The share of runs of `length` bytes in the CRC of bytes that hold a run every `stride`.
+
+    `data` are the runs alone, without the bytes between them. What is missing is the shift by what
+    follows the last run: see `Scattered.add_runs`.
+    """
+    crc = 0
+    for start in range(0, len(data), length):
+        crc = combine(crc, crc32(data[start : start + length]), stride)
+    return crc

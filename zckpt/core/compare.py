@@ -1,8 +1,8 @@
-"""Carry out a comparison: read what two checkpoints share, side by side, and say what differs.
+"""Which elements differ between the tensors that two checkpoints share, and by how much?
 
-Both sides are read in the order of the first, as many elements at a time as fit into a buffer, and
-compared by memcmp(3). Only where bytes differ are they looked at as numbers, which takes numpy. The
-CRC-32 of every tensor, and of every record that passes by, is found on the way.
+Both sides are read in the order of the first one, as many elements at a time as fit into a buffer,
+and compared by memcmp(3). Only elements that differ are compared as numbers, which needs numpy.
+The pass also computes the CRC-32 of every tensor, and of every record that it reads.
 """
 
 from __future__ import annotations
@@ -10,32 +10,30 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
 from .checksum import Cover, combine, crc32
-from .copy import chunk_size
 from .dtypes import FLOATS, SIZES
-from .fileio import Buffer, Reader, files_per_thread
-from .manifest import Entry, Extent, Manifest, Record, Runs, Slices
+from .fileio import Buffer
+from .fragments import Extent, Record, Runs, Slices
+from .manifest import Entry, Manifest
 from .pieces import CAST_BLOCK, SMALL, Damage, Gatherer, Ledger, Wanted
 from .plan import Match
-from .threads import share
+from .streaming import Progress, chunk_size, finish, stream
 
-Progress = Callable[[int], None]
-FEW = 1 << 17  # elements that are rounded here in less time than numpy takes to be imported
-PADDING = 64 << 10  # bytes; more than these beside tensors are something else
+FEW = 1 << 17  # elements; rounding so many here takes less time than importing numpy
+PADDING = 64 << 10  # bytes; more than these beside tensors are not padding
 
 
 @dataclass(slots=True)
 class Difference:
-    """Of two tensors: how many elements differ, the first of them, and by how much at most.
+    """How many elements of two tensors differ, which is the first, and by how much at most.
 
-    `first` counts row-major elements, `a` and `b` are their values. `max_abs` and `max_ulp` (units
-    in the last place, of equal types) are None where elements are no numbers. `dot`, `aa` and `bb`
-    are sums over all elements that were looked at.
+    `first` is a row-major element number; `a` and `b` are the values there. `max_ulp` counts units
+    in the last place, for equal types. `max_abs` and `max_ulp` are None if the elements are not
+    numbers. `dot`, `aa` and `bb` are sums over all elements that were compared as numbers.
     """
 
     count: int = 0
@@ -49,21 +47,21 @@ class Difference:
     bb: float = 0.0
 
     def add(self, other: Difference) -> None:
-        """What was found in other elements of the same tensors."""
+        """Adds the difference of other elements of the same tensors."""
         self.count += other.count
         if other.first is not None and (self.first is None or other.first < self.first):
             self.first, self.a, self.b = other.first, other.a, other.b
         for key in ("max_abs", "max_ulp"):
-            here, there = getattr(self, key), getattr(other, key)
-            if there is not None:
-                setattr(self, key, there if here is None else max(here, there))
+            ours, theirs = getattr(self, key), getattr(other, key)
+            if theirs is not None:
+                setattr(self, key, theirs if ours is None else max(ours, theirs))
         self.dot += other.dot
         self.aa += other.aa
         self.bb += other.bb
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between the two as vectors; None where one is zero or not finite."""
+        """The cosine of the angle between both vectors; None if one is zero or not finite."""
         length = math.sqrt(self.aa) * math.sqrt(self.bb)
         if not (0 < length < math.inf and math.isfinite(self.dot)):
             return None
@@ -72,7 +70,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a match; digests are CRC-32 of the row-major bytes, None where not read."""
+    """The result of one match. A digest is the CRC-32 of row-major bytes; None if not read."""
 
     match: Match
     digests: tuple[int | None, int | None]
@@ -81,8 +79,11 @@ class Result:
 
 @dataclass(slots=True)
 class Outcome:
-    """Results in the order of the matches; damaged records; `beside`: extents of padding that is
-    not zero; counts of records and bytes that were read."""
+    """What a comparison knows in the end.
+
+    `results` are in the order of the matches. `damage` lists the damaged records. `beside` lists
+    padding that is not zero. `checked` and `unchecked` count records, `bytes` what was read.
+    """
 
     results: list[Result] = field(default_factory=list)
     damage: list[Damage] = field(default_factory=list)
@@ -94,9 +95,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Elements [start, stop) of match number `place`, from element `first` of the buffers on."""
+    """Elements [start, stop) of match number `number`; in the buffers they begin at `first`."""
 
-    place: int
+    number: int
     match: Match
     start: int
     stop: int
@@ -109,14 +110,14 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """What was read of one side, and whether it is the first time that it was."""
+    """The elements that were read of one side, and whether each item counts for CRCs."""
 
     view: memoryview
     wanted: Sequence[tuple[Wanted, bool]]
 
 
 def _is_hashed_apart(entry: Entry) -> bool:
-    """Whether each of its fragments is worth a CRC of its own, which tensor and record share."""
+    """Whether each fragment gets its own CRC, which serves both the tensor and the record."""
     fragments = entry.fragments
     if isinstance(fragments, Slices):
         return fragments.width * fragments.size >= SMALL
@@ -124,16 +125,16 @@ def _is_hashed_apart(entry: Entry) -> bool:
 
 
 def _pieces(item: Wanted) -> list[tuple[int, int, Extent | None]]:
-    """Ranges of elements to be hashed, in order, with the bytes of the file that they are."""
+    """The ranges of elements to hash, in order, each with its bytes in the file."""
     if not _is_hashed_apart(item.entry):  # their records were hashed as they were read
         return [(item.start, item.stop, None)]
-    size, found = SIZES[item.entry.dtype], list[tuple[int, int, Extent | None]]()
+    size, ranges = SIZES[item.entry.dtype], list[tuple[int, int, Extent | None]]()
     for fragment in item.entry.fragments.overlapping(item.start, item.stop):
         start, stop = max(item.start, fragment.start), min(item.stop, fragment.stop)
         first = (start - fragment.start) * size
         extent = fragment.extent.part(first, first + (stop - start) * size)
-        found.append((start, stop, extent))
-    return found
+        ranges.append((start, stop, extent))
+    return ranges
 
 
 class _Comparison:
@@ -157,53 +158,47 @@ class _Comparison:
             self.ledgers.append(Ledger(b.records, collect=True))
         self.covers: dict[int, Cover] = {}
         self.first: dict[int, int] = {}  # the match that counts an entry's bytes, by identity
-        for place, item in enumerate(matches):
+        for number, item in enumerate(matches):
             for entry in (item.a, item.b):
                 if entry is not None and item.is_read:
                     self.covers.setdefault(id(entry), Cover(entry.length))
-                    self.first.setdefault(id(entry), place)
+                    self.first.setdefault(id(entry), number)
         rounded = sum(item.a.numel for item in matches if item.how == "rounded")
         self.rounds_here = rounded <= FEW and measure != "all"
-        self.found: dict[int, Difference] = {}
+        self.differences: dict[int, Difference] = {}  # by the number of the match
         self.bytes = 0
         self.lock = Lock()
 
     def tasks(self) -> Iterator[list[_Part]]:
-        """Parts whose elements follow each other in the buffers, of one pair of types each."""
+        """Parts whose elements follow each other in the buffers; a list has one pair of types."""
         parts: list[_Part] = []
-        here, kind = 0, None
-        for place in _by_slot(self.matches):
-            item = self.matches[place]
+        end, kind = 0, None
+        for number in _by_slot(self.matches):
+            item = self.matches[number]
             types = item.a.dtype, item.b.dtype if item.b else None, item.how
             room = self.chunk // max(SIZES[dtype] for dtype in types[:2] if dtype)
             if types != kind:
                 if parts:
                     yield parts
-                parts, here, kind = [], 0, types
+                parts, end, kind = [], 0, types
             if not item.is_read:
                 continue
             start = 0
             while start < item.a.numel:
-                stop = min(item.a.numel, start + room - here)
-                parts.append(_Part(place, item, start, stop, here))
-                here += stop - start
+                stop = min(item.a.numel, start + room - end)
+                parts.append(_Part(number, item, start, stop, end))
+                end += stop - start
                 start = stop
-                if here == room:
+                if end == room:
                     yield parts
-                    parts, here = [], 0
+                    parts, end = [], 0
         if parts:
             yield parts
 
-    @contextmanager
-    def worker(self, keep_open: int) -> Iterator[Callable[[list[_Part]], None]]:
-        """One thread's buffers; compares the parts of a task."""
-        reader = Reader(keep_open)
-        try:
-            sides = [Gatherer(reader, ledger, self.chunk) for ledger in self.ledgers]
-            buffers = _Buffers(self.chunk)
-            yield lambda parts: self._carry_out(parts, sides, buffers)
-        finally:
-            reader.close()
+    def start(self, sides: Sequence[Gatherer]) -> Callable[[list[_Part]], None]:
+        """One thread's buffers, and the function that compares the parts of a task."""
+        buffers = _Buffers(self.chunk)
+        return lambda parts: self._carry_out(parts, sides, buffers)
 
     def _carry_out(self, parts: list[_Part], sides: Sequence[Gatherer], buffers: _Buffers) -> None:
         match = parts[0].match
@@ -211,7 +206,7 @@ class _Comparison:
         b = None if match.b is None else self._read(parts, "b", sides[-1], buffers.b)
         equal = b is not None and self._compare(parts, a.view, b.view, buffers)
         crcs = self._hash(a, sides[0].ledger, {})
-        if b is not None:  # what is equal has the same CRCs
+        if b is not None:  # equal bytes have equal CRCs
             self._hash(b, sides[-1].ledger, crcs if equal and match.how == "bits" else {})
         passed = len(a.view) + (len(b.view) if b else 0)
         with self.lock:
@@ -220,12 +215,12 @@ class _Comparison:
             self.progress(passed)
 
     def _read(self, parts: Sequence[_Part], side: str, gatherer: Gatherer, buffer: Buffer) -> _Side:
-        """One side's elements of all parts, row-major."""
+        """Reads one side's elements of all parts, row-major."""
         wanted = []
         for part in parts:
             entry: Entry = getattr(part.match, side)
             at = part.first * SIZES[entry.dtype]
-            counts = self.first[id(entry)] == part.place
+            counts = self.first[id(entry)] == part.number
             check = counts and not _is_hashed_apart(entry)
             wanted.append((Wanted(entry, part.start, part.stop, at, check), counts))
         read = [item for item, _ in wanted]
@@ -234,8 +229,11 @@ class _Comparison:
         return _Side(view, wanted)
 
     def _hash(self, side: _Side, ledger: Ledger, known: Mapping[int, int]) -> dict[int, int]:
-        """Counts the CRCs of what was read, once for tensors and records; gives them by place."""
-        found: dict[int, int] = {}
+        """Counts the CRCs of one side, for its tensors and its records.
+
+        Gives them by their elements' position in the buffer. `known` are those of an equal side.
+        """
+        crcs: dict[int, int] = {}
         for item, counts in side.wanted:
             if not counts:
                 continue
@@ -247,17 +245,17 @@ class _Comparison:
                     first = item.at + (start - item.start) * size
                     crc = crc32(side.view[first : first + (stop - start) * size])
                 if extent is not None:
-                    ledger.told(extent, crc)
+                    ledger.passed_crc(extent, crc)
                 with self.lock:
                     self.covers[id(entry)].add(start * size, stop * size, crc)
                 whole = combine(whole, crc, (stop - start) * size)
-            found[item.at // size] = whole
-        return found
+            crcs[item.at // size] = whole
+        return crcs
 
     def _compare(
         self, parts: Sequence[_Part], a: memoryview, b: memoryview, buffers: _Buffers
     ) -> bool:
-        """Whether all parts are equal; looks at those that are not."""
+        """Whether all parts are equal; measures the differences of those that are not."""
         match = parts[0].match
         assert match.b is not None
         a_dtype, b_dtype = match.a.dtype, match.b.dtype
@@ -277,44 +275,38 @@ class _Comparison:
             theirs = b[part.first * SIZES[b_dtype] : part.end * SIZES[b_dtype]]
             if not self._looks_at_all(match) and same(ours, theirs):
                 continue
-            if self.measure == "first" and part.place in self.found:
+            if self.measure == "first" and part.number in self.differences:
                 continue
-            found = measure(ours, a_dtype, theirs, b_dtype, part.start, match.how == "rounded")
+            difference = measure(ours, a_dtype, theirs, b_dtype, part.start, match.how == "rounded")
             with self.lock:
-                self.found.setdefault(part.place, Difference()).add(found)
+                self.differences.setdefault(part.number, Difference()).add(difference)
         return False
 
     def _looks_at_all(self, match: Match) -> bool:
         return match.how == "values" or self.measure == "all"
 
     def finish(self, everything: bool) -> Outcome:
-        """Completes the records, and puts together what was found."""
+        """Checks the rest of the records, and puts the results together."""
         outcome = Outcome(bytes=self.bytes)
-        reader = Reader()
 
         def beside(record: Record, extent: Extent, data: memoryview) -> None:
             if extent.length <= PADDING and any(data):
                 outcome.beside.append((record, extent))
 
-        try:
-            for ledger in self.ledgers:
-                checked, unchecked = ledger.finish(reader, everything, beside)
-                outcome.checked += checked
-                outcome.unchecked += unchecked
-                outcome.damage += ledger.damage.values()
-        finally:
-            reader.close()
-        for place, item in enumerate(self.matches):
+        outcome.checked, outcome.unchecked = finish(self.ledgers, everything, beside)
+        for ledger in self.ledgers:
+            outcome.damage += ledger.damage.values()
+        for number, item in enumerate(self.matches):
             ours, theirs = (
                 None if entry is None or not item.is_read else self.covers[id(entry)].crc
                 for entry in (item.a, item.b)
             )
-            outcome.results.append(Result(item, (ours, theirs), self.found.get(place)))
+            outcome.results.append(Result(item, (ours, theirs), self.differences.get(number)))
         return outcome
 
 
 class _Buffers:
-    """One thread's memory: both sides, and what is rounded to be compared."""
+    """One thread's memory: for both sides, and for elements that are rounded to be compared."""
 
     def __init__(self, size: int) -> None:
         self.a = Buffer(size)
@@ -332,8 +324,8 @@ class _Buffers:
         result = self._rounded.view[: count * into]
         for start in range(0, count, CAST_BLOCK):
             stop = min(start + CAST_BLOCK, count)
-            held = view[start * size : stop * size]
-            cast(held, dtype, result[start * into : stop * into], narrow)
+            block = view[start * size : stop * size]
+            cast(block, dtype, result[start * into : stop * into], narrow)
         return result
 
 
@@ -350,28 +342,30 @@ def compare(
 ) -> Outcome:
     """Reads all matches and compares them; `b` may be `a`.
 
-    `everything` reads the records too that no tensor needs. `measure` says which elements are
-    looked at as numbers: those of the first part of each tensor that differs ("first"), of all
-    parts that do ("differing"), or all, so that cosines are right ("all"). `begin` is told the
-    bytes to come and gives what is told of their progress. Damage is told, not raised.
+    With `everything`, records that no tensor needs are read too. `measure` says which elements are
+    compared as numbers:
+        first       those in the first part of each tensor that differs
+        differing   those in all parts that differ
+        all         all, so that cosines are right
+    `begin` is called with the number of bytes to come; it returns the progress function. Damage is
+    listed in the outcome, not raised.
     """
     chunk = chunk_size(max(a.dp, b.dp), jobs, memory * 2 // 5)  # up to five buffers a thread
-    if a is not b:  # both sides are to stay in the processor's cache
+    if a is not b:  # both sides should stay in the processor's cache
         chunk = max(1 << 20, chunk // 2)
     read = [entry for item in matches if item.is_read for entry in (item.a, item.b) if entry]
     progress = begin(sum(entry.length for entry in read)) if begin else None
     running = _Comparison(matches, a, b, chunk, measure, progress)
-    keep_open = files_per_thread(jobs)
-    share(running.tasks(), jobs, lambda: running.worker(keep_open))
+    stream(running.tasks(), jobs, running.ledgers, chunk, running.start)
     return running.finish(everything)
 
 
 def _by_slot(matches: Sequence[Match]) -> list[int]:
-    """Places in an order in which neighbours are neighbours in their files."""
+    """The numbers of all matches, slot by slot: tensors of one slot are neighbours in files."""
     slots: dict[str, int] = {}
     for item in matches:
         slots.setdefault(item.a.slot, len(slots))
-    return sorted(range(len(matches)), key=lambda place: slots[matches[place].a.slot])
+    return sorted(range(len(matches)), key=lambda number: slots[matches[number].a.slot])
 
 
 _libc = ctypes.CDLL(None)
@@ -379,17 +373,18 @@ _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def same(a: memoryview, b: memoryview) -> bool:
-    """Whether all bytes are equal; a comparison of memoryviews is twelve times slower."""
+    """Whether all bytes are equal; `==` of memoryviews is twelve times slower."""
     if len(a) != len(b) or not len(a):
         return len(a) == len(b)
-    places = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (a, b)]
-    return not _libc.memcmp(*places, len(a))
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (a, b)]
+    return not _libc.memcmp(*addresses, len(a))
 
 
 def rounds_to(wide: memoryview, narrow: memoryview) -> bool:
-    """Whether float32 numbers round to these bfloat16 ones, to nearest, ties to even.
+    """Whether float32 numbers round to these bfloat16 numbers, to nearest, ties to even.
 
-    Without numpy, for few of them. False too where a NaN is, which `cast` knows how to round.
+    This is for few numbers: it saves the import of numpy. It is False if one is a NaN, whose
+    rounding `cast` knows.
     """
     pairs = zip(wide.cast("I"), narrow.cast("H"), strict=True)
     return all(
@@ -401,20 +396,21 @@ def rounds_to(wide: memoryview, narrow: memoryview) -> bool:
 def measure(
     a: memoryview, a_dtype: str, b: memoryview, b_dtype: str, start: int, rounded: bool = False
 ) -> Difference:
-    """The difference of elements that begin at number `start` of their tensors.
+    """The difference of elements that begin at element `start` of their tensors.
 
-    Of equal types it is told by the bits: 0.0 and -0.0 differ, a NaN equals itself; but rounding
-    may make any NaN of a NaN. Of different types it is told by value.
+    Elements of equal types are compared by their bits: 0.0 and -0.0 differ, and a NaN equals
+    itself. If one side was rounded, any two NaNs are equal. Elements of different types are
+    compared by their values.
     """
-    found = Difference()
+    difference = Difference()
     sizes, block = (SIZES[a_dtype], SIZES[b_dtype]), CAST_BLOCK
     for first in range(0, len(a) // sizes[0], block):
         views = [
             view[first * size : (first + block) * size]
             for view, size in zip((a, b), sizes, strict=True)
         ]
-        found.add(_measure(views, (a_dtype, b_dtype), start + first, rounded))
-    return found
+        difference.add(_measure(views, (a_dtype, b_dtype), start + first, rounded))
+    return difference
 
 
 def _measure(
@@ -424,9 +420,9 @@ def _measure(
 
     from .cast import numbers, ordered
 
-    found = Difference()
+    difference = Difference()
     values = [numbers(view, dtype) for view, dtype in zip(views, dtypes, strict=True)]
-    known = all(held is not None for held in values)
+    known = all(side is not None for side in values)
     if dtypes[0] == dtypes[1]:
         bits: list[Any] = [np.frombuffer(view, f"u{SIZES[dtypes[0]]}") for view in views]
         unequal = bits[0] != bits[1]
@@ -435,29 +431,29 @@ def _measure(
     elif known:
         unequal = (values[0] != values[1]) & ~(np.isnan(values[0]) & np.isnan(values[1]))
     else:
-        return found
+        return difference
     places = np.flatnonzero(unequal)
     with np.errstate(invalid="ignore", over="ignore"):
         if known:
-            found.dot = float(np.dot(values[0], values[1]))
-            found.aa, found.bb = (float(np.dot(held, held)) for held in values)
+            difference.dot = float(np.dot(values[0], values[1]))
+            difference.aa, difference.bb = (float(np.dot(side, side)) for side in values)
         if not len(places):
-            return found
-        found.count, found.first = len(places), start + int(places[0])
+            return difference
+        difference.count, difference.first = len(places), start + int(places[0])
         if known:
-            ours, theirs = (held[places] for held in values)
-            found.a, found.b = float(ours[0]), float(theirs[0])
-            if dtypes[0] == dtypes[1] and dtypes[0] not in FLOATS:  # past 2**53 too
-                raw = [np.frombuffer(view, _integer(dtypes[0])) for view in views]
-                found.a, found.b = (int(held[places[0]]) for held in raw)
+            ours, theirs = (side[places] for side in values)
+            difference.a, difference.b = float(ours[0]), float(theirs[0])
+            if dtypes[0] == dtypes[1] and dtypes[0] not in FLOATS:  # exact past 2**53 too
+                integers = [np.frombuffer(view, _integer(dtypes[0])) for view in views]
+                difference.a, difference.b = (int(side[places[0]]) for side in integers)
             distance = np.abs(ours - theirs)
-            # between equal infinities, or of a NaN to anything
+            # the distance between equal infinities, or between a NaN and any number
             distance[np.isnan(distance)] = np.inf
-            found.max_abs = float(distance.max())
+            difference.max_abs = float(distance.max())
         if dtypes[0] == dtypes[1] and dtypes[0] in FLOATS:
-            ranks = [ordered(held[places], dtypes[0]) for held in bits]
-            found.max_ulp = max(abs(one - other) for one, other in _extremes(*ranks))
-    return found
+            ranks = [ordered(side[places], dtypes[0]) for side in bits]
+            difference.max_ulp = max(abs(one - other) for one, other in _extremes(*ranks))
+    return difference
 
 
 def _integer(dtype: str) -> str:
@@ -466,7 +462,7 @@ def _integer(dtype: str) -> str:
 
 
 def _extremes(a: Any, b: Any) -> Iterator[tuple[int, int]]:
-    """The pairs whose difference, which may not fit 64 bits, can be the largest."""
+    """The pairs whose difference can be the largest; it may not fit into 64 bits."""
     distance = a.astype("f8") - b.astype("f8")
     for place in {int(distance.argmin()), int(distance.argmax())}:
         yield int(a[place]), int(b[place])

@@ -1,6 +1,7 @@
-"""Carry out a plan: fill every chunk of every target file from the source, and hash on the way.
+"""How does a copy fill the files of a target from a source?
 
-One chunk (4 MiB) is gathered into an aligned buffer, hashed while it is in the cache, and written.
+Chunk by chunk (4 MiB): elements are read into an aligned buffer, hashed while they are in the
+processor's cache, and written.
 """
 
 from __future__ import annotations
@@ -8,32 +9,32 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 
 from ..errors import CorruptCheckpoint
 from . import plan
-from .checksum import Cover, crc32
+from .checksum import Cover, Scattered, crc32, crc_of_runs
 from .dtypes import SIZES
-from .fileio import Buffer, Reader, Writer, files_per_thread
-from .manifest import Extent, Manifest
-from .pieces import CAST_BLOCK, Gatherer, Ledger, Wanted
+from .fileio import Buffer, Reader, Writer
+from .fragments import Extent, Runs, Slices
+from .manifest import Manifest
+from .pieces import CAST_BLOCK, SMALL, Gatherer, Ledger, Wanted
 from .plan import Chunk, Pair, Piece
-from .threads import share
-
-CHUNK = 4 << 20  # bytes
-
-Progress = Callable[[int], None]
+from .streaming import Progress, finish, stream
+from .streaming import chunk_size as chunk_size
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a copy found out on the way.
+    """What a copy knows in the end.
 
-    `digests` of the target's entries by name; `files` size and CRC-32 by path; `records` CRC-32 of
-    the target's records, by extent, in the files that were filled; `unchecked` counts
-    source records that were read but not compared: saved without a CRC, or only touched.
+    `digests` are those of the target's entries, by name. `files` are sizes and CRC-32s, by path.
+    `records` are the CRC-32s of the target's records in the files that were filled, by extent.
+    `checked` and `unchecked` count source records. A record stays unchecked if it was saved without
+    a CRC, or if only a small part of it was read.
     """
 
     digests: dict[str, int] = field(default_factory=dict)
@@ -44,17 +45,8 @@ class Outcome:
     unchecked: int = 0
 
 
-def chunk_size(dp: int, jobs: int, memory: int) -> int:
-    """Bytes per chunk: more at a large dp, where each chunk is read from every rank.
-
-    Every thread has two buffers of this size; `memory` bounds them all.
-    """
-    wanted = CHUNK * max(1, dp // 16)
-    return max(1 << 20, min(wanted, memory // (2 * jobs)) >> 20 << 20)
-
-
 class _Target:
-    """One file that is being filled: its writer, its records, how many chunks are to come."""
+    """A target file while it is filled: its writer, its records, and how many chunks it lacks."""
 
     def __init__(self, path: str, records: Sequence[Extent], io: str, chunk: int) -> None:
         self.path = path
@@ -69,20 +61,20 @@ class _Target:
 
     def edges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """[start, stop) of the file, cut where records begin and end."""
-        here = start
-        place = max(0, bisect_right(self._starts, start) - 1)
-        for extent in self._listed[place:]:
+        offset = start
+        first = max(0, bisect_right(self._starts, start) - 1)
+        for extent in self._listed[first:]:
             for edge in (extent.offset, extent.offset + extent.length):
-                if here < edge < stop:
-                    yield here, edge
-                    here = edge
+                if offset < edge < stop:
+                    yield offset, edge
+                    offset = edge
             if extent.offset >= stop:
                 break
-        if here < stop:
-            yield here, stop
+        if offset < stop:
+            yield offset, stop
 
     def passed(self, start: int, stop: int, crc: int) -> None:
-        """Bytes [start, stop), which lie in one record or between two, have this CRC."""
+        """Counts bytes [start, stop) with this CRC; they lie in one record, or between two."""
         self.cover.add(start, stop, crc)
         place = bisect_right(self._starts, start) - 1
         if place >= 0:
@@ -112,15 +104,26 @@ class _Copy:
         for record in target.records:
             self.records.setdefault(record.extent.file, []).append(record.extent)
         self.outcome = Outcome()
-        self.covers = {id(pair): Cover(pair.target.length) for pair in pairs}
-        self.cast_covers = {
-            pair.source.name: Cover(pair.source.length)
+        in_order = [pair for pair in pairs if _is_in_order(pair)]
+        ordered = {id(pair) for pair in in_order}
+        self.covers: dict[int, Cover | Scattered] = {
+            id(pair): (Cover if id(pair) in ordered else Scattered)(pair.target.length)
+            for pair in pairs
+        }
+        self.cast_covers: dict[int, Cover | Scattered] = {
+            id(pair): (Cover if id(pair) in ordered else Scattered)(pair.source.length)
             for pair in pairs
             if pair.source.digest is not None and pair.source.dtype != pair.target.dtype
         }
         self.pairs = pairs
-        first = {pair.source.name: id(pair) for pair in reversed(pairs)}
-        self.checking = set(first.values())  # one pair per source entry
+        # one pair per source entry counts for its records; the records of tensors that all targets
+        # cut along inner axes are read once more in the end
+        first = {pair.source.name: id(pair) for pair in reversed(in_order)}
+        self.checking = set(first.values())
+        for pair in pairs:
+            if pair.source.name not in first:
+                for fragment in pair.source.fragments:
+                    self.ledger.require(fragment.extent)
         self.lock = threading.Lock()
         self.targets: list[_Target] = []
         self.tasks = self._tasks()
@@ -135,35 +138,26 @@ class _Copy:
             for chunk in plan.chunks(file, target.size, pieces, self.chunk):
                 yield target, chunk
 
-    @contextmanager
-    def worker(self, keep_open: int) -> Iterator[Callable[[tuple[_Target, Chunk]], None]]:
-        """One thread's buffers; fills a chunk at a time."""
-        reader = Reader(keep_open)
-        try:
-            gatherer = Gatherer(reader, self.ledger, self.chunk)
-            buffer = Buffer(self.chunk)
-            yield lambda task: self._fill(*task, gatherer, buffer.view)
-        finally:
-            reader.close()
+    def start(self, gatherers: Sequence[Gatherer]) -> Callable[[tuple[_Target, Chunk]], None]:
+        """One thread's buffer, and the function that fills a chunk."""
+        (gatherer,) = gatherers
+        buffer = Buffer(self.chunk)
+        return lambda task: self._fill(*task, gatherer, buffer.view)
 
     def _fill(self, target: _Target, chunk: Chunk, gatherer: Gatherer, buffer: memoryview) -> None:
         view = buffer[: chunk.length]
         self._keep_shell(target, chunk, gatherer.reader, view)
-        same = [
-            Wanted(
-                piece.pair.source,
-                piece.start,
-                piece.stop,
-                piece.offset - chunk.offset,
-                id(piece.pair) in self.checking,
-            )
-            for piece in chunk.pieces
-            if piece.pair.source.dtype == piece.pair.target.dtype
-        ]
+        same: list[Wanted] = []
+        for piece in chain.from_iterable(map(_parts, chunk.pieces)):
+            source, at = piece.pair.source, piece.offset - chunk.offset
+            if piece.count > 1:
+                self._fill_runs(piece, at, gatherer, view)
+            elif source.dtype != piece.pair.target.dtype:
+                self._cast(piece, at, gatherer, view)
+            else:
+                check = id(piece.pair) in self.checking
+                same.append(Wanted(source, piece.start, piece.stop, at, check))
         gatherer.gather(same, view)
-        for piece in chunk.pieces:
-            if piece.pair.source.dtype != piece.pair.target.dtype:
-                self._cast(piece, piece.offset - chunk.offset, gatherer, view)
         self._hash(target, chunk, view)
         target.writer.write(buffer, chunk.length, chunk.offset)
         with self.lock:
@@ -176,16 +170,16 @@ class _Copy:
             target.stack.close()
 
     def _keep_shell(self, target: _Target, chunk: Chunk, reader: Reader, view: memoryview) -> None:
-        """What lies between tensors (headers) is in the file already."""
-        here = chunk.offset
+        """Reads what the file holds already between tensors (headers)."""
+        offset = chunk.offset
         for start, stop in (
             *((piece.offset, piece.end) for piece in chunk.pieces),
             (chunk.offset + chunk.length, 0),
         ):
-            if start > here:
-                part = view[here - chunk.offset : start - chunk.offset]
-                reader.read(Extent(target.path, here, start - here), part)
-            here = max(here, stop)
+            if start > offset:
+                part = view[offset - chunk.offset : start - chunk.offset]
+                reader.read(Extent(target.path, offset, start - offset), part)
+            offset = max(offset, stop)
 
     def _cast(self, piece: Piece, at: int, gatherer: Gatherer, view: memoryview) -> None:
         from .cast import cast
@@ -195,35 +189,78 @@ class _Copy:
         block = gatherer.block()
         for start in range(piece.start, piece.stop, CAST_BLOCK):
             stop = min(start + CAST_BLOCK, piece.stop)
-            held = block[: (stop - start) * size]
+            elements = block[: (stop - start) * size]
             check = id(piece.pair) in self.checking
-            gatherer.gather([Wanted(source, start, stop, 0, check)], held)
-            if source.name in self.cast_covers:
-                crc = crc32(held)
+            gatherer.gather([Wanted(source, start, stop, 0, check)], elements)
+            if id(piece.pair) in self.cast_covers:
+                crc = crc32(elements)
                 with self.lock:
-                    self.cast_covers[source.name].add(start * size, stop * size, crc)
+                    self.cast_covers[id(piece.pair)].add(start * size, stop * size, crc)
             into = at + (start - piece.start) * cast_size
-            cast(held, source.dtype, view[into : into + (stop - start) * cast_size], to.dtype)
+            cast(elements, source.dtype, view[into : into + (stop - start) * cast_size], to.dtype)
+
+    def _fill_runs(self, piece: Piece, at: int, gatherer: Gatherer, view: memoryview) -> None:
+        """Fills runs at a stride: reads the rows that they are cut from, then copies the runs."""
+        import numpy as np
+
+        from .cast import cast
+
+        source, target = piece.pair.source, piece.pair.target
+        size, length, stride = SIZES[source.dtype], piece.stop - piece.start, piece.stride
+        block = gatherer.block()
+        most = max(1, min(CAST_BLOCK, len(block) // size) // stride)
+        for first in range(0, piece.count, most):
+            count = min(most, piece.count - first)
+            start = piece.start + first * stride
+            stop = start + (count - 1) * stride + length
+            gatherer.gather([Wanted(source, start, stop, 0, False)], block[: (stop - start) * size])
+            rows = np.frombuffer(block, f"u{size}", count * stride).reshape(count, stride)
+            runs = np.ascontiguousarray(rows[:, :length]).data.cast("B")
+            begin = at + first * length * SIZES[target.dtype]
+            into = view[begin : begin + count * length * SIZES[target.dtype]]
+            if source.dtype == target.dtype:
+                into[:] = runs
+                continue
+            cast(runs, source.dtype, into, target.dtype)
+            if id(piece.pair) in self.cast_covers:
+                self._add_runs(self.cast_covers[id(piece.pair)], piece, runs, stop)
+
+    def _add_runs(
+        self, cover: Cover | Scattered, piece: Piece, runs: memoryview, stop: int
+    ) -> None:
+        """Counts the CRC of runs of a piece; the last one ends at element `stop` of the tensor."""
+        assert isinstance(cover, Scattered)
+        length = piece.stop - piece.start
+        # bytes per element, before the cast or after it
+        size = cover.length // piece.pair.target.numel
+        crc = crc_of_runs(runs, length * size, piece.stride * size)
+        with self.lock:
+            cover.add_runs(len(runs), stop * size, crc)
 
     def _hash(self, target: _Target, chunk: Chunk, view: memoryview) -> None:
-        """CRCs of the chunk's pieces and gaps: for tensors, for records, for the file."""
-        here = chunk.offset
-        found: list[tuple[int, int, Piece | None]] = []
+        """Counts the CRCs of the chunk's pieces and gaps: for tensors, records and the file."""
+        offset = chunk.offset
+        ranges: list[tuple[int, int, Piece | None]] = []
         for piece in chunk.pieces:
-            found += [(*gap, None) for gap in target.edges(here, piece.offset)]
-            found.append((piece.offset, piece.end, piece))
-            here = piece.end
-        found += [(*gap, None) for gap in target.edges(here, chunk.offset + chunk.length)]
-        crcs = [crc32(view[a - chunk.offset : b - chunk.offset]) for a, b, _ in found]
+            ranges += [(*gap, None) for gap in target.edges(offset, piece.offset)]
+            ranges.append((piece.offset, piece.end, piece))
+            offset = piece.end
+        ranges += [(*gap, None) for gap in target.edges(offset, chunk.offset + chunk.length)]
+        crcs = [crc32(view[a - chunk.offset : b - chunk.offset]) for a, b, _ in ranges]
         with self.lock:
-            for (start, stop, own), crc in zip(found, crcs, strict=True):
+            for (start, stop, own), crc in zip(ranges, crcs, strict=True):
                 target.passed(start, stop, crc)
-                if own is not None:
+                if own is not None and own.count == 1:
                     size = SIZES[own.pair.target.dtype]
                     self.covers[id(own.pair)].add(own.start * size, own.stop * size, crc)
+        for piece in chunk.pieces:
+            if piece.count > 1:
+                runs = view[piece.offset - chunk.offset : piece.end - chunk.offset]
+                stop = piece.stop + (piece.count - 1) * piece.stride
+                self._add_runs(self.covers[id(piece.pair)], piece, runs, stop)
 
     def close(self, error: BaseException) -> None:
-        """Closes what a failure left open, without another sync, whose failure would hide it."""
+        """Closes files after a failure, without a sync, whose own failure would hide the first."""
         for target in self.targets:
             target.stack.__exit__(type(error), error, error.__traceback__)
 
@@ -240,19 +277,26 @@ class _Copy:
             crc = self.covers[id(pair)].crc
             assert crc is not None, pair.target.name
             self.outcome.digests[pair.target.name] = crc
-            cast_cover = self.cast_covers.get(pair.source.name)
-            found = crc if cast_cover is None else cast_cover.crc
-            if pair.source.digest not in (None, found):
+            cast_cover = self.cast_covers.get(id(pair))
+            source_crc = crc if cast_cover is None else cast_cover.crc
+            if pair.source.digest not in (None, source_crc):
                 raise CorruptCheckpoint(
                     f"{pair.source.name} is damaged: its CRC-32 is not the manifest's",
                     hint="take another copy of the source; nothing was written",
                 )
-        reader = Reader()
-        try:
-            self.outcome.checked, self.outcome.unchecked = self.ledger.finish(reader)
-        finally:
-            reader.close()
+        self.outcome.checked, self.outcome.unchecked = finish([self.ledger])
         return self.outcome
+
+
+def _is_in_order(pair: Pair) -> bool:
+    """Whether the target's fragments are single runs; False if a tensor is cut along inner axes."""
+    return isinstance(pair.target.fragments, (Runs, Slices))
+
+
+def _parts(piece: Piece) -> Iterable[Piece]:
+    """The piece itself if its runs are near each other, else each of its runs as a piece."""
+    near = piece.stride * SIZES[piece.pair.source.dtype] < SMALL
+    return [piece] if near or piece.count == 1 else piece.runs()
 
 
 def copy(
@@ -265,16 +309,16 @@ def copy(
     io: str = "auto",
     progress: Progress | None = None,
 ) -> Outcome:
-    """Fills the target's files, which exist with their final sizes, from the source.
+    """Fills the target's files from the source; they exist already, with their final sizes.
 
-    `jobs` threads; `memory` bytes bound their buffers. Raises CorruptCheckpoint where the source's
-    bytes are not what its files state, and OSError (a full disk).
+    `jobs` is the number of threads; `memory` bounds the bytes of all their buffers. Raises
+    CorruptCheckpoint if bytes of the source do not have the CRC-32 that its files state, or
+    OSError (a full disk).
     """
     chunk = chunk_size(source.dp, jobs, memory)
     running = _Copy(pairs, source, target, chunk, io, progress)
-    keep_open = files_per_thread(jobs)
     try:
-        share(running.tasks, jobs, lambda: running.worker(keep_open))
+        stream(running.tasks, jobs, [running.ledger], chunk, running.start)
     except BaseException as error:
         running.close(error)
         raise

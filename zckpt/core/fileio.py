@@ -17,7 +17,7 @@ from collections import OrderedDict
 from types import TracebackType
 
 from ..errors import CorruptCheckpoint
-from .manifest import Extent
+from .fragments import Extent
 
 ALIGNMENT = 4096
 BUFFERED_WRITE = 1 << 20  # bytes; larger ones leave the processor's cache

@@ -13,7 +13,8 @@ from ..errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint, Wro
 from .checksum import crc32
 from .dtypes import TORCH_NAMES
 from .fileio import Reader
-from .manifest import Entry, Manifest, Record
+from .fragments import Record
+from .manifest import Entry, Manifest
 from .pieces import Gatherer, Ledger, Wanted
 
 if TYPE_CHECKING:

@@ -1,283 +1,22 @@
-"""Where every element of every tensor of a checkpoint lives.
+"""What does a checkpoint hold: which tensors, parameters and groups, and where do they lie?
 
-    Manifest    one checkpoint: entries, parameters, groups, and everything that is no tensor
-    Entry       one whole tensor, `parameter/slot`, wherever its pieces are
-    Fragment    a run of row-major elements of one tensor, in an extent
-    Extent      bytes in one file
-
-Fragments come in a few kinds, all sequences. `Runs` lists them. `Slices` is ZeRO-3's arithmetic:
-rank r owns elements [r * ceil(n / dp), ...), so nothing is stored per rank. `Box` is a part of a
-tensor that is cut along any axes, or lies in its file in another order than row-major (a transposed
-buffer); `Boxes` are several.
+Manifest    one checkpoint: entries, parameters, groups, and everything that is not a tensor
+Entry       one whole tensor, `parameter/slot`, wherever its pieces are
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
 from .dtypes import NUMBERS, SIZES
+from .fragments import Fragments, Record
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """`length` bytes of `file` (a path) at `offset`."""
-
-    file: str
-    offset: int
-    length: int
-
-    def part(self, start: int, stop: int) -> Extent:
-        """Bytes [start, stop) of this extent."""
-        return Extent(self.file, self.offset + start, stop - start)
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Bytes whose CRC-32 the file itself states; None where it was saved without."""
-
-    extent: Extent
-    crc: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """Elements [start, stop) of a tensor, row-major, in `extent`.
-
-    With a `count` of more than one the extent holds that many runs of equal length one behind the
-    other: run i is elements [start + i * stride, stop + i * stride).
-    """
-
-    start: int
-    stop: int
-    extent: Extent
-    count: int = 1
-    stride: int = 0
-
-    def runs(self, start: int, stop: int) -> Iterator[Fragment]:
-        """Its runs with any of the elements [start, stop), each as a fragment of its own."""
-        if self.count == 1:
-            yield self
-            return
-        low = max(0, (start - self.stop) // self.stride + 1)
-        high = min(self.count, -((self.start - stop) // self.stride))
-        length = self.extent.length // self.count
-        for place in range(low, high):
-            at = place * self.stride
-            part = self.extent.part(place * length, (place + 1) * length)
-            yield Fragment(self.start + at, self.stop + at, part)
-
-
-class Fragments(Sequence[Fragment]):
-    """All fragments of one tensor."""
-
-    __slots__ = ()
-
-    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
-        """Those that hold any of the elements [start, stop)."""
-        raise NotImplementedError
-
-    def __getitem__(self, place: Any) -> Any:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-
-class Runs(Fragments):
-    """Fragments that are listed, in order of `start`; each has a count of one."""
-
-    __slots__ = ("listed", "starts")
-
-    def __init__(self, listed: Sequence[Fragment]) -> None:
-        self.listed = tuple(fragment for fragment in listed if fragment.stop > fragment.start)
-        self.starts = [fragment.start for fragment in self.listed]
-
-    def __getitem__(self, place: Any) -> Any:
-        return self.listed[place]
-
-    def __len__(self) -> int:
-        return len(self.listed)
-
-    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
-        place = max(0, bisect_right(self.starts, start) - 1)
-        for fragment in self.listed[place:]:
-            if fragment.start >= stop:
-                return
-            if fragment.stop > start:
-                yield fragment
-
-
-def solid(numel: int, extent: Extent) -> Runs:
-    """One fragment that is the whole tensor."""
-    return Runs([Fragment(0, numel, extent)])
-
-
-@dataclass(frozen=True, slots=True)
-class Slices(Fragments):
-    """A tensor of `numel` elements cut evenly over ranks, the tail of the last ones padded.
-
-    Rank r's `width` elements stand at element `offset` of `flats[r]`, a flat buffer that the slices
-    of many tensors share. `size` is bytes per element.
-    """
-
-    flats: tuple[Extent, ...]
-    offset: int
-    numel: int
-    size: int
-
-    @property
-    def width(self) -> int:
-        return -(-self.numel // len(self.flats))
-
-    def __len__(self) -> int:
-        return -(-self.numel // self.width) if self.numel else 0
-
-    def __getitem__(self, place: Any) -> Any:
-        if not 0 <= place < len(self):
-            raise IndexError(place)
-        start = place * self.width
-        stop = min(start + self.width, self.numel)
-        first = self.offset * self.size
-        extent = self.flats[place].part(first, first + (stop - start) * self.size)
-        return Fragment(start, stop, extent)
-
-    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
-        if not self.numel:
-            return
-        for rank in range(start // self.width, min(-(-stop // self.width), len(self))):
-            yield self[rank]
-
-
-class Box(Fragments):
-    """Elements [offset, offset + size) along every axis of a tensor of shape `whole`.
-
-    They lie in `extent` from element `first` on with `strides`, which count elements; `size` is
-    bytes per element. A fragment is what is contiguous there: one run, or equal runs behind each
-    other.
-    """
-
-    __slots__ = (
-        "_axes", "_count", "_run", "_start", "_stride",
-        "extent", "first", "size", "sizes", "strides",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        whole: Sequence[int],
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        first: int,
-        size: int,
-        extent: Extent,
-    ) -> None:
-        self.sizes, self.strides = tuple(sizes), tuple(strides)
-        self.first, self.size, self.extent = first, size, extent
-        steps = [prod(whole[axis + 1 :]) for axis in range(len(whole))]
-        self._start = sum(offset * step for offset, step in zip(offsets, steps, strict=True))
-        axes = _joined([axis for axis in zip(sizes, steps, strides, strict=True) if axis[0] != 1])
-        inner = next((axis for axis in reversed(axes) if axis[2] == 1), None)
-        self._run, self._count, self._stride = 1, 1, 0
-        if inner is not None:
-            axes.remove(inner)
-            count, step, _ = inner
-            if step != 1:
-                self._count, self._stride = count, step
-            else:
-                self._run = count
-                behind = next((axis for axis in reversed(axes) if axis[2] == count), None)
-                if behind is not None:
-                    axes.remove(behind)
-                    self._count, self._stride = behind[:2]
-        self._axes = sorted(axes, key=lambda axis: -axis[1])
-
-    def __len__(self) -> int:
-        return prod(count for count, _, _ in self._axes) if prod(self.sizes) else 0
-
-    def __iter__(self) -> Iterator[Fragment]:
-        # not itertools.product, which lists every axis: an expanded one may be of any length
-        for place in range(prod(count for count, _, _ in self._axes) if prod(self.sizes) else 0):
-            yield self[place]
-
-    def __getitem__(self, place: Any) -> Any:
-        start, first = self._start, self.first
-        for count, step, stride in reversed(self._axes):
-            place, here = divmod(place, count)
-            start += here * step
-            first += here * stride
-        if place:
-            raise IndexError(place)
-        stop = first + self._run * self._count
-        extent = self.extent.part(first * self.size, stop * self.size)
-        return Fragment(start, start + self._run, extent, self._count, self._stride)
-
-    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
-        if not prod(self.sizes):
-            return
-        (count, step, _), *rest = self._axes or [(1, 1, 0)]
-        reach = sum((number - 1) * width for number, width, _ in rest)
-        reach += (self._count - 1) * self._stride + self._run
-        before = self._start + reach - 1
-        low, high = max(0, -((before - start) // step)), -((self._start - stop) // step)
-        each = prod(number for number, _, _ in rest)
-        for place in range(low * each, min(high, count) * each):
-            fragment: Fragment = self[place]
-            end = fragment.stop + (fragment.count - 1) * fragment.stride
-            if fragment.start < stop and end > start:
-                yield fragment
-
-
-def _joined(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Axes (size, step in the tensor, stride in the file), those as one that lie as one."""
-    joined: list[tuple[int, int, int]] = []
-    for count, step, stride in axes:
-        if joined and joined[-1][1:] == (count * step, count * stride):
-            joined[-1] = (joined[-1][0] * count, step, stride)
-        else:
-            joined.append((count, step, stride))
-    return joined
-
-
-class Boxes(Fragments):
-    """Several parts of one tensor, which together are all of it."""
-
-    __slots__ = ("_ends", "parts")
-
-    def __init__(self, parts: Sequence[Fragments]) -> None:
-        self.parts = tuple(parts)
-        self._ends = list(accumulate(map(len, self.parts)))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __iter__(self) -> Iterator[Fragment]:
-        return chain.from_iterable(self.parts)
-
-    def __getitem__(self, place: Any) -> Any:
-        part = bisect_right(self._ends, place)
-        return self.parts[part][place - (self._ends[part - 1] if part else 0)]
-
-    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
-        for part in self.parts:
-            yield from part.overlapping(start, stop)
-
-
-def boxes(parts: Iterable[Box]) -> Fragments:
-    """Fragments of a tensor of which `parts` are all; cut along the first axis they are runs."""
-    held = [part for part in parts if prod(part.sizes)]
-    listed = [part[0] for part in held if len(part) == 1]
-    if len(listed) == len(held) and all(fragment.count == 1 for fragment in listed):
-        return Runs(sorted(listed, key=lambda fragment: fragment.start))
-    return held[0] if len(held) == 1 else Boxes(held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,11 +49,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is known of a parameter beside its tensors.
+    """What a checkpoint says about a parameter beside its tensors.
 
-    `step` is completed updates, None where the optimizer keeps none; `scalars` are its states of
-    one number other than the step, Python's or tensors of another shape than the parameter;
-    `group` is its place in the manifest's groups, None where frozen.
+    `step` counts completed updates; it is None if the optimizer keeps no step. `scalars` are the
+    optimizer states that are one number, except the step: Python numbers, or tensors of one element
+    whose shape is not the parameter's. `group` is the parameter's place in the manifest's groups;
+    it is None if the parameter is frozen.
     """
 
     shape: tuple[int, ...]
@@ -326,22 +66,22 @@ class Parameter:
 
 
 def parameters_to_json(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """As a universal manifest and a proof hold them."""
+    """Parameters as JSON, as a universal manifest and a proof write them."""
     return {
         name: {
-            "shape": list(held.shape),
-            "trainable": held.trainable,
-            "group": held.group,
-            "step": held.step,
-            "scalars": {key: _scalar_to_json(scalar) for key, scalar in held.scalars.items()},
-            "aliases": list(held.aliases),
+            "shape": list(parameter.shape),
+            "trainable": parameter.trainable,
+            "group": parameter.group,
+            "step": parameter.step,
+            "scalars": {key: _scalar_to_json(scalar) for key, scalar in parameter.scalars.items()},
+            "aliases": list(parameter.aliases),
         }
-        for name, held in parameters.items()
+        for name, parameter in parameters.items()
     }
 
 
-def parameters_from_json(made: Mapping[str, Any]) -> dict[str, Parameter]:
-    """What `parameters_to_json` was given; raises KeyError, TypeError or the like for others."""
+def parameters_from_json(document: Mapping[str, Any]) -> dict[str, Parameter]:
+    """The inverse of `parameters_to_json`; raises KeyError, TypeError etc. for other documents."""
     return {
         name: Parameter(
             tuple(item["shape"]),
@@ -351,18 +91,19 @@ def parameters_from_json(made: Mapping[str, Any]) -> dict[str, Parameter]:
             {key: _scalar_from_json(scalar) for key, scalar in item.get("scalars", {}).items()},
             tuple(item.get("aliases", ())),
         )
-        for name, item in made.items()
+        for name, item in document.items()
     }
 
 
 def _scalar_to_json(scalar: Scalar) -> dict[str, Any]:
-    """Without a `shape` where it has none, as all were before zckpt kept shapes."""
+    """A scalar without dimensions has no key `shape`, as before zckpt kept shapes."""
     shape = {"shape": list(scalar.shape)} if scalar.shape else {}
     return {"value": to_json(scalar.value), "dtype": scalar.dtype, **shape}
 
 
-def _scalar_from_json(made: Mapping[str, Any]) -> Scalar:
-    scalar = Scalar(from_json(made["value"]), made["dtype"], tuple(made.get("shape", ())))
+def _scalar_from_json(document: Mapping[str, Any]) -> Scalar:
+    shape = tuple(document.get("shape", ()))
+    scalar = Scalar(from_json(document["value"]), document["dtype"], shape)
     if scalar.dtype not in PYTHON_NUMBERS and scalar.dtype not in NUMBERS:
         raise ValueError(f"a number of type {scalar.dtype!r}")
     if any(size != 1 for size in scalar.shape):
@@ -372,7 +113,7 @@ def _scalar_from_json(made: Mapping[str, Any]) -> Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One place that holds a step; `truth` where this optimizer reads it from."""
+    """One place that holds a step; `truth` is True if this optimizer reads its step there."""
 
     where: str
     step: float | int
@@ -381,7 +122,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """A file of a trainer's directory that is no part of the checkpoint itself."""
+    """A file of a trainer's directory that is not part of the checkpoint itself."""
 
     name: str
     path: str
@@ -392,11 +133,13 @@ class Sibling:
 class Manifest:
     """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow.
 
-    `source` says which engine wrote it: format, version, zero_stage, dp, tag. `state` is everything
-    that is no tensor (inert values; tensors in it are `TensorName`s of entries with slot `state`).
-    `replicas` are further copies of entries in the same files, which writers fill too.
-    `left_out` names what has no meaning outside the source, `warnings` what a user should know.
-    `inferred` are parameters whose names no file states: a number got one by its place.
+    `source` says which engine wrote it: format, version, zero_stage, dp, tag.
+    `state` is everything that is not a tensor, as inert values. A tensor inside of it is the
+    `TensorName` of an entry with slot `state`.
+    `replicas` are further copies of entries in the same files. Writers fill them too.
+    `left_out` names what has no meaning outside the source.
+    `warnings` are sentences for the user.
+    `inferred` are the parameters whose names no file states. Each got its name by its position.
     """
 
     root: str
@@ -419,39 +162,38 @@ class Manifest:
 
     @property
     def dp(self) -> int:
-        """Data-parallel size of the source; 1 where ranks have no meaning."""
+        """Data-parallel size of the source; 1 if the source has no ranks."""
         return int(self.source.get("dp") or 1)
 
     @property
     def step(self) -> float | int | None:
-        """Completed updates, where all parameters that have a step share one."""
+        """Completed updates, if all parameters that have a step share the same one."""
         steps = {item.step for item in self.parameters.values() if item.step is not None}
         return steps.pop() if len(steps) == 1 else None
 
     @property
     def slots(self) -> dict[str, list[Entry]]:
         """The entries of every slot, in manifest order."""
-        found: dict[str, list[Entry]] = {}
+        entries: dict[str, list[Entry]] = {}
         for entry in self.entries.values():
-            found.setdefault(entry.slot, []).append(entry)
-        return found
+            entries.setdefault(entry.slot, []).append(entry)
+        return entries
 
 
 def slot_name(key: str) -> str:
-    """An optimizer's state key as a slot: itself, or escaped (`Exp-Avg` -> `esc__45xp_2d_41vg`)."""
+    """The slot for an optimizer's state key, escaped if needed: `Exp-Avg`, `esc__45xp_2d_41vg`."""
     plain = re.fullmatch(r"[a-z0-9_]+", key) and not key.startswith("esc_")
     if plain and key not in RESERVED_SLOTS:
         return key
-    return "esc_" + re.sub(
-        rb"[^a-z0-9]", lambda found: b"_%02x" % found[0][0], key.encode("utf-8", "surrogatepass")
-    ).decode("ascii")
+    encoded = key.encode("utf-8", "surrogatepass")
+    escaped = re.sub(rb"[^a-z0-9]", lambda match: b"_%02x" % match[0][0], encoded)
+    return "esc_" + escaped.decode("ascii")
 
 
 def slot_key(slot: str) -> str:
-    """The state key that `slot_name` was given."""
+    """The state key of a slot, the inverse of `slot_name`."""
     if not slot.startswith("esc_"):
         return slot
     escaped = slot.removeprefix("esc_").encode("ascii")
-    return re.sub(rb"_([0-9a-f]{2})", lambda found: bytes([int(found[1], 16)]), escaped).decode(
-        "utf-8", "surrogatepass"
-    )
+    encoded = re.sub(rb"_([0-9a-f]{2})", lambda match: bytes([int(match[1], 16)]), escaped)
+    return encoded.decode("utf-8", "surrogatepass")

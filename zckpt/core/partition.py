@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from .dtypes import SIZES
-from .manifest import Extent
+from .fragments import Extent
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,10 @@
-"""Elements of tensors, read from wherever they lie into a buffer, and checked on the way.
+"""How do elements of tensors get from files into a buffer, and how are they checked on the way?
 
-Sources are read where they lie; pieces that follow each other in file and buffer are one read, and
-ZeRO-3's small slices are one read per rank and then one 2-D copy per tensor: 74 ns a slice, against
-2,200 for a read and a write of each. numpy is imported only where that or a strided tensor asks for
-it.
+Pieces that follow each other both in a file and in the buffer are one read. Small slices of ZeRO-3
+are one read per rank and then one 2-D copy per tensor. That takes 74 ns a slice, where a read and a
+write of each slice take 2,200. numpy is imported only for many slices or for strided tensors.
 
-CRC-32 of every record is compared with what its file states as soon as all of it passed by.
+As soon as all bytes of a record have been read, their CRC-32 is compared with what the file states.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from ..errors import CorruptCheckpoint
 from .checksum import Cover, crc32
 from .dtypes import SIZES
 from .fileio import Buffer, Reader
-from .manifest import Entry, Extent, Fragment, Record, Slices
+from .fragments import Extent, Fragment, Record, Slices
+from .manifest import Entry
 
-MANY = 4096  # slices from which on numpy copies them faster than it is imported
+MANY = 4096  # slices; copying more of them takes longer than importing numpy
 SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbours
-SHORT = 4 << 10  # bytes; runs below this, of a strided tensor, are read together
-LITTLE = 1 << 20  # bytes that are read for the sake of a record's CRC alone
+SHORT = 4 << 10  # bytes; runs of a strided tensor below this are read together
+LITTLE = 1 << 20  # bytes that may be read only to complete a record's CRC
 CAST_BLOCK = 1 << 18  # elements that are cast at a time
 
 
@@ -33,7 +33,8 @@ CAST_BLOCK = 1 << 18  # elements that are cast at a time
 class Wanted:
     """Elements [start, stop) of an entry, to be put at byte `at` of a buffer.
 
-    `check` where these bytes count for their record's CRC: what is read twice counts once.
+    `check` is True if these bytes count for the CRC of their record. Bytes that are read twice
+    count once.
     """
 
     entry: Entry
@@ -49,16 +50,16 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A record whose bytes have another CRC-32 than its file states."""
+    """A record whose bytes do not have the CRC-32 that its file states, but `found`."""
 
     record: Record
     found: int
 
 
 class Ledger:
-    """Which records passed by, and whether they are what their files state.
+    """Do the records have the CRC-32 that their files state? Bytes may come in any order.
 
-    Damage raises CorruptCheckpoint, or is collected in `damage` where it is looked for.
+    Damage raises CorruptCheckpoint. With `collect` it is put into `damage` instead.
     """
 
     def __init__(self, records: Sequence[Record], collect: bool = False) -> None:
@@ -67,42 +68,51 @@ class Ledger:
             if record.extent.length:
                 by_file.setdefault(record.extent.file, []).append(record)
         self._records = {
-            file: sorted(held, key=lambda record: record.extent.offset)
-            for file, held in by_file.items()
+            file: sorted(in_file, key=lambda record: record.extent.offset)
+            for file, in_file in by_file.items()
         }
         self._starts = {
-            file: [record.extent.offset for record in held] for file, held in self._records.items()
+            file: [record.extent.offset for record in in_file]
+            for file, in_file in self._records.items()
         }
         self._covers: dict[Extent, tuple[Record, Cover]] = {}
         self._lock = threading.Lock()
+        self._required: set[Extent] = set()
         self._collect = collect
         self.damage: dict[Extent, Damage] = {}
 
     def passed(self, file: str, offset: int, data: memoryview) -> None:
-        """`data` were read at `offset`; raises CorruptCheckpoint if a record turns out wrong."""
+        """Counts `data`, which `offset` holds; raises CorruptCheckpoint for a damaged record."""
         end = offset + len(data)
         for record in self._within(file, offset, end):  # one read may pass over several records
             begin = record.extent.offset
             start, stop = max(offset, begin), min(end, begin + record.extent.length)
-            held = data[start - offset : stop - offset]
-            crc = crc32(held) if record.crc is not None else 0
+            part = data[start - offset : stop - offset]
+            crc = crc32(part) if record.crc is not None else 0
             self._add(record, start - begin, stop - begin, crc)
 
-    def told(self, extent: Extent, crc: int) -> None:
-        """The same for bytes of one record whose CRC-32 is known."""
+    def passed_crc(self, extent: Extent, crc: int) -> None:
+        """Counts bytes of one record whose CRC-32 is known already."""
         for record in self._within(extent.file, extent.offset, extent.offset + extent.length):
             start = extent.offset - record.extent.offset
             self._add(record, start, start + extent.length, crc)
 
+    def require(self, extent: Extent) -> None:
+        """`finish` will read and check the records with any of these bytes, even if none passed."""
+        for record in self._within(extent.file, extent.offset, extent.offset + extent.length):
+            self._required.add(record.extent)
+            with self._lock:
+                self._cover(record)
+
     def _within(self, file: str, offset: int, end: int) -> Sequence[Record]:
-        """Records with any of these bytes."""
+        """The records that hold any of these bytes."""
         starts = self._starts.get(file)
         if not starts or offset == end:
             return ()
-        held, first = self._records[file], max(0, bisect_right(starts, offset) - 1)
-        if held[first].extent.offset + held[first].extent.length <= offset:
+        records, first = self._records[file], max(0, bisect_right(starts, offset) - 1)
+        if records[first].extent.offset + records[first].extent.length <= offset:
             first += 1
-        return held[first : bisect_left(starts, end)]
+        return records[first : bisect_left(starts, end)]
 
     def _add(self, record: Record, start: int, stop: int, crc: int) -> None:
         """Bytes [start, stop) of a record have this CRC."""
@@ -110,11 +120,11 @@ class Ledger:
         with self._lock:
             cover = self._cover(record)
             cover.add(start, stop, crc)
-            found = cover.crc
-            if record.crc is None or found in (None, record.crc):
+            whole = cover.crc
+            if record.crc is None or whole in (None, record.crc):
                 return
-            assert found is not None
-            self.damage[extent] = Damage(record, found)
+            assert whole is not None
+            self.damage[extent] = Damage(record, whole)
         if not self._collect:
             raise CorruptCheckpoint(
                 f"{extent.file} is damaged: the {extent.length} bytes at {extent.offset} do not "
@@ -131,24 +141,25 @@ class Ledger:
         everything: bool = False,
         beside: Callable[[Record, Extent, memoryview], None] | None = None,
     ) -> tuple[int, int]:
-        """Completes records of which little is missing (padding); counts checked and unchecked.
+        """Reads the rest of records that lack little (padding); counts checked and unchecked ones.
 
-        With `everything` all records are completed, those too that no tensor needed; `beside` is
-        told of the bytes beside tensors in their records.
+        With `everything` it completes all records, also those that no tensor needed. `beside` is
+        called with the bytes that lie beside tensors in their records.
         """
         buffer = Buffer(LITTLE)
         checked = unchecked = 0
         if everything:
-            for held in self._records.values():
-                for record in held:
+            for records in self._records.values():
+                for record in records:
                     self._cover(record)
         for record, cover in list(self._covers.values()):
             gaps = cover.gaps()
-            if gaps is None:  # tensors that overlap: only a reading of the whole can tell
+            if gaps is None:  # tensors overlap: the whole record must be read again
                 self._covers[record.extent] = record, Cover(record.extent.length)
                 gaps = [(0, record.extent.length)]
             missing = sum(stop - start for start, stop in gaps)
-            if record.crc is not None and (everything or missing <= max(cover.seen, LITTLE)):
+            completed = everything or record.extent in self._required
+            if record.crc is not None and (completed or missing <= max(cover.seen, LITTLE)):
                 padding = beside if cover.seen else None
                 for start, stop in gaps:
                     self._pass_range(reader, buffer.view, record, (start, stop), padding)
@@ -184,29 +195,29 @@ class Gatherer:
         self._block: Buffer | None = None
 
     def block(self) -> memoryview:
-        """What is to be cast, in the source's type."""
+        """Memory for elements in the source's type, before they are cast."""
         self._block = self._block or Buffer(CAST_BLOCK * 8)
         return self._block.view
 
     def scratch(self) -> memoryview:
-        """Working memory, taken when first needed: many copies never do."""
+        """Working memory, allocated when first needed; many copies never need it."""
         self._scratch = self._scratch or Buffer(self.memory)
         return self._scratch.view
 
-    def read(self, extent: Extent, into: memoryview, check: bool) -> None:
+    def _read(self, extent: Extent, into: memoryview, check: bool) -> None:
         self.reader.read(extent, into)
         if check:
             self.ledger.passed(extent.file, extent.offset, into)
 
     def gather(self, wanted: Sequence[Wanted], view: memoryview) -> None:
-        """Puts every wanted piece at its place in `view`."""
-        # a read that may still grow, its place, and whether it is checked
+        """Puts the elements of every item at its place in `view`."""
+        # a read that may still grow, its byte in the buffer, and whether it is checked
         pending: tuple[Extent, int, bool] | None = None
         place = 0
         while place < len(wanted):
             batch = self._batch(wanted, place)
             if batch:
-                self._gather_slices(batch, view)
+                self._read_slices(batch, view)
                 place += len(batch)
                 continue
             item = wanted[place]
@@ -217,24 +228,24 @@ class Gatherer:
                 if pending is None:
                     pending = extent, at, item.check
                     continue
-                before, here, check = pending
-                follows = _follows(before, extent) and here + before.length == at
+                before, begin, check = pending
+                follows = _follows(before, extent) and begin + before.length == at
                 if follows and check == item.check:
                     joined = Extent(before.file, before.offset, before.length + extent.length)
-                    pending = joined, here, check
+                    pending = joined, begin, check
                 else:
-                    self.read(before, view[here : here + before.length], check)
+                    self._read(before, view[begin : begin + before.length], check)
                     pending = extent, at, item.check
         if pending is not None:
             extent, at, check = pending
-            self.read(extent, view[at : at + extent.length], check)
+            self._read(extent, view[at : at + extent.length], check)
 
     def _long(self, item: Wanted, view: memoryview) -> Iterator[tuple[int, Extent]]:
-        """The runs of elements that an item wants, by their first; short ones are copied."""
+        """The long runs of an item, each with its first element; copies the short ones at once."""
         size = SIZES[item.entry.dtype]
         for fragment in item.entry.fragments.overlapping(item.start, item.stop):
             if fragment.count > 1 and (fragment.stop - fragment.start) * size < SHORT:
-                self._gather_runs(item, fragment, view)
+                self._read_runs(item, fragment, view)
                 continue
             for run in fragment.runs(item.start, item.stop):
                 start, stop = max(item.start, run.start), min(item.stop, run.stop)
@@ -244,9 +255,9 @@ class Gatherer:
     def _batch(self, wanted: Sequence[Wanted], place: int) -> list[Wanted]:
         """Whole tensors from `place` on whose small slices follow each other on every rank.
 
-        Tensors that a chunk's edge cuts are left out: their slices would be read twice.
+        A tensor that the edge of a chunk cuts ends the batch: its slices would be read twice.
         """
-        found: list[Wanted] = []
+        batch: list[Wanted] = []
         width = 0
         for item in islice(wanted, place, None):
             slices = item.entry.fragments
@@ -254,19 +265,19 @@ class Gatherer:
                 break
             if slices.width * slices.size >= SMALL:
                 break
-            if found:
-                last = _slices(found[-1])
+            if batch:
+                last = _slices(batch[-1])
                 if slices.flats is not last.flats or slices.offset != last.offset + last.width:
                     break
-                if item.check != found[-1].check:
+                if item.check != batch[-1].check:
                     break
             width += slices.width
             if width * slices.size * len(slices.flats) > self.memory:
                 break
-            found.append(item)
-        return found
+            batch.append(item)
+        return batch
 
-    def _gather_slices(self, batch: Sequence[Wanted], view: memoryview) -> None:
+    def _read_slices(self, batch: Sequence[Wanted], view: memoryview) -> None:
         """One read per rank for all tensors of the batch, then a 2-D copy for each."""
         first, last = _slices(batch[0]), _slices(batch[-1])
         size, begin = first.size, first.offset
@@ -276,7 +287,7 @@ class Gatherer:
         for rank in range(ranks):
             row = scratch[rank * width * size : (rank + 1) * width * size]
             part = first.flats[rank].part(begin * size, (begin + width) * size)
-            self.read(part, row, batch[0].check)
+            self._read(part, row, batch[0].check)
         if sum(len(item.entry.fragments) for item in batch) < MANY:
             self._spread(batch, scratch, begin, width, view)
             return
@@ -300,7 +311,7 @@ class Gatherer:
         width: int,
         view: memoryview,
     ) -> None:
-        """The same for few slices, without numpy, whose import alone takes 150 ms."""
+        """Copies few slices to their places without numpy, whose import alone takes 150 ms."""
         for item in batch:
             size, first = _slices(item).size, _slices(item).offset - begin
             for rank, slice_ in enumerate(_slices(item)):
@@ -308,8 +319,8 @@ class Gatherer:
                 source = (rank * width + first) * size
                 view[start:stop] = scratch[source : source + stop - start]
 
-    def _gather_runs(self, item: Wanted, fragment: Fragment, view: memoryview) -> None:
-        """The part of a strided fragment that the item wants, through working memory."""
+    def _read_runs(self, item: Wanted, fragment: Fragment, view: memoryview) -> None:
+        """Copies an item's part of a strided fragment, by way of the working memory."""
         import numpy as np
 
         size, length = SIZES[item.entry.dtype], fragment.stop - fragment.start
@@ -321,7 +332,7 @@ class Gatherer:
             end = min(begin + step, stop)
             extent = fragment.extent.part(begin * length * size, end * length * size)
             scratch = self.scratch()[: extent.length]
-            self.read(extent, scratch, item.check)
+            self._read(extent, scratch, item.check)
             runs = np.frombuffer(scratch, dtype=f"V{size}").reshape(end - begin, length)
             at = fragment.start + np.arange(begin, end)[:, None] * fragment.stride
             at = at + np.arange(length)[None, :] - item.start

@@ -1,7 +1,7 @@
-"""Which bytes go where, or are compared with which: the join of two manifests.
+"""Which bytes of a source go where in a target, and which tensors of two checkpoints compare?
 
-Nothing here opens a file. A plan of copying is lazy, one target file at a time: at dp 1024 with
-50,000 tensors the pieces are millions.
+Both are joins of two manifests. Nothing here opens a file. The plan of a copy is lazy, one target
+file at a time: at dp 1024 with 50,000 tensors there are millions of pieces.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 from ..errors import MissingData
 from .dtypes import FLOATS, NUMBERS, SIZES
-from .manifest import Entry, Fragment, Manifest, Slices
+from .fragments import Fragment, Slices
+from .manifest import Entry, Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target's entry and the source's entry that it gets its elements from."""
+    """An entry of the target, and the entry of the source that supplies its elements."""
 
     source: Entry
     target: Entry
@@ -24,16 +25,31 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [start, stop) of a pair, which stand at byte `offset` of a target file."""
+    """Elements [start, stop) of a pair. They belong at byte `offset` of a target file.
+
+    If `count` is above one, the piece is that many runs of equal length. They follow each other in
+    the file without gaps. Run i holds elements [start + i * stride, stop + i * stride).
+    """
 
     offset: int
     start: int
     stop: int
     pair: Pair
+    count: int = 1
+    stride: int = 0
 
     @property
     def end(self) -> int:
-        return self.offset + (self.stop - self.start) * SIZES[self.pair.target.dtype]
+        numel = (self.stop - self.start) * self.count
+        return self.offset + numel * SIZES[self.pair.target.dtype]
+
+    def runs(self) -> Iterator[Piece]:
+        """Each run as its own piece."""
+        length = (self.stop - self.start) * SIZES[self.pair.target.dtype]
+        for number in range(self.count):
+            first = number * self.stride
+            offset = self.offset + number * length
+            yield Piece(offset, self.start + first, self.stop + first, self.pair)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,50 +63,54 @@ class Chunk:
 
 
 def join(source: Manifest, target: Manifest, from_masters: bool = False) -> list[Pair]:
-    """Every entry and replica of the target with its source.
+    """Pairs every entry and every replica of the target with an entry of the source.
 
-    A module's weight (`param`) that the source lacks, or holds in another type, is made of its
-    master; `from_masters` prefers masters always. A master that the source lacks is made of the
-    weight. Raises MissingData.
+    If the source lacks a module's weight (`param`), or stores it in another type, the weight is
+    cast from its master. `from_masters` casts all weights from their masters. If the source lacks a
+    master, the master is cast from the weight. Raises MissingData.
     """
-    wanted = (*target.entries.values(), *target.replicas)
+    entries = (*target.entries.values(), *target.replicas)
     owners = {alias: name for name, alias in _aliases(source)}
-    names = (owners.get(entry.parameter, entry.parameter) for entry in wanted)
+    names = (owners.get(entry.parameter, entry.parameter) for entry in entries)
     return [
         Pair(_source_of(entry, name, source, from_masters), entry)
-        for entry, name in zip(wanted, names, strict=True)
+        for entry, name in zip(entries, names, strict=True)
     ]
 
 
 def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) -> Entry:
-    """Where the elements of `entry` are, of the parameter that the source calls `name`."""
-    here = source.entries.get(f"{name}/{entry.slot}")
+    """The entry that supplies `entry`; the source calls its parameter `name`."""
+    origin = source.entries.get(f"{name}/{entry.slot}")
     if entry.slot == "param":
         master = source.entries.get(f"{name}/master")
-        if from_masters or here is None or here.dtype != entry.dtype:
-            here = master or here
-    elif entry.slot == "master" and here is None:
-        here = source.entries.get(f"{name}/param")
-    if here is None:
+        if from_masters or origin is None or origin.dtype != entry.dtype:
+            origin = master or origin
+    elif entry.slot == "master" and origin is None:
+        origin = source.entries.get(f"{name}/param")
+    if origin is None:
         raise MissingData(f"the source holds no {entry.slot} of {entry.parameter}")
-    if here.shape != entry.shape:
+    if origin.shape != entry.shape:
         raise MissingData(
-            f"{entry.name} has shape {here.shape} in the source and {entry.shape} in the target"
+            f"{entry.name} has shape {origin.shape} in the source and {entry.shape} in the target"
         )
-    return here
+    return origin
 
 
 WIDE = ("F64", "F32")
-"""What weights are rounded from."""
+"""The types of masters, which weights are rounded from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Two entries that are to hold the same elements; `b` is None where one is only read.
+    """Two entries that should hold the same elements; if `b` is None, `a` is only read.
 
-    `how`: bits; rounded (the wider, a master weight, is rounded to the other's type first); values
-    (their types differ); types or shapes (which differ so that nothing can be compared). `copy`
-    where one is a further copy of what is compared already: another rank's, a tied weight's.
+    `how` they are compared:
+        bits        as bytes
+        rounded     the wider one, a master weight, is first rounded to the other's type
+        values      as numbers, since their types differ
+        types       not at all, since a type is not a number
+        shapes      not at all, since the shapes differ
+    `copy` is True for a further copy of a compared tensor: another rank's, or a tied weight's.
     """
 
     a: Entry
@@ -100,63 +120,63 @@ class Match:
 
     @property
     def is_read(self) -> bool:
-        """Whether elements can be compared."""
+        """Whether the elements can be compared."""
         return self.how in ("bits", "rounded", "values")
 
     @property
     def name(self) -> str:
-        """The entry that is compared, where one is what the other is rounded from."""
+        """The name of the compared entry: the narrower one if the other is rounded to its type."""
         rounded = self.how == "rounded" and self.b is not None and self.a.dtype in WIDE
         return self.b.name if rounded and self.b is not None else self.a.name
 
 
 def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
-    """The entries that two checkpoints share, in the order of `a`; what only `a` or `b` holds.
+    """The entries that two checkpoints share, in the order of `a`; names that only `a` or `b` has.
 
-    A master weight is the same as an F32 weight of a module whose engine keeps no masters, and what
-    a module's weight of fewer bits was rounded from. Names of tied weights are those of `a`.
+    An F32 weight of a module whose engine keeps no masters matches a master weight. A weight of
+    fewer bits matches the master that it was rounded from. A tied weight has the name that `a` has.
     """
     ours, theirs = a.entries, _renamed(b, a)
-    found: list[Match] = []
+    matches: list[Match] = []
     for entry in ours.values():
         counterpart = _counterpart(entry, theirs, ours)
         if counterpart is not None:
-            found.append(counterpart)
-    taken = {id(held) for item in found for held in (item.a, item.b)}
+            matches.append(counterpart)
+    taken = {id(entry) for item in matches for entry in (item.a, item.b)}
     owners = {alias: name for side in (b, a) for name, alias in _aliases(side)}
-    for entry in ours.values():  # a tied weight that one side holds twice
+    for entry in ours.values():  # a tied weight that one side stores twice
         same = theirs.get(f"{owners.get(entry.parameter)}/{entry.slot}")
         if id(entry) not in taken and same is not None:
-            found.append(_copy(entry, same))
+            matches.append(_copy(entry, same))
             taken.add(id(entry))
     for entry in theirs.values():
         same = ours.get(f"{owners.get(entry.parameter)}/{entry.slot}")
         if id(entry) not in taken and same is not None:
-            found.append(_copy(same, entry))
+            matches.append(_copy(same, entry))
             taken.add(id(entry))
     for entry in theirs.values():
         if id(entry) in taken:
             continue
         counterpart = _counterpart(entry, ours, theirs)
         if counterpart is not None and counterpart.b is not None:
-            found.append(replace(counterpart, a=counterpart.b, b=counterpart.a))
+            matches.append(replace(counterpart, a=counterpart.b, b=counterpart.a))
             taken |= {id(counterpart.a), id(counterpart.b)}
     only_a, only_b = (
         [
             name
-            for name, held in side.items()
-            # two weights of few bits, both rounded from one master, are not compared themselves
-            if id(held) not in taken and id(other.get(name)) not in taken
+            for name, entry in side.items()
+            # two weights of few bits that one master was rounded to are not compared themselves
+            if id(entry) not in taken and id(other.get(name)) not in taken
         ]
         for side, other in ((ours, theirs), (theirs, ours))
     )
-    return found, only_a, only_b
+    return matches, only_a, only_b
 
 
 def _aliases(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Names of tied weights: the owner's, and each of the others."""
-    for name, held in manifest.parameters.items():
-        for alias in held.aliases:
+    """For each tied weight: the owner's name, paired with each other name."""
+    for name, parameter in manifest.parameters.items():
+        for alias in parameter.aliases:
             yield name, alias
 
 
@@ -166,21 +186,21 @@ def _copy(a: Entry, b: Entry) -> Match:
 
 
 def _renamed(b: Manifest, a: Manifest) -> dict[str, Entry]:
-    """The entries of `b`, under the name that `a` has for a tied weight."""
+    """The entries of `b`; a tied weight has the name that `a` has for it."""
     owners = {alias: name for name, alias in _aliases(a)}
-    found = {}
+    entries = {}
     for entry in b.entries.values():
         owner = owners.get(entry.parameter, entry.parameter)
         name = f"{owner}/{entry.slot}"
         known = entry.parameter in a.parameters or name in b.entries
-        found[entry.name if known else name] = entry
-    return found
+        entries[entry.name if known else name] = entry
+    return entries
 
 
 def _counterpart(
     entry: Entry, others: Mapping[str, Entry], own: Mapping[str, Entry]
 ) -> Match | None:
-    """What the other side holds of the same: of the same type, else what it was rounded from."""
+    """The match of `entry` on the other side: of the same type, else what it was rounded from."""
     same = others.get(entry.name)
     if same is not None and same.dtype == entry.dtype:
         return Match(entry, same, "bits" if same.shape == entry.shape else "shapes")
@@ -207,7 +227,7 @@ def _counterpart(
 
 
 def files(pairs: Sequence[Pair]) -> Iterator[tuple[str, list[Piece]]]:
-    """Every target file with its pieces in the order of their bytes, one file at a time."""
+    """Every target file with its pieces, in the order of their bytes; one file at a time."""
     listed: dict[str, list[tuple[Pair, Fragment]]] = {}
     sliced: dict[int, list[Pair]] = {}  # by the identity of the flats that many tensors share
     slices_in: dict[str, list[tuple[int, int]]] = {}
@@ -223,44 +243,61 @@ def files(pairs: Sequence[Pair]) -> Iterator[tuple[str, list[Piece]]]:
             for fragment in fragments:
                 listed.setdefault(fragment.extent.file, []).append((pair, fragment))
     for file in dict.fromkeys((*listed, *slices_in)):
-        found = list(listed.get(file, ()))
+        in_file = list(listed.get(file, ()))
         for flats, rank in slices_in.get(file, ()):
-            found += [
+            in_file += [
                 (pair, pair.target.fragments[rank])
                 for pair in sliced[flats]
                 if rank < len(pair.target.fragments)
             ]
         pieces = [
-            Piece(fragment.extent.offset, fragment.start, fragment.stop, pair)
-            for pair, fragment in found
+            Piece(
+                fragment.extent.offset,
+                fragment.start,
+                fragment.stop,
+                pair,
+                fragment.count,
+                fragment.stride,
+            )
+            for pair, fragment in in_file
         ]
         yield file, sorted(pieces, key=lambda piece: piece.offset)
 
 
 def chunks(file: str, size: int, pieces: Sequence[Piece], chunk: int) -> Iterator[Chunk]:
-    """A target file in chunks of `chunk` bytes, pieces cut at their edges.
+    """A target file in chunks of `chunk` bytes; pieces are cut at the edges of chunks.
 
-    Edges never split an element: tensors are aligned to their elements in every format.
+    An edge never splits an element, since every format aligns tensors to their elements.
     """
     first = 0
     for offset in range(0, size, chunk):
         end = min(offset + chunk, size)
-        inside = []
-        place = first
-        while place < len(pieces) and pieces[place].offset < end:
-            piece = pieces[place]
-            inside.append(_clip(piece, offset, end))
+        inside: list[Piece] = []
+        number = first
+        while number < len(pieces) and pieces[number].offset < end:
+            piece = pieces[number]
+            inside += _clipped(piece, offset, end)
             if piece.end <= end:
-                first = place + 1
-            place += 1
+                first = number + 1
+            number += 1
         yield Chunk(file, offset, end - offset, inside)
 
 
-def _clip(piece: Piece, offset: int, end: int) -> Piece:
+def _clipped(piece: Piece, offset: int, end: int) -> Iterator[Piece]:
+    """The part of a piece in bytes [offset, end) of its file; cut runs stand alone."""
     if piece.offset >= offset and piece.end <= end:
-        return piece
-    size = SIZES[piece.pair.target.dtype]
-    start = piece.start + max(0, offset - piece.offset) // size
-    stop = piece.stop - max(0, piece.end - end) // size
+        yield piece
+        return
+    size, length = SIZES[piece.pair.target.dtype], piece.stop - piece.start
     assert (max(piece.offset, offset) - piece.offset) % size == 0, piece
-    return Piece(max(piece.offset, offset), start, stop, piece.pair)
+    # elements of the piece, counted as they lie in the file
+    position = max(0, offset - piece.offset) // size
+    last = length * piece.count - max(0, piece.end - end) // size
+    while position < last:
+        run, skipped = divmod(position, length)
+        whole_runs = 0 if skipped else (last - position) // length
+        start = piece.start + run * piece.stride + skipped
+        stop = start + (length if whole_runs else min(length - skipped, last - position))
+        count, stride = (whole_runs, piece.stride) if whole_runs > 1 else (1, 0)
+        yield Piece(piece.offset + position * size, start, stop, piece.pair, count, stride)
+        position += count * (stop - start)

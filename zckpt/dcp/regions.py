@@ -16,7 +16,8 @@ import torch
 
 from ..core.dtypes import SIZES, TORCH_NAMES
 from ..core.fileio import Buffer, Reader, align, files_per_thread
-from ..core.manifest import Entry, Record
+from ..core.fragments import Record
+from ..core.manifest import Entry
 from ..core.pieces import Gatherer, Ledger, Wanted
 
 BLOCK = 16 << 20  # bytes that are read before they are copied to where they belong

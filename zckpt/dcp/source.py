@@ -19,6 +19,8 @@ from ..core.dtypes import TORCH_NAMES
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
 from ..errors import ZckptError
+from ..files.dcpfile import METADATA
+from ..formats.dcp.files import located
 from ..formats.dcp.items import (
     OpenedItem,
     StoredBox,
@@ -27,7 +29,6 @@ from ..formats.dcp.items import (
     StoredValue,
     stored_items,
 )
-from ..formats.dcp.read import METADATA, located
 from ..formats.statedict.tree import Path, dotted
 from ..formats.statedict.write import Hole, StateDicts
 from ..training import steps

@@ -18,9 +18,10 @@ import torch
 from torch.distributed.checkpoint import metadata, planner
 
 from ..core.dtypes import FLOATS, TORCH_NAMES
+from ..core.fragments import Record
 from ..core.inert import Scalar, TensorName
 from ..core.loading import as_torch
-from ..core.manifest import Entry, Record
+from ..core.manifest import Entry
 from ..core.plan import WIDE
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ..formats.dcp.items import OpenedItem, StoredTensor, StoredValue

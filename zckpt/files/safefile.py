@@ -19,7 +19,7 @@ from typing import Any
 
 from ..core.dtypes import SIZES
 from ..core.fileio import align
-from ..core.manifest import Extent
+from ..core.fragments import Extent
 from ..errors import CorruptCheckpoint
 
 MAX_HEADER = 100_000_000  # bytes, as the safetensors package has it

@@ -21,8 +21,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, decode
+from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
 from ..core.inert import Foreign, Global, Scalar
-from ..core.manifest import Box, Extent, Fragments, Record, boxes, solid
 from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint
 from .unpickle import BUILTINS, Build, Unpickler
 

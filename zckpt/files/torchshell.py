@@ -19,8 +19,9 @@ from typing import Any
 
 from ..core.checksum import crc_of_zeros
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, encode
+from ..core.fragments import Extent
 from ..core.inert import Foreign, Global, Scalar, TensorName, map_values
-from ..core.manifest import Entry, Extent, Manifest
+from ..core.manifest import Entry, Manifest
 from ..core.staging import Shell
 from .pickling import Persistent, dumps
 from .torchfile import Storage, Tensor, read_directory

@@ -1,19 +1,9 @@
-"""The table of formats, and how a path is recognised.
-
-A format is a module with `detect(path)`, which lists the tags of the checkpoints there (one empty
-tag where the format has none), and `read(path, tag, step_policy)`, which gives a Manifest.
-`detect_weak(path)` is asked where no format has found anything. One that can be written also has
-`lay_out` (the files without tensors) and `seal` (what is known afterwards). Modules are imported
-when they are needed.
-"""
+"""Which formats are there, and which one is at a path?"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 from ..errors import (
     AmbiguousCheckpoint,
@@ -22,73 +12,39 @@ from ..errors import (
     ZckptError,
     listed,
 )
+from .dcp import Dcp
+from .deepspeed import DeepSpeed
+from .deepspeed_universal import DeepSpeedUniversal
+from .format import Format
+from .gathered import Gathered
+from .hf import HuggingFace
+from .onnxruntime import OnnxRuntime
+from .universal import Universal
 
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """One line of the table; `module` is imported on use.
-
-    `numbers` where files may know parameters by number alone, so that `read` takes `param_names`.
-    """
-
-    name: str
-    module: str
-    about: str
-    writes: bool = False
-    numbers: bool = False
-    reads: bool = True
-
-    def load(self) -> Any:
-        return import_module(f".{self.module}", __name__)
-
-
-TABLE = (
-    Format("deepspeed", "deepspeed", "DeepSpeed ZeRO-1, 2, 3, 0.5.10 to 0.19.8", writes=True),
-    Format(
-        "deepspeed-universal",
-        "deepspeed_universal.read",
-        "DeepSpeed's own universal checkpoints, for load_universal",
-        writes=True,
-    ),
-    Format(
-        "onnxruntime",
-        "onnxruntime",
-        "ONNX Runtime Training ZeRO-1, 1.3 to 1.16 (HDF5, .ort.pt)",
-        writes=True,
-    ),
-    Format(
-        "dcp",
-        "dcp.read",
-        "torch.distributed.checkpoint of FSDP1, FSDP2, plain torch",
-        writes=True,
-        numbers=True,
-    ),
-    Format(
-        "gathered",
-        "gathered.read",
-        "files of torch.save, whole or one per rank: FSDP, ZeroRedundancyOptimizer, plain torch",
-        writes=True,
-        numbers=True,
-    ),
-    Format("universal", "universal.read", "zckpt's own: whole tensors as safetensors", writes=True),
-    Format(
-        "hf",
-        "hf.write",
-        "weights for from_pretrained of transformers and PEFT; read as gathered",
-        writes=True,
-        reads=False,
-    ),
+FORMATS: tuple[Format, ...] = (
+    DeepSpeed(),
+    DeepSpeedUniversal(),
+    OnnxRuntime(),
+    Dcp(),
+    Gathered(),
+    Universal(),
+    HuggingFace(),
 )
 
 
 def named(name: str) -> Format:
     """The format of that name; raises WrongOption."""
-    for item in TABLE:
+    for item in FORMATS:
         if item.name == name:
             return item
     raise WrongOption(
-        f"there is no format {name!r}", hint=f"choose of {', '.join(item.name for item in TABLE)}"
+        f"there is no format {name!r}", hint=f"choose of {', '.join(item.name for item in FORMATS)}"
     )
+
+
+def family_of(name: str) -> str:
+    """The family of the format of that name; the name itself for a source that is no format."""
+    return next((item.family for item in FORMATS if item.name == name), name)
 
 
 def recognise(path: str, name: str | None = None, tag: str | None = None) -> Format:
@@ -100,9 +56,7 @@ def recognise(path: str, name: str | None = None, tag: str | None = None) -> For
     if not os.path.lexists(path):
         raise NotACheckpoint(f"{path} does not exist", hint=_neighbours(path))
     found = {
-        item: tags
-        for item in ([named(name)] if name else TABLE)
-        if (tags := item.load().detect(path))
+        item: tags for item in ([named(name)] if name else FORMATS) if (tags := item.detect(path))
     }
     if not found:
         found = _weak(path, name)
@@ -132,9 +86,8 @@ def recognise(path: str, name: str | None = None, tag: str | None = None) -> For
 
 def _weak(path: str, name: str | None) -> dict[Format, list[str]]:
     """The first format that finds what folders of others hold too: weights alone, single files."""
-    for item in [named(name)] if name else TABLE:
-        detect = getattr(item.load(), "detect_weak", None)
-        if detect is not None and (tags := detect(path)) and not _inside(path):
+    for item in [named(name)] if name else FORMATS:
+        if (tags := item.detect_weak(path)) and not _inside(path):
             return {item: tags}
     return {}
 
@@ -146,9 +99,7 @@ def _inside(path: str) -> list[str]:
     with os.scandir(path) as items:
         folders = [item.name for item in items if item.is_dir()]
     found = [
-        name
-        for name in folders
-        if any(item.load().detect(os.path.join(path, name)) for item in TABLE)
+        name for name in folders if any(item.detect(os.path.join(path, name)) for item in FORMATS)
     ]
     return sorted(found, key=lambda name: (len(name), name))
 
@@ -186,7 +137,7 @@ def _near(path: str, inside: Sequence[str]) -> str:
     if inside:
         return f"{os.path.join(path, inside[0])} is one"
     above = os.path.dirname(os.path.abspath(path))
-    if any(item.load().detect(above) for item in TABLE):
+    if any(item.detect(above) for item in FORMATS):
         return f"the directory above it, {above}, is one"
     return "see `zckpt formats` for what is recognised"
 

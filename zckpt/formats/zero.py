@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ..core.manifest import Extent, Fragment, Runs
+from ..core.fragments import Extent, Fragment, Runs
 
 
 def round_robin(count: int, dp: int) -> list[int]:

@@ -26,7 +26,8 @@ from ..core.checksum import Cover, crc32
 from ..core.compare import Difference, Outcome, Result, measure, same
 from ..core.dtypes import SIZES, TORCH_NAMES
 from ..core.fileio import Reader, files_per_thread
-from ..core.manifest import Box, Entry, Extent, Manifest, Runs, solid
+from ..core.fragments import Box, Extent, Runs, solid
+from ..core.manifest import Entry, Manifest
 from ..core.partition import Block, Bucket, Member, Partition, Partitioned, Whole, buckets, share_of
 from ..core.pieces import Gatherer, Ledger, Wanted
 from ..core.plan import Match, match
@@ -663,10 +664,9 @@ def _forgotten(manifest: Manifest, held: Mapping[str, Entry]) -> list[Report]:
 
 def _parts(manifest: Manifest) -> list[Partition]:
     """By the engine's rule; formats that no engine gathers hold their tensors whole."""
-    module = formats.named(manifest.format).load()
-    if hasattr(module, "partitions"):
-        found: list[Partition] = module.partitions(manifest.root)
-        return found
+    parts = formats.named(manifest.format).partitions(manifest.root)
+    if parts is not None:
+        return parts
     return [_own(entry) for entry in manifest.entries.values() if entry.slot != "state"]
 
 

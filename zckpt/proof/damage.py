@@ -14,7 +14,8 @@ from typing import Any
 from ..core.checksum import flipped_bit
 from ..core.compare import Outcome, Result
 from ..core.dtypes import SIZES
-from ..core.manifest import Entry, Extent, Manifest, Runs, Slices
+from ..core.fragments import Extent, Runs, Slices
+from ..core.manifest import Entry, Manifest
 from ..core.pieces import Damage
 from ..errors import listed
 

@@ -19,8 +19,9 @@ from .. import __version__
 from ..core import compare
 from ..core.compare import Difference, Outcome, Result
 from ..core.dtypes import FLOATS
+from ..core.fragments import Runs
 from ..core.inert import from_json, plain_group
-from ..core.manifest import Entry, Manifest, Runs, parameters_from_json, parameters_to_json
+from ..core.manifest import Entry, Manifest, parameters_from_json, parameters_to_json
 from ..core.plan import WIDE, Match, match
 from ..errors import CorruptCheckpoint, MissingData, WrongOption, listed
 from . import damage, values

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from dataclasses import fields as dataclass_fields
+from types import MappingProxyType
 from typing import Any
 
 from ..core.dtypes import OPTIONS as DTYPES
@@ -101,11 +102,18 @@ class Options:
         """`dtype` as safetensors names it."""
         return None if self.dtype is None else DTYPES[self.dtype]
 
-    def only(self, target: str, fields: Collection[str], dialects: Collection[str] = ()) -> None:
-        """Raises WrongOption where an option is given that the format `target` does not take.
+    def only(
+        self,
+        target: str,
+        fields: Collection[str],
+        dialects: Collection[str] = (),
+        reasons: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Raises WrongOption if an option is given that the format `target` does not understand.
 
-        `fields` are the names of those that it takes, beside names of parameters and
-        `weights_only`, which every format does; `dialects` are the values of `dialect`.
+        `fields` are the names of those that it understands, beside the names of parameters and
+        `weights_only`, which every format does. `dialects` are the values of `dialect`. `reasons`
+        say, by field, why the target has no use for one.
         """
         given = [f.name for f in dataclass_fields(self) if getattr(self, f.name) != _default(f)]
         for name in given:
@@ -113,7 +121,8 @@ class Options:
                 continue
             word = WORDS.get(name, f"--{name.replace('_', '-')}")
             raise WrongOption(
-                f"{word} does not apply to --to {target}", hint=f"leave it out{_why(name, target)}"
+                f"{word} does not apply to --to {target}",
+                hint=": ".join(["leave it out", *filter(None, [{**REASONS, **reasons}.get(name)])]),
             )
         if self.dialect is not None and self.dialect not in dialects:
             raise WrongOption(
@@ -129,20 +138,8 @@ class Options:
 
 EVERYWHERE = ("weights_only", "rename", "tie", "param_names")
 WORDS = {"config": "--ds-config", "model_config": "--config"}
-NO_RANKS = {
-    "gathered": "whole files load on any number of ranks",
-    "universal": "a universal checkpoint has no ranks",
-    "hf": "a folder for from_pretrained has no ranks",
-}
+REASONS = {"stage": "ZeRO stages are DeepSpeed's"}
 
 
 def _default(field: Field[Any]) -> Any:
     return field.default_factory() if callable(field.default_factory) else field.default
-
-
-def _why(name: str, target: str) -> str:
-    if name == "dp" and target in NO_RANKS:
-        return f": {NO_RANKS[target]}"
-    if name == "stage":
-        return ": ZeRO stages are DeepSpeed's"
-    return ""

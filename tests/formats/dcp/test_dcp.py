@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import zckpt
 from zckpt import errors
-from zckpt.core.manifest import Extent
+from zckpt.core.fragments import Extent
 from zckpt.formats.dcp import write as dcp_writing
-from zckpt.formats.statedict.tree import Piece, assembled
+from zckpt.formats.statedict.tree import TensorPiece, assembled
 from zckpt.training.options import Options
 
 from ...conftest import EXAMPLE, ROOT
@@ -39,10 +39,10 @@ Change = Callable[[Metadata], None]
 
 def whole(directory: Path) -> dict[str, Any]:
     """What torch itself reads."""
-    made = directory.parent / "whole.pt"
-    dcp_to_torch_save(directory, made)
-    held: dict[str, Any] = torch.load(made, weights_only=False)
-    return held
+    file = directory.parent / "whole.pt"
+    dcp_to_torch_save(directory, file)
+    state: dict[str, Any] = torch.load(file, weights_only=False)
+    return state
 
 
 def alike(a: Any, b: Any) -> bool:
@@ -62,9 +62,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def change_metadata(directory: Path, change: Change) -> None:
-    made = FileSystemReader(directory).read_metadata()
-    change(made)
-    (directory / ".metadata").write_bytes(pickle.dumps(made))
+    metadata = FileSystemReader(directory).read_metadata()
+    change(metadata)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 class TestDcp(FormatContract):
@@ -98,12 +98,14 @@ def test_pieces_are_those_of_the_ranks(tmp_path: Path) -> None:
     rows = torch.arange(37 * 5000, dtype=torch.float32).view(37, 5000)
     dcp.save({"model": {"w": rows, "b": torch.ones(3)}}, checkpoint_id=tmp_path / "run")
     zckpt.reshard(tmp_path / "run", tmp_path / "again", dp=4)
-    held = FileSystemReader(tmp_path / "again").read_metadata()
-    cut = [tuple(chunk.sizes) for chunk in held.state_dict_metadata["model.w"].chunks]
+    metadata = FileSystemReader(tmp_path / "again").read_metadata()
+    cut = [tuple(chunk.sizes) for chunk in metadata.state_dict_metadata["model.w"].chunks]
     assert cut == [(10, 5000), (10, 5000), (10, 5000), (7, 5000)]
-    files = {held.storage_data[MetadataIndex("model.w", (at, 0))].relative_path for at in (0, 30)}
+    files = {
+        metadata.storage_data[MetadataIndex("model.w", (at, 0))].relative_path for at in (0, 30)
+    }
     assert files == {"__0_0.distcp", "__3_0.distcp"}
-    assert len(held.state_dict_metadata["model.b"].chunks) == 1
+    assert len(metadata.state_dict_metadata["model.b"].chunks) == 1
     assert torch.equal(whole(tmp_path / "again")["model"]["w"], rows)
 
 
@@ -148,10 +150,10 @@ def test_groups_get_no_keys_of_another_optimizer(kind: str, stepped: bool, tmp_p
 
 
 def test_other_state_survives(checkpoint: Path, tmp_path: Path) -> None:
-    held = whole(checkpoint)
-    held["rng"] = [torch.arange(7, dtype=torch.uint8), {"seed": 3}]
-    held["app"] = {"tuple": (torch.zeros(2), 1.5), "text": "a", "half": torch.tensor(1.5)}
-    dcp.save(held, checkpoint_id=tmp_path / "run")
+    state = whole(checkpoint)
+    state["rng"] = [torch.arange(7, dtype=torch.uint8), {"seed": 3}]
+    state["app"] = {"tuple": (torch.zeros(2), 1.5), "text": "a", "half": torch.tensor(1.5)}
+    dcp.save(state, checkpoint_id=tmp_path / "run")
     zckpt.convert(tmp_path / "run", tmp_path / "universal")
     zckpt.convert(tmp_path / "universal", tmp_path / "again", to="dcp")
     assert alike(whole(tmp_path / "again"), whole(tmp_path / "run"))
@@ -164,9 +166,9 @@ def test_a_tied_weight_is_known_by_its_bytes(checkpoint: Path) -> None:
 
 
 def test_copies_that_differ_are_not_tied(checkpoint: Path, tmp_path: Path) -> None:
-    held = whole(checkpoint)
-    held["model"]["head.weight"][3, 3] += 1
-    dcp.save(held, checkpoint_id=tmp_path / "run")
+    state = whole(checkpoint)
+    state["model"]["head.weight"][3, 3] += 1
+    dcp.save(state, checkpoint_id=tmp_path / "run")
     manifest = zckpt.read(tmp_path / "run")
     assert manifest.parameters["embedding.weight"].aliases == ()
     assert not manifest.parameters["head.weight"].trainable
@@ -223,71 +225,78 @@ class TestRefused:
         assert "trunk.0.weight/exp_avg" in str(report["problems"])
 
     def test_a_file_outside(self, checkpoint: Path) -> None:
-        def change(made: Metadata) -> None:
-            for place in made.storage_data.values():
+        def change(metadata: Metadata) -> None:
+            for place in metadata.storage_data.values():
                 place.relative_path = "../" + place.relative_path
 
         change_metadata(checkpoint, change)
         self.refused(checkpoint, errors.CorruptCheckpoint, "outside")
 
     def test_a_piece_that_is_nowhere(self, checkpoint: Path) -> None:
-        def change(made: Metadata) -> None:
-            made.state_dict_metadata["model.trunk.0.weight"].chunks.pop()
+        def change(metadata: Metadata) -> None:
+            metadata.state_dict_metadata["model.trunk.0.weight"].chunks.pop()
 
         change_metadata(checkpoint, change)
         self.refused(checkpoint, errors.IncompleteCheckpoint, "model.trunk.0.weight")
 
     def test_pieces_that_overlap(self, checkpoint: Path) -> None:
-        def change(made: Metadata) -> None:
-            held = made.state_dict_metadata["model.trunk.0.weight"]
-            held.size = torch.Size([29 + 14, 19])
-            held.chunks.append(held.chunks[1])
+        def change(metadata: Metadata) -> None:
+            item = metadata.state_dict_metadata["model.trunk.0.weight"]
+            item.size = torch.Size([29 + 14, 19])
+            item.chunks.append(item.chunks[1])
 
         change_metadata(checkpoint, change)
         self.refused(checkpoint, errors.InconsistentCheckpoint, "overlap")
 
     def test_another_shape(self, checkpoint: Path) -> None:
-        def change(made: Metadata) -> None:
-            made.state_dict_metadata["model.trunk.0.weight"].chunks[1].sizes = torch.Size([14, 18])
+        def change(metadata: Metadata) -> None:
+            metadata.state_dict_metadata["model.trunk.0.weight"].chunks[1].sizes = torch.Size(
+                [14, 18]
+            )
 
         change_metadata(checkpoint, change)
         self.refused(checkpoint, errors.InconsistentCheckpoint, "model.trunk.0.weight")
 
     def test_compressed_items(self, checkpoint: Path) -> None:
-        def change(made: Metadata) -> None:
-            next(iter(made.storage_data.values())).transform_descriptors = ["zstd"]
+        def change(metadata: Metadata) -> None:
+            next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
 
         change_metadata(checkpoint, change)
         self.refused(checkpoint, errors.UnsupportedCheckpoint, "zstd")
 
     def test_a_list_without_end(self, checkpoint: Path) -> None:
-        def change(made: Metadata) -> None:
-            made.planner_data["optim.param_groups.0.lr"] = ("optim", "param_groups", 1 << 40, "lr")
+        def change(metadata: Metadata) -> None:
+            metadata.planner_data["optim.param_groups.0.lr"] = (
+                "optim",
+                "param_groups",
+                1 << 40,
+                "lr",
+            )
 
         change_metadata(checkpoint, change)
         self.refused(checkpoint, errors.CorruptCheckpoint)
 
     def test_two_values_at_one_place(self, checkpoint: Path) -> None:
-        def change(made: Metadata) -> None:
-            assert made.planner_data is not None
+        def change(metadata: Metadata) -> None:
+            assert metadata.planner_data is not None
             for key in ("model.trunk.0.weight", "model.trunk.0.bias"):
-                made.planner_data[key] = ("model", "trunk.0.weight")
+                metadata.planner_data[key] = ("model", "trunk.0.weight")
 
         change_metadata(checkpoint, change)
         self.refused(checkpoint, errors.CorruptCheckpoint, "two values")
 
     @pytest.mark.parametrize("path", [("a",) * 50_000, ("a", 999_999, 999_999)])
     def test_paths_without_end(self, checkpoint: Path, path: tuple[Any, ...]) -> None:
-        def change(made: Metadata) -> None:
-            assert made.planner_data is not None
-            made.planner_data["optim.param_groups.0.lr"] = path
+        def change(metadata: Metadata) -> None:
+            assert metadata.planner_data is not None
+            metadata.planner_data["optim.param_groups.0.lr"] = path
 
         change_metadata(checkpoint, change)
         self.refused(checkpoint, errors.CorruptCheckpoint)
 
     def test_a_negative_length(self, checkpoint: Path) -> None:
-        def change(made: Metadata) -> None:
-            for info in made.storage_data.values():
+        def change(metadata: Metadata) -> None:
+            for info in metadata.storage_data.values():
                 info.offset, info.length = 0, -1
 
         change_metadata(checkpoint, change)
@@ -302,13 +311,13 @@ class TestRefused:
         self.refused(tmp_path / "optimizer", errors.MissingData, "model")
 
     def test_two_optimizers(self, checkpoint: Path, tmp_path: Path) -> None:
-        held = whole(checkpoint)
-        dcp.save({**held, "other": held["optim"]}, checkpoint_id=tmp_path / "two")
+        state = whole(checkpoint)
+        dcp.save({**state, "other": state["optim"]}, checkpoint_id=tmp_path / "two")
         self.refused(tmp_path / "two", errors.UnsupportedCheckpoint, "optim", "other")
 
     def test_two_models(self, checkpoint: Path, tmp_path: Path) -> None:
-        held = whole(checkpoint)
-        two = {"a": held["model"], "b": held["model"], "optim": held["optim"]}
+        state = whole(checkpoint)
+        two = {"a": state["model"], "b": state["model"], "optim": state["optim"]}
         dcp.save(two, checkpoint_id=tmp_path / "two")
         self.refused(tmp_path / "two", errors.AmbiguousCheckpoint, "a", "b")
 
@@ -326,10 +335,10 @@ class TestRefused:
 
 
 def test_the_model_is_known_under_any_key(checkpoint: Path, tmp_path: Path) -> None:
-    held = whole(checkpoint)
+    state = whole(checkpoint)
     oddly = {
-        "net": held["model"],
-        "opt": held["optim"],
+        "net": state["model"],
+        "opt": state["optim"],
         "best": torch.ones(3),
         "ema": {"w": torch.ones(2)},
     }
@@ -341,23 +350,23 @@ def test_the_model_is_known_under_any_key(checkpoint: Path, tmp_path: Path) -> N
 
 def test_ranks_that_saved_without_asking_each_other(checkpoint: Path, tmp_path: Path) -> None:
     """As with use_collectives=False: every rank states its own pieces, and all that is whole."""
-    made = FileSystemReader(checkpoint).read_metadata()
+    metadata = FileSystemReader(checkpoint).read_metadata()
     for rank in (0, 1):
         own = {
             index: place
-            for index, place in made.storage_data.items()
+            for index, place in metadata.storage_data.items()
             if place.relative_path.startswith(f"__{rank}_")
         }
-        held = {}
-        for key, item in made.state_dict_metadata.items():
+        items = {}
+        for key, item in metadata.state_dict_metadata.items():
             chunks = [
                 c for c in getattr(item, "chunks", ()) if MetadataIndex(key, c.offsets) in own
             ]
             if chunks:
-                held[key] = replace(item, chunks=chunks)
+                items[key] = replace(item, chunks=chunks)
             elif MetadataIndex(key) in own:
-                held[key] = item
-        text = pickle.dumps(Metadata(held, made.planner_data, own))
+                items[key] = item
+        text = pickle.dumps(Metadata(items, metadata.planner_data, own))
         (checkpoint / f"__{rank}.metadata").write_bytes(text)
     (checkpoint / ".metadata").unlink()
     zckpt.convert(checkpoint, tmp_path / "universal")
@@ -393,8 +402,8 @@ def test_several_models_of_accelerate(checkpoint: Path, tmp_path: Path) -> None:
 def test_tensors_beside_the_model(tmp_path: Path) -> None:
     """A loss or a generator's state at the top is no model."""
     model = torch.nn.Linear(3, 4)
-    held = {"net": model.state_dict(), "rng": torch.get_rng_state(), "loss": torch.tensor(0.5)}
-    dcp.save(held, checkpoint_id=tmp_path / "run")
+    state = {"net": model.state_dict(), "rng": torch.get_rng_state(), "loss": torch.tensor(0.5)}
+    dcp.save(state, checkpoint_id=tmp_path / "run")
     assert list(zckpt.read(tmp_path / "run").parameters) == ["weight", "bias"]
     zckpt.convert(tmp_path / "run", tmp_path / "again", to="dcp")
     assert alike(whole(tmp_path / "again"), whole(tmp_path / "run"))
@@ -403,16 +412,16 @@ def test_tensors_beside_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("called", ["ema", "model_ema", "ema_state_dict"])
 def test_an_average_is_not_the_model(called: str, tmp_path: Path) -> None:
     model, average = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
-    held = {called: average.state_dict(), "net": model.state_dict()}
-    dcp.save(held, checkpoint_id=tmp_path / "run")
+    state = {called: average.state_dict(), "net": model.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "run")
     assert zckpt.read(tmp_path / "run").state["engine"]["model"] == ["net"]
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3)])
 @pytest.mark.parametrize("to", ["universal", "dcp", "gathered"])
 def test_state_that_is_empty(shape: tuple[int, ...], to: str, tmp_path: Path) -> None:
-    held = {"model": torch.nn.Linear(3, 4).state_dict(), "seen": torch.zeros(shape)}
-    dcp.save(held, checkpoint_id=tmp_path / "run")
+    state = {"model": torch.nn.Linear(3, 4).state_dict(), "seen": torch.zeros(shape)}
+    dcp.save(state, checkpoint_id=tmp_path / "run")
     zckpt.convert(tmp_path / "run", tmp_path / "between", to=to)
     zckpt.convert(tmp_path / "between", tmp_path / "again", to="dcp")
     assert alike(whole(tmp_path / "again"), whole(tmp_path / "run"))
@@ -424,8 +433,8 @@ def test_state_that_is_empty(shape: tuple[int, ...], to: str, tmp_path: Path) ->
 )
 def test_a_clients_names_do_not_take_a_place(own: dict[str, Any], tmp_path: Path) -> None:
     """DeepSpeed keeps them apart."""
-    held = replace(zckpt.read(EXAMPLE), state={**zckpt.read(EXAMPLE).state, "client_state": own})
-    target = dcp_writing.Target(held, Options())
+    source = replace(zckpt.read(EXAMPLE), state={**zckpt.read(EXAMPLE).state, "client_state": own})
+    target = dcp_writing.DcpWriter(source, Options())
     assert any("client_state" in line for line in target.left_out)
     keys = [".".join(map(str, path)) for path, _ in target.parts[""]]
     assert len(keys) == len(set(keys))
@@ -439,7 +448,7 @@ def saved(run: Path, state: dict[str, Any], group: dict[str, Any], *, flat: bool
     optim: dict[str, Any] = {"state": moments, "param_groups": []}
     optim["param_groups"] = [{**group, "lr": n * 0.1, "params": ["ab"[n]]} for n in range(2)]
     if flat:
-        optim = {f"state.{n}.{k}": v for n, held in moments.items() for k, v in held.items()}
+        optim = {f"state.{n}.{k}": v for n, moment in moments.items() for k, v in moment.items()}
         optim |= {f"param_groups.{n}.{k}": v for n in "ab" for k, v in group.items()}
     dcp.save({"model": model, "optim": optim}, checkpoint_id=run)
 
@@ -460,9 +469,9 @@ def test_a_step_that_groups_keep(step: Any, tmp_path: Path) -> None:
 def test_steps_of_several_types(tmp_path: Path) -> None:
     """They become torch's own; a type of one parameter is not that of all."""
     saved(tmp_path / "run", {"step": torch.tensor(7.0)}, {"weight_decay": 0.0})
-    held = whole(tmp_path / "run")
-    held["optim"]["state"]["a"]["step"] = 7
-    dcp.save(held, checkpoint_id=tmp_path / "mixed")
+    state = whole(tmp_path / "run")
+    state["optim"]["state"]["a"]["step"] = 7
+    dcp.save(state, checkpoint_id=tmp_path / "mixed")
     zckpt.convert(tmp_path / "mixed", tmp_path / "again", to="dcp")
     after = whole(tmp_path / "again")["optim"]["state"]
     assert all(same_bits(after[name]["step"], torch.tensor(7.0)) for name in "ab")
@@ -480,19 +489,21 @@ def test_tensors_in_flat_groups_are_refused(tmp_path: Path) -> None:
 
 def test_stage_3_tells_what_it_takes_for_frozen(tmp_path: Path) -> None:
     saved(tmp_path / "run", {"step": torch.tensor(7.0)}, {"weight_decay": 0.0})
-    held = whole(tmp_path / "run")
-    held["model"]["mask"] = torch.randn(4, 4)
-    dcp.save(held, checkpoint_id=tmp_path / "masked")
-    for stage, told in ((2, False), (3, True)):
+    state = whole(tmp_path / "run")
+    state["model"]["mask"] = torch.randn(4, 4)
+    dcp.save(state, checkpoint_id=tmp_path / "masked")
+    for stage, warned in ((2, False), (3, True)):
         target = tmp_path / f"stage{stage}"
         report = zckpt.convert(tmp_path / "masked", target, to="deepspeed", stage=stage, dp=2)
-        assert any("mask: taken for" in line for line in report["warnings"]) == told
+        assert any("mask: taken for" in line for line in report["warnings"]) == warned
 
 
 def test_a_frozen_copy_before_the_first_update(tmp_path: Path) -> None:
     """Nothing tells it from a tied weight, which is said."""
     student = torch.nn.Linear(6, 6)
-    both = {f"{who}.{n}": held for n, held in student.state_dict().items() for who in ("a", "b")}
+    both = {
+        f"{who}.{n}": tensor for n, tensor in student.state_dict().items() for who in ("a", "b")
+    }
     group = {"lr": 0.1, "params": ["b.weight", "b.bias"]}
     dcp.save(
         {"model": both, "optim": {"state": {}, "param_groups": [group]}},
@@ -510,7 +521,7 @@ def test_a_frozen_copy_before_the_first_update(tmp_path: Path) -> None:
 
 def test_many_boxes_are_compared_in_time(tmp_path: Path) -> None:
     """As of a tensor that 20,000 ranks cut along its second axis; pairs would take minutes."""
-    pieces = [Piece((0, n), (2, 1), (1, 1), 0, Extent("f", 0, 8)) for n in range(20_000)]
+    pieces = [TensorPiece((0, n), (2, 1), (1, 1), 0, Extent("f", 0, 8)) for n in range(20_000)]
     assembled("w", "F32", (2, 20_000), pieces)
     with pytest.raises(errors.InconsistentCheckpoint, match="overlap"):
         assembled("w", "F32", (2, 20_000), [*pieces[1:], pieces[1]])
@@ -520,20 +531,20 @@ def test_many_boxes_are_compared_in_time(tmp_path: Path) -> None:
 def test_boxes_overlap_where_elements_do(seed: int) -> None:
     generator = random.Random(seed)
     shape = [generator.randint(1, 3) for _ in range(generator.randint(1, 3))]
-    pieces: list[Piece] = []
+    pieces: list[TensorPiece] = []
     while (left := prod(shape) - sum(piece.numel for piece in pieces)) > 0:
         offsets = tuple(generator.randrange(size) for size in shape)
         sizes = tuple(generator.randint(1, n - o) for n, o in zip(shape, offsets, strict=True))
         sizes = sizes if prod(sizes) <= left else (1,) * len(shape)
-        pieces.append(Piece(offsets, sizes, sizes, 0, Extent("f", 0, 4)))
-    held = [
+        pieces.append(TensorPiece(offsets, sizes, sizes, 0, Extent("f", 0, 4)))
+    elements = [
         place
         for piece in pieces
         for place in product(*map(lambda o, n: range(o, o + n), piece.offsets, piece.sizes))
     ]
     with suppress(errors.InconsistentCheckpoint):
         assembled("w", "F32", shape, pieces)
-        assert len(set(held)) == len(held)
+        assert len(set(elements)) == len(elements)
 
 
 def test_several_steps_have_to_be_chosen(checkpoint: Path, tmp_path: Path) -> None:
@@ -560,20 +571,20 @@ def test_accelerates_folders(tmp_path: Path) -> None:
 
 
 def test_bf16_stays_and_masters_are_made_with_a_warning(tmp_path: Path) -> None:
-    made = torch.randn(7, 5).bfloat16()
-    state = {"exp_avg": made * 2, "exp_avg_sq": made * made, "step": torch.tensor(4.0)}
+    weight = torch.randn(7, 5).bfloat16()
+    state = {"exp_avg": weight * 2, "exp_avg_sq": weight * weight, "step": torch.tensor(4.0)}
     group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": ["w"]}
     optim = {"state": {"w": state}, "param_groups": [group]}
-    dcp.save({"model": {"w": made}, "optim": optim}, checkpoint_id=tmp_path / "run")
+    dcp.save({"model": {"w": weight}, "optim": optim}, checkpoint_id=tmp_path / "run")
     report = zckpt.convert(tmp_path / "run", tmp_path / "universal")
     slots = zckpt.inspect(zckpt.read(tmp_path / "universal"))["slots"]
     assert {slot["dtype"] for slot in slots.values()} == {"BF16"}
     assert report["warnings"] == []
     report = zckpt.convert(tmp_path / "run", tmp_path / "zero", to="deepspeed", dp=2, stage=2)
     assert any("no fp32 masters" in warning for warning in report["warnings"])
-    held = zckpt.inspect(zckpt.read(tmp_path / "zero"))["slots"]
-    assert held["master"]["dtype"] == held["exp_avg"]["dtype"] == "F32"
-    assert held["param"]["dtype"] == "BF16"
+    slots = zckpt.inspect(zckpt.read(tmp_path / "zero"))["slots"]
+    assert slots["master"]["dtype"] == slots["exp_avg"]["dtype"] == "F32"
+    assert slots["param"]["dtype"] == "BF16"
 
 
 class Counting(torch.nn.Module):

@@ -33,9 +33,9 @@ class Saved:
 
     def tensor(self, values: Tensor) -> Any:
         names = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
-        made = self.storages.tensor(names[values.dtype], tuple(values.shape))
-        self.storages.known[made.storage.key] = values.contiguous().numpy().tobytes()
-        return made
+        tensor = self.storages.tensor(names[values.dtype], tuple(values.shape))
+        self.storages.known[tensor.storage.key] = values.contiguous().numpy().tobytes()
+        return tensor
 
     def dtensor(self, local: Tensor, shape: Sequence[int], mesh: Foreign, *placed: Any) -> Foreign:
         spec = record(
@@ -70,9 +70,9 @@ class Saved:
         return rebuilt(cls.name, shape, state)
 
     def file(self, path: Path, value: Any) -> TorchFile:
-        made = shell(path.name, value, self.storages)
-        data = bytearray(made.size)
-        for offset, part in made.parts:
+        file = shell(path.name, value, self.storages)
+        data = bytearray(file.size)
+        for offset, part in file.parts:
             data[offset : offset + len(part)] = part
         path.write_bytes(data)
         return TorchFile(str(path))
@@ -127,10 +127,10 @@ def of_old(storages: Storages, sizes: Sequence[int]) -> Foreign:
 
 
 def _ranks(storages: Storages, sizes: Sequence[int]) -> Any:
-    made = storages.tensor("I32", tuple(sizes))
+    tensor = storages.tensor("I32", tuple(sizes))
     count = int(torch.tensor(sizes).prod())
-    storages.known[made.storage.key] = struct.pack(f"<{count}i", *range(count))
-    return made
+    storages.known[tensor.storage.key] = struct.pack(f"<{count}i", *range(count))
+    return tensor
 
 
 def part(whole: Tensor, axis: int, at: int, count: int) -> Tensor:
@@ -141,13 +141,13 @@ def part(whole: Tensor, axis: int, at: int, count: int) -> Tensor:
 
 def values_of(leaf: Leaf) -> Tensor:
     """Its elements, read from where its fragments say."""
-    found = torch.full((leaf.numel,), float("nan"))
+    values = torch.full((leaf.numel,), float("nan"))
     for fragment in leaf.fragments:
         for run in fragment.runs(0, leaf.numel):
             data = Path(run.extent.file).read_bytes()
             bits = bytearray(data[run.extent.offset :][: run.extent.length])
-            found[run.start : run.stop] = torch.frombuffer(bits, dtype=torch.float32)
-    return found.reshape(leaf.shape)
+            values[run.start : run.stop] = torch.frombuffer(bits, dtype=torch.float32)
+    return values.reshape(leaf.shape)
 
 
 def cut(
@@ -163,13 +163,13 @@ def cut(
         saved, local, rest = Saved(), whole, rank
         at = []
         for size in reversed(sizes):
-            rest, here = divmod(rest, size)
-            at.insert(0, here)
-        for axis, here, size in zip(axes, at, sizes, strict=True):
-            local = local if axis is None else part(local, axis, here, size)
+            rest, position = divmod(rest, size)
+            at.insert(0, position)
+        for axis, position, size in zip(axes, at, sizes, strict=True):
+            local = local if axis is None else part(local, axis, position, size)
         marks = [placed("Replicate") if a is None else placed("Shard", dim=a) for a in axes]
-        made = saved.dtensor(local, whole.shape, mesh(saved.storages, sizes), *marks)
-        files[rank] = saved.file(folder / f"model_rank_{rank}.pt", {"w": made})
+        tensor = saved.dtensor(local, whole.shape, mesh(saved.storages, sizes), *marks)
+        files[rank] = saved.file(folder / f"model_rank_{rank}.pt", {"w": tensor})
     return files
 
 
@@ -214,10 +214,10 @@ def sharded_files(
     folder: Path, parts: Sequence[Sequence[tuple[Sequence[int], Tensor]]], shape: Sequence[int]
 ) -> dict[int, TorchFile]:
     files = {}
-    for rank, held in enumerate(parts):
+    for rank, boxes in enumerate(parts):
         saved = Saved()
-        made = saved.sharded(held, shape, rank, len(parts))
-        files[rank] = saved.file(folder / f"model_rank_{rank}.pt", {"w": made})
+        tensor = saved.sharded(boxes, shape, rank, len(parts))
+        files[rank] = saved.file(folder / f"model_rank_{rank}.pt", {"w": tensor})
     return files
 
 
@@ -295,16 +295,16 @@ class TestRefused:
     @pytest.mark.parametrize("kind", ["_StridedShard", "Partial", "Unknown"])
     def test_other_placements(self, kind: str, tmp_path: Path) -> None:
         saved = Saved()
-        made = saved.dtensor(WHOLE, WHOLE.shape, today(saved.storages, (1,)), placed(kind, dim=0))
-        file = saved.file(tmp_path / "model_rank_0.pt", {"w": made})
+        tensor = saved.dtensor(WHOLE, WHOLE.shape, today(saved.storages, (1,)), placed(kind, dim=0))
+        file = saved.file(tmp_path / "model_rank_0.pt", {"w": tensor})
         with pytest.raises(errors.UnsupportedCheckpoint, match=f"placed as {kind}"):
             ranked.merge({0: file})
 
     @pytest.mark.parametrize("name", ["_flat_param", "trunk._flat_param", "layers.0.flat_param_0"])
     def test_flat_parameters(self, name: str, tmp_path: Path) -> None:
         saved = Saved()
-        made = {"model": {name: saved.tensor(WHOLE.reshape(-1))}}
-        file = saved.file(tmp_path / "model_rank_0.pt", made)
+        state = {"model": {name: saved.tensor(WHOLE.reshape(-1))}}
+        file = saved.file(tmp_path / "model_rank_0.pt", state)
         with pytest.raises(errors.UnsupportedCheckpoint, match="LOCAL_STATE_DICT") as raised:
             ranked.merge({0: file})
         assert "SHARDED_STATE_DICT or FULL_STATE_DICT" in raised.value.hint
@@ -323,25 +323,25 @@ class TestRefused:
     @pytest.mark.parametrize("world", [1 << 40, -1, "2", None])
     def test_worlds_that_none_can_have(self, world: Any, tmp_path: Path) -> None:
         saved = Saved()
-        made = saved.sharded([((0, 0), WHOLE)], WHOLE.shape, 0, world)
+        tensor = saved.sharded([((0, 0), WHOLE)], WHOLE.shape, 0, world)
         with pytest.raises(errors.CorruptCheckpoint):
-            ranked.merge({0: saved.file(tmp_path / "model_rank_0.pt", {"w": made})})
+            ranked.merge({0: saved.file(tmp_path / "model_rank_0.pt", {"w": tensor})})
 
     @pytest.mark.parametrize("axis", [2, -3, "0", None])
     def test_axes_that_no_tensor_has(self, axis: Any, tmp_path: Path) -> None:
         saved = Saved()
         mesh = today(saved.storages, (1,))
-        made = saved.dtensor(WHOLE, WHOLE.shape, mesh, placed("Shard", dim=axis))
+        tensor = saved.dtensor(WHOLE, WHOLE.shape, mesh, placed("Shard", dim=axis))
         with pytest.raises(errors.CorruptCheckpoint, match="malformed sharded tensor"):
-            ranked.merge({0: saved.file(tmp_path / "model_rank_0.pt", {"w": made})})
+            ranked.merge({0: saved.file(tmp_path / "model_rank_0.pt", {"w": tensor})})
 
     def test_a_mesh_without_ranks(self, tmp_path: Path) -> None:
         saved = Saved()
-        made = saved.dtensor(
+        tensor = saved.dtensor(
             WHOLE, WHOLE.shape, today(saved.storages, (0,)), placed("Shard", dim=0)
         )
         with pytest.raises(errors.ZckptError):
-            ranked.merge({0: saved.file(tmp_path / "model_rank_0.pt", {"w": made})})
+            ranked.merge({0: saved.file(tmp_path / "model_rank_0.pt", {"w": tensor})})
 
     def test_malformed_records(self, tmp_path: Path) -> None:
         saved = Saved()

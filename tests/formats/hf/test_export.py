@@ -183,8 +183,8 @@ def test_peft_loads_an_adapter(kind: str, tmp_path: Path) -> None:
     assert all(same_bits(written[name], expected[name]) for name in expected)
     fresh = build("gpt2" if kind == "bias" else "llama")
     loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "out")
-    found = peft.get_peft_model_state_dict(loaded)
-    assert all(same_bits(found[name], expected[name]) for name in expected)
+    saved = peft.get_peft_model_state_dict(loaded)
+    assert all(same_bits(saved[name], expected[name]) for name in expected)
 
 
 def test_options_that_do_not_apply(tmp_path: Path) -> None:

@@ -61,9 +61,9 @@ def readings() -> list[Any]:
 
 def source(folder: Path) -> Path:
     """The checkpoint itself: a file, or a folder."""
-    held = list((folder / "run").iterdir())
-    single = len(held) == 1 and (held[0].is_file() or held[0].name.startswith("step-"))
-    return held[0] if single else folder / "run"
+    paths = list((folder / "run").iterdir())
+    single = len(paths) == 1 and (paths[0].is_file() or paths[0].name.startswith("step-"))
+    return paths[0] if single else folder / "run"
 
 
 def names(case: Case, oracle: dict[str, Any]) -> dict[str, Any]:
@@ -175,10 +175,10 @@ def test_torch_resumes(
     zckpt.convert(source(folder), target, to="dcp", dp=dp, **names(case, oracle))
     layout = case.layout if case.layout in ("nested", "flat", "raw", "app", "titan") else "nested"
     root = "optimizer" if case.layout == "one file" else "optim"  # as the program has it
-    held = torch_engine.resume(
+    after = torch_engine.resume(
         engine, target, resumed, tmp_path, case=case, layout=layout, optim=root
     )
-    assert_same_run(oracle, held)
+    assert_same_run(oracle, after)
 
 
 # -- across engines
@@ -194,8 +194,8 @@ def test_deepspeed_goes_on_in_fsdp2(stage: int, trained: Any, tmp_path: Path) ->
     zckpt.convert(folder / "run", tmp_path / "dcp", to="dcp", dp=3)
     assert_proven(folder / "run", tmp_path / "dcp")
     case = CASES["fsdp2_as_deepspeed"]
-    held = torch_engine.resume("fsdp2", tmp_path / "dcp", 3, tmp_path, case=case)
-    assert_same_run(oracle, held, across=True)
+    resumed = torch_engine.resume("fsdp2", tmp_path / "dcp", 3, tmp_path, case=case)
+    assert_same_run(oracle, resumed, across=True)
 
 
 @pytest.mark.engines
@@ -208,5 +208,5 @@ def test_fsdp2_goes_on_in_deepspeed(stage: int, torch_trained: Trained, tmp_path
     zckpt.convert(folder / "run", tmp_path / "zero", to="deepspeed", dp=3, stage=stage)
     assert_proven(folder / "run", tmp_path / "zero")
     case = DEEPSPEED[f"z{stage}_dp2_as_torch"]
-    held = deepspeed.resume(case, tmp_path / "zero", tmp_path, dp=3)
-    assert_same_run(oracle, held, across=True)
+    resumed = deepspeed.resume(case, tmp_path / "zero", tmp_path, dp=3)
+    assert_same_run(oracle, resumed, across=True)

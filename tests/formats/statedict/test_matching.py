@@ -49,8 +49,8 @@ def every_way(
     for place, order in enumerate(orders):
         if order and order[0] in (None, shape):
             taken = [each[1:] if at == place else each for at, each in enumerate(orders)]
-            for found in every_way(taken, rest):
-                yield [[name, *each] if at == place else each for at, each in enumerate(found)]
+            for way in every_way(taken, rest):
+                yield [[name, *each] if at == place else each for at, each in enumerate(way)]
 
 
 def every_assignment(
@@ -72,9 +72,9 @@ orders_of_shapes = st.lists(st.lists(st.one_of(st.none(), shapes), max_size=4), 
 @example([[None, B]], [A, B, B])
 @example([[None, B]], [A, B])
 def test_names_in_the_modules_order_fit_in_one_way(
-    orders: list[list[Any]], held: list[Any]
+    orders: list[list[Any]], shapes_of_names: list[Any]
 ) -> None:
-    names = [(f"w{place}", shape) for place, shape in enumerate(held)]
+    names = [(f"w{place}", shape) for place, shape in enumerate(shapes_of_names)]
     ways = list(every_way(orders, names))
     forced = list(itertools.islice(every_assignment(orders, names), 2))
     if len(forced) == 1 and any(orders):
@@ -85,9 +85,9 @@ def test_names_in_the_modules_order_fit_in_one_way(
             match(orders, names, in_order=False)
         assert "names.txt" in raised.value.hint
         if len(ways) == 1:
-            found = match(orders, names, in_order=True)
-            assert found.names == ways[0]
-            assert found.inferred
+            matched = match(orders, names, in_order=True)
+            assert matched.names == ways[0]
+            assert matched.inferred
         else:
             with pytest.raises(errors.MissingData) as raised:
                 match(orders, names, in_order=True)
@@ -117,24 +117,24 @@ def test_sorted_keys_do_not_show_the_modules_order(keys: list[str], shown: bool)
 
 
 @given(st.data(), st.lists(shapes, min_size=1, max_size=6))
-def test_as_many_names_as_numbers_are_the_order(data: Any, held: list[Any]) -> None:
-    names = [(f"w{place}", shape) for place, shape in enumerate(held)]
+def test_as_many_names_as_numbers_are_the_order(data: Any, shapes_of_names: list[Any]) -> None:
+    names = [(f"w{place}", shape) for place, shape in enumerate(shapes_of_names)]
     order = data.draw(st.permutations(names))
     cut = data.draw(st.integers(0, len(order)))
     groups = [order[:cut], order[cut:]]
-    found = match(
+    matched = match(
         [[shape for _, shape in group] for group in groups],
         names,
         in_order=False,
         param_names=[name for name, _ in order],
     )
-    assert found == ([[name for name, _ in group] for group in groups], [])
+    assert matched == ([[name for name, _ in group] for group in groups], [])
 
 
 def test_names_in_another_order_are_what_there_is_to_choose_from() -> None:
     names = [("a", A), ("b", C), ("c", B)]
-    found = match([[C], [A, B]], names, False, param_names=["a", "b", "c"])
-    assert found == ([["b"], ["a", "c"]], [])
+    matched = match([[C], [A, B]], names, False, param_names=["a", "b", "c"])
+    assert matched == ([["b"], ["a", "c"]], [])
     with pytest.raises(errors.MissingData, match=r"parameter 0, of shape .2, 3."):
         match([[C], [A, B]], names, False, param_names=["c", "b", "a"])
 
@@ -143,18 +143,18 @@ def test_fewer_names_are_what_there_is_to_choose_from() -> None:
     names = [("a", A), ("frozen", A), ("b", A), ("c", C)]
     with pytest.raises(errors.MissingData, match="in 3 ways"):
         match([[A, A], [C]], names, True)
-    found = match([[A, A], [C]], names, True, param_names=["a", "b", "c"])
-    assert found == ([["a", "b"], ["c"]], [])
+    matched = match([[A, A], [C]], names, True, param_names=["a", "b", "c"])
+    assert matched == ([["a", "b"], ["c"]], [])
     with pytest.raises(errors.MissingData, match="parameter 2"):
         match([[A, A], [C]], names, True, param_names=["a", "frozen", "b"])
 
 
 @pytest.mark.parametrize(
-    ("told", "said"), [(["a", "x"], "names x, which"), (["a", "a"], "names a twice")]
+    ("stated", "said"), [(["a", "x"], "names x, which"), (["a", "a"], "names a twice")]
 )
-def test_names_that_cannot_be_are_refused(told: list[str], said: str) -> None:
+def test_names_that_cannot_be_are_refused(stated: list[str], said: str) -> None:
     with pytest.raises(errors.WrongOption, match=said):
-        match([[A]], [("a", A)], True, param_names=told)
+        match([[A]], [("a", A)], True, param_names=stated)
 
 
 @pytest.mark.parametrize(
@@ -182,10 +182,10 @@ def test_large_models_take_milliseconds() -> None:
     matrices = [shape for _, shape in names if len(shape) == 2 and shape[0] != 1000]
     vectors = [shape for _, shape in names if len(shape) == 1]
     started = time.process_time()
-    found = match([matrices, vectors, outer], names, True).names
+    matched = match([matrices, vectors, outer], names, True).names
     assert time.process_time() - started < 1
-    assert sorted(name for each in found for name in each) == sorted(name for name, _ in names)
-    assert found[2] == ["embedding", "head"]
+    assert sorted(name for each in matched for name in each) == sorted(name for name, _ in names)
+    assert matched[2] == ["embedding", "head"]
 
 
 def test_a_search_that_has_no_end_is_given_up() -> None:

@@ -61,10 +61,10 @@ def save(folder: Path, pair: tuple[nn.Module, torch.optim.Optimizer], weights: s
 def assert_moments_are_right(
     universal: Path, pair: tuple[nn.Module, torch.optim.Optimizer]
 ) -> None:
-    held = load(universal)
+    tensors = load(universal)
     for name, parameter in pair[0].named_parameters():
         for key in ("exp_avg", "exp_avg_sq"):
-            assert same_bits(held[f"{name}/{key}"], pair[1].state[parameter][key]), name
+            assert same_bits(tensors[f"{name}/{key}"], pair[1].state[parameter][key]), name
 
 
 def lines_of(error: str, which: int) -> str:
@@ -142,10 +142,10 @@ def test_verify_does_not_call_two_sides_equal_that_rest_on_one_inference(
     options = ["--stage", "2", "--dp", "2"] if to.startswith("deepspeed") else []
     assert zckpt("convert", source, tmp_path / "u").code == 0
     assert zckpt("convert", tmp_path / "u", tmp_path / "t", "--to", to, *options).code == 0
-    found = zckpt("verify", source, "--against", tmp_path / "t")
-    assert found.code == 3
-    assert "inferred in both" in found.out
-    assert " equals " not in found.out
+    verified = zckpt("verify", source, "--against", tmp_path / "t")
+    assert verified.code == 3
+    assert "inferred in both" in verified.out
+    assert " equals " not in verified.out
     document = zckpt("verify", source, "--against", tmp_path / "t", "--json").document
     assert document["equal"] is False
     assert document["differences"] == document["problems"] == []
@@ -159,9 +159,9 @@ def test_names_that_are_given_prove_what_was_inferred(tmp_path: Path, zckpt: Pro
     zckpt("convert", source, tmp_path / "u")
     names = tmp_path / "names.txt"
     names.write_text("\n".join(name for name, _ in pair[0].named_parameters()))
-    found = zckpt("verify", source, "--against", tmp_path / "u", "--param-names", names)
-    assert (found.code, found.err) == (0, "")
-    assert " equals " in found.out
+    verified = zckpt("verify", source, "--against", tmp_path / "u", "--param-names", names)
+    assert (verified.code, verified.err) == (0, "")
+    assert " equals " in verified.out
     weights = zckpt("verify", source, "--against", tmp_path / "u", "--tensors", "*/param")
     assert weights.code == 0  # the model's own file says what these are called
 

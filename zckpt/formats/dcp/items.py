@@ -1,33 +1,43 @@
-"""What directories of torch.distributed.checkpoint hold under each key, read when it is asked for.
+"""What is saved under each key of a directory of torch.distributed.checkpoint, read on demand.
 
-`dcp.py` reads every item and asks which are the model's and the optimizer's. torch's own loading
-asks for keys alone, and so does this module: `.metadata` lists them, an item's file is opened when
-its value is wanted, and of a tensor only the boxes that are wanted.
+read.py reads every item and finds the model's and the optimizer's state among them. torch's own
+loading asks only for keys, and so does this module. `.metadata` lists the keys; an item's file is
+opened when its value is needed, and only the boxes of a tensor that are needed.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from typing import Any
 
-from ...core.inert import Foreign, Global
-from ...core.manifest import Entry, Record, solid
-from ...errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
+from ...core.fragments import Record, solid
+from ...core.inert import Foreign
+from ...core.manifest import Entry
+from ...errors import IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
+from ...files.dcpfile import (
+    METADATA,
+    ItemBox,
+    ItemFiles,
+    ItemTable,
+    TensorItem,
+    attributes,
+    read_table,
+    require_same,
+)
 from ...files.torchfile import Tensor, TorchFile
-from ..statedict.tree import Found, Path
-from .read import METADATA, _agree, _dtype, _fields, _Folder, _metadata, _Place, _places, located
+from ..statedict.tree import Path
+from .files import located
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedItem:
-    """What an item's file says.
+    """The content of an item's file.
 
-    `value` has inert records in the place of objects and tensors, `entry` gives the place of the
-    bytes of such a tensor, `records` are those of all its tensors.
+    `value` has inert records instead of objects and tensors. `entry` says where the bytes of such a
+    tensor lie; `records` are those of all its tensors.
     """
 
     value: Any
@@ -37,7 +47,7 @@ class OpenedItem:
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """Part of a tensor, cut along any axes, that is an item of its own: `value` is that tensor."""
+    """A box of a tensor, saved as an item of its own: `value` is the tensor of this box."""
 
     sizes: tuple[int, ...]
     open: Callable[[], OpenedItem]
@@ -56,13 +66,13 @@ class StoredTensor:
 
     @property
     def stored(self) -> int:
-        """The number of elements that the boxes hold."""
+        """The number of elements that the boxes have."""
         return sum(prod(box.sizes) for box in self.boxes.values())
 
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """A value under a key; `is_number` where it is a 0-d tensor."""
+    """A value under a key; `is_number` if it is a 0-d tensor."""
 
     open: Callable[[], OpenedItem]
     is_number: bool = False
@@ -72,9 +82,9 @@ class StoredValue:
 class StoredItems:
     """All items of a checkpoint by key, in the order of `.metadata`.
 
-    `paths` are the keys that lead to each in the program's state dict, where they were saved.
-    `version` and `saving` (checkpoint_id, save_id, ...) are what `.metadata` says of the save
-    itself, in `files`.
+    `paths` are the keys that lead to each in the program's state dict, if they were saved.
+    `version` and `saving` (checkpoint_id, save_id, ...) are what the metadata `files` say of the
+    save itself.
     """
 
     root: str
@@ -86,99 +96,76 @@ class StoredItems:
 
 
 def stored_items(path: str, tag: str | None = None) -> StoredItems:
-    """The items of the directory at `path`; none of their files is opened.
+    """The items of the directory at `path`; opens none of their files.
 
     Raises CorruptCheckpoint, IncompleteCheckpoint (no `.metadata`), UnsupportedCheckpoint
     (Megatron-Core, compressed or encrypted items).
     """
     root, folders = located(path, tag)
     if not folders:
-        raise IncompleteCheckpoint(f"{root} holds no {METADATA}")
+        raise IncompleteCheckpoint(f"{root} has no {METADATA}")
     items: dict[str, StoredTensor | StoredValue] = {}
     paths: dict[str, Path] = {}
     files: list[str] = []
     try:
-        for name in folders:
-            fields = _metadata(name)
-            places = _places(name, fields["storage_data"])
-            folder = _Folder(name, Found(root, {}, {}))
-            for key, item in fields["state_dict_metadata"].items():
-                items[key] = _item(folder, key, item, places)
-            paths.update(_paths(fields))
-            with os.scandir(name) as listed:
-                files += sorted(each.path for each in listed if each.name.endswith(METADATA))
-        version, saving = fields.get("version"), fields.get("storage_meta")
-        about = _fields(saving) if isinstance(saving, Foreign) else {}
+        for folder in folders:
+            table, opened = read_table(folder), ItemFiles()
+            for key, item in table.items.items():
+                items[key] = _stored(table, opened, key, item)
+            paths.update(_paths(table.others.get("planner_data")))
+            files += table.files
+        version, saving = table.others.get("version"), table.others.get("storage_meta")
+        description = attributes(saving) if isinstance(saving, Foreign) else {}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise not_understood(root, error) from error
     version = version if isinstance(version, str) else None
-    return StoredItems(root, tuple(files), items, paths, version, about)
+    return StoredItems(root, tuple(files), items, paths, version, description)
 
 
-def _paths(fields: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
-    """What `planner_data` says of keys; planners other than torch's may keep anything there."""
-    data = fields.get("planner_data")
-    for key, path in data.items() if isinstance(data, dict) else ():
+def _paths(planner_data: Any) -> Iterator[tuple[str, Path]]:
+    """The paths of keys; planners other than torch's may keep anything there."""
+    for key, path in planner_data.items() if isinstance(planner_data, dict) else ():
         if isinstance(path, (tuple, list)) and all(type(step) in (str, int) for step in path):
             yield key, tuple(path)
 
 
-def _item(
-    folder: _Folder, key: str, item: Foreign, places: Mapping[Any, _Place]
+def _stored(
+    table: ItemTable, files: ItemFiles, key: str, item: TensorItem | None
 ) -> StoredTensor | StoredValue:
-    fields = _fields(item)
-    if "chunks" not in fields:
-        return StoredValue(cache(partial(_open_value, folder, key, places.get((key, None)))))
-    properties, shape = fields["properties"], tuple(fields["size"])
-    boxes: dict[tuple[int, ...], StoredBox] = {}
-    for chunk in map(_fields, fields["chunks"]):
-        offsets, sizes = tuple(chunk["offsets"]), tuple(chunk["sizes"])
-        if 0 not in sizes:
-            place = places.get((key, offsets))
-            opened = cache(partial(_open_box, folder, key, place, properties, sizes))
-            boxes[offsets] = StoredBox(sizes, opened)
-    return StoredTensor(_torch_name(properties), shape, boxes)
+    if item is None:
+        return StoredValue(cache(partial(_open_value, table, files, key)))
+    boxes = {
+        box.offsets: StoredBox(box.sizes, cache(partial(_open_box, table, files, key, item, box)))
+        for box in item.boxes
+        if not box.is_empty
+    }
+    return StoredTensor(item.torch_dtype, item.shape, boxes)
 
 
-def _torch_name(properties: Any) -> str:
-    """TensorProperties pickles a tuple whose first is the dtype."""
-    state = properties.state
-    dtype = state[0] if isinstance(state, tuple) else state["dtype"]
-    if not isinstance(dtype, Global):
-        raise CorruptCheckpoint(f"{METADATA} is malformed: {dtype!r} is no dtype")
-    return dtype.name.removeprefix("torch.")
-
-
-def _open_value(folder: _Folder, key: str, place: _Place | None) -> OpenedItem:
-    file = folder._file(_known(folder, key, place))
+def _open_value(table: ItemTable, files: ItemFiles, key: str) -> OpenedItem:
+    file = files.torch_file(table.location(key))
     return OpenedItem(file.value, partial(_entry, key, file), tuple(file.records.values()))
 
 
 def _open_box(
-    folder: _Folder, key: str, place: _Place | None, properties: Any, sizes: tuple[int, ...]
+    table: ItemTable, files: ItemFiles, key: str, item: TensorItem, box: ItemBox
 ) -> OpenedItem:
-    place, dtype = _known(folder, key, place), _dtype(properties)
-    stored = folder._stored(place, key)
+    location, dtype = table.location(key, box), item.dtype
+    stored = files.stored(location, key)
     if stored is not None:
-        _agree(place, key, (stored.dtype, stored.shape), (dtype, sizes))
-        entry = Entry(key, dtype, sizes, solid(prod(sizes), stored.extent))
+        require_same(location, key, (stored.dtype, stored.shape), (dtype, box.sizes))
+        entry = Entry(key, dtype, box.sizes, solid(prod(box.sizes), stored.extent))
         return OpenedItem(stored, lambda _: entry, ())
-    file = folder._file(place)
+    file = files.torch_file(location)
     tensor = file.value
     if not isinstance(tensor, Tensor):
         raise UnsupportedCheckpoint(
             f"it is stored as an object of {getattr(tensor, 'name', type(tensor).__name__)}"
         )
-    _agree(place, key, (tensor.dtype, tensor.shape), (dtype, sizes))
+    require_same(location, key, (tensor.dtype, tensor.shape), (dtype, box.sizes))
     entry = _entry(key, file, tensor)
     return OpenedItem(tensor, lambda _: entry, tuple(file.records.values()))
 
 
 def _entry(key: str, file: TorchFile, tensor: Tensor) -> Entry:
     return Entry(key, tensor.dtype, tensor.shape, file.fragments(tensor))
-
-
-def _known(folder: _Folder, key: str, place: _Place | None) -> _Place:
-    if place is None:
-        raise IncompleteCheckpoint(f"{folder.folder}: {METADATA} does not say where {key} is")
-    return place

@@ -9,7 +9,7 @@
     ranks.py        what the ranks' files say, and whether they say the same
     flats.py        the flat buffers of fp32 masters and optimizer states
     reading.py      the manifest of it all
-    writing.py      the same files for another data-parallel size, stage or type
+    write.py        the same files for another data-parallel size, stage or type
     universal.py    DeepSpeed's own universal checkpoints: another format, the same model files
     engine.py       the engine that they are written for
     hyper.py        what its optimizer needs and a source may lack
@@ -21,34 +21,54 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .files import detect
-from .read import read
+from ..format import Format
 
 if TYPE_CHECKING:
     from ...core.manifest import Manifest
     from ...core.partition import Partition
-    from ...core.staging import Layout
+    from ...core.staging import Layout, Shell
     from ...training.options import Options
 
-__all__ = ["detect", "lay_out", "partitions", "read", "seal"]
 
+class DeepSpeed(Format):
+    name = "deepspeed"
+    about = "DeepSpeed ZeRO-1, 2, 3, 0.5.10 to 0.19.8"
+    family = "deepspeed"
+    options = frozenset({"dp", "stage", "dtype", "config", "optimizer", "group_defaults"})
 
-def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of a target; see writing.py, which reading has no need of."""
-    from . import write as writing
+    def detect(self, path: str) -> list[str]:
+        from .files import detect
 
-    return writing.lay_out(source, options)
+        return detect(path)
 
+    def read(
+        self,
+        path: str,
+        tag: str | None = None,
+        step_policy: str | None = None,
+        param_names: tuple[str, ...] | None = None,
+        weights_only: bool = False,
+    ) -> Manifest:
+        from .read import read
 
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
-    """What is known only when all tensors are there: the records' checksums."""
-    from . import write as writing
+        return read(path, tag, step_policy)
 
-    writing.seal(root, manifest, outcome)
+    def prepare(self, manifest: Manifest) -> tuple[Manifest, list[Shell]]:
+        from ...training.groups import without_empty_groups
 
+        return without_empty_groups(manifest)
 
-def partitions(path: str) -> list[Partition]:
-    """What the ranks would all-gather; see gathering.py, which only a proof has need of."""
-    from . import gather as gathering
+    def lay_out(self, source: Manifest, options: Options) -> Layout:
+        from .write import lay_out
 
-    return gathering.partitions(path)
+        return lay_out(source, options)
+
+    def seal(self, root: str, manifest: Manifest, outcome: Any) -> None:
+        from .write import seal
+
+        seal(root, manifest, outcome)
+
+    def partitions(self, path: str) -> list[Partition]:
+        from .gather import partitions
+
+        return partitions(path)

@@ -12,8 +12,9 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES
+from ...core.fragments import Extent, Fragments, Runs, Slices, solid
 from ...core.inert import Scalar
-from ...core.manifest import Extent, Fragments, Runs, Sighting, Slices, slot_name, solid
+from ...core.manifest import Sighting, slot_name
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 from ...files.torchfile import Tensor
 from ...training import steps

@@ -13,7 +13,7 @@ from ...training.order import need_order
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.model_files import model_files
-from ..deepspeed_states.target import UNDERSTOOD, DeepSpeedTarget
+from ..deepspeed_states.target import DeepSpeedTarget
 from . import elastic
 from .files import recovery_scripts
 from .optimizer_files import optimizer_files
@@ -27,7 +27,6 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     (parameters of one flat buffer whose steps differ). MissingData too if the order of the
     parameters in the flat buffers is not known.
     """
-    options.only("deepspeed", UNDERSTOOD)
     need_order(source)
     target = DeepSpeedTarget(source, options)
     is_elastic = elastic.is_elastic(target)

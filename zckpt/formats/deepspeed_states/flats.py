@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.fragments import Fragments
 from ...core.inert import Scalar
-from ...core.manifest import Fragments, Sighting
+from ...core.manifest import Sighting
 from ...training import steps
 
 

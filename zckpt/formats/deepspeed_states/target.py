@@ -28,7 +28,6 @@ from .hyper import NEEDED_NUMBERS, adam_class, complete_groups, optimizer_name
 from .manifest import ENGINE_KEYS
 from .states import COUNTERS
 
-UNDERSTOOD = ("dp", "stage", "dtype", "config", "optimizer", "group_defaults")
 VERSION = "0.19.8"  # of the layout that is written
 # files of one rank beside a trainer's checkpoint: Hugging Face Trainer, Accelerate
 PER_RANK = re.compile(r"rng_state_\d+\.pth|random_states_\d+\.pkl")

@@ -8,8 +8,9 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES
+from ...core.fragments import Fragments, Runs, Slices
 from ...core.inert import TensorName, inside, map_values
-from ...core.manifest import Entry, Fragments, Parameter, Runs, Slices
+from ...core.manifest import Entry, Parameter
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Tensor, TorchFile
 from .flats import FlatBuffer

@@ -28,7 +28,7 @@ from ..deepspeed_states.optimizer_values import (
     stage_enum,
     typed_step,
 )
-from ..deepspeed_states.target import UNDERSTOOD, DeepSpeedTarget, TargetBuffer
+from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 from .files import COMMON, MARK, MASTER, POINTER, ZERO, SliceInfo, is_name
 from .slicing import keeps_padding, slice_info
 
@@ -45,7 +45,6 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     optimizer keeps per parameter (NAdam), in stage 3 any optimizer but Adam; names that cannot be
     the names of folders.
     """
-    options.only("deepspeed-universal", UNDERSTOOD)
     target = DeepSpeedTarget(source, options)
     warnings = reports.of_config(target)
     if not options.weights_only:

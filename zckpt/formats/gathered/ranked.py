@@ -1,12 +1,12 @@
-"""What ranks saved with torch.save, each its part, as one tree: ShardedTensor and DTensor.
+"""How the parts that ranks saved become one tree: ShardedTensor and DTensor.
 
-    ShardedTensor    offsets, sizes, rank and world size stand in each pickle (FSDP1)
+    ShardedTensor    offsets, sizes, rank and world size are in each pickle (FSDP1)
     DTensor          the local tensor, the whole shape, a mesh and its placements (FSDP2)
 
-torch loads such files at the world size that wrote them alone. Of a DTensor the part is computed:
-`Shard(d)` gives the k-th of n ranks elements [k * c, (k + 1) * c) along axis d, c = ceil(size / n);
-`Replicate` gives all. What is no such tensor should be the same on every rank; what is not (random
-states, data loaders) is told, and rank 0's is kept.
+torch loads such files only at the world size that wrote them. For a DTensor the part is computed:
+with `Shard(d)`, the k-th of n ranks has elements [k * c, (k + 1) * c) along axis d, c = ceil(size /
+n); with `Replicate`, all. Any other value should be the same on every rank. If it is not (random
+states, data loaders), rank 0's is kept and the report says so.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ...errors import (
 from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from ...training import steps
 from ...training.options import MAX_DP
-from ..statedict.tree import Leaf, Path, Piece, assembled, dotted, identities, leaf, leaves
+from ..statedict.tree import Leaf, Path, TensorPiece, assembled, dotted, identities, leaf, leaves
 
 REBUILD = "torch._tensor._rebuild_from_type_v2"
 MIXED = "files of different saves seem to be mixed; take those of one save"
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading a record of another kind than torch pickles may raise."""
+"""What reading a record of another structure than torch's may raise."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Elements [offset, offset + size) along every axis, which `tensor` holds in `file`."""
+class LocalPart:
+    """Elements [offset, offset + size) along every axis, which are `tensor` in `file`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -49,63 +49,64 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
-    """A tensor of which one rank saved `parts`; `world` ranks have them all."""
+class DistributedTensor:
+    """A tensor that `world` ranks have together, with the `parts` that one rank saved."""
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[LocalPart, ...]
     world: int
 
 
 @dataclass(slots=True)
-class Merged:
-    """One tree of all ranks' files; `left_out` says what of it is rank 0's alone."""
+class MergedRanks:
+    """One tree of all ranks' files; `left_out` says where it has rank 0's value only."""
 
     tree: Any
     left_out: list[str] = field(default_factory=list)
 
 
-def is_sharded(value: Any) -> bool:
-    """Whether it is a record of a ShardedTensor or a DTensor."""
+def is_distributed(value: Any) -> bool:
+    """Whether it is the record of a ShardedTensor or a DTensor."""
     return isinstance(value, Foreign) and value.name == REBUILD
 
 
-def sharded_in(value: Any) -> Iterator[Foreign]:
+def distributed_in(value: Any) -> Iterator[Foreign]:
     """The ShardedTensors and DTensors in a tree."""
-    if is_sharded(value):
+    if is_distributed(value):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from sharded_in(item)
+            yield from distributed_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from sharded_in(item)
+            yield from distributed_in(item)
 
 
-def merge(files: Mapping[int, TorchFile], step_policy: str | None = None) -> Merged:
-    """The tree that the ranks' files hold together; `files` are by rank.
+def merge(files: Mapping[int, TorchFile], step_policy: str | None = None) -> MergedRanks:
+    """The tree that the ranks' files have together; `files` are by rank.
 
     Raises IncompleteCheckpoint (a rank is missing, or a part of a tensor), InconsistentCheckpoint
-    (ranks contradict each other), UnsupportedCheckpoint (flat parameters, placements that are
-    neither Shard nor Replicate).
+    (ranks contradict each other), UnsupportedCheckpoint (flat parameters, placements other than
+    Shard and Replicate).
     """
     for file in files.values():
         refuse_flat(file)
     for file in files.values():
-        if (first := next(sharded_in(file.value), None)) is not None:
+        if (first := next(distributed_in(file.value), None)) is not None:
             refuse_missing(files, _world(first, file))
-    merging = _Merging(dict(sorted(files.items())), step_policy)
-    tree = merging.merge({rank: file.value for rank, file in merging.files.items()}, ())
-    return Merged(tree, list(_told(merging.different)))
+    merger = _Merger(dict(sorted(files.items())), step_policy)
+    tree = merger.merge({rank: file.value for rank, file in merger.files.items()}, ())
+    return MergedRanks(tree, list(_report(merger.different)))
 
 
 def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
-    """Raises IncompleteCheckpoint, naming the ranks whose files are not there."""
+    """Raises IncompleteCheckpoint, which names the ranks without a file."""
     some = files[min(files)].path
     if max(files) >= world:
         raise InconsistentCheckpoint(
-            f"{files[max(files)].path} is of rank {max(files)}, {some} says that there are {world}",
+            f"{files[max(files)].path} is of rank {max(files)}, but {some} says that there are "
+            f"{world} ranks",
             hint=MIXED,
         )
     if world > MAX_DP:
@@ -119,14 +120,14 @@ def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
 
 
 def refuse_flat(file: TorchFile) -> None:
-    """Raises UnsupportedCheckpoint where FSDP1 saved its flat parameters."""
-    for holder in (file.value, *_values(file.value)):
-        for key in holder if isinstance(holder, dict) else ():
+    """Raises UnsupportedCheckpoint for FSDP1's flat parameters."""
+    for state_dict in (file.value, *_values(file.value)):
+        for key in state_dict if isinstance(state_dict, dict) else ():
             last = key.rpartition(".")[2] if isinstance(key, str) else ""
             if last.startswith(("_flat_param", "flat_param")):
                 raise UnsupportedCheckpoint(
-                    f"{file.path} holds FSDP1's flat parameters ({key}: LOCAL_STATE_DICT), whose "
-                    "names and shapes only the program knows; torch itself cannot load them again",
+                    f"{file.path} has FSDP1's flat parameters ({key}: LOCAL_STATE_DICT). Only the "
+                    "program knows their names and shapes; torch itself cannot load them again",
                     hint="save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
                 )
 
@@ -138,7 +139,9 @@ def _values(value: Any) -> Iterable[Any]:
 # -- one rank's part
 
 
-def read_sharded(value: Foreign, rank: int, file: TorchFile, meshes: Meshes) -> Sharded:
+def read_distributed(
+    value: Foreign, rank: int, file: TorchFile, meshes: MeshCache
+) -> DistributedTensor:
     """What a rank's record says; raises CorruptCheckpoint and UnsupportedCheckpoint."""
     try:
         _, cls, arguments, state = value.arguments
@@ -146,7 +149,7 @@ def read_sharded(value: Foreign, rank: int, file: TorchFile, meshes: Meshes) -> 
         reader = {"DTensor": _read_dtensor, "ShardedTensor": _read_sharded_tensor}.get(kind)
         if reader is None:
             raise UnsupportedCheckpoint(
-                f"{file.path} holds a tensor of class {getattr(cls, 'name', cls)}"
+                f"{file.path} has a tensor of class {getattr(cls, 'name', cls)}"
             )
         dtype, shape = TORCH_DTYPES[arguments[1].name], _ints(arguments[2])
         parts, world = reader(state, shape, rank, file, meshes)
@@ -155,48 +158,49 @@ def read_sharded(value: Foreign, rank: int, file: TorchFile, meshes: Meshes) -> 
     for part in parts:
         if part.tensor.dtype != dtype or part.tensor.shape != part.sizes:
             raise InconsistentCheckpoint(
-                f"{file.path} holds {part.tensor.dtype} {list(part.tensor.shape)} of a tensor "
+                f"{file.path} has {part.tensor.dtype} {list(part.tensor.shape)} of a tensor "
                 f"{list(shape)}, of which rank {rank} of {world} should have {dtype} "
                 f"{list(part.sizes)}",
-                hint="was a rank's file renamed, or made with another number of ranks?",
+                hint="was a rank's file renamed, or written with another number of ranks?",
             )
-    return Sharded(dtype, shape, tuple(part for part in parts if prod(part.sizes)), world)
+    nonempty = tuple(part for part in parts if prod(part.sizes))
+    return DistributedTensor(dtype, shape, nonempty, world)
 
 
 def _read_sharded_tensor(
-    state: Any, shape: tuple[int, ...], rank: int, file: TorchFile, _: Meshes
-) -> tuple[list[Part], int]:
-    local, about, group = state[:3]  # then the sharding spec, and whether RRefs were made
-    if _ints(_attribute(about, "size")) != shape:
+    state: Any, shape: tuple[int, ...], rank: int, file: TorchFile, _: MeshCache
+) -> tuple[list[LocalPart], int]:
+    shards, metadata, group = state[:3]  # then the sharding spec, and whether RRefs were made
+    if _ints(_attribute(metadata, "size")) != shape:
         raise ValueError("two global sizes")
-    here, world = _ints([_attribute(group, f"global_{key}") for key in ("rank", "world_size")])
-    if here != rank:
+    stated, world = _ints([_attribute(group, f"global_{key}") for key in ("rank", "world_size")])
+    if stated != rank:
         raise InconsistentCheckpoint(
-            f"{file.path} is named as rank {rank}'s, but was written by rank {here} of {world}",
+            f"{file.path} is named as rank {rank}'s, but was written by rank {stated} of {world}",
             hint="give every rank's file its own number again",
         )
     parts = []
-    for each in local:
-        where = _attribute(each, "metadata")
-        offsets, sizes = (_ints(_attribute(where, f"shard_{key}")) for key in ("offsets", "sizes"))
+    for shard in shards:
+        box = _attribute(shard, "metadata")
+        offsets, sizes = (_ints(_attribute(box, f"shard_{key}")) for key in ("offsets", "sizes"))
         if not all(
             offset + size <= count
             for offset, size, count in zip(offsets, sizes, shape, strict=True)
         ):
             raise ValueError("a part reaches past its tensor")
-        parts.append(Part(offsets, sizes, _tensor(_attribute(each, "tensor")), file))
+        parts.append(LocalPart(offsets, sizes, _tensor(_attribute(shard, "tensor")), file))
     return parts, world
 
 
 def _read_dtensor(
-    state: Any, shape: tuple[int, ...], rank: int, file: TorchFile, meshes: Meshes
-) -> tuple[list[Part], int]:
-    held = _merged_state(state)
-    tensor, spec = _tensor(held["_local_tensor"]), held["_spec"]
+    state: Any, shape: tuple[int, ...], rank: int, file: TorchFile, meshes: MeshCache
+) -> tuple[list[LocalPart], int]:
+    attributes = _merged_state(state)
+    tensor, spec = _tensor(attributes["_local_tensor"]), attributes["_spec"]
     mesh = _mesh(_attribute(spec, "mesh"), file, meshes)
     if rank not in mesh.places:
         raise InconsistentCheckpoint(
-            f"{file.path} is named as rank {rank}'s, but its mesh is of {len(mesh.places)} ranks",
+            f"{file.path} is named as rank {rank}'s, but its mesh has {len(mesh.places)} ranks",
             hint=MIXED,
         )
     offsets, sizes = [0] * len(shape), list(shape)
@@ -205,22 +209,22 @@ def _read_dtensor(
         list(_axes_of(entry)) == sorted(_axes_of(entry))
         for entry in _attribute(spec, "shard_order", None) or ()
     )
-    for placement, (at, count) in zip(placements, mesh.coordinate(rank), strict=True):
+    for placement, (position, count) in zip(placements, mesh.coordinate(rank), strict=True):
         kind = placement.name.rpartition(".")[2]
         if kind == "Replicate":
             continue
         if kind != "Shard" or not in_order:
             raise UnsupportedCheckpoint(
-                f"{file.path} holds a DTensor placed as {kind}"
+                f"{file.path} has a DTensor placed as {kind}"
                 + ("" if in_order else " in another order than its mesh's"),
-                hint="save it with torch.distributed.checkpoint, which says where every part lies",
+                hint="save it with torch.distributed.checkpoint, which states where every part is",
             )
         axis = _attribute(placement, "dim", placement.arguments[0] if placement.arguments else None)
         width = -(-sizes[axis] // count)
-        start = min(at * width, sizes[axis])
+        start = min(position * width, sizes[axis])
         offsets[axis] += start
         sizes[axis] = min(width, sizes[axis] - start)
-    return [Part(tuple(offsets), tuple(sizes), tensor, file)], len(mesh.places)
+    return [LocalPart(tuple(offsets), tuple(sizes), tensor, file)], len(mesh.places)
 
 
 def _axes_of(entry: Any) -> tuple[int, ...]:
@@ -229,35 +233,38 @@ def _axes_of(entry: Any) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
-    """Ranks on axes: `places` numbers them row-major, `axes` are counts and strides of these."""
+class DeviceMesh:
+    """Ranks on axes: `places` numbers them row-major; `axes` are counts and strides of places.
 
-    made_of: Any
+    `record` is kept so that its identity stays its own while the cache has it.
+    """
+
+    record: Any
     places: dict[int, int]
     axes: list[tuple[tuple[int, ...], tuple[int, ...]]]
 
     def coordinate(self, rank: int) -> list[tuple[int, int]]:
-        """Where a rank stands on every axis, and how many stand there."""
-        found = []
+        """A rank's position on every axis, and how many positions the axis has."""
+        positions = []
         for counts, strides in self.axes:
-            at = 0
+            position = 0
             for count, stride in zip(counts, strides, strict=True):
-                at = at * count + self.places[rank] // stride % count
-            found.append((at, prod(counts)))
-        return found
+                position = position * count + self.places[rank] // stride % count
+            positions.append((position, prod(counts)))
+        return positions
 
 
-Meshes = dict[int, Mesh]
+MeshCache = dict[int, DeviceMesh]
 """Meshes by the identity of their records, which thousands of tensors share."""
 
 
-def _mesh(record: Any, file: TorchFile, known: Meshes) -> Mesh:
-    found = known.get(id(record))
-    if found is None:
+def _mesh(record: Any, file: TorchFile, cache: MeshCache) -> DeviceMesh:
+    mesh = cache.get(id(record))
+    if mesh is None:
         ranks = enumerate(_mesh_ranks(record, file))
-        found = Mesh(record, {rank: place for place, rank in ranks}, _mesh_axes(record))
-        known[id(record)] = found
-    return found
+        mesh = DeviceMesh(record, {rank: place for place, rank in ranks}, _mesh_axes(record))
+        cache[id(record)] = mesh
+    return mesh
 
 
 def _mesh_ranks(mesh: Any, file: TorchFile) -> list[int]:
@@ -269,8 +276,8 @@ def _mesh_ranks(mesh: Any, file: TorchFile) -> list[int]:
     size = SIZES[tensor.dtype]
     data = file.read(tensor)
     return [
-        int.from_bytes(data[at : at + size], "little", signed=True)
-        for at in range(0, len(data), size)
+        int.from_bytes(data[start : start + size], "little", signed=True)
+        for start in range(0, len(data), size)
     ]
 
 
@@ -279,8 +286,8 @@ def _mesh_axes(mesh: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     if layout is None:  # torch < 2.9: a tensor of ranks
         sizes = _attribute(mesh, "mesh").shape
         return [(_ints(size), _ints(prod(sizes[axis + 1 :]))) for axis, size in enumerate(sizes)]
-    if (held := _attribute(layout, "axes", None)) is not None:
-        return [(_ints(_attribute(a, "shape")), _ints(_attribute(a, "stride"))) for a in held]
+    if (axes := _attribute(layout, "axes", None)) is not None:
+        return [(_ints(_attribute(a, "shape")), _ints(_attribute(a, "stride"))) for a in axes]
     shape, strides = _attribute(layout, "shape"), _attribute(layout, "stride")
     if isinstance(shape, int):
         shape, strides = (shape,), (strides,)
@@ -288,7 +295,7 @@ def _mesh_axes(mesh: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def _world(value: Foreign, file: TorchFile) -> int:
-    """How many ranks there are, as the record says."""
+    """The number of ranks that the record states."""
     try:
         state = value.arguments[3]
         if isinstance(state, tuple) and len(state) > 2:
@@ -316,133 +323,144 @@ def _merged_state(state: Any) -> dict[str, Any]:
 
 
 def _ints(values: Any) -> tuple[int, ...]:
-    made = (values,) if isinstance(values, int) else tuple(values)
-    if not all(type(value) is int and 0 <= value < 1 << 60 for value in made):
-        raise ValueError("sizes that none can have")
-    return made
+    numbers = (values,) if isinstance(values, int) else tuple(values)
+    if not all(type(value) is int and 0 <= value < 1 << 60 for value in numbers):
+        raise ValueError("sizes that no tensor can have")
+    return numbers
 
 
 def _tensor(value: Any) -> Tensor:
     if not isinstance(value, Tensor):
-        raise ValueError("a local part that is no tensor")
+        raise ValueError("a local part that is not a tensor")
     return value
 
 
 # -- all ranks together
 
 
-class _Merging:
-    """One walk through all ranks' values; `different` are the paths of what is rank 0's alone."""
+class _Merger:
+    """Merges all ranks' values; `different` are the paths where only rank 0's value is kept."""
 
     def __init__(self, files: dict[int, TorchFile], step_policy: str | None) -> None:
         self.files = files
         self.step_policy = step_policy
         self.different: list[Path] = []
-        self.meshes: Meshes = {}
+        self.meshes: MeshCache = {}
 
-    def merge(self, values: dict[int, Any], path: Path) -> Any:
-        """The one value of several ranks, by rank."""
-        first = min(values)
-        held = list(values.values())
-        kinds = {type(value) for value in held}
-        if any(is_sharded(value) for value in held):
-            return self._sharded(values, path)
+    def merge(self, by_rank: dict[int, Any], path: Path) -> Any:
+        """The one value of several ranks."""
+        values = list(by_rank.values())
+        kinds = {type(value) for value in values}
+        if any(is_distributed(value) for value in values):
+            return self._assemble(by_rank, path)
         if kinds <= {dict, OrderedDict}:
-            keys = dict.fromkeys(key for value in held for key in value)
-            made = type(held[0])()
-            for key in keys:
-                having = {rank: value[key] for rank, value in values.items() if key in value}
-                made[key] = self.merge(having, (*path, key))
-            return made
-        if len(kinds) == 1 and isinstance(held[0], (list, tuple)) and len(set(map(len, held))) == 1:
-            return type(held[0])(
-                self.merge({rank: value[place] for rank, value in values.items()}, (*path, place))
-                for place in range(len(held[0]))
+            merged = type(values[0])()
+            for key in dict.fromkeys(key for value in values for key in value):
+                having = {rank: value[key] for rank, value in by_rank.items() if key in value}
+                merged[key] = self.merge(having, (*path, key))
+            return merged
+        is_sequence = len(kinds) == 1 and isinstance(values[0], (list, tuple))
+        if is_sequence and len(set(map(len, values))) == 1:
+            return type(values[0])(
+                self.merge({rank: value[place] for rank, value in by_rank.items()}, (*path, place))
+                for place in range(len(values[0]))
             )
-        if path and path[-1] == "step" and len(held) > 1:
-            return self._step(values, path)
-        if kinds == {Tensor}:
-            copies = [Part((), tensor.shape, tensor, self.files[r]) for r, tensor in values.items()]
+        if path and path[-1] == "step" and len(values) > 1:
+            return self._step(by_rank, path)
+        return self._rank_0s(by_rank, path)
+
+    def _rank_0s(self, by_rank: dict[int, Any], path: Path) -> Any:
+        """The first rank's value, which all others should have too."""
+        first = min(by_rank)
+        values = list(by_rank.values())
+        if {type(value) for value in values} == {Tensor}:
+            copies = [
+                LocalPart((), tensor.shape, tensor, self.files[rank])
+                for rank, tensor in by_rank.items()
+            ]
             same = all(_same(copies[0], other) for other in copies[1:])
-            made = replace(leaf(self.files[first], held[0]), sharded=False)
+            value: Any = replace(leaf(self.files[first], values[0]), sharded=False)
         else:
-            same = len(held) == 1 or len({text(v, self.files[r]) for r, v in values.items()}) == 1
-            made = leaves(self.files[first], held[0])
+            texts = (text(value, self.files[rank]) for rank, value in by_rank.items())
+            same = len(values) == 1 or len(set(texts)) == 1
+            value = leaves(self.files[first], values[0])
         if not same:
             self.different.append(path)
-        return made
+        return value
 
-    def _step(self, values: dict[int, Any], path: Path) -> Any:
+    def _step(self, by_rank: dict[int, Any], path: Path) -> Any:
         """Ranks that disagree on a step are of different saves, unless the policy decides."""
-        first = min(values)
-        read = {
+        first = min(by_rank)
+        values = {
             rank: self.files[rank].scalar(value) if isinstance(value, Tensor) else value
-            for rank, value in values.items()
+            for rank, value in by_rank.items()
             if not (isinstance(value, Tensor) and value.numel != 1)
         }
-        told = [
+        stated = [
             (f"{self.files[rank].path}: {dotted(path)}", step)
-            for rank, value in read.items()
+            for rank, value in values.items()
             if (step := steps.step_of(value)) is not None
         ]
-        step = steps.agree(told, self.step_policy)
-        if step is None or not isinstance(values[first], Tensor):
-            return leaves(self.files[first], values[first]) if step is None else step
-        made = leaf(self.files[first], values[first])
-        number = Scalar(step, made.dtype)
-        return replace(made, number=lambda: number)
+        step = steps.agree(stated, self.step_policy)
+        if step is None or not isinstance(by_rank[first], Tensor):
+            return leaves(self.files[first], by_rank[first]) if step is None else step
+        whole = leaf(self.files[first], by_rank[first])
+        number = Scalar(step, whole.dtype)
+        return replace(whole, number=lambda: number)
 
-    def _sharded(self, values: dict[int, Any], path: Path) -> Leaf:
-        """One leaf of the parts of all ranks; every element is held, and copies are equal."""
-        for rank, value in values.items():
-            if not is_sharded(value):
+    def _assemble(self, by_rank: dict[int, Any], path: Path) -> Leaf:
+        """One leaf of all ranks' parts: they cover every element, and copies are equal."""
+        name = dotted(path)
+        for rank, value in by_rank.items():
+            if not is_distributed(value):
                 raise InconsistentCheckpoint(
-                    f"{self.files[rank].path} holds {dotted(path)} whole, other ranks a part",
+                    f"{self.files[rank].path} has {name} whole, other ranks a part",
                     hint=MIXED,
                 )
-        read = {
-            rank: read_sharded(v, rank, self.files[rank], self.meshes) for rank, v in values.items()
+        tensors = {
+            rank: read_distributed(value, rank, self.files[rank], self.meshes)
+            for rank, value in by_rank.items()
         }
-        some = read[min(read)]
-        for rank, other in read.items():
-            if (other.dtype, other.shape, other.world) != (some.dtype, some.shape, some.world):
+        first = tensors[min(tensors)]
+        for rank, other in tensors.items():
+            if (other.dtype, other.shape, other.world) != (first.dtype, first.shape, first.world):
                 raise InconsistentCheckpoint(
-                    f"{dotted(path)} is {other.dtype} {list(other.shape)} over {other.world} "
-                    f"ranks in {self.files[rank].path}, {some.dtype} {list(some.shape)} over "
-                    f"{some.world} in {self.files[min(read)].path}",
+                    f"{name} is {other.dtype} {list(other.shape)} over {other.world} "
+                    f"ranks in {self.files[rank].path}, {first.dtype} {list(first.shape)} over "
+                    f"{first.world} in {self.files[min(tensors)].path}",
                     hint=MIXED,
                 )
-        parts: dict[tuple[tuple[int, ...], tuple[int, ...]], Part] = {}
-        for each in read.values():
-            for part in each.parts:
+        parts: dict[tuple[tuple[int, ...], tuple[int, ...]], LocalPart] = {}
+        for tensor in tensors.values():
+            for part in tensor.parts:
                 known = parts.setdefault((part.offsets, part.sizes), part)
                 if known is not part and not _same(known, part):
                     raise InconsistentCheckpoint(
-                        f"{dotted(path)}: {known.file.path} and {part.file.path} hold different "
+                        f"{name}: {known.file.path} and {part.file.path} hold different "
                         "values of the same elements",
                         hint=MIXED,
                     )
-        return _leaf(dotted(path), some, list(parts.values()))
+        return _leaf(name, first, list(parts.values()))
 
 
-def _leaf(name: str, whole: Sharded, parts: Sequence[Part]) -> Leaf:
+def _leaf(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Leaf:
     pieces = []
     for part in parts:
         tensor = part.tensor
-        extent = part.file.whole(tensor)  # which raises where the tensor reaches past it
-        pieces.append(Piece(part.offsets, part.sizes, tensor.strides, tensor.offset, extent))
+        extent = part.file.whole(tensor)  # which raises if the tensor reaches past it
+        pieces.append(TensorPiece(part.offsets, part.sizes, tensor.strides, tensor.offset, extent))
 
     def number() -> Scalar:
         return parts[0].file.scalar(parts[0].tensor)
 
     fragments = assembled(name, whole.dtype, whole.shape, pieces)
-    held = [(part.offsets, part.tensor, part.file) for part in parts]
-    place, twin = identities(whole.dtype, whole.shape, held)
-    return Leaf(whole.dtype, whole.shape, fragments, number, place, twin, sharded=True)
+    views = [(part.offsets, part.tensor, part.file) for part in parts]
+    memory, twin = identities(whole.dtype, whole.shape, views)
+    return Leaf(whole.dtype, whole.shape, fragments, number, memory, twin, sharded=True)
 
 
-def _same(a: Part, b: Part) -> bool:
-    """Whether two parts hold the same bytes, by the checksums of their files where they do."""
+def _same(a: LocalPart, b: LocalPart) -> bool:
+    """Whether two parts have the same bytes, by their files' checksums if these suffice."""
     ours, theirs = a.tensor, b.tensor
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
         return False
@@ -462,8 +480,8 @@ def _same(a: Part, b: Part) -> bool:
     return _crc(a) == _crc(b)  # a part of its storage, or saved without checksums
 
 
-def _crc(part: Part) -> int:
-    """CRC-32 of the row-major elements, whose bytes are read."""
+def _crc(part: LocalPart) -> int:
+    """CRC-32 of the row-major elements; reads their bytes."""
     tensor, crc = part.tensor, 0
     runs = [
         run for fragment in part.file.fragments(tensor) for run in fragment.runs(0, tensor.numel)
@@ -479,18 +497,18 @@ def _crc(part: Part) -> int:
 
 
 def text(value: Any, file: TorchFile) -> str:
-    """Equal for equal values that are no tensors; tensors in them by their checksums."""
+    """Equal for equal values; tensors in them count by their checksums."""
 
     def plain(item: Any) -> Any:
         if isinstance(item, Tensor):
-            return (item.dtype, *item.shape, _crc(Part((), item.shape, item, file)))
+            return (item.dtype, *item.shape, _crc(LocalPart((), item.shape, item, file)))
         return map_values(item, lambda inner, _: plain(inner))
 
     return repr(to_json(plain(value)))
 
 
-def _told(different: Sequence[Path]) -> Iterator[str]:
-    """What is rank 0's alone, few words for many values of one place."""
+def _report(different: Sequence[Path]) -> Iterator[str]:
+    """The values that are rank 0's, in one line for many values of one place."""
     by_place: dict[Path, list[Path]] = {}
     for path in different:
         by_place.setdefault(path[:2], []).append(path)

@@ -1,282 +1,24 @@
-"""Files of torch.save and safetensors: whole state dicts, or what each rank saved of them.
-
-    ckpt.pt, last.ckpt                              one file: {"model": ..., "optimizer": ..., ...}
-    model.pt + optim.pt                             whole, by any of the names below
-    model.safetensors + optimizer.pt                Hugging Face Trainer, Accelerate, without FSDP
-    adapter_model.safetensors + optimizer.pt        the same with PEFT
-    model_world_size_W_rank_R.pt + optim_...        ranks' parts (FSDP, verl's names)
-    pytorch_model_fsdp_0_rankR.bin + optimizer_...  ranks' parts (Accelerate)
-    model.pt + optim_rank_R.pt                      ZeroRedundancyOptimizer's local states
-
-Files are told apart by their names, state dicts by what they hold (see state.py).
-"""
+"""The manifest of files of torch.save, whole ones or one per rank: all of them as one tree."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from math import prod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...core.manifest import Manifest, solid
-from ...errors import (
-    AmbiguousCheckpoint,
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-    MissingData,
-    NotACheckpoint,
-    ZckptError,
-    listed,
-    not_understood,
-)
-from ...files import safefile
-from ...files.torchfile import Parsed, Tensor, TorchFile
-from ...training import peft, steps
+from ...core.manifest import Manifest
+from ...errors import IncompleteCheckpoint, NotACheckpoint, listed, not_understood
+from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside
 from ..statedict.read import manifest
-from ..statedict.tree import Found, Leaf, leaves, number_of
-from . import ranked, zro
+from ..statedict.tree import SavedTree, leaves
+from ..statedict.weights import files_of_index, weights_of
+from . import local, ranked
+from .files import StateDictFiles, find
 
 if TYPE_CHECKING:
-    from ...core.staging import Layout
-    from ...training.options import Options
-
-ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-RANK = re.compile(
-    r"(?P<stem>.*?)[._-]?(world_size_(?P<world>\d+)_)?(?<![a-z])rank_?(?P<rank>\d+)\.(pt|pth|bin|ckpt)"
-)
-WHOLE = {  # names of whole files, the likeliest first
-    "model": (
-        *("model.pt", "model.pth", "model.bin", "pytorch_model_fsdp.bin", "pytorch_model.bin"),
-        *("pytorch_model.bin.index.json", "model.safetensors", "model.safetensors.index.json"),
-        *peft.WEIGHTS,
-    ),
-    "optim": (
-        *("optim.pt", "optimizer.pt", "optim.pth", "optimizer.pth", "optim.bin", "optimizer.bin"),
-    ),
-    "extra": ("extra.pt",),
-}
-# of other formats: DeepSpeed's ranks, ONNX Runtime's, Megatron-Core's
-OTHERS = re.compile(
-    r".*(_model_states|_optim_states)\.pt|.*\.ort\.pt|model_optim_rng\.pt|distrib_optim\.pt"
-    r"|training_args\.bin|rng_state.*\.pth|(scheduler|scaler)\.(pt|bin)"
-)
-DEPTH = 4
-
-
-@dataclass(slots=True)
-class Files:
-    """Paths of one checkpoint: whole ones by key, and those of ranks by key and rank.
-
-    Keys are places in the tree; None where one kind of file holds the tree itself.
-    """
-
-    whole: dict[str | None, str] = field(default_factory=dict)
-    ranks: dict[str | None, dict[int, str]] = field(default_factory=dict)
-    world: int | None = None
-
-
-# -- which files
-
-
-def detect(path: str) -> list[str]:
-    """One nameless checkpoint where a model's and an optimizer's state are, or any one file is."""
-    if os.path.isfile(path):
-        return [""] if _is_one(path) else []
-    if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):
-        return []
-    names = _names(path)
-    found = _whole(names)
-    if "optim" in found and "model" in found:
-        return [""]
-    return [""] if any(_is_part(path, name) for name in names) else []
-
-
-def detect_weak(path: str) -> list[str]:
-    """What other formats hold too, so that it is one only where these are not.
-
-    A model's weights alone, or a folder of files of any names, by which they are told apart.
-    """
-    if os.path.isfile(path):
-        return [""] if path.endswith(".safetensors") else []
-    if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):
-        return []
-    names = _names(path)
-    if "model" in _whole(names) or len(_safetensors(names)) == 1:
-        return [""]
-    single = _singles(path, names)
-    return single if len(single) > 1 else [""] * len(single)
-
-
-def _names(folder: str) -> list[str]:
-    with os.scandir(folder) as items:
-        return sorted(item.name for item in items if item.is_file())
-
-
-def _whole(names: Sequence[str]) -> dict[str, str]:
-    """The file of each kind."""
-    here = set(names)
-    return {
-        key: found
-        for key, likely in WHOLE.items()
-        if (found := next((name for name in likely if name in here), None))
-    }
-
-
-def _safetensors(names: Sequence[str]) -> list[str]:
-    return [name for name in names if name.endswith(".safetensors")]
-
-
-def _singles(folder: str, names: Sequence[str]) -> list[str]:
-    """Files that hold everything, by the endings that people give them."""
-    return [
-        name for name in names if name.endswith(ENDINGS) and _is_one(os.path.join(folder, name))
-    ]
-
-
-def _rank_of(name: str) -> re.Match[str] | None:
-    return None if OTHERS.fullmatch(name) else RANK.fullmatch(name)
-
-
-def _is_part(folder: str, name: str) -> bool:
-    """Whether a rank's file is one of a model or an optimizer: by its name, or what it holds."""
-    told, path = _rank_of(name), os.path.join(folder, name)
-    if told is None or not _is_torch(path):
-        return False
-    if _kind(told["stem"]):
-        return True
-    try:
-        value = TorchFile(path).value
-    except (ZckptError, OSError):
-        return False
-    return next(ranked.sharded_in(value), None) is not None or _has_groups(value)
-
-
-def _has_groups(value: Any, depth: int = DEPTH) -> bool:
-    """Whether an optimizer's state is in it."""
-    if not isinstance(value, dict) or not depth:
-        return False
-    return "param_groups" in value or any(_has_groups(held, depth - 1) for held in value.values())
-
-
-def _is_torch(path: str) -> bool:
-    """Whether a file begins as one of torch.save."""
-    with open(path, "rb") as file:
-        head = file.read(4)
-    return head == b"PK\3\4" or (head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4"))
-
-
-def _is_one(path: str) -> bool:
-    """Whether a single file holds state dicts: tensors by name, of no other format's kind."""
-    name = os.path.basename(path)
-    if OTHERS.fullmatch(name) or name.endswith(".distcp") or not _is_torch(path):
-        return False
-    try:
-        value = TorchFile(path).value
-    except (ZckptError, OSError):
-        return name.endswith(ENDINGS)  # which reading will say more about
-    return _has_tensors(value) and not any(
-        isinstance(key, str) and key.startswith(("Moment_1_", "Update_Count"))  # ONNX Runtime's
-        for key in (value.get("model", value) if isinstance(value, dict) else ())
-    )
-
-
-def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
-    if isinstance(value, dict) and depth:
-        return any(_has_tensors(item, depth - 1) for item in value.values())
-    return isinstance(value, Tensor) or ranked.is_sharded(value)
-
-
-def find(path: str) -> Files:
-    """The files of the one checkpoint at `path`; a file of one rank stands for all ranks'.
-
-    Raises NotACheckpoint, AmbiguousCheckpoint, InconsistentCheckpoint.
-    """
-    if not os.path.isdir(path):
-        told = _rank_of(os.path.basename(path))
-        if told is None:
-            return Files({None: path})
-        folder = os.path.dirname(path) or "."
-        names = [
-            name
-            for name in _names(folder)
-            if (other := _rank_of(name)) and (other["stem"], other["world"]) == told.group(1, 3)
-        ]
-        return _of_ranks(folder, names, {})
-    names = _names(path)
-    whole: dict[str | None, str] = {}
-    whole |= {key: os.path.join(path, name) for key, name in _whole(names).items()}
-    of_ranks = [name for name in names if _rank_of(name)]
-    if of_ranks:
-        return _of_ranks(path, of_ranks, whole)
-    if "model" in whole:
-        return Files(whole)
-    if len(alone := _safetensors(names)) == 1:
-        return Files({**whole, "model": os.path.join(path, alone[0])})
-    single = _singles(path, names)
-    if len(single) > 1:
-        raise AmbiguousCheckpoint(
-            f"{path} holds {len(single)} checkpoints: {listed(single)}",
-            hint=f"name the file: {os.path.join(path, single[-1])}",
-        )
-    if not single:
-        raise NotACheckpoint(f"{path} holds no file with a model's state")
-    return Files({None: os.path.join(path, single[0])})
-
-
-def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> Files:
-    """Ranks' files by what they hold; whole ones of what no rank's hold."""
-    found: dict[str, dict[int, str]] = {}
-    worlds: set[str] = set()
-    for name in names:
-        told = _rank_of(name)
-        assert told is not None
-        if told["world"]:
-            worlds.add(told["world"])
-        rank, known = int(told["rank"]), found.setdefault(told["stem"], {})
-        if rank in known and not told["world"]:
-            raise InconsistentCheckpoint(
-                f"{known[rank]} and {os.path.join(folder, name)} are both of rank {rank}",
-                hint="files of two saves seem to be mixed; keep those of one save in a directory",
-            )
-        known[rank] = os.path.join(folder, name)
-    if len(worlds) > 1:
-        told_worlds = ", ".join(sorted(worlds, key=int))
-        raise AmbiguousCheckpoint(
-            f"{folder} holds files of saves by {told_worlds} ranks",
-            hint="keep those of one save in a directory",
-        )
-    made = Files(world=int(worlds.pop()) if worlds else None)
-    if len(found) == 1 and not {"model", "optim"} & whole.keys():
-        made.ranks[None] = next(iter(found.values()))
-        return made
-    kinds = {stem: _kind(stem) for stem in found}
-    others = [stem for stem, kind in kinds.items() if kind is None]
-    if len(others) == len(found):
-        raise AmbiguousCheckpoint(
-            f"{folder} holds ranks' files of {len(found)} kinds: {listed(others)}",
-            hint=f"name a file of one of them: {found[others[0]][min(found[others[0]])]}",
-        )
-    for stem, files in found.items():
-        kind = kinds[stem]
-        alone = kind and list(kinds.values()).count(kind) == 1
-        made.ranks[kind if alone else stem] = files
-    made.whole = {key: path for key, path in whole.items() if key not in made.ranks}
-    return made
-
-
-def _kind(stem: str) -> str | None:
-    """What a rank's file holds, by its name."""
-    if "optim" in stem:
-        return "optim"
-    return "model" if re.search("model|weights", stem) and "rng" not in stem else None
-
-
-# -- reading
+    pass
 
 
 def read(
@@ -295,28 +37,28 @@ def read(
     if tag:
         path = os.path.join(path, tag)
     try:
-        reading = _Reading(path, find(path), step_policy, param_names)
-        made = manifest(reading.found, step_policy, param_names, weights_only)
-        if reading.is_local:
-            _refuse_lost(made, param_names)
-        if reading.found.orders is not None:
-            made = _in_order(made, param_names)
-        # of these files numbers are the rule: that says nothing of a directory of DCP
-        engine = {**made.state["engine"], "layout": None, "dialect": reading.dialect}
-        return replace(made, state={**made.state, "engine": engine})
+        reader = _TreeReader(path, find(path), step_policy, param_names)
+        result = manifest(reader.saved, step_policy, param_names, weights_only)
+        if reader.has_local_states:
+            _refuse_lost(result, param_names)
+        if reader.saved.orders is not None:
+            result = _in_order(result, param_names)
+        # numbers are usual in these files: they do not say which layout --to dcp should write
+        engine = {**result.state["engine"], "layout": None, "dialect": reader.dialect}
+        return replace(result, state={**result.state, "engine": engine})
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise not_understood(path, error) from error
 
 
-def _refuse_lost(made: Manifest, names: Sequence[str] | None) -> None:
-    """Raises IncompleteCheckpoint where the last ranks may be missing, which no file tells."""
-    trained = [name for name, held in made.parameters.items() if held.trainable]
+def _refuse_lost(manifest: Manifest, names: Sequence[str] | None) -> None:
+    """Raises IncompleteCheckpoint if the last ranks may be missing, which no file shows."""
+    trained = [name for name, parameter in manifest.parameters.items() if parameter.trainable]
     if names is not None and len(names) != len(trained):
         raise IncompleteCheckpoint(
             f"--param-names names {len(names)} parameters, the ranks hold {len(trained)} of them",
             hint="put all ranks' files into one directory",
         )
-    lost = [name for name in made.parameters if name not in trained]
+    lost = [name for name in manifest.parameters if name not in trained]
     if names is None and lost:
         raise IncompleteCheckpoint(
             f"no rank holds a state of {listed(lost, 4)}: the last ranks' files may be missing",
@@ -325,27 +67,25 @@ def _refuse_lost(made: Manifest, names: Sequence[str] | None) -> None:
         )
 
 
-def _in_order(made: Manifest, names: Sequence[str] | None) -> Manifest:
-    """Every group's parameters in the model's order, where ranks had sorted them by size."""
-    places = {name: place for place, name in enumerate(names or made.state["module"])}
-    order = sorted(
-        made.parameters,
-        key=lambda name: (
-            not (held := made.parameters[name]).trainable,
-            held.group or 0,
-            places.get(name, len(places)),
-        ),
-    )
-    return replace(made, parameters={name: made.parameters[name] for name in order})
+def _in_order(manifest: Manifest, names: Sequence[str] | None) -> Manifest:
+    """Every group's parameters in the model's order; the ranks had sorted them by size."""
+    places = {name: place for place, name in enumerate(names or manifest.state["module"])}
+
+    def key(name: str) -> tuple[bool, int, int]:
+        parameter = manifest.parameters[name]
+        return not parameter.trainable, parameter.group or 0, places.get(name, len(places))
+
+    order = sorted(manifest.parameters, key=key)
+    return replace(manifest, parameters={name: manifest.parameters[name] for name in order})
 
 
-class _Reading:
-    """The tree of all files."""
+class _TreeReader:
+    """Reads all files into one tree."""
 
     def __init__(
         self,
         path: str,
-        files: Files,
+        files: StateDictFiles,
         step_policy: str | None,
         param_names: Sequence[str] | None,
     ) -> None:
@@ -355,22 +95,22 @@ class _Reading:
         self.param_names = param_names
         self.parsed: Parsed = {}
         source = {"format": "gathered", "version": None, "dp": files.world, "tag": None}
-        self.found = Found(path, source, {})
+        self.saved = SavedTree(path, source, {})
         self.names: Mapping[str, list[str]] = {}
-        self.is_local = False
+        self.has_local_states = False
         extra = self._extra(files.whole)
         trees = {key: self._whole(name) for key, name in files.whole.items() if key != "extra"}
         trees |= extra
-        self.found.tree = dict(trees)  # what the local states are matched with
+        self.saved.tree = dict(trees)  # local states are matched with these
         trees |= {key: self._ranks(paths) for key, paths in files.ranks.items()}
-        self.found.tree = self._tree(trees)
+        self.saved.tree = self._tree(trees)
         weights = os.path.basename(files.whole.get("model") or files.whole.get(None, ""))
         self.dialect = _dialect_of(weights)
-        self.found.in_order = self.dialect != "safetensors"
+        self.saved.in_order = self.dialect != "safetensors"
         if os.path.isdir(path):
-            siblings, left_out = beside(path, set(self.found.files))
-            self.found.siblings += siblings
-            self.found.left_out += left_out
+            siblings, left_out = beside(path, set(self.saved.files))
+            self.saved.siblings += siblings
+            self.saved.left_out += left_out
 
     def _tree(self, trees: dict[str | None, Any]) -> dict[Any, Any]:
         """All trees as one; what is beside model and optimizer keeps its keys."""
@@ -378,258 +118,76 @@ class _Reading:
         alone = trees.pop(None, {})
         if not isinstance(alone, dict) or not isinstance(extra, dict):
             raise NotACheckpoint(
-                f"{self.path} is no dictionary of state dicts",
+                f"{self.path} is not a dictionary of state dicts",
                 hint="save model.state_dict(), alone or under a key",
             )
-        model = trees.get("model")
-        if self.found.known and isinstance(model, dict):
-            known = self.found.known
-            for alias, owner in known["aliases"].items():  # safetensors hold tied weights once
+        model, stated = trees.get("model"), self.saved.stated
+        if stated and isinstance(model, dict):
+            for alias, owner in stated["aliases"].items():  # safetensors have tied weights once
                 if alias not in model and owner in model:
                     model[alias] = model[owner]
-            if not model.keys() >= {*known["aliases"], *known["buffers"], *known["frozen"]}:
-                self.found.known = None  # other files have taken the place of those it was told of
+            if not model.keys() >= {*stated["aliases"], *stated["buffers"], *stated["frozen"]}:
+                self.saved.stated = None  # the model was saved again, by another program
         return {**extra, **alone, **trees}
 
     def _extra(self, whole: Mapping[str | None, str]) -> dict[str | None, Any]:
-        """What is beside model and optimizer; of our own writer's also what it knew of them."""
+        """What is beside model and optimizer; if zckpt wrote it, also what it stated of them."""
         if "extra" not in whole:
             return {}
         file = TorchFile(whole["extra"], self.parsed)
-        if not isinstance(file.value, dict):  # of the program's own, which is carried as it is
+        if not isinstance(file.value, dict):  # the program's own file, which is carried unread
             return {}
         self._open(file.path)
         value = dict(file.value)
-        known = value.pop("zckpt", None)
-        if isinstance(known, dict):
-            self.found.known = known
-            self.found.inferred = list(known.get("inferred", ()))
-            self.names = known["names"]
+        stated = value.pop("zckpt", None)
+        if isinstance(stated, dict):
+            self.saved.stated = stated
+            self.saved.inferred = list(stated.get("inferred", ()))
+            self.names = stated["names"]
         names = iter(self.names.get(os.path.basename(file.path), ()))
         return {"extra": leaves(file, value, names)}
 
     def _open(self, path: str) -> TorchFile:
         file = TorchFile(path, self.parsed)
-        self.found.files.append(path)
-        self.found.records += file.records.values()
+        self.saved.files.append(path)
+        self.saved.records += file.records.values()
         return file
 
     def _whole(self, path: str) -> Any:
         if path.endswith(".json"):
-            return {name: held for part in self._parts(path) for name, held in part.items()}
+            self.saved.files.append(path)
+            return {
+                name: value
+                for part in files_of_index(path)
+                for name, value in self._whole(part).items()
+            }
         if path.endswith(".safetensors"):
-            return self._weights(path)
+            self.saved.files.append(path)
+            return weights_of(path)
         file = self._open(path)
-        if next(ranked.sharded_in(file.value), None) is not None:
+        if next(ranked.distributed_in(file.value), None) is not None:
             return self._merge({0: file})
         ranked.refuse_flat(file)
         return leaves(file, file.value, iter(self.names.get(os.path.basename(path), ())))
-
-    def _parts(self, path: str) -> Iterator[dict[str, Any]]:
-        """The files that an index of Hugging Face names."""
-        with open(path, "rb") as file:
-            named = sorted(set(json.load(file)["weight_map"].values()))
-        self.found.files.append(path)
-        for name in named:
-            full = os.path.join(os.path.dirname(path), os.path.basename(name))
-            if not os.path.isfile(full):
-                raise IncompleteCheckpoint(f"{full} is missing, which {path} names")
-            yield self._whole(full)
-
-    def _weights(self, path: str) -> dict[str, Leaf]:
-        self.found.files.append(path)
-        return {stored.name: _stored(stored) for stored in safefile.read(path)}
 
     def _ranks(self, paths: Mapping[int, str]) -> Any:
         files = {rank: self._open(paths[rank]) for rank in sorted(paths)}
         world = self.files.world or max(files) + 1
         ranked.refuse_missing(files, world)
-        self.found.source["dp"] = max(world, self.found.source["dp"] or 1)
-        if "model" in self.files.whole and _is_local(files):
-            return self._local(files)
+        self.saved.source["dp"] = max(world, self.saved.source["dp"] or 1)
+        if "model" in self.files.whole and local.is_local(files):
+            self.has_local_states = True
+            return local.merge(self.saved, files, self.step_policy, self.param_names)
         return self._merge(files)
 
     def _merge(self, files: dict[int, TorchFile]) -> Any:
         merged = ranked.merge(files, self.step_policy)
-        self.found.left_out += merged.left_out
+        self.saved.left_out += merged.left_out
         return merged.tree
-
-    # -- ZeroRedundancyOptimizer
-
-    def _local(self, files: dict[int, TorchFile]) -> dict[Any, Any]:
-        """One optimizer's state of the local ones, in which every rank counts anew."""
-        self.is_local = True
-        self._check_alike(files)
-        groups = [file.value["param_groups"] for file in files.values()]
-        dealt = self._named(files) or self._dealt(files)
-        state: dict[int, Any] = {}
-        made: list[dict[str, Any]] = []
-        for place, order in enumerate(dealt):
-            first = len(state)
-            for rank, position in order:
-                held = files[rank].value["state"].get(groups[rank][place]["params"][position], {})
-                state[len(state)] = leaves(files[rank], held)
-            numbers = list(range(first, len(state)))
-            made.append({**leaves(files[0], groups[0][place]), "params": numbers})
-        return {"state": state, "param_groups": made}
-
-    def _named(self, files: Mapping[int, TorchFile]) -> list[list[zro.Place]] | None:
-        """Where every group's parameters are, in the program's order, if all their names are told.
-
-        Their sizes are then the model's, and no state is needed to tell them.
-        """
-        counts = [
-            [len(group["params"]) for group in f.value["param_groups"]] for f in files.values()
-        ]
-        names = list(self.param_names or ())
-        shapes = next((s for s in _shapes(self.found.tree) if s.keys() >= set(names)), {})
-        if len(names) != sum(map(sum, counts)) or not shapes or len(set(map(len, counts))) > 1:
-            return None
-        sizes = [sum(each) for each in zip(*counts, strict=True)]
-        of_group = [
-            names[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)
-        ]
-        numels = [[prod(shapes[name]) for name in each] for each in of_group]
-        found = [[zro.Place(0, 0)] * size for size in sizes]
-        for rank, parts in enumerate(zro.partition(numels, len(files))):
-            for group, part in enumerate(parts):
-                if len(part) != counts[rank][group]:
-                    raise InconsistentCheckpoint(
-                        f"{files[rank].path} holds {counts[rank][group]} parameters of group "
-                        f"{group}, where ZeroRedundancyOptimizer gives rank {rank} {len(part)} of "
-                        "those that --param-names names",
-                        hint="their order is that of the optimizer's groups, one behind the other",
-                    )
-                for position, place in enumerate(part):
-                    found[group][place] = zro.Place(rank, position)
-        return found
-
-    def _dealt(self, files: Mapping[int, TorchFile]) -> list[list[zro.Place]]:
-        """Where every group's parameters are, the largest first; equal ones in their order."""
-        numels = [
-            [
-                [self._numel(file, number) for number in group["params"]]
-                for group in file.value["param_groups"]
-            ]
-            for file in files.values()
-        ]
-        try:
-            dealt = zro.dealt(numels)
-        except InconsistentCheckpoint as error:
-            raise InconsistentCheckpoint(f"{self.path}: {error.message}", error.hint) from error
-        self.found.orders = orders = []
-        first = 0
-        for place, order in enumerate(dealt):
-            sizes = [numels[rank][place][position] for rank, position in order]
-            for start, stop in zro.runs(sizes):
-                orders.append(list(range(first + start, first + stop)))
-            first += len(order)
-        return dealt
-
-    def _numel(self, file: TorchFile, number: int) -> int:
-        numel = _numel(file.value["state"].get(number, {}))
-        if numel is None:
-            raise MissingData(
-                f"{file.path} holds no state of its parameter {number}, whose size nothing else "
-                "tells: ZeroRedundancyOptimizer deals parameters to ranks by size",
-                hint="name the optimizer's parameters with --param-names FILE (one per line, group "
-                "by group), or save after consolidate_state_dict()",
-            )
-        return numel
-
-    def _check_alike(self, files: Mapping[int, TorchFile]) -> None:
-        """Ranks agree on hyper-parameters and on how often they were stepped."""
-        told = {}
-        for rank, file in files.items():
-            groups = [
-                {key: value for key, value in group.items() if key != "params"}
-                for group in file.value["param_groups"]
-            ]
-            told[rank] = ranked.text(groups, file)
-            if told[rank] != told[0]:
-                raise InconsistentCheckpoint(
-                    f"{file.path} and {files[0].path} have different hyper-parameters",
-                )
-        last = [(file.path, step) for file in files.values() if (step := _last_step(file))]
-        if self.step_policy != steps.KEEP:
-            steps.agree(last, self.step_policy)
 
 
 def _dialect_of(weights: str) -> str | None:
-    """The `--dialect` that has files of such names."""
+    """The `--dialect` with files of such names."""
     if weights == "pytorch_model_fsdp.bin":
         return "accelerate"
     return "safetensors" if ".safetensors" in weights else None
-
-
-def _stored(stored: safefile.Stored) -> Leaf:
-    fragments = solid(prod(stored.shape), stored.extent)
-    return Leaf(stored.dtype, stored.shape, fragments, number_of(stored))
-
-
-def _is_local(files: Mapping[int, TorchFile]) -> bool:
-    """Whether the ranks' optimizers count parameters of their own: whole ones, but not the same."""
-    values = [file.value for file in files.values()]
-    if not all(isinstance(v, dict) and "param_groups" in v and "state" in v for v in values):
-        return False
-    if any(next(ranked.sharded_in(value), None) is not None for value in values):
-        return False
-    members = [[m for group in value["param_groups"] for m in group["params"]] for value in values]
-    if not all(type(member) is int for each in members for member in each):
-        return False
-    if len(values) == 1:  # sorted by size, or by chance: that says less of the order
-        return all(_is_sorted(values[0]["state"], group) for group in values[0]["param_groups"])
-    shapes = [[_numel(held) for held in value["state"].values()] for value in values]
-    if any((m, s) != (members[0], shapes[0]) for m, s in zip(members, shapes, strict=True)):
-        return True
-    # as many of the same sizes on every rank: copies of one state, or parts by chance
-    texts = {ranked.text(file.value["state"], file) for file in files.values()}
-    return len(texts) > 1
-
-
-def _is_sorted(state: Mapping[int, Any], group: Mapping[str, Any]) -> bool:
-    numels = [_numel(state.get(number, {})) or 0 for number in group["params"]]
-    return numels == sorted(numels, reverse=True)
-
-
-def _numel(held: Mapping[str, Any]) -> int | None:
-    """Of a parameter, as its states tell it; None without any."""
-    tensors = [t for key, t in held.items() if isinstance(t, Tensor) and key != "step"]
-    return max((tensor.numel for tensor in tensors), default=None)
-
-
-def _shapes(tree: Any) -> Iterator[dict[str, tuple[int, ...]]]:
-    """The tensors by name of every dictionary in a tree."""
-    if isinstance(tree, dict):
-        yield {key: held.shape for key, held in tree.items() if isinstance(held, Leaf)}
-        for held in tree.values():
-            yield from _shapes(held)
-
-
-def _last_step(file: TorchFile) -> steps.Step | None:
-    """The step of what an optimizer has stepped most often."""
-    held = [state.get("step") for state in file.value["state"].values()]
-    told = [file.scalar(step) if isinstance(step, Tensor) else step for step in held]
-    return max((s for s in map(steps.step_of, told) if s is not None), default=None)
-
-
-# -- writing
-
-
-def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of a target; see gathered_writing.py, which reading has no need of."""
-    from . import write as gathered_writing
-
-    return gathered_writing.lay_out(source, options)
-
-
-def read_shells(path: str) -> Manifest:
-    """What was laid out, in which every parameter has its own step."""
-    return read(path, step_policy=steps.KEEP)
-
-
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
-    """What is known only when all tensors are there: the records' checksums."""
-    from ...files.torchshell import seal_records
-
-    seal_records(manifest, outcome)

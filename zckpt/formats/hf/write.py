@@ -1,12 +1,13 @@
-"""A folder for `from_pretrained`: weights under Hugging Face's names, and what loads them.
+"""A folder for `from_pretrained` from any manifest: weights, and the files that load them.
 
-    model.safetensors                                    of more than --max-shard-size, several:
-    model-00001-of-00003.safetensors ...                 and model.safetensors.index.json
+    model.safetensors                                    past --max-shard-size, several files and
+    model-00001-of-00003.safetensors ...                 their index model.safetensors.index.json
     config.json, generation_config.json, tokenizer.json, chat_template.jinja, ...
-    adapter_model.safetensors, adapter_config.json       instead, where PEFT trained an adapter
+    adapter_model.safetensors, adapter_config.json       instead, if PEFT trained an adapter
 
-Written like `save_pretrained` does (transformers 5.23, PEFT 0.21): of names that config.json ties
-the one that it ties them to, of an adapter what was trained. Nothing that only a trainer needs.
+The files are those of `save_pretrained` (transformers 5.23, PEFT 0.21). Names that config.json ties
+are saved once, under the name that it ties them to; an adapter is saved without its base model.
+Files that only a trainer needs are left out.
 """
 
 from __future__ import annotations
@@ -24,35 +25,18 @@ from ...files import safefile
 from ...training import peft, ties
 from ...training.options import Options
 from ...training.trainers import HUGGING_FACE, LOADED, files_to_load_by, json_of
-from ..gathered import read as gathered
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def detect(path: str) -> list[str]:
-    """None: such a folder is read as weights alone."""
-    return []
+from .files import INDEX, WEIGHTS
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of the folder. Raises MissingData where there is no configuration to load it by."""
-    options.only("hf", ("dtype", "max_file_size", "model_config"))
-    target = Export(source, options)
-    about = "an adapter for PEFT" if target.adapter else "a model for from_pretrained"
-    return Layout(target.shells, target.siblings, target.left_out, source.warnings, about=about)
+    """The files of the folder; raises MissingData without a configuration to load it by."""
+    writer = PretrainedWriter(source, options)
+    about = "an adapter for PEFT" if writer.adapter else "a model for from_pretrained"
+    return Layout(writer.shells, writer.siblings, writer.left_out, source.warnings, about=about)
 
 
-def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
-    """What was laid out: weights alone."""
-    return gathered.read(path)
-
-
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
-    """safetensors state no checksums."""
-
-
-class Export:
-    """What is decided before the first byte is written."""
+class PretrainedWriter:
+    """Everything that is decided before the first byte is written."""
 
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source
@@ -76,24 +60,24 @@ class Export:
         return peft.CONFIG if self.adapter else ties.CONFIG
 
     def _files_to_load_by(self) -> list[Sibling]:
-        """Configuration, tokenizer and processor: of the source's folder, or of `--config`."""
-        found = {item.name: item for item in files_to_load_by(self.source.siblings)}
+        """Configuration, tokenizer and processor, from the source's folder or from `--config`."""
+        files = {item.name: item for item in files_to_load_by(self.source.siblings)}
         given = self.options.model_config
         if given is None:
-            return list(found.values())
+            return list(files.values())
         if os.path.isdir(given):
-            with os.scandir(given) as items:
-                names = sorted(item.name for item in items if item.is_file())
-            found |= {
+            with os.scandir(given) as entries:
+                names = sorted(entry.name for entry in entries if entry.is_file())
+            files |= {
                 name: _sibling(name, os.path.join(given, name))
                 for name in names
                 if LOADED.fullmatch(name)
             }
         elif os.path.isfile(given):
-            found[self._config_name] = _sibling(self._config_name, given)
+            files[self._config_name] = _sibling(self._config_name, given)
         else:
             raise WrongOption(f"--config {given} does not exist")
-        return list(found.values())
+        return list(files.values())
 
     def _config(self) -> dict[str, Any]:
         """The model's (or adapter's) configuration; raises MissingData."""
@@ -110,27 +94,27 @@ class Export:
     # -- weights
 
     def _names(self) -> list[str]:
-        """Parameters and buffers in the module's order, tied ones by the name that is loaded."""
+        """Parameters and buffers in the module's order; tied ones under the name that is loaded."""
         kept = self._owners()
         module = self.source.state.get("module") or []
         names = [*self.source.parameters, *self.source.buffers]
-        names += [a for held in self.source.parameters.values() for a in held.aliases]
+        names += [a for parameter in self.source.parameters.values() for a in parameter.aliases]
         places = {name: place for place, name in enumerate(module)}
         order = sorted(names, key=lambda name: places.get(name, len(places)))
         return [name for name in dict.fromkeys(order) if kept.get(name, name) == name]
 
     def _owners(self) -> dict[str, str]:
-        """Of every name that the configuration ties the one that is saved."""
+        """The name that is saved, by every name that the configuration ties to it."""
         if self.adapter:
             return {}
         tied = ties.of_config(self.config)
-        found: dict[str, str] = {}
+        owners: dict[str, str] = {}
         for name, parameter in self.source.parameters.items():
             same = {name, *parameter.aliases}
-            found |= {alias: owner for alias, owner in tied.items() if {alias, owner} <= same}
+            owners |= {alias: owner for alias, owner in tied.items() if {alias, owner} <= same}
             if not self.config.get("architectures") and self.config.get("tie_word_embeddings"):
-                found |= dict.fromkeys(parameter.aliases, name)
-        return found
+                owners |= dict.fromkeys(parameter.aliases, name)
+        return owners
 
     def _is_exported(self, name: str) -> bool:
         parameter = self.source.parameters.get(name)
@@ -139,7 +123,8 @@ class Export:
 
     def _tensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
         """Names in the files, types and shapes."""
-        owners = {a: n for n, held in self.source.parameters.items() for a in held.aliases}
+        parameters = self.source.parameters.items()
+        owners = {alias: name for name, parameter in parameters for alias in parameter.aliases}
         for name in filter(self._is_exported, self._names()):
             owner = owners.get(name, name)
             entries = self.source.entries
@@ -147,11 +132,11 @@ class Export:
             entry = weight or entries.get(f"{owner}/master")
             if entry is None:
                 raise MissingData(f"the source has no weights of {owner}")
-            called = peft.saved_name(name) if self.adapter else name
-            yield called, (self._dtype(owner, entry.dtype, weight is not None), entry.shape)
+            saved_name = peft.saved_name(name) if self.adapter else name
+            yield saved_name, (self._dtype(owner, entry.dtype, weight is not None), entry.shape)
 
     def _dtype(self, name: str, dtype: str, is_weight: bool) -> str:
-        """What is asked for, else what the module had; masters alone are rounded as it was."""
+        """The type of `--dtype`, else the module's; masters without weights are rounded to that."""
         if name not in self.source.parameters or dtype not in FLOATS:
             return dtype
         module = (self.source.state.get("engine") or {}).get("dtype")

@@ -3,15 +3,15 @@
     PREFIX.ZeRO.R.L.ort.pt, PREFIX.ort.pt    torch.save: L1 (before 1.7) and L2
     any name                                 HDF5, one file per rank
 
-    directory.py    which files belong together
+    files.py        which files belong together
     legacy.py       what the files of torch.save hold
     hdf5.py         what the HDF5 files hold
-    ranks.py        the words that both are told in
+    ranks.py        what both kinds of files say of a rank
     partition.py    which elements of which weight each rank owns
-    reading.py      the manifest: every weight from its owners
-    checking.py     what only the bytes tell, before a copy
-    gathering.py    what ONNX Runtime's own aggregators would make of it
-    writing.py      L2 and HDF5 files for any data-parallel size
+    owners.py       the fragments of every weight, from the ranks that own them
+    read.py         the manifest
+    gather.py       what ONNX Runtime's own aggregators would join
+    write.py        L2 and HDF5 files for any data-parallel size
 
 Facts in this package are of onnxruntime-training 1.16.3 and its sources back to 1.3.
 """
@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .files import detect
-from .read import read
+from ..format import Format
 
 if TYPE_CHECKING:
     from ...core.manifest import Manifest
@@ -29,39 +28,52 @@ if TYPE_CHECKING:
     from ...core.staging import Layout
     from ...training.options import Options
 
-__all__ = ["check", "detect", "lay_out", "partitions", "read", "read_shells", "seal"]
 
+class OnnxRuntime(Format):
+    name = "onnxruntime"
+    about = "ONNX Runtime Training ZeRO-1, 1.3 to 1.16 (HDF5, .ort.pt)"
+    family = "onnxruntime"
+    options = frozenset({"dp", "dtype"})
+    dialects = ("hdf5", "l2")
 
-def check(manifest: Manifest) -> None:
-    """Raises where the bytes of a source contradict each other; see checking.py."""
-    from . import checking
+    def detect(self, path: str) -> list[str]:
+        from .files import detect
 
-    checking.check(manifest)
+        return detect(path)
 
+    def read(
+        self,
+        path: str,
+        tag: str | None = None,
+        step_policy: str | None = None,
+        param_names: tuple[str, ...] | None = None,
+        weights_only: bool = False,
+    ) -> Manifest:
+        from .read import read
 
-def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of a target; see writing.py, which reading has no need of."""
-    from . import write as writing
+        return read(path, tag, step_policy)
 
-    return writing.lay_out(source, options)
+    def check(self, manifest: Manifest) -> None:
+        from .read import check
 
+        check(manifest)
 
-def read_shells(path: str) -> Manifest:
-    """What was laid out, in which every weight may have its own step."""
-    from ...training.steps import KEEP
+    def lay_out(self, source: Manifest, options: Options) -> Layout:
+        from .write import lay_out
 
-    return read(path, step_policy=KEEP)
+        return lay_out(source, options)
 
+    def seal(self, root: str, manifest: Manifest, outcome: Any) -> None:
+        from .write import seal
 
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
-    """What is known only when all tensors are there: the records' checksums."""
-    from . import write as writing
+        seal(root, manifest, outcome)
 
-    writing.seal(root, manifest, outcome)
+    def read_shells(self, path: str) -> Manifest:
+        from ...training.steps import KEEP
 
+        return self.read(path, step_policy=KEEP)  # every weight may have its own step
 
-def partitions(path: str) -> list[Partition]:
-    """What the ranks would all-gather; see gathering.py, which only a proof has need of."""
-    from . import gather as gathering
+    def partitions(self, path: str) -> list[Partition]:
+        from .gather import partitions
 
-    return gathering.partitions(path)
+        return partitions(path)

@@ -1,4 +1,4 @@
-"""Which files belong together: a directory of rank files, or one file."""
+"""Which files make one checkpoint: a directory of rank files, or one file."""
 
 from __future__ import annotations
 
@@ -17,76 +17,80 @@ from ...training.options import MAX_DP
 from . import hdf5, legacy
 from .ranks import Save
 
-# files of other kinds, of which there may be thousands: not worth a look inside
-OTHERS = (".safetensors", ".json", ".distcp", "_states.pt", ".py")
+# files of other kinds, of which there may be thousands: they are not opened
+OTHER_FILES = (".safetensors", ".json", ".distcp", "_states.pt", ".py")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """One checkpoint: its files by rank, and the name to call it by; `ranks` as they say.
+class CheckpointFiles:
+    """The files of one checkpoint, each with its rank.
 
-    `parsed` are HDF5 files, which are opened to tell their ranks; none of a legacy one.
+    `name` is what messages call the checkpoint. `ranks` is the number of ranks that the files
+    state. `parsed` are the opened files of an HDF5 checkpoint, whose ranks only their contents
+    tell; empty for a legacy checkpoint.
     """
 
     name: str
     files: tuple[tuple[int, str], ...]
     ranks: int
-    parsed: tuple[hdf5.File, ...] = ()
+    parsed: tuple[hdf5.RankFile, ...] = ()
 
 
 def detect(path: str) -> list[str]:
-    """One nameless checkpoint where there is any; which one, where there are more, `find` asks."""
+    """One empty tag if there is a checkpoint; `find` says which one, if there are several."""
     if os.path.isdir(path):
         if not os.access(path, os.R_OK | os.X_OK):  # lost+found
             return []
         with os.scandir(path) as items:
-            files = [item for item in items if item.is_file() and not item.name.endswith(OTHERS)]
+            files = [
+                item for item in items if item.is_file() and not item.name.endswith(OTHER_FILES)
+            ]
         return [""] if any(_is_named(item.name) or hdf5.is_one(item.path) for item in files) else []
     return [""] if os.path.isfile(path) and (hdf5.is_one(path) or legacy.is_one(path)) else []
 
 
-def _listed(folder: str) -> list[str]:
-    """Names of what may be files of a checkpoint."""
-    return sorted(name for name in os.listdir(folder) if not name.endswith(OTHERS))
+def _candidates(folder: str) -> list[str]:
+    """Names of the files in a folder that may belong to a checkpoint."""
+    return sorted(name for name in os.listdir(folder) if not name.endswith(OTHER_FILES))
 
 
 def _is_named(name: str) -> bool:
     return name.endswith(legacy.SUFFIX)
 
 
-def find(path: str) -> Found:
-    """The one checkpoint at `path`; a file that is one rank of several stands for them all.
+def find(path: str) -> CheckpointFiles:
+    """The one checkpoint at `path`; the file of one rank stands for all ranks.
 
     Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank is missing) and
     InconsistentCheckpoint (two files of one rank).
     """
     if os.path.isdir(path):
-        found = _all(path, _listed(path))
-        if not found:
+        checkpoints = _all(path, _candidates(path))
+        if not checkpoints:
             raise NotACheckpoint(f"{path} holds no checkpoint of ONNX Runtime")
-        if len(found) > 1:
+        if len(checkpoints) > 1:
             raise AmbiguousCheckpoint(
-                f"{path} holds {len(found)} checkpoints: "
-                + ", ".join(os.path.basename(each.name) for each in found[:8]),
-                hint=f"name the file (one of them is enough): {found[0].files[0][1]}",
+                f"{path} holds {len(checkpoints)} checkpoints: "
+                + ", ".join(os.path.basename(each.name) for each in checkpoints[:8]),
+                hint=f"name the file (one of them is enough): {checkpoints[0].files[0][1]}",
             )
-        return _complete(path, found[0])
+        return _complete(path, checkpoints[0])
     folder = os.path.dirname(path) or "."
     name = os.path.basename(path)
     alone = not legacy.SHARDED.fullmatch(name)
     if hdf5.is_one(path):
         alone = not hdf5.open_file(path).is_partition
-    for each in _all(folder, [name] if alone else {name, *_listed(folder)}, alone):
-        if any(os.path.basename(file) == name for _, file in each.files):
-            return _complete(path, each)
+    for checkpoint in _all(folder, [name] if alone else {name, *_candidates(folder)}, alone):
+        if any(os.path.basename(file) == name for _, file in checkpoint.files):
+            return _complete(path, checkpoint)
     raise NotACheckpoint(f"{path} holds no checkpoint of ONNX Runtime")
 
 
-def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[Found]:
+def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[CheckpointFiles]:
     """Every checkpoint among files of a folder."""
-    found: list[Found] = []
+    checkpoints: list[CheckpointFiles] = []
     sharded: dict[tuple[str, int], list[tuple[int, str]]] = {}
-    partitions: list[hdf5.File] = []
+    partitions: list[hdf5.RankFile] = []
     for name in sorted(names):
         full = os.path.join(folder, name)
         if not os.path.isfile(full):
@@ -96,54 +100,61 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[F
             if file.is_partition:
                 partitions.append(file)
             else:
-                found.append(Found(full, ((0, full),), 1, (file,)))
-        elif told := legacy.SHARDED.fullmatch(name):
-            ranks = sharded.setdefault((told[1], int(told[3]) + 1), [])
-            ranks.append((int(told[2]), full))
+                checkpoints.append(CheckpointFiles(full, ((0, full),), 1, (file,)))
+        elif match := legacy.SHARDED.fullmatch(name):
+            ranks = sharded.setdefault((match[1], int(match[3]) + 1), [])
+            ranks.append((int(match[2]), full))
         elif _is_named(name) or of_any_name:
-            found.append(Found(full, ((0, full),), 1))
+            checkpoints.append(CheckpointFiles(full, ((0, full),), 1))
     for (prefix, count), files in sharded.items():
-        called = os.path.join(folder, f"{prefix}.ZeRO.*.{count - 1}{legacy.SUFFIX}")
-        found.append(Found(called, tuple(sorted(files)), count))
+        pattern = os.path.join(folder, f"{prefix}.ZeRO.*.{count - 1}{legacy.SUFFIX}")
+        checkpoints.append(CheckpointFiles(pattern, tuple(sorted(files)), count))
     if partitions:
         partitions.sort(key=lambda file: file.size("world_rank", 0))
-        called = f"{os.path.basename(partitions[0].path)} and the other ranks' files"
+        label = f"{os.path.basename(partitions[0].path)} and the other ranks' files"
         by_rank = tuple((file.size("world_rank", 0), file.path) for file in partitions)
         world = max(file.size("world_size", 1) for file in partitions)
-        found.append(Found(called, by_rank, world, tuple(partitions)))
-    return found
+        checkpoints.append(CheckpointFiles(label, by_rank, world, tuple(partitions)))
+    return checkpoints
 
 
-def _complete(path: str, found: Found) -> Found:
-    """`found`, if every rank is there once."""
-    if found.ranks > MAX_DP:
-        raise CorruptCheckpoint(f"{found.files[0][1]} states {found.ranks} ranks")
-    here: dict[int, str] = {}
-    for rank, file in found.files:
-        if rank in here:
+def _complete(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
+    """`checkpoint`, if each of its ranks has exactly one file."""
+    if checkpoint.ranks > MAX_DP:
+        raise CorruptCheckpoint(
+            f"{checkpoint.files[0][1]} states {checkpoint.ranks} ranks, more than the {MAX_DP} "
+            "that zckpt reads"
+        )
+    by_rank: dict[int, str] = {}
+    for rank, file in checkpoint.files:
+        if rank in by_rank:
             raise InconsistentCheckpoint(
-                f"{here[rank]} and {file} are both of rank {rank}",
+                f"{by_rank[rank]} and {file} are both of rank {rank}",
                 hint="files of two saves seem to be mixed; keep those of one save in a directory",
             )
-        here[rank] = file
-    if max(here) >= found.ranks:
-        raise InconsistentCheckpoint(f"{here[max(here)]} is of rank {max(here)} of {found.ranks}")
-    missing = [rank for rank in range(found.ranks) if rank not in here]
+        by_rank[rank] = file
+    if max(by_rank) >= checkpoint.ranks:
+        raise InconsistentCheckpoint(
+            f"{by_rank[max(by_rank)]} is of rank {max(by_rank)}, but ranks end at "
+            f"{checkpoint.ranks - 1}: the files state {checkpoint.ranks} ranks"
+        )
+    missing = [rank for rank in range(checkpoint.ranks) if rank not in by_rank]
     if missing:
-        told = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
-        expected = "" if found.parsed else found.name.replace("*", str(missing[0]))
+        numbers = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
+        expected = "" if checkpoint.parsed else checkpoint.name.replace("*", str(missing[0]))
         raise IncompleteCheckpoint(
-            f"{path} lacks the file of rank {told}: it holds {len(here)} of {found.ranks}",
+            f"{path} lacks the file of rank {numbers}: it holds {len(by_rank)} of "
+            f"{checkpoint.ranks}",
             hint=f"expected {os.path.basename(expected)}"
             if expected
             else "the rank is inside the file (trainer_options/world_rank), not in its name",
         )
-    return found
+    return checkpoint
 
 
 def opened(path: str) -> Save:
-    """What the ranks' files hold."""
-    found = find(path)
-    if found.parsed:
-        return hdf5.opened(path, found.parsed)
-    return legacy.opened(path, [file for _, file in sorted(found.files)])
+    """The contents of all ranks' files."""
+    checkpoint = find(path)
+    if checkpoint.parsed:
+        return hdf5.opened(path, checkpoint.parsed)
+    return legacy.opened(path, [file for _, file in sorted(checkpoint.files)])

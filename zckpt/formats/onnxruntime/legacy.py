@@ -1,19 +1,22 @@
-"""Files of torch.save, `PREFIX.ZeRO.R.L.ort.pt` (L is the last rank) or `PREFIX.ort.pt`.
+"""What ONNX Runtime stores in files of torch.save: how each key is taken apart.
+
+    PREFIX.ZeRO.R.L.ort.pt   rank R of 0 to L
+    PREFIX.ort.pt            the only rank
 
     {"model": {key: tensor}, ...}      other keys are the user's; or the inner dictionary alone
 
     w                        an fp32 weight, with its shape
     w_view_K                 a rank's flat piece of one, in mixed-precision runs since 1.7 (L2)
     w_fp16, w_bf16           its 16-bit copy, on every rank
-    Moment_1_w[_view_K]      and Moment_2_..., Update_Count_...: of what the rank owns
+    Moment_1_w[_view_K]      and Moment_2_..., Update_Count_...: for what the rank owns
     Step                     Lamb's counter
 
-Before 1.7 (L1) mixed-precision runs hold a shared weight whole on each of its owners, of which only
-the owner's part is current. The old front end adds every weight that the session lacks, with stale
-values. So which keys are there proves nothing; reading.py takes a weight from its owners alone.
+Before 1.7 (L1), each owner of a shared weight in a mixed-precision run stores it whole, but only
+the owner's own part is current. The old front end adds every weight that the session lacks, with
+stale values. So the presence of a key proves nothing: read.py takes a weight from its owners alone.
 
-A name may hold what looks like a part of this grammar (`x_view_1`, `Step_scale`); a key is taken
-apart only where its parts are there too.
+A weight's name may look like a part of this grammar (`x_view_1`, `Step_scale`). A key is taken
+apart only if the parts are keys too.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from ...core.inert import TensorName, inside, map_values, to_json
 from ...core.manifest import Entry
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
 from ...files.torchfile import SMALL, Parsed, Tensor, TorchFile
-from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Held, Rank, Save
+from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Rank, RankTensor, Save
 
 SUFFIX = ".ort.pt"
 SHARDED = re.compile(r"(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt", re.DOTALL)
@@ -39,7 +42,7 @@ MODEL = "model"
 
 
 def is_one(path: str) -> bool:
-    """Whether a single file is one: by its name, or by the keys of optimizer states."""
+    """Whether a single file is one of these, by its name or by the keys of optimizer states."""
     if path.endswith(SUFFIX):
         return True
     try:
@@ -56,7 +59,7 @@ def is_one(path: str) -> bool:
 
 
 def opened(root: str, paths: Sequence[str]) -> Save:
-    """What files in rank order hold; raises CorruptCheckpoint and its like."""
+    """The contents of files in rank order; raises CorruptCheckpoint and its like."""
     parsed: Parsed = {}
     files = [TorchFile(path, parsed) for path in paths]
     models = [_model(file) for file in files]
@@ -72,12 +75,12 @@ def opened(root: str, paths: Sequence[str]) -> Save:
     known = _weights(models, half)
     ranks = [_rank(*pair, half, known) for pair in zip(files, models, strict=True)]
     state, kept, copies, left_out = _client_state(files)
-    # a shared weight that is whole on its owners: before 1.7
+    # before 1.7 the owners of a shared weight store it whole
     shared = any(re.fullmatch(VIEW, key) for model in models for key in model)
-    first = half is not None and shared and not any(rank.pieces for rank in ranks)
+    is_l1 = half is not None and shared and not any(rank.pieces for rank in ranks)
     return Save(
         root,
-        "l1" if first else "l2",
+        "l1" if is_l1 else "l2",
         ranks,
         half,
         _optimizer(ranks),
@@ -93,17 +96,17 @@ def _model(file: TorchFile) -> dict[str, Tensor]:
     value = file.value
     model = value.get(MODEL, value) if isinstance(value, dict) else None
     if not isinstance(model, dict) or not all(
-        isinstance(key, str) and isinstance(held, Tensor) for key, held in model.items()
+        isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in model.items()
     ):
         raise CorruptCheckpoint(
-            f"{file.path} is no checkpoint of ONNX Runtime: it holds no dictionary of tensors"
+            f"{file.path} is not a checkpoint of ONNX Runtime: it holds no dictionary of tensors"
         )
     for key in model:
         if MEGATRON.search(key):
             raise UnsupportedCheckpoint(
                 f"{file.path} was saved with horizontal (Megatron) parallelism ({key}), which "
                 "zckpt does not read",
-                hint="what is read: ZeRO with data parallelism alone",
+                hint="zckpt reads ZeRO checkpoints with data parallelism alone",
             )
     return model
 
@@ -113,7 +116,7 @@ def _is_half(key: str, tensor: Tensor, suffix: str) -> bool:
 
 
 def _weights(models: Sequence[Mapping[str, Tensor]], half: str | None) -> set[str]:
-    """Names of weights: in a mixed run those with 16-bit copies, and what is nothing else."""
+    """Names of weights: those with 16-bit copies, and every key that is nothing else."""
     suffix = next((end for end, dtype in HALVES.items() if dtype == half), "")
     copied = {
         key.removesuffix(suffix)
@@ -124,10 +127,10 @@ def _weights(models: Sequence[Mapping[str, Tensor]], half: str | None) -> set[st
     known = set(copied)
     for model in models:
         for key, tensor in model.items():
-            found = VIEW.fullmatch(key)
+            view = VIEW.fullmatch(key)
             if suffix and _is_half(key, tensor, suffix):
                 continue
-            if found and len(tensor.shape) == 1 and found[1] in copied:
+            if view and len(tensor.shape) == 1 and view[1] in copied:
                 continue
             if not _is_state(model, key, tensor):
                 known.add(key)
@@ -135,7 +138,7 @@ def _weights(models: Sequence[Mapping[str, Tensor]], half: str | None) -> set[st
 
 
 def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
-    """Whether a key is an optimizer's: moments come in pairs, counters are integers."""
+    """Whether a key is an optimizer state: moments come in pairs, counters are integers."""
     if key == SHARED or key.startswith(f"{COUNT}_"):
         return tensor.dtype == "I64" and tensor.numel == 1
     for moment, other in (("Moment_1_", "Moment_2_"), ("Moment_2_", "Moment_1_")):
@@ -145,62 +148,66 @@ def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
 
 
 def _rank(file: TorchFile, model: Mapping[str, Tensor], half: str | None, known: set[str]) -> Rank:
-    """One file's tensors, each under the weight that it belongs to."""
+    """One file's tensors, by the weight that each belongs to."""
     rank = Rank(file.path)
     suffix = next((end for end, dtype in HALVES.items() if dtype == half), "")
 
-    def of(name: str, key: str) -> str:
-        """The weight behind a name, which may be that of a piece."""
-        found = VIEW.fullmatch(name)
+    def weight_of(name: str, key: str) -> str:
+        """The weight that `name` is, or is a piece of."""
+        view = VIEW.fullmatch(name)
         if name in known:
             return name
-        if found and found[1] in known:
-            return found[1]
+        if view and view[1] in known:
+            return view[1]
         raise InconsistentCheckpoint(
-            f"{file.path} holds {key}, but no file tells of what weight it is a piece",
-            hint="without the 16-bit copies (or the whole weights) no file tells its shape",
+            f"{file.path} holds {key}, but no file states which weight it is a piece of",
+            hint="without the 16-bit copies (or the whole weights) no file states its shape",
         )
 
     for key, tensor in model.items():
         if suffix and _is_half(key, tensor, suffix) and key.removesuffix(suffix) in known:
-            rank.halves[key.removesuffix(suffix)] = _held(file, tensor)
+            rank.halves[key.removesuffix(suffix)] = _located(file, tensor)
         elif key in known:
-            rank.weights[key] = _held(file, tensor)
+            rank.weights[key] = _located(file, tensor)
         elif not _is_state(model, key, tensor):
-            _once(file, rank.pieces, of(key, key), _held(file, tensor))
+            _add_once(file, rank.pieces, weight_of(key, key), _located(file, tensor))
         elif key == SHARED:
             rank.shared = _count(file, key, tensor)
         elif key.startswith(f"{COUNT}_"):
-            name = of(key.removeprefix(f"{COUNT}_"), key)
-            _once(file, rank.counts, name, _count(file, key, tensor))
+            name = weight_of(key.removeprefix(f"{COUNT}_"), key)
+            _add_once(file, rank.counts, name, _count(file, key, tensor))
         else:
             moment = key[: len("Moment_1")]
-            name = of(key[len("Moment_1_") :], key)
-            _once(file, rank.moments.setdefault(name, {}), SLOTS[moment], _held(file, tensor))
+            name = weight_of(key[len("Moment_1_") :], key)
+            _add_once(
+                file, rank.moments.setdefault(name, {}), SLOTS[moment], _located(file, tensor)
+            )
     return rank
 
 
-def _once(file: TorchFile, into: dict[str, Any], name: str, value: Any) -> None:
+def _add_once(file: TorchFile, into: dict[str, Any], name: str, value: Any) -> None:
     if name in into:
-        raise InconsistentCheckpoint(f"{file.path} holds two pieces of {name}, one rank owns one")
+        raise InconsistentCheckpoint(
+            f"{file.path} holds two pieces of {name}: a rank owns at most one"
+        )
     into[name] = value
 
 
-def _held(file: TorchFile, tensor: Tensor) -> Held:
+def _located(file: TorchFile, tensor: Tensor) -> RankTensor:
     if not tensor.contiguous:
         raise UnsupportedCheckpoint(
-            f"{file.path}: a tensor of shape {tensor.shape} is no plain array",
-            hint="ONNX Runtime writes none such; was the file made by another program?",
+            f"{file.path}: a tensor of shape {tensor.shape} is not contiguous",
+            hint="ONNX Runtime writes contiguous tensors; was the file made by another program?",
         )
     extent = file.extent(tensor)
     length, crc = file.crc(tensor)
-    return Held(tensor.dtype, tensor.shape, extent, crc if length == extent.length else None)
+    return RankTensor(tensor.dtype, tensor.shape, extent, crc if length == extent.length else None)
 
 
 def _count(file: TorchFile, key: str, tensor: Tensor) -> int:
     value = file.scalar(tensor).value
     if value < 1:
-        raise CorruptCheckpoint(f"{file.path}: {key} is {value}, ONNX Runtime counts from 1")
+        raise CorruptCheckpoint(f"{file.path}: {key} is {value}, but ONNX Runtime counts from 1")
     return int(value)
 
 
@@ -214,52 +221,53 @@ def _optimizer(ranks: Sequence[Rank]) -> str | None:
     return OPTIMIZERS["AdamOptimizer" if adam else "LambOptimizer"]
 
 
-# -- what the user saved beside the model
+# -- what the user saved with the model
 
 
 def _client_state(
     files: Sequence[TorchFile],
 ) -> tuple[dict[str, Any], dict[str, Entry], list[Entry], list[str]]:
-    """Rank 0's keys beside `model`, the tensors in them, and equal copies of these on other ranks.
+    """The user's part of the files: rank 0's values, and the tensors in them.
 
-    Last, what other ranks hold of their own.
+    Then equal copies of these tensors on other ranks, and a line for each value of another rank
+    that differs from rank 0's.
     """
     kept: dict[str, Entry] = {}
     copies: list[Entry] = []
 
-    def keep(value: Any, path: str, file: TorchFile, into: list[Entry]) -> Any:
+    def keep(value: Any, path: str, file: TorchFile, entries: list[Entry]) -> Any:
         if isinstance(value, Tensor):
             if not value.shape and value.dtype != "C64":
                 return file.scalar(value)
             name = f"{path}/state"
-            into.append(Entry(name, value.dtype, value.shape, file.fragments(value)))
+            entries.append(Entry(name, value.dtype, value.shape, file.fragments(value)))
             return TensorName(path)
-        return map_values(value, lambda item, key: keep(item, inside(path, key), file, into))
+        return map_values(value, lambda item, key: keep(item, inside(path, key), file, entries))
 
-    told, left_out = {}, []
+    state, left_out = {}, []
     for key, value in _user(files[0]).items():
-        path, found = inside("client_state", key), list[Entry]()
-        told[key] = keep(value, path, files[0], found)
-        kept |= {entry.name: entry for entry in found}
-        first = _told(files[0], value)
+        path, entries = inside("client_state", key), list[Entry]()
+        state[key] = keep(value, path, files[0], entries)
+        kept |= {entry.name: entry for entry in entries}
+        first = _comparable(files[0], value)
         for file in files[1:]:
-            if _told(file, _user(file).get(key)) == first:
+            if _comparable(file, _user(file).get(key)) == first:
                 keep(_user(file)[key], path, file, copies)
             elif str(key) not in left_out:
                 left_out.append(str(key))
-    left_out += sorted({str(key) for file in files for key in _user(file)} - set(map(str, told)))
-    return told, kept, copies, [f"client_state {key!r} of ranks other than 0" for key in left_out]
+    left_out += sorted({str(key) for file in files for key in _user(file)} - set(map(str, state)))
+    return state, kept, copies, [f"client_state {key!r} of ranks other than 0" for key in left_out]
 
 
 def _user(file: TorchFile) -> dict[Any, Any]:
     value = file.value
     if not isinstance(value.get(MODEL), dict):
         return {}
-    return {key: held for key, held in value.items() if key != MODEL}
+    return {key: item for key, item in value.items() if key != MODEL}
 
 
-def _told(file: TorchFile, value: Any) -> str:
-    """To be compared: tensors by type, shape and checksum."""
+def _comparable(file: TorchFile, value: Any) -> str:
+    """Text that is equal for equal values: tensors by type, shape and checksum."""
 
     def plain(item: Any, _key: Any) -> Any:
         if not isinstance(item, Tensor):

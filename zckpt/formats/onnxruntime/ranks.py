@@ -1,4 +1,4 @@
-"""What the ranks' files of one save hold, in the same words for every dialect."""
+"""The contents of one save, rank by rank: the same records for legacy and HDF5 files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ...core.manifest import Entry, Extent, Record
+from ...core.fragments import Extent, Record
+from ...core.manifest import Entry
 
 SLOTS = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq"}
 COUNT, SHARED = "Update_Count", "Step"  # Adam's, one per weight; Lamb's, one for all
@@ -14,8 +15,8 @@ OPTIMIZERS = {"AdamOptimizer": "Adam", "LambOptimizer": "Lamb", "SGDOptimizer": 
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """One tensor of a file; `crc` where the file states that of just these bytes."""
+class RankTensor:
+    """One tensor of a rank's file; `crc` if the file states the CRC-32 of exactly these bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -29,29 +30,30 @@ class Held:
 
 @dataclass(slots=True)
 class Rank:
-    """One rank's file: tensors and counters by the weight that they belong to.
+    """One rank's file: tensors and counters, by the weight that they belong to.
 
-    `weights` have a weight's shape; `pieces` are flat parts of one; `halves` are the 16-bit copies
-    of mixed-precision runs; `moments` are by weight and slot. `counts` and `shared` are the
-    counters as they are stored, which is one more than the updates that were made.
+    `weights` have the shape of the weight; `pieces` are flat parts of one; `halves` are the 16-bit
+    copies of mixed-precision runs; `moments` are by weight and slot. `counts` and `shared` are the
+    counters as stored: one more than the completed updates.
     """
 
     path: str
-    weights: dict[str, Held] = field(default_factory=dict)
-    pieces: dict[str, Held] = field(default_factory=dict)
-    halves: dict[str, Held] = field(default_factory=dict)
-    moments: dict[str, dict[str, Held]] = field(default_factory=dict)
+    weights: dict[str, RankTensor] = field(default_factory=dict)
+    pieces: dict[str, RankTensor] = field(default_factory=dict)
+    halves: dict[str, RankTensor] = field(default_factory=dict)
+    moments: dict[str, dict[str, RankTensor]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     shared: int | None = None
 
 
 @dataclass(slots=True)
 class Save:
-    """One checkpoint: its ranks in order, and what they say alike.
+    """One checkpoint: its ranks in order, and what all of them state.
 
-    `mixed` is the type of the 16-bit copies, None in an fp32 run; `optimizer` is what the files
-    state; `shapes` are those that are stated apart from tensors; `state` is what is no tensor of a
-    weight, `kept` the tensors in that and `copies` other ranks' of these.
+    `mixed` is the type of the 16-bit copies, None in an fp32 run. `optimizer` is the one that the
+    files state. `shapes` are shapes that the files state apart from tensors. `state` is everything
+    that does not belong to a weight; `kept` are the tensors in it, and `copies` are other ranks'
+    copies of those tensors.
     """
 
     root: str

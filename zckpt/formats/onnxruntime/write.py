@@ -1,11 +1,11 @@
-"""An ONNX Runtime checkpoint for any data-parallel size, from any manifest, as shells.
+"""Write ONNX Runtime checkpoints of any data-parallel size: the files without their tensors.
 
-HDF5 files are loaded by ORTTrainer.load_checkpoint, which merges them and cuts them anew: any
-number of ranks resumes from any. Legacy files (L2) are loaded by each rank as they are, so that
-names and sizes are exactly those of the engine's own partition.
+ORTTrainer.load_checkpoint merges HDF5 files and cuts them anew, so any number of ranks can resume
+from them. Each rank loads its own legacy file (L2), so the names and sizes in it are exactly those
+of the engine's partition.
 
-What is not a tensor of a weight has little room: counters (one more than the updates), in HDF5
-files also ORTTrainer's own and the user's dictionary. The rest is named in `left_out`.
+The files hold little beside the tensors of weights: counters (one more than the updates); HDF5
+files also ORTTrainer's own counters and the user's dictionary. `left_out` names everything else.
 """
 
 from __future__ import annotations
@@ -21,52 +21,56 @@ from ...core.inert import Scalar
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
+from ...files import hdf5shell
 from ...files.torchshell import Storages, seal_records, shell, thawed
 from ...training.options import Options
-from . import hdf5shell
+from .hdf5 import require_h5py
 from .legacy import HALVES, MODEL
-from .partition import Share, by_name, place_of, shares
+from .partition import Share, by_name, share_of, shares
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS
 
 PREFIX = "ORT_checkpoint"  # ONNX Runtime's own
-SUFFIXES = {dtype: suffix for suffix, dtype in HALVES.items()}
-NAMES = {short: name for name, short in OPTIMIZERS.items()}
-# state that the target holds, in every dialect or in HDF5 files
+HALF_SUFFIXES = {dtype: suffix for suffix, dtype in HALVES.items()}
+ENGINE_NAMES = {short: name for name, short in OPTIMIZERS.items()}
+# keys of a manifest's state that the target holds: in every dialect, and in HDF5 files
 ENGINE = frozenset({"engine", "module", "counters"})
 TRAINER = ("trainer_options", "train_step_info", "user_dict")
+# names that ONNX Runtime's aggregation of legacy files takes apart
 MISREAD = re.compile(r"_view_|_fp16|Moment_[12]_|Update_Count_|^Step")
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of the target, and what it cannot take along.
+    """The files of the target, and what they cannot hold.
 
     Raises before anything is written: WrongOption, MissingData (the optimizer is neither Adam nor
     Lamb, or a state is missing), InconsistentCheckpoint (Lamb has one step for all),
-    UnsupportedCheckpoint (a name that HDF5 files cannot hold).
+    UnsupportedCheckpoint (a name that HDF5 files cannot hold), MissingExtra (h5py).
     """
-    options.only("onnxruntime", ("dp", "dtype"), dialects=("hdf5", "l2"))
-    target = _Target(source, options)
+    writer = OnnxRuntimeWriter(source, options)
+    if writer.dialect == "hdf5":
+        require_h5py()
     return Layout(
-        target.shells,
+        writer.shells,
         [],
-        target.left_out,
-        target.warnings,
-        from_masters=target.half is not None,
-        about=f"files of ONNX Runtime Training, one for each of {target.dp} ranks",
+        writer.left_out,
+        writer.warnings,
+        from_masters=writer.half is not None,
+        about=f"files of ONNX Runtime Training, one for each of {writer.dp} ranks",
     )
 
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the legacy files' zip directories."""
-    if manifest.source["dialect"] != "hdf5":  # these have no checksums
+    if manifest.source["dialect"] != "hdf5":  # HDF5 files have no checksums
         seal_records(manifest, outcome)
 
 
 @dataclass(frozen=True, slots=True)
-class _Weight:
-    """A weight of the target; `owned` where it is trained, `apart` where its owners alone hold it.
+class TargetWeight:
+    """A weight of the target.
 
-    `moments` are its optimizer states' dtypes by slot; `count` is what its counter stores.
+    `owned` are its shares, none if it is frozen. `apart` is true if its owners alone hold it.
+    `moments` are the dtypes of its optimizer states, by moment. `count` is what its counter stores.
     """
 
     name: str
@@ -78,8 +82,8 @@ class _Weight:
     count: int | None
 
 
-class _Target:
-    """What is decided before the first byte is written."""
+class OnnxRuntimeWriter:
+    """One conversion to ONNX Runtime's files; everything is decided when it is made."""
 
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source
@@ -94,7 +98,7 @@ class _Target:
             entry.slot in SLOTS.values() for entry in source.entries.values()
         )
         self.optimizer = self._optimizer()
-        trained = [name for name, held in source.parameters.items() if held.trainable]
+        trained = [name for name, about in source.parameters.items() if about.trainable]
         if not trained:
             raise MissingData("the source has no trainable parameter")
         numels = {name: prod(source.parameters[name].shape) for name in trained}
@@ -114,81 +118,84 @@ class _Target:
         """The type of the 16-bit copies; None for an fp32 run."""
         asked = self.options.module_dtype or self.before.get("dtype")
         if asked is None:
-            held = {entry.dtype for entry in self.source.slots.get("param", ())}
-            asked = next((dtype for dtype in ("BF16", "F16") if dtype in held), "F32")
-        return asked if asked in SUFFIXES else None
+            stored = {entry.dtype for entry in self.source.slots.get("param", ())}
+            asked = next((dtype for dtype in ("BF16", "F16") if dtype in stored), "F32")
+        return asked if asked in HALF_SUFFIXES else None
 
     def _optimizer(self) -> str:
-        """AdamOptimizer or LambOptimizer; raises where the source's states are of another."""
-        told = re.sub(r"^(deepspeed|fused|cpu)+", "", (self.source.optimizer or "").lower())
+        """AdamOptimizer or LambOptimizer; raises if the source's states are another optimizer's."""
+        name = re.sub(r"^(deepspeed|fused|cpu)+", "", (self.source.optimizer or "").lower())
         kept = {
             entry.slot
             for entry in self.source.entries.values()
             if entry.slot not in ("param", "master", "state")
         }
         families = {"adam": "Adam", "adamw": "Adam", "lamb": "Lamb", "": "Adam", "sgd": "SGD"}
-        if self.states and (told not in families or kept != set(SLOTS.values())):
+        if self.states and (name not in families or kept != set(SLOTS.values())):
             raise WrongOption(
-                f"ONNX Runtime keeps the states of Adam and Lamb, the source is of "
-                f"{self.source.optimizer or 'an unknown optimizer'} and keeps "
-                f"{', '.join(sorted(kept))}",
-                hint="the weights alone can be written: --weights-only",
+                f"ONNX Runtime keeps the states of Adam and Lamb; the source has those of "
+                f"{self.source.optimizer or 'an unknown optimizer'}: {', '.join(sorted(kept))}",
+                hint="to write the weights alone, add --weights-only",
             )
         if kept and not self.states and not self.options.weights_only:
             raise WrongOption(
-                f"ONNX Runtime keeps the states of Adam and Lamb, the source keeps "
+                f"ONNX Runtime keeps the states of Adam and Lamb; the source has "
                 f"{', '.join(sorted(kept))}",
-                hint="the weights alone can be written: --weights-only",
+                hint="to write the weights alone, add --weights-only",
             )
-        return NAMES[families.get(told, "Adam")]
+        return ENGINE_NAMES[families.get(name, "Adam")]
 
-    def _trained(self, name: str, owned: list[Share]) -> _Weight:
-        held, entries = self.source.parameters[name], self.source.entries
+    def _trained(self, name: str, owned: list[Share]) -> TargetWeight:
+        parameter, entries = self.source.parameters[name], self.source.entries
         weight = entries.get(f"{name}/master") or entries.get(f"{name}/param")
         if weight is None:
             raise MissingData(f"the source holds no weights of {name}")
-        # in a mixed run some weights may stay fp32; ranks hold these alike
-        mixed_before = self.before.get("dtype") in SUFFIXES
+        # a mixed run may keep some weights in fp32; every rank holds these
+        mixed_before = self.before.get("dtype") in HALF_SUFFIXES
         kept = mixed_before and weight.slot == "param" and weight.dtype == "F32"
         moments = {}
         for moment, slot in SLOTS.items() if self.states else ():
             entry = entries.get(f"{name}/{slot}")
             if entry is None:
-                raise MissingData(f"the source holds no {slot} of {name}, but of its neighbours")
+                raise MissingData(
+                    f"the source holds no {slot} of {name}, though it holds that of other weights"
+                )
             moments[moment] = "F16" if entry.dtype == "F16" else "F32"
         apart = self.half is not None and not kept
-        return _Weight(name, "F32", held.shape, owned, apart, moments, self._count(name))
+        return TargetWeight(name, "F32", parameter.shape, owned, apart, moments, self._count(name))
 
-    def _frozen(self, name: str) -> _Weight:
-        """A frozen weight or a buffer, which ONNX Runtime keeps in fp32 and does not cut."""
+    def _frozen(self, name: str) -> TargetWeight:
+        """A frozen weight or a buffer: ONNX Runtime keeps these in fp32 and does not cut them."""
         entry = self.source.entries.get(f"{name}/param")
         if entry is None:
             raise MissingData(f"the source holds no weights of {name}, which is frozen")
         dtype = "F32" if entry.dtype in FLOATS - {"F64"} else entry.dtype
-        return _Weight(name, dtype, entry.shape, [], False, {}, None)
+        return TargetWeight(name, dtype, entry.shape, [], False, {}, None)
 
     def _count(self, name: str) -> int | None:
-        """What its counter stores: one more than the updates that were made."""
+        """The value of a weight's counter: one more than its completed updates."""
         if not self.states:
             return None
         step = self.source.parameters[name].step
         if step is None or step != int(step) or step < 0:
-            raise MissingData(f"the source holds no whole number of updates of {name} ({step})")
+            raise MissingData(
+                f"the number of updates of {name} must be a whole number; the source has {step}"
+            )
         return int(step) + 1
 
     def _check_steps(self) -> None:
         counts = {weight.count for weight in self.weights if weight.count is not None}
         if len(counts) <= 1:
             return
-        told = ", ".join(str(count - 1) for count in sorted(counts))
+        numbers = ", ".join(str(count - 1) for count in sorted(counts))
         if self.optimizer == "LambOptimizer":
             raise InconsistentCheckpoint(
-                f"Lamb has one step for all weights, the source has {told}",
+                f"Lamb has one step for all weights, but the source has several: {numbers}",
                 hint="choose one: --step-policy max|min|N",
             )
         self.warnings.append(
-            f"weights have made different numbers of updates ({told}): zckpt reads this target "
-            "with --step-policy keep"
+            f"weights have different numbers of updates ({numbers}): to read this target, zckpt "
+            "needs --step-policy keep"
         )
 
     def _check_names(self) -> None:
@@ -196,15 +203,15 @@ class _Target:
         for name in names if self.dialect == "hdf5" else ():
             if "/" in name or "\0" in name or name in ("", "."):
                 raise UnsupportedCheckpoint(
-                    f"the name {name!r} cannot stand in an HDF5 file: ONNX Runtime takes it for "
-                    "several and loads nothing",
-                    hint="write --dialect l2",
+                    f"an HDF5 file cannot hold the name {name!r}: ONNX Runtime takes it for "
+                    "several names and loads nothing",
+                    hint="add --dialect l2",
                 )
         misread = [name for name in names if MISREAD.search(name)]
         if misread and self.dialect == "l2":
             self.warnings.append(
-                f"ONNX Runtime's aggregation of legacy files misreads names such as {misread[0]}; "
-                "ranks that load their own files do not"
+                f"ONNX Runtime misreads names such as {misread[0]} when it aggregates legacy "
+                "files; ranks that load their own files read them correctly"
             )
         if self.dialect == "hdf5":
             for weight in self.weights:
@@ -223,7 +230,7 @@ class _Target:
                 "hyper-parameters (learning rate, betas, weight decay, ...): ONNX Runtime stores "
                 "none; set them in the program that resumes"
             )
-        tied = [alias for held in source.parameters.values() for alias in held.aliases]
+        tied = [alias for about in source.parameters.values() for alias in about.aliases]
         if tied:
             self.left_out.append(f"second names of tied weights: {', '.join(tied[:8])}")
         if source.buffers:
@@ -232,29 +239,31 @@ class _Target:
             )
         known = set(ENGINE) | {"trainer_options"}
         known |= set(TRAINER) if self.dialect == "hdf5" else {"client_state"}
-        told = state.get("optimizer") or {}
-        for key, value in {**state, **{f"optimizer.{k}": v for k, v in told.items()}}.items():
-            fact = key in ("optimizer", "optimizer.step", "optimizer.group_step")
-            if key not in known and not fact and value not in (None, {}, [], "", False):
-                self.left_out.append(f"{key}: ONNX Runtime's files have no place for it")
+        optimizer = {f"optimizer.{k}": v for k, v in (state.get("optimizer") or {}).items()}
+        for key, value in {**state, **optimizer}.items():
+            is_fact = key in ("optimizer", "optimizer.step", "optimizer.group_step")
+            if key not in known and not is_fact and value not in (None, {}, [], "", False):
+                self.left_out.append(f"{key}: ONNX Runtime's files cannot hold it")
         numbers = {key for parameter in source.parameters.values() for key in parameter.scalars}
         self.left_out += [
-            f"optimizer state {key!r}: ONNX Runtime keeps no such number"
+            f"optimizer state {key!r}: ONNX Runtime does not keep it"
             for key in sorted(numbers if self.states else ())
         ]
-        self.left_out += [f"{item.name}: no part of the checkpoint" for item in source.siblings]
+        self.left_out += [f"{item.name}: not part of the checkpoint" for item in source.siblings]
         if self.dialect == "l2" and MODEL in (state.get("client_state") or {}):
-            self.left_out.append(f"client_state {MODEL!r}: ONNX Runtime's files use this key")
+            self.left_out.append(
+                f"client_state {MODEL!r}: ONNX Runtime's files use this key themselves"
+            )
         if self.half == "BF16":
             self.warnings.append(
-                "ONNX Runtime's Python trainer mixes fp16 alone, not bf16: --dtype fp16 or fp32 "
-                "writes what it runs with"
+                "ONNX Runtime's Python trainer supports mixed precision with fp16, not bf16: add "
+                "--dtype fp16 or --dtype fp32 for files that it can train with"
             )
         lamb = self.optimizer == "LambOptimizer" and self.states
         if lamb and max(self.dp, source.dp) > 1 and (self.dp != source.dp):
             self.warnings.append(
                 "Lamb on another number of ranks is exact in state, not in trajectory: ONNX "
-                "Runtime takes its norms of each rank's pieces"
+                "Runtime computes its norms from each rank's pieces"
             )
 
     # -- files
@@ -265,9 +274,11 @@ class _Target:
         for rank in range(self.dp):
             yield make(rank)
 
-    def _values(self, weight: _Weight, rank: int) -> tuple[Share | None, tuple[int, ...] | None]:
-        """What `rank` owns of a weight, and the shape in which it holds its values, if it does."""
-        share = place_of(weight.owned, rank)
+    def _values(
+        self, weight: TargetWeight, rank: int
+    ) -> tuple[Share | None, tuple[int, ...] | None]:
+        """The share of `rank` in a weight, and the shape of the values that it holds, if any."""
+        share = share_of(weight.owned, rank)
         if not weight.apart:
             return share, weight.shape
         return share, None if share is None else _shape(weight, share)
@@ -284,7 +295,7 @@ class _Target:
                 name = weight.name + (view if weight.apart else "")
                 model[name] = storages.tensor(weight.dtype, shape)
             if weight.apart and self.half is not None:
-                copy = weight.name + SUFFIXES[self.half]
+                copy = weight.name + HALF_SUFFIXES[self.half]
                 model[copy] = storages.tensor(self.half, weight.shape)
             if share is None:
                 continue
@@ -320,7 +331,7 @@ class _Target:
         for weight in self.weights:
             share, shape = self._values(weight, rank)
             if shape is not None:
-                model[weight.name] = hdf5shell.Hole(weight.dtype, shape)
+                model[weight.name] = hdf5shell.EmptyDataset(weight.dtype, shape)
             if share is None:
                 continue
             if share.view is not None:
@@ -328,14 +339,14 @@ class _Target:
                     "original_dim": list(weight.shape),
                     "megatron_row_partition": [-1],
                 }
-            held: dict[str, Any] = {
-                moment: hdf5shell.Hole(dtype, _shape(weight, share))
+            optimizer: dict[str, Any] = {
+                moment: hdf5shell.EmptyDataset(dtype, _shape(weight, share))
                 for moment, dtype in weight.moments.items()
             }
             if weight.count is not None and self.optimizer == "AdamOptimizer":
-                held[COUNT] = [weight.count]
-            if held:
-                states[weight.name] = held
+                optimizer[COUNT] = [weight.count]
+            if optimizer:
+                states[weight.name] = optimizer
         shared = self._shared_step()
         if shared is not None:
             states["shared_optimizer_state"] = {SHARED: [shared]}
@@ -361,7 +372,7 @@ class _Target:
         return hdf5shell.shell(f"checkpoint{part}.ortcp", tree)
 
     def _step_info(self) -> dict[str, int]:
-        """ORTTrainer's own counters: the source's, or as if every step had been one update."""
+        """ORTTrainer's own counters: the source's, or those of a run with one step per update."""
         kept = self.source.state.get("train_step_info")
         if isinstance(kept, dict) and kept:
             return kept
@@ -370,6 +381,6 @@ class _Target:
         return {"optimization_step": done, "step": done} if counts else {}
 
 
-def _shape(weight: _Weight, share: Share) -> tuple[int, ...]:
-    """Of a weight or a moment as its owner holds it: flat where ranks share it."""
+def _shape(weight: TargetWeight, share: Share) -> tuple[int, ...]:
+    """The shape of a weight or moment as its owner holds it: flat if ranks share it."""
     return weight.shape if share.view is None else (share.stop - share.start,)

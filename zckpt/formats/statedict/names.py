@@ -1,4 +1,4 @@
-"""The model's name of every parameter that an optimizer knows, be it by number."""
+"""The model's name of every parameter that an optimizer knows, by name or by number."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import InconsistentCheckpoint, MissingData, WrongOption, listed
-from .finding import Optimizer
+from .finding import OptimizerState
 from .matching import keeps_order, match
-from .tree import Found, Leaf
+from .tree import Leaf, SavedTree
 from .twins import is_float
 
 ELEMENTWISE = frozenset(
@@ -19,123 +19,131 @@ ELEMENTWISE = frozenset(
 
 
 def names_of(
-    found: Found,
+    saved: SavedTree,
     model: Mapping[str, Any],
-    optimizer: Optimizer,
+    optimizer: OptimizerState,
     param_names: Sequence[str] | None,
 ) -> dict[Any, str]:
-    """The model's name of every parameter that the optimizer knows."""
+    """The model's name of every parameter that the optimizer knows.
+
+    Adds to `saved` which names are inferred, and warns of them. Raises MissingData and WrongOption
+    as `matching.match`, and InconsistentCheckpoint.
+    """
     if optimizer.is_numbered:
-        return _matched(found, model, optimizer, param_names)
-    known = [name for members in optimizer.members for name in members]
-    if all(name in model for name in known):
-        return {name: name for name in known}
+        return _names_of_numbers(saved, model, optimizer, param_names)
+    own = [name for members in optimizer.members for name in members]
+    if all(name in model for name in own):
+        return {name: name for name in own}
     from ...training.names import matched
 
-    return dict(matched(known, [name for name in model if isinstance(model[name], Leaf)]))
+    return dict(matched(own, [name for name in model if isinstance(model[name], Leaf)]))
 
 
-def refuse_twice(found: Found, members: Sequence[str]) -> None:
+def refuse_twice(saved: SavedTree, members: Sequence[str]) -> None:
+    """Raises InconsistentCheckpoint for a parameter that stands in the groups twice."""
     if twice := [name for name, count in Counter(members).items() if count > 1]:
         raise InconsistentCheckpoint(
-            f"{found.root}: the optimizer holds {listed(twice)} more than once",
+            f"{saved.root}: the optimizer holds {listed(twice)} more than once",
             hint="the file was edited: torch gives every parameter to one group, once",
         )
 
 
-def _matched(
-    found: Found,
+def _names_of_numbers(
+    saved: SavedTree,
     model: Mapping[str, Any],
-    optimizer: Optimizer,
+    optimizer: OptimizerState,
     param_names: Sequence[str] | None,
 ) -> dict[int, str]:
-    """Names for numbers: as groups state them (torch 2.6's `param_names`), else by `match`."""
+    """Names as the files state them (zckpt's own, torch 2.6's `param_names`), else by `match`."""
     numbers = [number for members in optimizer.members for number in members]
-    if found.known is not None and len(found.known.get("numbers", ())) == len(numbers):
-        return dict(zip(numbers, found.known["numbers"], strict=True))
-    stated = [name for group in optimizer.groups for name in group.get("param_names") or ()]
-    if len(stated) == len(numbers) and not set(stated) <= model.keys():
-        stated = _without_wrappers(stated, model)
-    if len(stated) == len(numbers):
-        _refuse_mixed(found, [_shape(optimizer.state.get(n, {})) for n in numbers], stated, model)
-        return dict(zip(numbers, stated, strict=True))
+    if saved.stated is not None and len(saved.stated.get("numbers", ())) == len(numbers):
+        return dict(zip(numbers, saved.stated["numbers"], strict=True))
+    in_groups = [name for group in optimizer.groups for name in group.get("param_names") or ()]
+    if len(in_groups) == len(numbers) and not set(in_groups) <= model.keys():
+        in_groups = _without_wrappers(in_groups, model)
+    if len(in_groups) == len(numbers):
+        shapes_of_states = [_shape(optimizer.state.get(number, {})) for number in numbers]
+        _refuse_mixed(saved, shapes_of_states, in_groups, model)
+        return dict(zip(numbers, in_groups, strict=True))
     if param_names is not None and not set(param_names) <= model.keys():
         from ...training.names import matched
 
         param_names = list(matched(param_names, list(model)).values())
-    orders = found.orders or optimizer.members
+    orders = saved.orders or optimizer.members
     shapes = {number: _shape(optimizer.state.get(number, {})) for number in numbers}
-    names = _candidates(model)
-    made = match(
+    names, inferred = match(
         [[shapes[number] for number in order] for order in orders],
-        [(name, model[name].shape) for name in names],
-        found.in_order and keeps_order([str(name) for name in model]),
+        [(name, model[name].shape) for name in _candidates(model)],
+        saved.in_order and keeps_order([str(name) for name in model]),
         param_names,
     )
-    found.inferred = made.inferred
+    saved.inferred = inferred
     if param_names is not None:
-        found.warnings.append(
+        saved.warnings.append(
             "the optimizer knows its parameters by number: names are those of --param-names"
         )
-    elif made.inferred:
-        found.warnings.append(
+    elif inferred:
+        saved.warnings.append(
             "the optimizer knows its parameters by number: the names of "
-            f"{listed(made.inferred, 4)} are inferred from the order of the model's state"
+            f"{listed(inferred, 4)} are inferred from the order of the model's state"
         )
     return {
         number: name
-        for order, each in zip(orders, made.names, strict=True)
-        for number, name in zip(order, each, strict=True)
+        for order, own in zip(orders, names, strict=True)
+        for number, name in zip(order, own, strict=True)
     }
 
 
 def _candidates(model: Mapping[str, Any]) -> list[str]:
-    """Names of weights that an optimizer may know; of several that share one memory the first."""
+    """Names of weights that an optimizer may know; the first of several that share memory."""
     owners: dict[Any, str] = {}
     return [
         name
         for name, leaf in model.items()
-        if is_float(leaf) and owners.setdefault(leaf.place or name, name) == name
+        if is_float(leaf) and owners.setdefault(leaf.memory or name, name) == name
     ]
 
 
-def _without_wrappers(told: Sequence[str], model: Mapping[str, Any]) -> list[str]:
-    """The model's names of those that a wrapper's optimizer was given; none where no rule fits."""
+def _without_wrappers(names: Sequence[str], model: Mapping[str, Any]) -> list[str]:
+    """The model's names for those of a wrapper's optimizer; none if no rule fits all."""
     from ...training.names import matched
 
-    held = [name for name, leaf in model.items() if isinstance(leaf, Leaf)]
+    weights = [name for name, leaf in model.items() if isinstance(leaf, Leaf)]
     try:
-        return list(matched(told, held).values())
+        return list(matched(names, weights).values())
     except (MissingData, WrongOption):
         return []
 
 
 def _refuse_mixed(
-    found: Found,
+    saved: SavedTree,
     shapes: Sequence[tuple[int, ...] | None],
-    told: Sequence[str],
+    names: Sequence[str],
     model: Mapping[str, Any],
 ) -> None:
-    """Raises where names have the shapes that states have, but in another order.
+    """Raises InconsistentCheckpoint if weights and states have equal shapes in another order.
 
-    Some optimizers keep states of other shapes than their weights: these tell nothing.
+    Some optimizers keep states of other shapes than their weights: these prove nothing.
     """
-    pairs = [(name, model[name].shape, shape) for name, shape in zip(told, shapes, strict=True)]
-    held = [pair for pair in pairs if pair[2] is not None]
-    if Counter(own for _, own, _ in held) == Counter(shape for _, _, shape in held):
-        for name, own, shape in held:
-            if shape != own:
+    pairs = [
+        (name, model[name].shape, shape)
+        for name, shape in zip(names, shapes, strict=True)
+        if shape is not None
+    ]
+    if Counter(weight for _, weight, _ in pairs) == Counter(state for _, _, state in pairs):
+        for name, weight, state in pairs:
+            if state != weight:
                 raise InconsistentCheckpoint(
-                    f"{found.root}: param_names gives {name} of shape {list(own)} a state of shape "
-                    f"{list(shape or ())}",
+                    f"{saved.root}: param_names gives {name} of shape {list(weight)} a state of "
+                    f"shape {list(state)}",
                     hint="names and states are of two different orders of parameters",
                 )
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of a parameter, as its states show it; None where they do not.
+    """The shape of a parameter, as its states show it; None if they do not.
 
-    Adafactor keeps rows and columns, 8-bit optimizers their scales: of those no shape is taken.
+    Adafactor keeps rows and columns, 8-bit optimizers keep scales: no shape is taken from those.
     """
     tensors = {key: leaf for key, leaf in state.items() if isinstance(leaf, Leaf) and key != "step"}
     shapes = {leaf.shape for key, leaf in tensors.items() if key in ELEMENTWISE}

@@ -1,6 +1,6 @@
-"""What state dicts mean: the manifest of a model's and an optimizer's.
+"""What state dicts mean: the manifest of a model's and an optimizer's state dict.
 
-The module's weights are what the optimizer updates; there are no masters beside them.
+The optimizer updates the module's own weights; there are no master weights beside them.
 """
 
 from __future__ import annotations
@@ -16,89 +16,101 @@ from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from ...errors import MissingData, UnsupportedCheckpoint, listed
 from ...training import peft, steps, ties
 from ...training.trainers import json_of
-from .finding import Optimizer, choose_model, find_models, find_optimizers, read_optimizer, value_at
+from .finding import (
+    OptimizerState,
+    choose_model,
+    find_models,
+    find_optimizers,
+    read_optimizer,
+    value_at,
+)
 from .names import names_of, refuse_twice
-from .tree import Found, Leaf, Path, dotted
-from .twins import Seen, is_updated
+from .tree import Leaf, Path, SavedTree, dotted
+from .twins import NamesByContent, is_updated
 
 SCHEDULERS = ("lr_scheduler", "scheduler")
-BUFFERS = re.compile(  # by what modules of torch and transformers call theirs
+BUFFERS = re.compile(  # the names that modules of torch and transformers give to theirs
     r"(?:.*\.)?(?:running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq"
     r"|position_ids|token_type_ids|attn_bias|masked_bias|causal_mask)"
 )
+StepInType = tuple[steps.Step, str]
+"""Completed updates, and the type of number in which they were kept."""
 
 
 def manifest(
-    found: Found,
+    saved: SavedTree,
     step_policy: str | None = None,
     param_names: Sequence[str] | None = None,
     weights_only: bool = False,
 ) -> Manifest:
-    """The manifest of state dicts; `param_names` where the optimizer knows numbers alone.
+    """The manifest of state dicts; `param_names` are for an optimizer that knows only numbers.
 
-    With `weights_only`, an optimizer whose numbers get no names is left unread.
+    With `weights_only`, an optimizer whose numbers get no names is ignored.
 
     Raises MissingData (no model; numbers that fit several names), UnsupportedCheckpoint (several
     optimizers), AmbiguousCheckpoint (several models), InconsistentCheckpoint.
     """
-    optimizers = list(find_optimizers(found.tree))
+    optimizers = list(find_optimizers(saved.tree))
     if len(optimizers) > 1:
         raise UnsupportedCheckpoint(
-            f"{found.root} holds {len(optimizers)} optimizers: {listed([*map(dotted, optimizers)])}"
+            f"{saved.root} has {len(optimizers)} optimizers: {listed([*map(dotted, optimizers)])}; "
+            "zckpt reads one"
         )
-    at = optimizers[0] if optimizers else None
-    optimizer = None if at is None else read_optimizer(value_at(found.tree, at))
-    models: dict[Path, dict[Any, Any]] = dict(find_models(found.tree, at))
-    path = choose_model(found, models, optimizer)
-    model = _with_adapters_names(found, models[path], optimizer, param_names)
+    optimizer_path = optimizers[0] if optimizers else None
+    optimizer = None
+    if optimizer_path is not None:
+        optimizer = read_optimizer(value_at(saved.tree, optimizer_path))
+    models: dict[Path, dict[Any, Any]] = dict(find_models(saved.tree, optimizer_path))
+    path = choose_model(saved, models, optimizer)
+    model = _with_names_of_adapters(saved, models[path], optimizer, param_names)
     if optimizer is not None:
-        refuse_twice(found, [str(m) for members in optimizer.members for m in members])
+        refuse_twice(saved, [str(m) for members in optimizer.members for m in members])
         try:
-            names = names_of(found, model, optimizer, param_names)
+            names = names_of(saved, model, optimizer, param_names)
         except MissingData:
             if not weights_only:
                 raise
-            return _Reading(found, path, model, at, None, step_policy).manifest()
-        refuse_twice(found, [names[m] for members in optimizer.members for m in members])
-        if alien := [str(key) for key in optimizer.state if key not in names]:
-            found.left_out.append(f"the state of {listed(alien)}, which no group holds")
+            return _Manifest(saved, path, model, optimizer_path, None, step_policy).build()
+        refuse_twice(saved, [names[m] for members in optimizer.members for m in members])
+        if strangers := [str(key) for key in optimizer.state if key not in names]:
+            saved.left_out.append(f"the state of {listed(strangers)}, which no group contains")
         optimizer = optimizer.renamed(names)
-    return _Reading(found, path, model, at, optimizer, step_policy).manifest()
+    return _Manifest(saved, path, model, optimizer_path, optimizer, step_policy).build()
 
 
-def _with_adapters_names(
-    found: Found,
+def _with_names_of_adapters(
+    saved: SavedTree,
     model: Mapping[Any, Any],
-    optimizer: Optimizer | None,
+    optimizer: OptimizerState | None,
     param_names: Sequence[str] | None,
 ) -> Mapping[Any, Any]:
-    """The model's state under the module's own names, where PEFT left an adapter's name out."""
-    known = [*(param_names or ()), *(found.known or {}).get("numbers", ())]
+    """The model's state under the module's own names: PEFT leaves an adapter's name out."""
+    known = [*(param_names or ()), *(saved.stated or {}).get("numbers", ())]
     if optimizer is not None:
         known += [name for group in optimizer.groups for name in group.get("param_names") or ()]
         known += [str(name) for members in optimizer.members for name in members]
     names = [str(name) for name in model]
-    changed = peft.module_names(names, known, json_of(found.siblings, peft.CONFIG))
-    found.adapter = bool(changed)
+    changed = peft.module_names(names, known, json_of(saved.siblings, peft.CONFIG))
+    saved.adapter = bool(changed)
     return {changed.get(name, name): leaf for name, leaf in model.items()} if changed else model
 
 
-class _Reading:
-    """A manifest in the making."""
+class _Manifest:
+    """Builds the manifest, step by step."""
 
     def __init__(
         self,
-        found: Found,
+        saved: SavedTree,
         path: Path,
-        model: Mapping[Any, Any],
-        at: Path | None,
-        optimizer: Optimizer | None,
+        model: Mapping[str, Any],
+        optimizer_path: Path | None,
+        optimizer: OptimizerState | None,
         step_policy: str | None,
     ) -> None:
-        self.found = found
+        self.saved = saved
         self.path = path
-        self.model = {name: held for name, held in model.items() if isinstance(held, Leaf)}
-        self.at = at
+        self.model = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf)}
+        self.optimizer_path = optimizer_path
         self.optimizer = optimizer
         self.step_policy = step_policy
         self.entries: dict[str, Entry] = {}
@@ -109,62 +121,22 @@ class _Reading:
         self.sightings: list[Sighting] = []
         self.step_kinds: set[str] = set()
         self.aliases: dict[str, str] = {}
-        self.warnings = list(found.warnings)
+        self.warnings = list(saved.warnings)
 
-    def manifest(self) -> Manifest:
-        optimizer, found = self.optimizer, self.found
+    def build(self) -> Manifest:
+        optimizer, saved = self.optimizer, self.saved
         trained = [name for members in optimizer.members for name in members] if optimizer else []
-        known = found.known
-        aliases = self._aliases(trained) if known is None else dict(known["aliases"])
-        config = json_of(found.siblings, ties.CONFIG)
-        self.aliases = aliases = aliases | ties.stated(config, [*self.model, *aliases])
-        stepped = self._steps()
-        scalars = self._scalar_keys()
-        for group, members in enumerate(optimizer.members if optimizer else ()):
-            for name in members:
-                self._weight(
-                    name, Parameter(self.model[name].shape, True, group, stepped.get(name))
-                )
-                self._states(name, scalars)
-        owned = set(trained)
-        rest = [name for name in self.model if name not in owned and name not in aliases]
-        sharded = any(self.model[name].sharded for name in trained)
-        self.buffers = [
-            name
-            for name in rest
-            if (
-                _is_buffer(name, self.model[name], sharded)
-                if known is None
-                else name in known["buffers"]
-            )
-        ]
-        for name in rest:
-            if name not in self.buffers:
-                # without an optimizer nothing tells which are frozen
-                frozen = optimizer is not None if known is None else name in known["frozen"]
-                self._weight(name, Parameter(self.model[name].shape, not frozen))
-        for name in self.buffers:
-            self._enter(f"{name}/param", self.model[name])
-        for alias, owner in aliases.items():
-            held = self.parameters.get(owner)
-            if held is None:  # of a buffer: both names keep it
-                self.buffers.append(alias)
-                self._enter(f"{alias}/param", self.model[alias])
-                continue
-            self.parameters[owner] = replace(held, aliases=(*held.aliases, alias))
-            if alias not in self.model:
-                continue
-            place = self.model[alias].place
-            if place is None or place != self.model[owner].place:
-                copy = self.model[alias].fragments
-                self.replicas.append(replace(self.entries[f"{owner}/param"], fragments=copy))
+        self.aliases = self._all_aliases(trained)
+        self._add_trained()
+        self._add_others(trained)
+        self._add_aliases()
         groups = self._groups() if optimizer else None
         state = self._state()
-        keys = {key for held in (optimizer.state if optimizer else {}).values() for key in held}
+        keys = {key for state in (optimizer.state if optimizer else {}).values() for key in state}
         return Manifest(
-            root=found.root,
-            format=str(found.source["format"]),
-            source=found.source,
+            root=saved.root,
+            format=str(saved.source["format"]),
+            source=saved.source,
             entries=self.entries,
             parameters=self.parameters,
             buffers=tuple(self.buffers),
@@ -172,43 +144,51 @@ class _Reading:
             optimizer=steps.infer_optimizer(keys, groups[0] if groups else None),
             state=state,
             steps=tuple(self.sightings),
-            records=tuple(found.records),
+            records=tuple(saved.records),
             replicas=tuple(self.replicas),
-            files=tuple(found.files),
-            siblings=tuple(found.siblings),
-            left_out=tuple(found.left_out),
+            files=tuple(saved.files),
+            siblings=tuple(saved.siblings),
+            left_out=tuple(saved.left_out),
             warnings=tuple(self.warnings),
-            inferred=tuple(found.inferred),
+            inferred=tuple(saved.inferred),
         )
 
-    def _aliases(self, trained: Sequence[str]) -> dict[str, str]:
-        """Second names of tied weights: in one memory, or with equal bytes that are no chance.
+    # -- weights
 
-        A tied weight's state is under its first name, so the second is no parameter of its own.
-        Before the first update a frozen copy has equal bytes too, as of a teacher: it is none where
-        the file tells what is one memory.
+    def _all_aliases(self, trained: Sequence[str]) -> dict[str, str]:
+        """Owners by alias: as zckpt stated them or as content shows, and as a config ties names."""
+        stated = self.saved.stated
+        aliases = self._same_content(trained) if stated is None else dict(stated["aliases"])
+        config = json_of(self.saved.siblings, ties.CONFIG)
+        return aliases | ties.stated(config, [*self.model, *aliases])
+
+    def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
+        """Second names of tied weights: in the same memory, or with bytes not equal by chance.
+
+        A tied weight has its state under its first name, so its second name is not a parameter.
+        Before the first update a frozen copy, such as a teacher, has equal bytes too. It is not an
+        alias if the file shows that its memory is another.
         """
-        seen = Seen()
+        known = NamesByContent()
         for name in trained:
-            seen.add(name, self.model[name])
+            known.add(name, self.model[name])
         owned = set(trained)
         state = self.optimizer.state if self.optimizer else {}
-        rest = [name for name in self.model if name not in owned]
-        found: dict[str, str] = {}
-        for name in rest:
-            owner = seen.find(self.model[name])
-            if owner is None:  # of what no optimizer owns one memory alone tells
-                owner = seen.owner(name, replace(self.model[name], twin=None))
-            places = [self.model[each].place for each in (name, owner)]
-            if owner in owned and places[0] != places[1] and not is_updated(state.get(owner, {})):
+        aliases: dict[str, str] = {}
+        for name in [name for name in self.model if name not in owned]:
+            owner = known.find(self.model[name])
+            if owner is None:  # among weights of no optimizer, only the same memory is proof
+                owner = known.owner(name, replace(self.model[name], twin=None))
+            same_memory = self.model[name].memory == self.model[owner].memory
+            if owner in owned and not same_memory and not is_updated(state.get(owner, {})):
                 continue
             if owner != name:
-                found[name] = owner
+                aliases[name] = owner
         doubtful = [
             name
-            for name, owner in found.items()
+            for name, owner in aliases.items()
             if owner in owned
-            and self.model[name].place is None
+            and self.model[name].memory is None
             and not is_updated(state.get(owner, {}))
         ]
         if doubtful:
@@ -216,19 +196,63 @@ class _Reading:
                 f"{listed(doubtful, 4)}: equal to a trained weight that shows no update, so taken "
                 "for a second name of a tied weight; it may be a frozen copy"
             )
-        return found
+        return aliases
 
-    def _enter(self, name: str, held: Leaf) -> None:
-        self.entries[name] = Entry(name, held.dtype, held.shape, held.fragments)
+    def _add_trained(self) -> None:
+        """The optimizer's parameters with their states, group by group."""
+        stepped = self._steps()
+        scalars = self._scalar_keys()
+        for group, members in enumerate(self.optimizer.members if self.optimizer else ()):
+            for name in members:
+                shape = self.model[name].shape
+                self._add_weight(name, Parameter(shape, True, group, stepped.get(name)))
+                self._add_states(name, scalars)
 
-    def _weight(self, name: str, parameter: Parameter) -> None:
+    def _add_others(self, trained: Sequence[str]) -> None:
+        """Weights that no optimizer has, and then the buffers."""
+        stated, owned = self.saved.stated, set(trained)
+        others = [name for name in self.model if name not in owned and name not in self.aliases]
+        if stated is None:
+            sharded = any(self.model[name].sharded for name in trained)
+            self.buffers = [name for name in others if _is_buffer(name, self.model[name], sharded)]
+        else:
+            self.buffers = [name for name in others if name in stated["buffers"]]
+        for name in others:
+            if name not in self.buffers:
+                # without an optimizer nothing shows which weights are frozen
+                frozen = self.optimizer is not None if stated is None else name in stated["frozen"]
+                self._add_weight(name, Parameter(self.model[name].shape, not frozen))
+        for name in self.buffers:
+            self._add_entry(f"{name}/param", self.model[name])
+
+    def _add_aliases(self) -> None:
+        for alias, owner in self.aliases.items():
+            parameter = self.parameters.get(owner)
+            if parameter is None:  # of a buffer: both names keep it
+                self.buffers.append(alias)
+                self._add_entry(f"{alias}/param", self.model[alias])
+                continue
+            self.parameters[owner] = replace(parameter, aliases=(*parameter.aliases, alias))
+            if alias not in self.model:
+                continue
+            memory = self.model[alias].memory
+            if memory is None or memory != self.model[owner].memory:
+                copy = self.model[alias].fragments
+                self.replicas.append(replace(self.entries[f"{owner}/param"], fragments=copy))
+
+    def _add_entry(self, name: str, leaf: Leaf) -> None:
+        self.entries[name] = Entry(name, leaf.dtype, leaf.shape, leaf.fragments)
+
+    def _add_weight(self, name: str, parameter: Parameter) -> None:
         self.parameters[name] = parameter
-        self._enter(f"{name}/param", self.model[name])
+        self._add_entry(f"{name}/param", self.model[name])
+
+    # -- states of the optimizer
 
     def _scalar_keys(self) -> set[str]:
-        """States of one number, as NAdam's `mu_product`: Python's, or a tensor of one element.
+        """States of one number, like NAdam's `mu_product`: Python's, or a tensor of one element.
 
-        They are numbers also of a parameter that has the same shape itself.
+        They are numbers for a parameter of the same shape too.
         """
         return {
             key
@@ -238,58 +262,57 @@ class _Reading:
             and not (isinstance(value, Leaf) and value.shape == self.model[name].shape)
         }
 
-    def _states(self, name: str, scalars: set[str]) -> None:
+    def _add_states(self, name: str, scalars: set[str]) -> None:
         assert self.optimizer is not None
-        kept = self.parameters[name]
-        for key, held in self.optimizer.state.get(name, {}).items():
+        parameter = self.parameters[name]
+        for key, value in self.optimizer.state.get(name, {}).items():
             if key == "step":
                 continue
-            if key in scalars and _is_number(held):
-                kept.scalars[key] = _number(held)
-            elif isinstance(held, Leaf) and held.shape == kept.shape:
-                self._enter(f"{name}/{slot_name(key)}", held)
+            if key in scalars and _is_number(value):
+                parameter.scalars[key] = _number(value)
+            elif isinstance(value, Leaf) and value.shape == parameter.shape:
+                self._add_entry(f"{name}/{slot_name(key)}", value)
             else:
-                self.other.setdefault(name, {})[key] = held
+                self.other.setdefault(name, {})[key] = value
 
     # -- steps
 
     def _steps(self) -> dict[str, steps.Step]:
-        """Completed updates by parameter, and every place that told them."""
+        """Completed updates by parameter; records every place that states them."""
         if self.optimizer is None:
             return {}
-        told: dict[str, tuple[steps.Step, str]] = {}
+        in_states: dict[str, StepInType] = {}
         for name, state in self.optimizer.state.items():
             if (step := _step(state.get("step"))) is not None:
-                told[name] = step
-        self.step_kinds = {kind for _, kind in told.values()}
-        self._sight(told, "state", True)
+                in_states[name] = step
+        self.step_kinds = {kind for _, kind in in_states.values()}
+        self._sight(in_states, "state", True)
         in_groups = {
             name: step
             for group, members in zip(self.optimizer.groups, self.optimizer.members, strict=True)
             if (step := _step(group.get("step"))) is not None
             for name in members
         }
-        self._sight(in_groups, "group", not told)
-        true = told or in_groups
-        found = {name: step for name, (step, _) in true.items()}
+        self._sight(in_groups, "group", not in_states)
+        true = {name: step for name, (step, _) in (in_states or in_groups).items()}
         if self.step_policy not in (None, steps.KEEP):
-            agreed = steps.agree(list(found.items()), self.step_policy)
+            agreed = steps.agree(list(true.items()), self.step_policy)
             if agreed is not None:
-                found = dict.fromkeys(found, agreed)
-        return found
+                true = dict.fromkeys(true, agreed)
+        return true
 
-    def _sight(self, told: Mapping[str, tuple[steps.Step, str]], where: str, truth: bool) -> None:
-        """A line for each step that is told, not one for each parameter."""
-        names: dict[tuple[steps.Step, str], list[str]] = {}
-        for name, pair in told.items():
-            names.setdefault(pair, []).append(name)
-        for (step, kind), held in names.items():
-            what = f"{where} of {listed(held, 1)}"
-            self.sightings.append(Sighting(what, step, truth))
-            if truth and (warning := steps.stalled(step, kind, what)):
+    def _sight(self, stated: Mapping[str, StepInType], where: str, truth: bool) -> None:
+        """One line for each different step, not one for each parameter."""
+        names: dict[StepInType, list[str]] = {}
+        for name, step_in_type in stated.items():
+            names.setdefault(step_in_type, []).append(name)
+        for (step, kind), members in names.items():
+            place = f"{where} of {listed(members, 1)}"
+            self.sightings.append(Sighting(place, step, truth))
+            if truth and (warning := steps.stalled(step, kind, place)):
                 self.warnings.append(warning)
 
-    # -- what is no tensor
+    # -- what is not a tensor
 
     def _groups(self) -> tuple[dict[str, Any], ...]:
         assert self.optimizer is not None
@@ -303,27 +326,27 @@ class _Reading:
         )
 
     def _state(self) -> dict[str, Any]:
-        """Everything else, so that state dicts can be made again."""
-        rest = _without(self.found.tree, {self.path, self.at})
+        """Everything else, so that the state dicts can be written again."""
+        rest = _without(self.saved.tree, {self.path, self.optimizer_path})
         extra = {
-            key: self._kept(held, f"module_extra.{key}")
-            for key, held in value_at(self.found.tree, self.path).items()
-            if not isinstance(held, Leaf) and (self.path or _is_extra(key))
+            key: self._kept(value, f"module_extra.{key}")
+            for key, value in value_at(self.saved.tree, self.path).items()
+            if not isinstance(value, Leaf) and (self.path or _is_extra(key))
         }
         if not self.path:
-            rest = {key: held for key, held in rest.items() if not _is_extra(key)}
+            rest = {key: value for key, value in rest.items() if not _is_extra(key)}
         scheduler = next((key for key in SCHEDULERS if isinstance(rest.get(key), dict)), None)
         dtypes = [self.entries[f"{name}/param"].dtype for name in self.parameters]
         engine = {
             "name": "torch",
             "dtype": max(dtypes, key=dtypes.count, default="F32"),
             "model": list(self.path),
-            "optimizer": None if self.at is None else list(self.at),
+            "optimizer": None if self.optimizer_path is None else list(self.optimizer_path),
             "layout": self.optimizer.layout if self.optimizer else None,
             "scheduler": scheduler,
-            "folders": self.found.folders,
-            "guessed": self.found.known is None,
-            "adapter": self.found.adapter,
+            "folders": self.saved.folders,
+            "guessed": self.saved.stated is None,
+            "adapter": self.saved.adapter,
             "group_step": self._group_step(),
         }
         state: dict[str, Any] = {
@@ -344,9 +367,9 @@ class _Reading:
         return state
 
     def _group_step(self) -> str | None:
-        """The type of a step that groups alone keep (Apex and TransformerEngine's FusedAdam)."""
+        """The type of a step that only groups keep (Apex and TransformerEngine's FusedAdam)."""
         optimizer = self.optimizer
-        if optimizer is None or any("step" in held for held in optimizer.state.values()):
+        if optimizer is None or any("step" in state for state in optimizer.state.values()):
             return None
         kinds = {_step_value(group["step"])[1] for group in optimizer.groups if "step" in group}
         return kinds.pop() if len(kinds) == 1 else None
@@ -362,9 +385,9 @@ class _Reading:
             if not value.shape and value.dtype != "C64":
                 return value.number()
             name = value.name or path
-            self._enter(f"{name}/state", value)
+            self._add_entry(f"{name}/state", value)
             return TensorName(name)
-        return map_values(value, lambda held, key: self._kept(held, inside(path, key)))
+        return map_values(value, lambda item, key: self._kept(item, inside(path, key)))
 
 
 def _is_number(value: Any) -> bool:
@@ -380,47 +403,46 @@ def _number(value: Any) -> Scalar:
     return Scalar(value, type(value).__name__)
 
 
-def _step_value(held: Any) -> tuple[Any, str]:
-    value = held.number() if isinstance(held, Leaf) else held
+def _step_value(state: Any) -> tuple[Any, str]:
+    value = state.number() if isinstance(state, Leaf) else state
     return value, steps.kind_of(value)
 
 
-def _step(held: Any) -> tuple[steps.Step, str] | None:
-    """Completed updates, and the type that they were kept in."""
-    if held is None or (isinstance(held, Leaf) and held.numel != 1):
+def _step(state: Any) -> StepInType | None:
+    if state is None or (isinstance(state, Leaf) and state.numel != 1):
         return None
-    value, kind = _step_value(held)
+    value, kind = _step_value(state)
     step = steps.step_of(value)
     return None if step is None else (step, kind)
 
 
-def _is_buffer(name: str, held: Leaf, sharded: bool) -> bool:
-    """What is no parameter, where state dicts do not say it.
+def _is_buffer(name: str, leaf: Leaf, sharded: bool) -> bool:
+    """Whether a tensor is a buffer, for state dicts that do not say so.
 
-    What no optimizer could train; what is called as modules call theirs; what is whole where ranks
-    hold parts of the parameters (those of one row may be whole).
+    It is one if no optimizer could train its type; if it has a name that modules give to buffers;
+    or if it is whole and ranks hold parts of the parameters (those of one row may be whole).
     """
-    whole = sharded and held.sharded is False and held.shape[:1] != (1,)
-    return held.dtype not in FLOATS or whole or bool(BUFFERS.fullmatch(name))
+    whole = sharded and leaf.sharded is False and leaf.shape[:1] != (1,)
+    return leaf.dtype not in FLOATS or whole or bool(BUFFERS.fullmatch(name))
 
 
 def _is_extra(key: Any) -> bool:
-    """What a module's get_extra_state gave."""
+    """Whether the key is of a value that a module's get_extra_state returned."""
     return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
 
 
 def _without(tree: Any, paths: set[Path | None], path: Path = ()) -> Any:
-    """The tree without the state dicts at these paths, nor containers that held nothing else."""
+    """The tree without the state dicts at these paths, and without containers of nothing else."""
     if () in paths and not path:
-        held = {key: value for key, value in tree.items() if not isinstance(value, Leaf)}
-        return _without(held, paths - {()})
+        values = {key: value for key, value in tree.items() if not isinstance(value, Leaf)}
+        return _without(values, paths - {()})
     if not isinstance(tree, dict):
         return tree
-    found = {}
+    rest = {}
     for key, value in tree.items():
         if (*path, key) in paths:
             continue
         kept = _without(value, paths, (*path, key))
         if kept != {} or value == {}:
-            found[key] = kept
-    return found
+            rest[key] = kept
+    return rest

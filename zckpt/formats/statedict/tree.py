@@ -1,7 +1,8 @@
-"""State dicts whose tensors are leaves: dtype, shape and where the bytes lie, wherever that is.
+"""State dicts whose tensors are leaves: the dtype, the shape, and where the bytes lie in files.
 
 A tree is what a program gave to torch.save or torch.distributed.checkpoint.save: dictionaries,
-lists and plain values, with a `Leaf` for every tensor, however many files hold its pieces.
+lists and plain values. Each tensor in it is replaced by a `Leaf`, whether its pieces lie in one
+file or in many.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES, decode
+from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes
 from ...core.inert import Scalar, map_values
-from ...core.manifest import Box, Extent, Fragments, Record, Runs, Sibling, boxes
+from ...core.manifest import Sibling
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files.safefile import Stored
 from ...files.torchfile import Tensor, TorchFile
@@ -26,7 +28,7 @@ Path = tuple[Any, ...]
 
 
 def dotted(path: Path) -> str:
-    """As torch.distributed.checkpoint calls what is at a path."""
+    """The key by which torch.distributed.checkpoint calls the value at a path."""
     return ".".join(map(str, path))
 
 
@@ -34,17 +36,17 @@ def dotted(path: Path) -> str:
 class Leaf:
     """One whole tensor.
 
-    `place` is equal for leaves that look at one memory, `twin` for those that are cut alike and
-    have equal checksums; None where that is not known. `number` reads the value of a 0-d tensor.
-    `sharded` says whether ranks hold parts of it; None where that does not show. `name` is the
-    manifest's, where a writer of ours has stated it.
+    `memory` is equal for leaves that are views of the same bytes. `twin` is equal for leaves that
+    are cut alike and have equal checksums. Both are None if that is not known. `number` reads the
+    value of a 0-d tensor. `sharded` says whether ranks hold parts of it; None if the files do not
+    show that. `name` is the manifest's, if zckpt wrote the files and stated it.
     """
 
     dtype: str
     shape: tuple[int, ...]
     fragments: Fragments
     number: Callable[[], Scalar]
-    place: Any = None
+    memory: Any = None
     twin: Any = None
     sharded: bool | None = None
     name: str | None = None
@@ -55,15 +57,15 @@ class Leaf:
 
 
 @dataclass(slots=True)
-class Found:
-    """What a format has found, before its meaning is known.
+class SavedTree:
+    """All state dicts of a checkpoint as one tree, and the files they came from.
 
-    `source` is the manifest's; `orders` lists, for an optimizer that knows its parameters by
-    number, the numbers whose order is that of the model's parameters: by default each group's.
-    `known` is what a writer of ours has stated: aliases, buffers, frozen weights. `folders` are
-    Accelerate's, where model and optimizer lie apart. `in_order` says whether the model's names
-    stand as its program gave them; safetensors sorts them. `inferred` are names of parameters that
-    nothing states. `adapter` says whether the model's state has PEFT's names (see peft.py).
+    `source` is the manifest's. `orders` is for an optimizer that knows parameters by number: lists
+    of numbers, each in the order of the model's parameters; by default one list per group.
+    `stated` is what zckpt wrote beside the state dicts: aliases, buffers, frozen weights. `folders`
+    are Accelerate's, where model and optimizer lie apart. `in_order` says whether the model's names
+    stand in the program's order (safetensors sorts them). `inferred` are names of parameters that
+    no file states. `adapter` says whether the model's state has PEFT's names (see peft.py).
     """
 
     root: str
@@ -75,7 +77,7 @@ class Found:
     left_out: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     orders: list[list[int]] | None = None
-    known: dict[str, Any] | None = None
+    stated: dict[str, Any] | None = None
     folders: list[str] | None = None
     in_order: bool = True
     inferred: list[str] = field(default_factory=list)
@@ -83,7 +85,7 @@ class Found:
 
 
 def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
-    """A tensor that one file holds whole."""
+    """A tensor that lies whole in one file."""
     part = (0,) * len(tensor.shape), tensor, file
     return Leaf(
         tensor.dtype,
@@ -99,24 +101,25 @@ def identities(
     shape: tuple[int, ...],
     parts: Sequence[tuple[tuple[int, ...], Tensor, TorchFile]],
 ) -> tuple[Any, Any]:
-    """`place` and `twin` of a leaf whose parts are tensors of files, each at its offsets."""
-    held = [part for part in parts if part[1].numel]
-    places, crcs = [], []
-    for offsets, tensor, file in held:
+    """`memory` and `twin` of a leaf whose parts are tensors of files, each at its offsets."""
+    nonempty = [part for part in parts if part[1].numel]
+    views, crcs = [], []
+    for offsets, tensor, file in nonempty:
         storage = file.crc(tensor)
-        seen = offsets, tensor.place[1], tensor.shape, tensor.strides
-        places.append((*seen, file.path, tensor.place[0]))
-        if storage[1] is not None:  # equal storages, equally looked at
-            crcs.append((*seen, storage))
-    twin = (dtype, shape, tuple(sorted(crcs))) if held and len(crcs) == len(held) else None
-    return (tuple(sorted(places)) or None), twin
+        view = offsets, tensor.place[1], tensor.shape, tensor.strides
+        views.append((*view, file.path, tensor.place[0]))
+        if storage[1] is not None:  # equal storages, viewed alike
+            crcs.append((*view, storage))
+    complete = nonempty and len(crcs) == len(nonempty)
+    twin = (dtype, shape, tuple(sorted(crcs))) if complete else None
+    return (tuple(sorted(views)) or None), twin
 
 
 def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> Any:
-    """The same value with a leaf for every tensor; `names` are those of all that are not 0-d."""
+    """The same value with a leaf for every tensor; `names` has one for each that is not 0-d."""
     if isinstance(value, Tensor):
-        made = leaf(file, value)
-        return replace(made, name=next(names, None)) if names and value.shape else made
+        whole = leaf(file, value)
+        return replace(whole, name=next(names, None)) if names and value.shape else whole
     return map_values(value, lambda item, _: leaves(file, item, names))
 
 
@@ -132,10 +135,10 @@ def number_of(stored: Stored) -> Callable[[], Scalar]:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements [offset, offset + size) along every axis of a tensor, as one rank holds them.
+class TensorPiece:
+    """Elements [offset, offset + size) along every axis of a tensor, as one file has them.
 
-    They lie in `extent` from element `first` on, with `strides` in elements.
+    They begin at element `first` of `extent`; `strides` count elements.
     """
 
     offsets: tuple[int, ...]
@@ -149,57 +152,61 @@ class Piece:
         return prod(self.sizes)
 
 
-def solid_piece(stored: Stored, offsets: tuple[int, ...]) -> Piece:
-    """A piece that a safetensors file holds, which has rows one behind the other."""
+def solid_piece(stored: Stored, offsets: tuple[int, ...]) -> TensorPiece:
+    """A piece in a safetensors file, where tensors are row-major."""
     shape = stored.shape
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return Piece(offsets, shape, strides, 0, stored.extent)
+    return TensorPiece(offsets, shape, strides, 0, stored.extent)
 
 
-def assembled(what: str, dtype: str, shape: Sequence[int], pieces: Sequence[Piece]) -> Fragments:
-    """The fragments of a tensor of which `pieces` are to hold every element once.
+def assembled(
+    name: str, dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]
+) -> Fragments:
+    """The fragments of a tensor, of whose elements `pieces` must have each one exactly once.
 
-    Empty pieces count for nothing. Raises IncompleteCheckpoint and InconsistentCheckpoint, which
-    name `what`.
+    Empty pieces are ignored. Raises IncompleteCheckpoint and InconsistentCheckpoint, which say the
+    `name`.
     """
-    held = [piece for piece in pieces if piece.numel]
-    for piece in held:
+    nonempty = [piece for piece in pieces if piece.numel]
+    for piece in nonempty:
         fits = len(piece.offsets) == len(piece.sizes) == len(piece.strides) == len(shape)
         if not fits or any(
             offset < 0 or offset + size > whole
             for offset, size, whole in zip(piece.offsets, piece.sizes, shape, strict=True)
         ):
             raise InconsistentCheckpoint(
-                f"{piece.extent.file} holds a piece of {what} of shape {list(piece.sizes)} at "
+                f"{piece.extent.file} has a piece of {name} of shape {list(piece.sizes)} at "
                 f"{list(piece.offsets)}, outside of its shape {list(shape)}"
             )
-    made = boxes(
-        Box(shape, p.offsets, p.sizes, p.strides, p.first, SIZES[dtype], p.extent) for p in held
+    fragments = boxes(
+        Box(shape, p.offsets, p.sizes, p.strides, p.first, SIZES[dtype], p.extent) for p in nonempty
     )
-    total = sum(piece.numel for piece in held)
+    total = sum(piece.numel for piece in nonempty)
     if total < prod(shape):
         raise IncompleteCheckpoint(
-            f"{what} has {prod(shape)} elements, the files hold {total}",
+            f"{name} has {prod(shape)} elements, but the files hold {total}",
             hint="a rank's file is missing, or the save did not finish",
         )
-    if total > prod(shape) or _overlap(made, held, shape):
-        raise InconsistentCheckpoint(f"pieces of {what} overlap")
-    return made
+    if total > prod(shape) or _overlap(fragments, nonempty, shape):
+        raise InconsistentCheckpoint(f"pieces of {name} overlap")
+    return fragments
 
 
-def _overlap(made: Fragments, pieces: Sequence[Piece], shape: Sequence[int]) -> bool:
-    """Whether pieces, which have as many elements as the whole, hold one twice.
+def _overlap(fragments: Fragments, pieces: Sequence[TensorPiece], shape: Sequence[int]) -> bool:
+    """Whether pieces with as many elements as the whole tensor have some element twice.
 
-    They tile it if every corner of a piece is shared by an even number of them, but for the whole's
-    own: then each element is held an odd number of times, and so once. To compare all pairs would
-    take hours where a tensor is in 100,000 pieces.
+    Pieces tile the whole if each of their corners is shared by an even number of pieces, except
+    the corners of the whole itself. Then each element is in an odd number of pieces, so in one.
+    Comparing all pairs would take hours for a tensor in 100,000 pieces.
     """
-    if isinstance(made, Runs):
-        ends = [fragment.stop for fragment in made]
-        return ends[:-1] != made.starts[1:]
+    if isinstance(fragments, Runs):
+        ends = [fragment.stop for fragment in fragments]
+        return ends[:-1] != fragments.starts[1:]
     cut = [axis for axis, whole in enumerate(shape) if any(p.sizes[axis] != whole for p in pieces)]
     if len(cut) > MAX_CUT:
-        raise UnsupportedCheckpoint(f"a tensor that is cut along {len(cut)} axes")
+        raise UnsupportedCheckpoint(
+            f"a tensor is cut along {len(cut)} axes; zckpt reads cuts along up to {MAX_CUT}"
+        )
     odd: set[tuple[int, ...]] = set()
     for piece in pieces:
         ends_of = ((piece.offsets[a], piece.offsets[a] + piece.sizes[a]) for a in cut)

@@ -1,4 +1,4 @@
-"""Which tensors hold the same: names of one weight, or a copy of it."""
+"""Which tensors have the same content: two names of one weight, or a copy of it."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from .tree import Leaf
 SAMPLE = 4096  # bytes
 
 
-def is_float(held: Any) -> bool:
-    return isinstance(held, Leaf) and held.dtype in FLOATS
+def is_float(value: Any) -> bool:
+    return isinstance(value, Leaf) and value.dtype in FLOATS
 
 
 def is_updated(state: Mapping[str, Any]) -> bool:
-    """Whether there are moments: torch's helpers count an update that was none."""
-    return any(isinstance(h, Leaf) and h.shape and is_telling(h) for h in state.values())
+    """Whether moments show an update: torch's helpers count one that never happened."""
+    return any(isinstance(v, Leaf) and v.shape and is_distinctive(v) for v in state.values())
 
 
-class Seen:
-    """Leaves by what they hold, so that the second names of tied weights are found."""
+class NamesByContent:
+    """The first name of every content, by which second names of tied weights are recognised."""
 
     def __init__(self) -> None:
-        self.places: dict[Any, str] = {}
-        self.twins: dict[Any, str] = {}
+        self._by_memory: dict[Any, str] = {}
+        self._by_twin: dict[Any, str] = {}
 
-    def add(self, name: str, held: Leaf) -> None:
-        self.places.setdefault(held.place, name)
-        self.twins.setdefault(held.twin, name)
+    def add(self, name: str, leaf: Leaf) -> None:
+        self._by_memory.setdefault(leaf.memory, name)
+        self._by_twin.setdefault(leaf.twin, name)
 
-    def find(self, held: Leaf) -> str | None:
-        """Who holds the same: one memory, or equal bytes that are no chance."""
-        if held.place is not None and held.place in self.places:
-            return self.places[held.place]
-        if held.twin is not None and held.twin in self.twins and is_telling(held):
-            return self.twins[held.twin]
+    def find(self, leaf: Leaf) -> str | None:
+        """The name with the same memory, or with equal bytes that cannot be equal by chance."""
+        if leaf.memory is not None and leaf.memory in self._by_memory:
+            return self._by_memory[leaf.memory]
+        if leaf.twin is not None and leaf.twin in self._by_twin and is_distinctive(leaf):
+            return self._by_twin[leaf.twin]
         return None
 
-    def owner(self, name: str, held: Leaf) -> str:
-        """Who held the same before; itself, and then it is remembered."""
-        found = self.find(held)
-        if found is None:
-            self.add(name, held)
-        return found or name
+    def owner(self, name: str, leaf: Leaf) -> str:
+        """The first name with this content; adds `name` if there is none."""
+        owner = self.find(leaf)
+        if owner is None:
+            self.add(name, leaf)
+        return owner or name
 
 
-def is_telling(held: Leaf) -> bool:
-    """Whether two tensors with these bytes are one: zeros and ones are met by chance."""
-    first = next(iter(held.fragments), None)
-    if first is None or held.numel < 2:
+def is_distinctive(leaf: Leaf) -> bool:
+    """Whether equal bytes mean the same tensor: all zeros or all ones are equal by chance."""
+    first = next(iter(leaf.fragments), None)
+    if first is None or leaf.numel < 2:
         return False
     with open(first.extent.file, "rb") as file:
         sample = os.pread(file.fileno(), min(SAMPLE, first.extent.length), first.extent.offset)

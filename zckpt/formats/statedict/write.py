@@ -1,7 +1,7 @@
-"""A manifest as the state dicts that torch's programs save: the counterpart of state.py.
+"""A manifest as the state dicts that torch's programs save: the counterpart of read.py.
 
-Tensors are holes, which are filled afterwards. Groups have all keys that torch 2.13's optimizers
-have, since loading demands them.
+Tensors are blank; the copy fills them. Groups have all keys that torch 2.13's optimizers have,
+because loading requires them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ OF_TORCH = (
 
 
 @dataclass(frozen=True, slots=True)
-class Hole:
-    """A tensor that is to be filled later."""
+class BlankTensor:
+    """The type and shape of a tensor; the copy writes its elements."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
+Hole = BlankTensor
+
+
 class StateDicts:
-    """A manifest as the state dicts that torch's programs save: values and holes by path."""
+    """The state dicts that a torch program would save: values and blank tensors by path."""
 
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source
@@ -48,7 +51,9 @@ class StateDicts:
         self.warnings = list(source.warnings)
         self.left_out = list(source.left_out)
         self.aliases = {
-            alias: name for name, held in source.parameters.items() for alias in held.aliases
+            alias: name
+            for name, parameter in source.parameters.items()
+            for alias in parameter.aliases
         }
         self.groups: list[dict[str, Any]] = []
         self.adapter = False
@@ -58,25 +63,25 @@ class StateDicts:
             self.groups, assumed = torch_groups(source, options)
             self.warnings += assumed
         self.names = {*source.parameters, *self.aliases, *source.buffers}
-        self._steps_in_groups(own.get("group_step"))
+        self._put_steps_in_groups(own.get("group_step"))
         members = [name for place in range(len(self.groups)) for name in self.members(place)]
         self.numbers = {name: number for number, name in enumerate(members)}
 
-    def _steps_in_groups(self, kind: str | None) -> None:
-        """Where the source's optimizer keeps a step per group, groups get it, and not the states.
+    def _put_steps_in_groups(self, kind: str | None) -> None:
+        """If the source's optimizer keeps one step per group, groups get it instead of states.
 
-        Apex's FusedAdam begins at 1 again where its group has none.
+        Apex's FusedAdam starts again at 1 if its group has none.
         """
         parameters = self.source.parameters
         steps = [
             {step for name in self.members(place) if (step := parameters[name].step) is not None}
             for place in range(len(self.groups))
         ]
-        self.step_in_group = kind is not None and all(len(told) < 2 for told in steps)
+        self.step_in_group = kind is not None and all(len(values) < 2 for values in steps)
         if self.step_in_group:
             self.groups = [
-                group | ({"step": _number(told.pop(), str(kind))} if told else {})
-                for group, told in zip(self.groups, steps, strict=True)
+                group | ({"step": _number(values.pop(), str(kind))} if values else {})
+                for group, values in zip(self.groups, steps, strict=True)
             ]
 
     def items(self) -> Iterator[tuple[Path, Any]]:
@@ -86,23 +91,23 @@ class StateDicts:
         if self.options.weights_only:
             return
         if self.optimizes:
-            yield from self._optimizer()
+            yield from self._optimizer_items()
         state = self.source.state
         if state.get("lr_scheduler") is not None:
             yield from flattened((self.scheduler,), state["lr_scheduler"])
-        for path, held in self._client():
+        for path, value in self._client_items():
             if not self._is_taken(path):
-                yield path, held
+                yield path, value
 
-    def _client(self) -> Iterator[tuple[Path, Any]]:
+    def _client_items(self) -> Iterator[tuple[Path, Any]]:
         """The program's own state."""
-        for key, held in (self.source.state.get("client_state") or {}).items():
-            yield from flattened((str(key),), held)
+        for key, value in (self.source.state.get("client_state") or {}).items():
+            yield from flattened((str(key),), value)
 
     def _is_taken(self, path: Path) -> bool:
-        """Whether what a program calls its own would take the place of a state dict, or of a part.
+        """Whether a path of the program's own state collides with one of the state dicts'.
 
-        DeepSpeed keeps its client's state apart, whatever it is called.
+        DeepSpeed keeps its client's state apart, so that any name is possible there.
         """
         if not self.model and path[0] in self.names:
             return True
@@ -112,10 +117,10 @@ class StateDicts:
         return any(path[: len(own)] == own[: len(path)] for own in taken)
 
     def collisions(self) -> list[str]:
-        """What `items` leaves out of the program's own state."""
+        """What `items` leaves out of the program's own state, as a line of the report."""
         if self.options.weights_only:
             return []
-        lost = [dotted(path) for path, _ in self._client() if self._is_taken(path)]
+        lost = [dotted(path) for path, _ in self._client_items() if self._is_taken(path)]
         if not lost:
             return []
         return [f"client_state {listed(lost)}: a state dict of the target has this name"]
@@ -124,20 +129,20 @@ class StateDicts:
 
     def weights_as_saved(self) -> Iterator[tuple[str, Any]]:
         """The module's state, or what PEFT saves of it: the adapter alone."""
-        for name, held in self._weights():
+        for name, value in self._weights():
             if self.is_saved(name):
-                yield peft.saved_name(name) if self.adapter else name, held
+                yield peft.saved_name(name) if self.adapter else name, value
 
     def is_saved(self, name: str) -> bool:
-        """Whether a weight is part of what is written; with an adapter, biases may be trained."""
+        """Whether a weight is written; with an adapter, trained biases are too."""
         parameter = self.source.parameters.get(name)
         trained = parameter is not None and parameter.trainable
         return not self.adapter or trained or peft.is_adapters(name)
 
     def unsaid(self) -> dict[str, Any]:
-        """What state dicts do not say: which names are tied, buffers, frozen, and inferred."""
+        """What state dicts do not say: which names are aliases, buffers, frozen, and inferred."""
         source = self.source
-        frozen = [name for name, held in source.parameters.items() if not held.trainable]
+        frozen = [name for name, parameter in source.parameters.items() if not parameter.trainable]
         return {
             "aliases": {
                 alias: name for alias, name in self.aliases.items() if self.is_saved(alias)
@@ -148,7 +153,7 @@ class StateDicts:
         }
 
     def save_adapter_alone(self) -> None:
-        """From now on the model's state is PEFT's; what it leaves out is named."""
+        """From now on, the model's state is what PEFT saves. Reports what that leaves out."""
         self.adapter = True
         others = [name for name, _ in self._weights() if not self.is_saved(name)]
         if others:
@@ -165,24 +170,24 @@ class StateDicts:
             if name in extra:
                 yield name, extra[name]
             elif owner in source.parameters:
-                yield name, Hole(self._dtype(owner), source.parameters[owner].shape)
+                yield name, BlankTensor(self._dtype(owner), source.parameters[owner].shape)
             elif f"{owner}/param" in source.entries:
                 entry = source.entries[f"{owner}/param"]
-                yield name, Hole(entry.dtype, entry.shape)
+                yield name, BlankTensor(entry.dtype, entry.shape)
 
     def _dtype(self, name: str) -> str:
-        """What the module holds: what its optimizer updates, which are masters where there are."""
+        """The type in which the module holds a weight: that of the masters if there are any."""
         entries = self.source.entries
-        held = entries.get(f"{name}/master") or entries.get(f"{name}/param")
-        if held is None:
-            raise MissingData(f"the source holds no weights of {name}")
-        return self.options.module_dtype or held.dtype
+        entry = entries.get(f"{name}/master") or entries.get(f"{name}/param")
+        if entry is None:
+            raise MissingData(f"the source has no weights of {name}")
+        return self.options.module_dtype or entry.dtype
 
     # -- the optimizer
 
-    def _optimizer(self) -> Iterator[tuple[Path, Any]]:
-        for name, held in self._states():
-            for key, value in held.items():
+    def _optimizer_items(self) -> Iterator[tuple[Path, Any]]:
+        for name, state in self._states():
+            for key, value in state.items():
                 yield from flattened(self._state_path(name, key), value)
         for place, group in enumerate(self.groups):
             members = self.members(place)
@@ -190,27 +195,27 @@ class StateDicts:
                 _refuse_tensors(group)
                 for name in members:
                     for key, value in group.items():
-                        at = (*self.optimizer, f"param_groups.{name}.{key}")
-                        yield from flattened(at, value)
+                        path = (*self.optimizer, f"param_groups.{name}.{key}")
+                        yield from flattened(path, value)
                 continue
             for key, value in group.items():
                 yield from flattened((*self.optimizer, "param_groups", place, key), value)
-            called = [self.numbers[name] if self.layout == "raw" else name for name in members]
-            yield (*self.optimizer, "param_groups", place, "params"), called
+            params = [self.numbers[name] if self.layout == "raw" else name for name in members]
+            yield (*self.optimizer, "param_groups", place, "params"), params
 
     def members(self, group: int) -> list[str]:
         """The names of a group's parameters, in the optimizer's order."""
         return [
             name
-            for name, held in self.source.parameters.items()
-            if held.trainable and (held.group or 0) == group
+            for name, parameter in self.source.parameters.items()
+            if parameter.trainable and (parameter.group or 0) == group
         ]
 
     def _state_path(self, name: str, key: str) -> Path:
         if self.layout == "flat":
             return (*self.optimizer, f"state.{name}.{key}")
-        called = str(self.numbers[name]) if self.layout == "raw" else name
-        return (*self.optimizer, "state", called, key)
+        own = str(self.numbers[name]) if self.layout == "raw" else name
+        return (*self.optimizer, "state", own, key)
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Every trainable parameter's state, as torch's optimizers keep it."""
@@ -220,26 +225,26 @@ class StateDicts:
         own = self.engine.get("name") == "torch"
         kind = (kept.get("step") or {}).get("type", "F32") if own else "F32"
         other = kept.get("other") or {}
-        for name, held in source.parameters.items():
+        for name, parameter in source.parameters.items():
             state: dict[str, Any] = {}
-            if held.step is not None and not self.step_in_group:
-                state["step"] = _number(held.step, kind)
-            state |= {key: scalar.unwrapped() for key, scalar in held.scalars.items()}
+            if parameter.step is not None and not self.step_in_group:
+                state["step"] = _number(parameter.step, kind)
+            state |= {key: scalar.unwrapped() for key, scalar in parameter.scalars.items()}
             for slot in slots:
                 entry = source.entries.get(f"{name}/{slot}")
                 if entry is not None:
-                    state[slot_key(slot)] = Hole(entry.dtype, entry.shape)
+                    state[slot_key(slot)] = BlankTensor(entry.dtype, entry.shape)
             state |= other.get(name) or {}
             if state:
                 yield name, state
 
 
 def _refuse_tensors(group: dict[str, Any]) -> None:
-    """A tensor of a group would have to stand once for each of its parameters."""
+    """Raises WrongOption: a group's tensor would have to be repeated for each of its parameters."""
     for key, value in group.items():
-        if any(isinstance(held, TensorName) for _, held in flattened((), value)):
+        if any(isinstance(item, TensorName) for _, item in flattened((), value)):
             raise WrongOption(
-                f"the hyper-parameter {key} is a tensor, which the flat layout has no place for",
+                f"the hyper-parameter {key} is a tensor, which the flat layout cannot store",
                 hint="keep groups as they are: --dcp-layout nested",
             )
 
@@ -251,14 +256,14 @@ def _number(step: float, kind: str) -> Scalar | int:
 def flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     """Values by path, as torch.distributed.checkpoint flattens state dicts (torch 2.4 to 2.13).
 
-    Dictionaries are entered, and lists that hold dictionaries or tensors.
+    It enters dictionaries, and lists that contain dictionaries or tensors.
     """
     if isinstance(value, dict):
-        for key, held in value.items():
-            yield from flattened((*path, str(key)), held)
+        for key, item in value.items():
+            yield from flattened((*path, str(key)), item)
     elif isinstance(value, list) and any(map(_is_entered, value)):
-        for place, held in enumerate(value):
-            yield from flattened((*path, place), held)
+        for place, item in enumerate(value):
+            yield from flattened((*path, place), item)
     else:
         yield path, value
 
@@ -266,17 +271,17 @@ def flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 def _is_entered(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_is_entered, value))
-    return isinstance(value, (dict, Hole, Scalar, TensorName))
+    return isinstance(value, (dict, BlankTensor, Scalar, TensorName))
 
 
 def left_out(source: Manifest, options: Options) -> list[str]:
-    """What of the source's state torch's programs have no place for."""
+    """The parts of the source's state that torch's programs have no place for."""
     if options.weights_only:
         return []
     kept = dict(source.state.get("optimizer") or {})
     for key in ("other", "step", "group_step"):
         kept.pop(key, None)
-    lost = [f"optimizer.{key}" for key, held in kept.items() if held is not None]
-    lost += [key for key, held in source.state.items() if held and key not in OF_TORCH]
+    lost = [f"optimizer.{key}" for key, value in kept.items() if value is not None]
+    lost += [key for key, value in source.state.items() if value and key not in OF_TORCH]
     engine = (source.state.get("engine") or {}).get("name")
     return [f"{', '.join(lost)}: {engine}'s own"] if lost else []

@@ -1,0 +1,261 @@
+"""Where elements live: every kind of fragments against brute force."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise, product
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zckpt.core.fragments import (
+    Box,
+    Boxes,
+    Extent,
+    Fragment,
+    Fragments,
+    Runs,
+    Slices,
+    boxes,
+    range_of_box,
+    solid,
+)
+
+SIZE = 4
+
+
+def elements(fragment: Fragment) -> dict[int, tuple[str, int]]:
+    """Element -> file and byte of each element of a fragment."""
+    count = fragment.stop - fragment.start
+    assert fragment.extent.length == count * fragment.count * SIZE
+    return {
+        fragment.start + run * fragment.stride + place: (
+            fragment.extent.file,
+            fragment.extent.offset + (run * count + place) * SIZE,
+        )
+        for run in range(fragment.count)
+        for place in range(count)
+    }
+
+
+def ranges(numel: int) -> st.SearchStrategy[tuple[int, int]]:
+    """[start, stop) of elements, empty only where there are none."""
+    pairs = st.tuples(st.integers(0, numel), st.integers(0, numel)).map(sorted)
+    return pairs.filter(lambda pair: pair[0] < pair[1] or not numel).map(lambda pair: (*pair,))
+
+
+def places(fragments: Fragments) -> dict[int, tuple[str, int]]:
+    found: dict[int, tuple[str, int]] = {}
+    for fragment in fragments:
+        here = elements(fragment)
+        assert not here.keys() & found.keys(), "an element stands in two fragments"
+        found |= here
+    return found
+
+
+def check(fragments: Fragments, numel: int, draw: st.DataObject) -> None:
+    """Length, items and `overlapping` agree with the whole list."""
+    whole = list(fragments)
+    assert len(fragments) == len(whole)
+    assert [fragments[place] for place in range(len(whole))] == whole
+    with pytest.raises(IndexError):
+        fragments[len(whole)]
+    start, stop = draw.draw(ranges(numel))
+    expected = [
+        item for item in whole if any(start <= element < stop for element in elements(item))
+    ]
+    assert list(fragments.overlapping(start, stop)) == expected
+
+
+@given(st.lists(st.integers(0, 5), max_size=8), st.data())
+def test_runs_overlap_as_their_elements_do(sizes: list[int], draw: st.DataObject) -> None:
+    starts = list(accumulate(sizes, initial=0))
+    listed = [
+        Fragment(start, start + size, Extent(f"file {place % 3}", 64 * place, size * SIZE))
+        for place, (start, size) in enumerate(zip(starts, sizes, strict=False))
+    ]
+    runs = Runs(listed)
+    assert list(runs) == [item for item in listed if item.stop > item.start]
+    check(runs, starts[-1], draw)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=8), st.data())
+def test_runs_may_have_holes(sizes: list[tuple[int, int]], draw: st.DataObject) -> None:
+    listed, here = [], 0
+    for hole, size in sizes:
+        listed.append(Fragment(here + hole, here + hole + size, Extent("a", here, size * SIZE)))
+        here += hole + size
+    check(Runs(listed), here, draw)
+
+
+@given(st.integers(1, 9), st.integers(0, 40), st.integers(0, 3), st.data())
+def test_slices_are_even_cuts(dp: int, numel: int, offset: int, draw: st.DataObject) -> None:
+    flats = tuple(Extent(f"rank {rank}", 100 * rank, 1000) for rank in range(dp))
+    slices = Slices(flats, offset, numel, SIZE)
+    width = -(-numel // dp)
+    assert places(slices) == {
+        element: (
+            f"rank {element // width}",
+            100 * (element // width) + (offset + element % width) * SIZE,
+        )
+        for element in range(numel)
+    }
+    check(slices, numel, draw)
+
+
+shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
+
+
+@given(shapes, st.integers(0, 5), st.data())
+def test_a_box_is_the_strided_elements(
+    shape: tuple[int, ...], first: int, draw: st.DataObject
+) -> None:
+    order = draw.draw(st.permutations(range(len(shape))))
+    gap = draw.draw(st.integers(1, 3))
+    strides, step = [0] * len(shape), gap
+    for axis in order:  # the first varies fastest
+        strides[axis] = step
+        step *= shape[axis] * draw.draw(st.integers(1, 2))
+    expanded = draw.draw(st.sets(st.integers(0, len(shape) - 1), max_size=1))
+    strides = [0 if axis in expanded else stride for axis, stride in enumerate(strides)]
+    extent = Extent("a", 1000, 10_000_000)
+    made = Box(shape, (0,) * len(shape), shape, strides, first, SIZE, extent)
+    numel = prod(shape)
+    expected = {
+        element: ("a", 1000 + (first + sum(map(int.__mul__, place, strides))) * SIZE)
+        for element, place in enumerate(product(*map(range, shape)))
+    }
+    assert places(made) == expected
+    assert len(made) == len(list(made))
+    assert [made[place] for place in range(len(made))] == list(made)
+    start, stop = draw.draw(ranges(numel))
+    needed = [item for item in made if any(start <= element < stop for element in elements(item))]
+    found = list(made.overlapping(start, stop))
+    assert [item for item in found if item in needed] == needed
+    # a line with gaps may be named where only its gaps lie in the range; none beside the range
+    for item in found:
+        assert min(elements(item)) < stop
+        assert max(elements(item)) >= start
+
+
+def test_a_long_axis_is_not_listed() -> None:
+    made = Box((1 << 40, 2), (0, 0), (1 << 40, 2), (0, 2), 0, SIZE, Extent("a", 0, 100))
+    first = next(iter(made))
+    assert (first.start, first.stop) == (0, 1)
+
+
+def test_a_transposed_matrix_has_a_line_for_each_column() -> None:
+    made = Box((3, 4), (0, 0), (3, 4), (1, 3), 0, SIZE, Extent("a", 0, 48))
+    assert list(made) == [Fragment(i, i + 1, Extent("a", 12 * i, 12), 3, 4) for i in range(4)]
+
+
+@given(shapes, st.data())
+def test_boxes_that_tile_a_tensor_hold_every_element_once(
+    shape: tuple[int, ...], draw: st.DataObject
+) -> None:
+    cuts = [
+        sorted({0, size, *draw.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape
+    ]
+    parts, expected = [], {}
+    for number, corner in enumerate(product(*map(pairwise, cuts))):
+        offsets = [start for start, _ in corner]
+        sizes = [stop - start for start, stop in corner]
+        strides, step = [0] * len(shape), 1
+        for axis in draw.draw(st.permutations(range(len(shape)))):
+            strides[axis] = step
+            step *= sizes[axis]
+        extent = Extent(f"rank {number}", 100, prod(sizes) * SIZE)
+        parts.append(Box(shape, offsets, sizes, strides, 0, SIZE, extent))
+        for place in product(*map(range, sizes)):
+            element = 0
+            for here, offset, size in zip(place, offsets, shape, strict=True):
+                element = element * size + offset + here
+            at = 100 + sum(map(int.__mul__, place, strides)) * SIZE
+            expected[element] = (extent.file, at)
+    fragments = boxes(draw.draw(st.permutations(parts)))
+    assert places(fragments) == expected
+    check_overlaps(fragments, prod(shape), draw)
+
+
+def check_overlaps(fragments: Fragments, numel: int, draw: st.DataObject) -> None:
+    """Length, items and `overlapping` agree; the runs of a range hold all elements of it."""
+    assert len(fragments) == len(list(fragments))
+    assert [fragments[place] for place in range(len(fragments))] == list(fragments)
+    start, stop = draw.draw(ranges(numel))
+    needed = [
+        item for item in fragments if any(start <= element < stop for element in elements(item))
+    ]
+    assert [item for item in fragments.overlapping(start, stop) if item in needed] == needed
+    for item in needed:
+        held = {
+            element: where
+            for run in item.runs(start, stop)
+            for element, where in elements(run).items()
+        }
+        wanted = {key: where for key, where in elements(item).items() if start <= key < stop}
+        assert wanted.items() <= held.items() <= elements(item).items()
+
+
+@given(st.lists(st.integers(0, 4), max_size=4).map(tuple), st.data())
+def test_ranges_of_boxes_hold_every_element_once(
+    shape: tuple[int, ...], draw: st.DataObject
+) -> None:
+    """Every box of a tensor is cut into ranges, each in a file of its own."""
+    cuts = [
+        sorted({0, size, *draw.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape
+    ]
+    parts: list[Box] = []
+    expected: dict[int, tuple[str, int]] = {}
+    for number, corner in enumerate(product(*map(pairwise, cuts))):
+        offsets = [start for start, _ in corner]
+        sizes = [stop - start for start, stop in corner]
+        inside = []
+        for place in product(*map(range, sizes)):
+            element = 0
+            for coordinate, offset, length in zip(place, offsets, shape, strict=True):
+                element = element * length + offset + coordinate
+            inside.append(element)
+        bounds = st.lists(st.integers(0, len(inside)), max_size=3)
+        for start, stop in pairwise(sorted({0, len(inside), *draw.draw(bounds)})):
+            extent = Extent(f"rank {number} from {start}", 100, (stop - start) * SIZE)
+            ranged = list(range_of_box(shape, offsets, sizes, start, stop, SIZE, extent))
+            assert len(ranged) <= max(1, 2 * len(shape) - 1)
+            parts += ranged
+            for position, element in enumerate(inside[start:stop]):
+                expected[element] = extent.file, 100 + position * SIZE
+    fragments = boxes(draw.draw(st.permutations(parts)))
+    assert places(fragments) == expected
+    check_overlaps(fragments, prod(shape), draw)
+
+
+def test_a_range_of_a_slice_of_columns() -> None:
+    """Rank 1 of two holds columns 2 and 3 of a 3 x 4 matrix; its second partition is 3 elements."""
+    parts = list(range_of_box((3, 4), (0, 2), (3, 2), 3, 6, SIZE, Extent("a", 0, 12)))
+    assert [list(part) for part in parts] == [
+        [Fragment(7, 8, Extent("a", 0, 4))],
+        [Fragment(10, 12, Extent("a", 4, 8))],
+    ]
+    assert list(range_of_box((3, 4), (0, 2), (3, 2), 2, 2, SIZE, Extent("a", 0, 0))) == []
+
+
+def test_rows_of_a_tensor_are_runs_and_columns_are_one_fragment_each() -> None:
+    def part(offsets: tuple[int, int], sizes: tuple[int, int]) -> Box:
+        extent = Extent("a", 0, prod(sizes) * SIZE)
+        return Box((6, 4), offsets, sizes, (sizes[1], 1), 0, SIZE, extent)
+
+    rows = boxes([part((3, 0), (3, 4)), part((0, 0), (3, 4))])
+    assert isinstance(rows, Runs)
+    assert [(item.start, item.stop) for item in rows] == [(0, 12), (12, 24)]
+    columns = boxes([part((0, 0), (6, 3)), part((0, 3), (6, 1))])
+    assert isinstance(columns, Boxes)
+    assert [(f.start, f.stop, f.count, f.stride) for f in columns] == [(0, 3, 6, 4), (3, 4, 6, 4)]
+
+
+def test_a_solid_tensor_is_one_fragment() -> None:
+    assert list(solid(3, Extent("a", 5, 12))) == [Fragment(0, 3, Extent("a", 5, 12))]
+    assert list(solid(0, Extent("a", 5, 0))) == []
+
+
+def test_a_part_of_an_extent() -> None:
+    assert Extent("a", 100, 50).part(10, 30) == Extent("a", 110, 20)

@@ -1,0 +1,183 @@
+"""Which files make a checkpoint of torch.save."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from zckpt import errors, formats
+from zckpt.formats.gathered import files
+
+from ...conftest import EXAMPLE, Result
+from .plain_torch import (
+    assert_same_run,
+    names_by_group,
+    resumed_pair,
+    save,
+    trained_pair,
+)
+
+Zckpt = Callable[..., Result]
+
+
+@pytest.mark.parametrize(
+    ("model", "optim"),
+    [
+        ("model.pt", "optim.pt"),
+        ("pytorch_model_fsdp.bin", "optimizer.bin"),
+        ("model.safetensors", "optimizer.pt"),
+        ("pytorch_model.bin", "optimizer.pt"),
+    ],
+)
+def test_usual_names(model: str, optim: str, tmp_path: Path) -> None:
+    pair = trained_pair()
+    folder = save(tmp_path / "run", pair, model, optim)
+    torch.save({"last_epoch": 3}, folder / "scheduler.pt")
+    (folder / "trainer_state.json").write_text("{}")
+    torch.save({"cpu": torch.get_rng_state()}, folder / "rng_state_0.pth")
+    names = names_by_group(pair)
+    manifest = zckpt.read(folder, param_names=names)
+    assert (manifest.format, manifest.step, len(manifest.parameters)) == ("gathered", 3, 8)
+    statistics = ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
+    assert sorted(manifest.buffers) == statistics
+    carried = sorted(sibling.name for sibling in manifest.siblings)
+    assert carried == ["rng_state_0.pth", "scheduler.pt", "trainer_state.json"]
+    zckpt.convert(folder, tmp_path / "target", to="gathered", param_names=names)
+    assert (tmp_path / "target" / "trainer_state.json").read_text() == "{}"
+
+
+def test_verls_folder(tmp_path: Path, zckpt: Zckpt) -> None:
+    """Files of ranks, whose names are verl's, and a folder `huggingface` beside them."""
+    folder, pair = tmp_path / "actor", trained_pair()
+    folder.mkdir()
+    for rank in range(2):
+        rest = f"world_size_2_rank_{rank}.pt"
+        torch.save(pair[0].state_dict(), folder / f"model_{rest}")
+        torch.save(pair[1].state_dict(), folder / f"optim_{rest}")
+        torch.save({"lr_scheduler": {"last_epoch": 3}, "rng": rank}, folder / f"extra_state_{rest}")
+    (folder / "huggingface").mkdir()
+    (folder / "huggingface" / "config.json").write_text("{}")
+    (folder / "rollouts").mkdir()
+    (folder / "rollouts" / "big.bin").touch()
+    refused = zckpt("reshard", folder, tmp_path / "out", "--dp", "4")
+    assert refused.code == 2
+    assert "--dp does not apply to --to gathered" in refused.err
+    assert "any number of ranks" in refused.err
+    done = zckpt("reshard", folder, tmp_path / "out")
+    assert done.code == 0
+    assert "written: whole state dicts" in done.out
+    assert "model.pt and optim.pt" in done.out
+    assert "left out: rollouts/: a folder" in done.out
+    assert (tmp_path / "out" / "huggingface" / "config.json").read_text() == "{}"
+    assert_same_run(resumed_pair(tmp_path / "out"), pair)
+
+
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    pair = trained_pair()
+    folder = save(tmp_path / "run", pair)
+    (folder / "model.pt").unlink()
+    state = list(pair[0].state_dict().items())
+    parts = {"model-1.safetensors": dict(state[:4]), "model-2.safetensors": dict(state[4:])}
+    for name, tensors in parts.items():
+        save_file(tensors, folder / name)
+    index = {"weight_map": {key: name for name, tensors in parts.items() for key in tensors}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(errors.MissingData, match="does not show the order of the module"):
+        zckpt.read(folder)
+    names = names_by_group(pair)
+    zckpt.convert(folder, tmp_path / "target", to="gathered", param_names=names)
+    torch.save(load_file(tmp_path / "target" / "model.safetensors"), tmp_path / "target/model.pt")
+    assert_same_run(resumed_pair(tmp_path / "target"), pair)
+    (folder / "model-2.safetensors").unlink()
+    with pytest.raises(errors.IncompleteCheckpoint, match=r"model-2\.safetensors is missing"):
+        zckpt.read(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "pytorch_model.bin"])
+def test_weights_alone(name: str, tmp_path: Path) -> None:
+    pair = trained_pair()
+    (save(tmp_path / "run", pair, model=name) / "optim.pt").unlink()
+    for path in (tmp_path / "run", tmp_path / "run" / name):
+        manifest = zckpt.read(path)
+        assert manifest.format == "gathered"
+        assert manifest.groups is None
+        assert [e.name for e in manifest.entries.values()] == [
+            f"{name}/param" for name in (*manifest.parameters, *manifest.buffers)
+        ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "mp_rank_00_model_states.pt",
+        "checkpoint.ort.pt",
+        "training_args.bin",
+        "rng_state_0.pth",
+        "__0_0.distcp",
+    ],
+)
+def test_files_of_others_are_left_to_them(name: str, tmp_path: Path) -> None:
+    torch.save(trained_pair()[0].state_dict(), tmp_path / name)
+    assert files.detect(str(tmp_path)) == files.detect(str(tmp_path / name)) == []
+
+
+def test_a_folder_of_files(tmp_path: Path) -> None:
+    model, optimizer = trained_pair(named=True)
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(states, tmp_path / "a.pt")
+    (tmp_path / "log.txt").write_text("")
+    assert zckpt.read(tmp_path).step == 3
+    torch.save(states, tmp_path / "b.pt")
+    assert zckpt.read(tmp_path, tag="b.pt").step == 3
+    with pytest.raises(
+        errors.AmbiguousCheckpoint, match=r"2 checkpoints .*: a\.pt, b\.pt"
+    ) as raised:
+        zckpt.read(tmp_path)
+    assert raised.value.hint == "choose with --tag b.pt"
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [
+        ("model_rank_0.pt", "model"),
+        ("pytorch_model_fsdp_0_rank0.bin", "model"),
+        ("ckpt.rank_0.pth", "both"),
+        ("rank0.pt", "both"),
+        ("noise_rank_0.pt", "neither"),
+    ],
+)
+def test_names_of_ranks_files(name: str, holds: str, tmp_path: Path) -> None:
+    model, optimizer = trained_pair(named=True)
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    value = {"both": states, "model": states["model"], "neither": {"rng": torch.get_rng_state()}}
+    torch.save(value[holds], tmp_path / name)
+    assert files.detect(str(tmp_path)) == ([] if holds == "neither" else [""])
+    if holds != "neither":
+        for path in (tmp_path, tmp_path / name):
+            assert len(zckpt.read(path).parameters) == 8
+            assert (zckpt.read(path).groups is not None) == (holds == "both")
+
+
+def test_accelerates_ranks(tmp_path: Path) -> None:
+    pair = trained_pair(named=True)
+    for rank in range(2):
+        torch.save(pair[0].state_dict(), tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin")
+        torch.save(pair[1].state_dict(), tmp_path / f"optimizer_0_rank{rank}.bin")
+    torch.save({"last_epoch": 1}, tmp_path / "scheduler.bin")
+    manifest = zckpt.read(tmp_path)
+    assert (manifest.step, len(manifest.files), manifest.left_out) == (3, 4, ())
+    assert [sibling.name for sibling in manifest.siblings] == ["scheduler.bin"]
+
+
+def test_no_format_takes_the_files_of_another(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", trained_pair())
+    for path in (folder, folder / "model.pt", EXAMPLE):
+        known = [item.name for item in formats.TABLE if item.load().detect(str(path))]
+        assert known == ["deepspeed" if path == EXAMPLE else "gathered"]

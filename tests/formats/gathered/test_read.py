@@ -1,0 +1,444 @@
+"""Files of torch.save, whole and of ranks, as they are read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zckpt
+from zckpt import errors
+from zckpt.core.manifest import Manifest
+from zckpt.formats.gathered import zro
+
+from ...conftest import Result
+from ...engines import torch_engine, trainers
+from ...engines.torch_cases import CASES
+from ..contract import FormatContract
+from ..equality import load, plain, same_bits
+from .engine_cases import (
+    FULL,
+    RANKS,
+    SHARDED,
+    WHOLE,
+    Trained,
+    engines,
+    names_of,
+    oracle_of,
+    source_of,
+)
+from .plain_torch import (
+    Pair,
+    assert_same_run,
+    build,
+    names_by_group,
+    resumed_pair,
+    save,
+    train,
+    trained_pair,
+)
+
+Zckpt = Callable[..., Result]
+
+
+def assert_holds(universal: Path, oracle: Mapping[str, Any]) -> None:
+    """Tensors, steps, aliases and groups, bit for bit."""
+    tensors = {name: t for name, t in load(universal).items() if not name.endswith("/state")}
+    buffers = {f"{name}/param": tensor for name, tensor in oracle["buffers"].items()}
+    expected = {**oracle["tensors"], **buffers}
+    assert sorted(tensors) == sorted(expected)
+    assert [name for name in expected if not same_bits(tensors[name], expected[name])] == []
+    manifest = json.loads((universal / "manifest.json").read_text())
+    parameters = manifest["parameters"]
+    assert {name for name, p in parameters.items() if p["trainable"]} == set(names_of(oracle))
+    assert {name: parameters[name]["step"] for name in oracle["steps"]} == oracle["steps"]
+    aliases = {alias: name for name, p in parameters.items() for alias in p["aliases"]}
+    assert aliases == oracle["aliases"]
+    for place, group in enumerate(oracle["groups"]):
+        assert [n for n, p in parameters.items() if p["group"] == place] == group["params"]
+        options = {key: plain(value) for key, value in group.items() if key != "params"}
+        assert manifest["groups"][place] == options
+
+
+@pytest.mark.parametrize(
+    ("case", "world"),
+    engines(*WHOLE, *FULL, *RANKS, *SHARDED, "fsdp2_hsdp_local", "never_stepped_ddp"),
+)
+def test_reads_what_engines_save(
+    case: str, world: int, torch_trained: Trained, tmp_path: Path
+) -> None:
+    trained = torch_trained(case, world)
+    oracle = oracle_of(trained)
+    source, target = source_of(trained), tmp_path / "universal"
+    names = None if case in (*FULL, *SHARDED) else names_of(oracle)
+    if names:  # the model has vectors that only their names tell apart
+        with pytest.raises(errors.MissingData) as raised:
+            zckpt.read(source)
+        assert "--param-names" in raised.value.hint
+    report = zckpt.convert(source, target, param_names=names)
+    assert_holds(target, oracle)
+    assert report["records"]["unchecked"] == 0
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("trainer", ["hf_trainer", "accelerate", "lightning"])
+def test_reads_what_trainers_save(trainer: str, tmp_path: Path) -> None:
+    """With FSDP2 and whole state dicts."""
+    if not trainers.available(f"{trainer}_fsdp_full"):
+        pytest.skip(f"{trainer} is not installed")
+    checkpoint = trainers.fsdp(f"{trainer}_fsdp_full", tmp_path / "trained", 2)
+    oracle = oracle_of(tmp_path / "trained")
+    manifest = zckpt.read(checkpoint)
+    beside = {sibling.name for sibling in manifest.siblings}
+    assert beside >= {"hf_trainer": {"trainer_state.json"}}.get(trainer, set())
+    zckpt.convert(checkpoint, tmp_path / "universal")
+    assert_holds(tmp_path / "universal", oracle)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("case", "world", "said"),
+    [
+        ("fsdp1_local", 2, "flat parameters .*LOCAL_STATE_DICT"),
+        ("fsdp1_flat_local", 2, "flat parameters .*LOCAL_STATE_DICT"),
+        ("fsdp2_2d_local", 4, "placed as _StridedShard"),
+    ],
+)
+def test_what_is_not_read_is_named(
+    case: str, world: int, said: str, torch_trained: Trained
+) -> None:
+    with pytest.raises(errors.UnsupportedCheckpoint, match=said):
+        zckpt.read(torch_trained(case, world) / "run")
+
+
+@pytest.mark.engines
+@pytest.mark.first
+class TestRanks(FormatContract):
+    """A copy of real FSDP1 ranks' files (ShardedTensor), whole and damaged."""
+
+    format = "gathered"
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path, torch_trained: Trained) -> Path:
+        trained = torch_trained("fsdp1_sharded_pt", 2)
+        return Path(shutil.copytree(trained / "run", tmp_path / "run"))
+
+    def file(self, checkpoint: Path, kind: str, rank: int) -> Path:
+        return checkpoint / f"{kind}_world_size_2_rank_{rank}.pt"
+
+    @pytest.mark.parametrize("kind", ["model", "optim"])
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_missing_rank(self, kind: str, rank: int, checkpoint: Path) -> None:
+        self.file(checkpoint, kind, rank).unlink()
+        with pytest.raises(
+            errors.IncompleteCheckpoint, match=f"the file of rank {rank} is missing"
+        ):
+            zckpt.read(checkpoint)
+
+    def test_any_file_stands_for_all_of_its_kind(self, checkpoint: Path) -> None:
+        manifest = zckpt.read(self.file(checkpoint, "model", 1))
+        assert manifest.groups is None
+        assert len(manifest.files) == 2
+
+    def test_swapped_ranks(self, checkpoint: Path) -> None:
+        a, b = self.file(checkpoint, "model", 0), self.file(checkpoint, "model", 1)
+        other = a.rename(checkpoint / "other")
+        b.rename(a)
+        other.rename(b)
+        with pytest.raises(errors.InconsistentCheckpoint, match="was written by rank 1 of 2"):
+            zckpt.read(checkpoint)
+
+    def test_files_of_two_world_sizes(self, checkpoint: Path) -> None:
+        shutil.copy(self.file(checkpoint, "model", 0), checkpoint / "model_world_size_4_rank_0.pt")
+        with pytest.raises(errors.AmbiguousCheckpoint, match="saves by 2, 4 ranks"):
+            zckpt.read(checkpoint)
+
+    def test_two_saves(self, checkpoint: Path, torch_trained: Trained, tmp_path: Path) -> None:
+        later = replace(CASES["fsdp1_sharded_pt"], steps=4)
+        torch_engine.train(later, 2, tmp_path / "later", losses=0)
+        shutil.copy(tmp_path / "later" / "run" / self.file(checkpoint, "optim", 1).name, checkpoint)
+        with pytest.raises(errors.InconsistentCheckpoint, match=r"step differs: 3 .*, 4 "):
+            zckpt.read(checkpoint)
+
+    @pytest.mark.parametrize("keep", [0, 100, -100])
+    def test_a_short_file(self, keep: int, checkpoint: Path) -> None:
+        path = self.file(checkpoint, "model", 1)
+        path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(errors.CorruptCheckpoint, match=path.name):
+            zckpt.read(checkpoint)
+
+    def test_a_flipped_bit(self, checkpoint: Path, tmp_path: Path) -> None:
+        manifest = zckpt.read(checkpoint)
+        extent = manifest.entries["trunk.0.weight/exp_avg"].fragments[1].extent
+        data = bytearray(Path(extent.file).read_bytes())
+        data[extent.offset] ^= 1
+        Path(extent.file).write_bytes(data)
+        with pytest.raises(errors.CorruptCheckpoint, match="rank_1"):
+            zckpt.convert(checkpoint, tmp_path / "target")
+        assert not (tmp_path / "target").exists()
+
+    def test_random_states_are_left_out(self, manifest: Manifest) -> None:
+        assert manifest.source["dp"] == 2
+        assert all("rank 0's is taken" in line for line in manifest.left_out)
+
+
+class TestFiles(FormatContract):
+    """model.pt + optim.pt of plain torch."""
+
+    format = "gathered"
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Path:
+        return save(tmp_path / "run", trained_pair(named=True))
+
+
+class TestOneFile(FormatContract):
+    """Everything in one file of any name."""
+
+    format = "gathered"
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Path:
+        model, optimizer = trained_pair(named=True)
+        states = {"epoch": 3, "net": model.state_dict(), "opt": optimizer.state_dict()}
+        torch.save({**states, "best": [torch.tensor(0.5)]}, tmp_path / "run.best")
+        return tmp_path / "run.best"
+
+    def test_what_else_it_holds_is_kept(self, manifest: Manifest) -> None:
+        assert manifest.state["client_state"]["epoch"] == 3
+        assert manifest.state["client_state"]["best"][0].value == 0.5
+
+
+class TestLightning(FormatContract):
+    """A .ckpt of Lightning that is one file."""
+
+    format = "gathered"
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Path:
+        model, optimizer = trained_pair(named=True)
+        states = {
+            "epoch": 1,
+            "global_step": 3,
+            "pytorch-lightning_version": "2.6.0",
+            "state_dict": model.state_dict(),
+            "loops": {"fit_loop": {"state_dict": {}}},
+            "callbacks": {},
+            "optimizer_states": [optimizer.state_dict()],
+            "lr_schedulers": [{"last_epoch": 3}],
+        }
+        torch.save(states, tmp_path / "last.ckpt")
+        return tmp_path / "last.ckpt"
+
+
+# -- names
+
+
+def test_names_from_a_file(tmp_path: Path, zckpt: Zckpt) -> None:
+    """Two layers of one shape, of which the optimizer has one."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    optimizer = torch.optim.AdamW([model[1].weight])
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save(tmp_path / "run", (model, optimizer))
+    refused = zckpt("inspect", tmp_path / "run")
+    assert refused.code == 1
+    assert "several weights have the same shape" in refused.err
+    (tmp_path / "names").write_text("1.weight\n")
+    words = ("convert", tmp_path / "run", tmp_path / "u", "--param-names", tmp_path / "names")
+    assert zckpt(*words).code == 0
+    assert "1.weight/exp_avg" in load(tmp_path / "u")
+
+
+class TestNamesOfNumbers:
+    """Files whose optimizer does not say which weight is whose."""
+
+    def saved(self, folder: Path, model: nn.Module, optim: dict[str, Any]) -> Path:
+        folder.mkdir()
+        torch.save(model.state_dict(), folder / "model.pt")
+        torch.save(optim, folder / "optim.pt")
+        return folder
+
+    def stepped(self, model: nn.Module) -> dict[str, Any]:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained)
+        for parameter in trained:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        return optimizer.state_dict()
+
+    @pytest.mark.parametrize("first", ["student", "teacher"])
+    @pytest.mark.parametrize("updates", [0, 1])
+    def test_a_frozen_copy(self, first: str, updates: int, tmp_path: Path) -> None:
+        """Which is trained, nothing tells: the first is not taken for it."""
+        names = ["student", "teacher"] if first == "student" else ["teacher", "student"]
+        model = nn.ModuleDict({name: nn.Linear(6, 6) for name in names})
+        model["teacher"].load_state_dict(model["student"].state_dict())
+        model["teacher"].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model["student"].parameters(), lr=0.0)
+        for parameter in model["student"].parameters():
+            parameter.grad = torch.randn_like(parameter) if updates else None
+        optimizer.step()
+        folder = self.saved(tmp_path / "run", model, optimizer.state_dict())
+        with pytest.raises(errors.MissingData, match="ways"):
+            zckpt.read(folder)
+        manifest = zckpt.read(folder, param_names=["student.weight", "student.bias"])
+        assert {name for name, parameter in manifest.parameters.items() if parameter.trainable} == {
+            "student.weight",
+            "student.bias",
+        }
+        if not updates:
+            assert not any(parameter.aliases for parameter in manifest.parameters.values())
+
+    def test_layers_that_begin_alike(self, tmp_path: Path) -> None:
+        """nn.TransformerEncoder copies its layer."""
+        layer = nn.Linear(4, 4)
+        model = nn.Sequential(layer, nn.Linear(4, 4))
+        model[1].load_state_dict(layer.state_dict())
+        optimizer = torch.optim.AdamW(model.parameters())
+        manifest = zckpt.read(self.saved(tmp_path / "run", model, optimizer.state_dict()))
+        assert list(manifest.parameters) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert all(parameter.trainable for parameter in manifest.parameters.values())
+
+    @pytest.mark.parametrize(
+        "names",
+        [
+            ["1.weight", "1.bias", "0.weight", "0.bias"],  # of another order
+            ["0.weight", "0.bias", "0.weight", "0.bias"],
+        ],
+    )
+    def test_names_that_do_not_fit(self, names: list[str], tmp_path: Path) -> None:
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
+        optim = self.stepped(model)
+        optim["param_groups"][0]["param_names"] = names
+        with pytest.raises(errors.InconsistentCheckpoint, match="weight"):
+            zckpt.read(self.saved(tmp_path / "run", model, optim))
+
+    def test_names_with_a_wrappers_prefix(self, tmp_path: Path) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].requires_grad_(False)
+        optim = self.stepped(model)
+        trained = ["0.weight", "0.bias", "2.weight", "2.bias"]
+        optim["param_groups"][0]["param_names"] = [f"module.{name}" for name in trained]
+        manifest = zckpt.read(self.saved(tmp_path / "run", model, optim))
+        assert [n for n, parameter in manifest.parameters.items() if parameter.trainable] == trained
+
+    def test_a_parameter_in_two_groups(self, tmp_path: Path) -> None:
+        model = nn.Linear(3, 5)
+        optim = self.stepped(model)
+        optim["param_groups"] *= 2
+        with pytest.raises(errors.InconsistentCheckpoint, match="more than once"):
+            zckpt.read(self.saved(tmp_path / "run", model, optim))
+
+    def test_a_state_of_no_group(self, tmp_path: Path) -> None:
+        model = nn.Linear(3, 5)
+        optim = self.stepped(model)
+        optim["state"][7] = {"exp_avg": torch.ones(3)}
+        manifest = zckpt.read(self.saved(tmp_path / "run", model, optim))
+        assert any("7" in line for line in manifest.left_out)
+
+
+# -- ZeroRedundancyOptimizer
+
+
+def save_local(folder: Path, pair: Pair, world: int) -> Path:
+    """What ranks' own optimizers hold, by torch's partition."""
+    save(folder, pair)
+    (folder / "optim.pt").unlink()
+    whole = pair[1].state_dict()
+    groups = whole["param_groups"]
+    numels = [[p.numel() for p in group["params"]] for group in pair[1].param_groups]
+    for rank, parts in enumerate(zro.partition(numels, world)):
+        state: dict[int, Any] = {}
+        merged = []
+        count = 0
+        for group, part in zip(groups, parts, strict=True):
+            numbers = list(range(count, count + len(part)))
+            count += len(part)
+            for number, place in zip(numbers, part, strict=True):
+                if group["params"][place] in whole["state"]:
+                    state[number] = whole["state"][group["params"][place]]
+            merged.append({**group, "params": numbers})
+        torch.save({"state": state, "param_groups": merged}, folder / f"optim_rank_{rank}.pt")
+    return folder
+
+
+class TestLocalStates:
+    @pytest.mark.parametrize("world", [1, 2, 3, 5])
+    def test_are_put_together(self, world: int, tmp_path: Path) -> None:
+        pair = trained_pair()
+        folder = save_local(tmp_path / "run", pair, world)
+        assert zckpt.read(folder).dp == world
+        zckpt.convert(folder, tmp_path / "target", to="gathered")
+        assert_same_run(resumed_pair(tmp_path / "target"), pair)
+
+    def test_names_tell_sizes_where_no_state_does(self, tmp_path: Path) -> None:
+        pair = build()
+        folder = save_local(tmp_path / "run", pair, 2)
+        with pytest.raises(errors.MissingData, match="deals parameters to ranks by size"):
+            zckpt.read(folder)
+        names = names_by_group(pair)
+        manifest = zckpt.read(folder, param_names=names)
+        assert list(manifest.parameters) == names
+        with pytest.raises(errors.InconsistentCheckpoint, match="of group 0, but"):
+            zckpt.read(folder, param_names=[*names[3:], *names[:3]])
+
+    def test_a_missing_rank(self, tmp_path: Path) -> None:
+        folder = save_local(tmp_path / "run", trained_pair(), 3)
+        (folder / "optim_rank_1.pt").unlink()
+        with pytest.raises(errors.IncompleteCheckpoint, match="rank 1 is missing"):
+            zckpt.read(folder)
+
+    @pytest.mark.parametrize("world", [2, 3, 4])
+    def test_the_last_rank_is_missing(self, world: int, tmp_path: Path) -> None:
+        """Which no file's name tells: what it owned could be frozen."""
+        pair = trained_pair()
+        folder = save_local(tmp_path / "run", pair, world)
+        (folder / f"optim_rank_{world - 1}.pt").unlink()
+        for names in (None, names_by_group(pair)):
+            with pytest.raises(errors.ZckptError):
+                zckpt.read(folder, param_names=names)
+
+    def test_frozen_weights_are_the_users_word(self, tmp_path: Path) -> None:
+        pair = trained_pair()
+        folder = save_local(tmp_path / "run", pair, 2)
+        state = torch.load(folder / "model.pt")
+        torch.save({**state, "frozen": torch.ones(9, 9)}, folder / "model.pt")
+        with pytest.raises(errors.IncompleteCheckpoint, match="no rank holds a state of frozen"):
+            zckpt.read(folder)
+        manifest = zckpt.read(folder, param_names=names_by_group(pair))
+        assert not manifest.parameters["frozen"].trainable
+
+    def test_two_saves(self, tmp_path: Path) -> None:
+        pair = trained_pair()
+        folder = save_local(tmp_path / "run", pair, 2)
+        train(pair, 1)
+        later = save_local(tmp_path / "later", pair, 2)
+        shutil.copy(later / "optim_rank_1.pt", folder)
+        with pytest.raises(errors.InconsistentCheckpoint, match=r"step differs: 3 .*, 4 "):
+            zckpt.read(folder)
+
+    def test_other_hyper_parameters(self, tmp_path: Path) -> None:
+        pair = trained_pair()
+        folder = save_local(tmp_path / "run", pair, 2)
+        pair[1].param_groups[0]["lr"] = 0.5
+        later = save_local(tmp_path / "later", pair, 2)
+        shutil.copy(later / "optim_rank_1.pt", folder)
+        with pytest.raises(errors.InconsistentCheckpoint, match="different hyper-parameters"):
+            zckpt.read(folder)
+
+    def test_copies_of_one_state_are_one(self, tmp_path: Path) -> None:
+        pair = trained_pair()
+        folder = save(tmp_path / "run", pair)
+        for rank in range(2):
+            shutil.copy(folder / "optim.pt", folder / f"optim_rank_{rank}.pt")
+        (folder / "optim.pt").unlink()
+        zckpt.convert(folder, tmp_path / "target", to="gathered")
+        assert_same_run(resumed_pair(tmp_path / "target"), pair)

@@ -1,0 +1,102 @@
+"""HDF5 files of ONNX Runtime: their variants, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+import zckpt
+
+from ...conftest import ROOT
+from ...engines import onnxruntime_files as files
+from ...engines.onnxruntime_files import make
+from .samples import (
+    DATA,
+    assert_reads,
+)
+
+
+class TestVariants:
+    def test_newer_hdf5_files(self, tmp_path: Path) -> None:
+        """Rewritten with the superblock of today's HDF5, whose names stand elsewhere."""
+        state = make()
+        files.write(state, tmp_path / "source", 2, "hdf5")
+        (tmp_path / "new").mkdir()
+        for path in (tmp_path / "source").iterdir():
+            with (
+                h5py.File(path) as old,
+                h5py.File(tmp_path / "new" / path.name, "w", libver="latest") as new,
+            ):
+                for name in old:
+                    old.copy(name, new)
+        assert_reads(tmp_path / "new", state.expected(), tmp_path)
+
+    def test_many_names_move_the_heap(self, tmp_path: Path) -> None:
+        files.write(make(), tmp_path / "source", 1, "hdf5")
+        with h5py.File(tmp_path / "source" / "checkpoint.ortcp", "a") as file:
+            for place in range(200):
+                file.create_group(f"{place:050}")
+        assert zckpt.read(tmp_path / "source").format == "onnxruntime"
+
+
+class TestRefused:
+    """Each with a named reason and exit code 1."""
+
+    def test_horizontal_parallelism(self, refused: Any, tmp_path: Path) -> None:
+        folder = files.write(make("fp16"), tmp_path / "source", 2, "hdf5")
+        for path in folder.iterdir():
+            with h5py.File(path, "a") as file:
+                file["trainer_options/horizontal_parallel_size"][...] = 2
+        refused("UnsupportedCheckpoint", "Megatron")
+
+    def test_a_horizontally_cut_weight(self, refused: Any, tmp_path: Path) -> None:
+        folder = files.write(make("fp16"), tmp_path / "source", 2, "hdf5")
+        with h5py.File(folder / "checkpoint.rank0.ortcp", "a") as file:
+            name = next(iter(file["partition_info"]))
+            file[f"partition_info/{name}/megatron_row_partition"][...] = 1
+        refused("UnsupportedCheckpoint", "Megatron")
+
+    def test_ranks_of_two_runs(self, refused: Any, tmp_path: Path) -> None:
+        folder = files.write(make("fp16"), tmp_path / "source", 2, "hdf5")
+        with h5py.File(folder / "checkpoint.rank1.ortcp", "a") as file:
+            file["trainer_options/mixed_precision"][...] = False
+        refused("InconsistentCheckpoint", "mixed_precision")
+
+    def test_compressed_datasets(self, refused: Any, tmp_path: Path) -> None:
+        folder = files.write(make("fp32"), tmp_path / "source", 1, "hdf5")
+        with h5py.File(folder / "checkpoint.ortcp", "a") as file:
+            weight = file["model/full_precision/Emb.weight"][()]
+            del file["model/full_precision/Emb.weight"]
+            file.create_dataset("model/full_precision/Emb.weight", data=weight, compression="gzip")
+        refused("UnsupportedCheckpoint", "Emb.weight", "h5repack")
+
+    def test_links_to_elsewhere(self, refused: Any, tmp_path: Path) -> None:
+        folder = files.write(make("fp32"), tmp_path / "source", 1, "hdf5")
+        with h5py.File(folder / "checkpoint.ortcp", "a") as file:
+            file["model/full_precision/other"] = h5py.ExternalLink("/etc/passwd", "/x")
+        refused("UnsupportedCheckpoint", "link")
+
+    def test_groups_in_circles(self, refused: Any, tmp_path: Path) -> None:
+        folder = files.write(make("fp32"), tmp_path / "source", 1, "hdf5")
+        with h5py.File(folder / "checkpoint.ortcp", "a") as file:
+            file["model/full_precision/circle"] = file["model"]
+        refused("CorruptCheckpoint", "two places")
+
+    def test_without_h5py(self, zckpt_without: Callable[..., Any], tmp_path: Path) -> None:
+        hidden = tmp_path / "hidden"
+        hidden.mkdir()
+        (hidden / "h5py.py").write_text("raise ImportError('no h5py here')")
+        command = [sys.executable, "-m", "zckpt", "inspect", DATA / "hdf5__fp32__adam__dp2"]
+        ended = subprocess.run(
+            command, env={"PYTHONPATH": f"{hidden}:{ROOT}"}, capture_output=True, text=True
+        )
+        assert ended.returncode == 1
+        assert "h5py" in ended.stderr
+        assert "pip install 'zckpt[onnxruntime]'" in ended.stderr
+        legacy = DATA / "legacy-post5478__fp16__adam__dp3"
+        assert zckpt_without(("h5py", "numpy"), "inspect", legacy).code == 0

@@ -1,0 +1,133 @@
+"""Which room may import which: the arrows of the house, and no circle.
+
+A room is a module or a folder directly in `zckpt/`, or `benchmarks`. An arrow joins two rooms, one
+of which imports the other. A new arrow fails here: draw it only if the design needs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT
+
+ARROWS = {
+    "core": "errors",
+    "files": "core errors",
+    "training": "core errors files",
+    "formats": "core errors files training",
+    "proof": "core errors formats version",
+    "api": "core errors formats proof training",
+    "dcp": "api core errors files formats proof training",
+    "probe": "api core errors proof training version",
+    "display": "core errors probe",
+    "cli": "api core display errors formats probe training version",
+    "__init__": "api core dcp errors probe training version",
+    "__main__": "cli",
+    "benchmarks": "__init__ cli core dcp files formats probe proof",
+}
+ENGINES = re.compile(
+    r"deepspeed|fsdp|megatron|onnx|\bort\b|accelerate|lightning|hugging.?face|transformers|\bpeft\b",
+    re.IGNORECASE,
+)
+SHARED = {"deepspeed_states", "statedict"}  # folders that formats of one family share
+
+
+def modules() -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Every module of the package and of the benchmarks, with its dotted name."""
+    for folder in ("zckpt", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield path, parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts
+
+
+def imports(path: Path, name: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The modules of zckpt that a module imports, at its top or inside functions."""
+    package = name if path.name == "__init__.py" and name[-1] != "__init__" else name[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            if base[:1] == ("zckpt",):
+                yield from ((*base, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "zckpt":
+                    yield (*alias.name.split("."), "*")
+
+
+def room(name: tuple[str, ...]) -> str:
+    """The room of a dotted name; a name that is no module is one of `zckpt/__init__.py`."""
+    if name[0] == "benchmarks":
+        return "benchmarks"
+    path = ROOT / "zckpt" / name[1]
+    return name[1] if path.is_dir() or path.with_suffix(".py").is_file() else "__init__"
+
+
+@pytest.fixture(scope="module")
+def arrows() -> dict[str, set[str]]:
+    drawn: dict[str, set[str]] = {}
+    for path, name in modules():
+        for imported in imports(path, name):
+            if room(imported) != room(name):
+                drawn.setdefault(room(name), set()).add(room(imported))
+    return drawn
+
+
+def test_no_arrow_is_new(arrows: dict[str, set[str]]) -> None:
+    allowed = {(start, end) for start, ends in ARROWS.items() for end in ends.split()}
+    drawn = {(start, end) for start, ends in arrows.items() for end in ends}
+    print(f"{len(drawn)} arrows between rooms")
+    assert drawn - allowed == set(), "new arrows"
+    assert allowed - drawn == set(), "arrows that are no longer needed"
+    assert len(drawn) < 70
+
+
+def test_no_circle(arrows: dict[str, set[str]]) -> None:
+    order = list(TopologicalSorter(arrows).static_order())
+    assert order.index("core") < order.index("formats") < order.index("cli")
+
+
+def test_no_format_imports_another() -> None:
+    for path, name in modules():
+        if name[:2] != ("zckpt", "formats") or len(name) < 4:
+            continue
+        for imported in imports(path, name):
+            if imported[:2] == ("zckpt", "formats") and len(imported) > 3:
+                assert imported[2] in {name[2], *SHARED}, f"{path} imports {'.'.join(imported)}"
+
+
+@pytest.mark.parametrize("folder", ["core", "files"])
+def test_code_names_no_engine(folder: str) -> None:
+    """Docstrings and comments may say where a fact is from; names and texts of the code may not."""
+    for path in (ROOT / "zckpt" / folder).rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        prose = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        prose |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            words = [
+                getattr(node, field, None)
+                for field in ("id", "attr", "name", "arg", "module", "value")
+                if id(node) not in prose
+            ]
+            for word in words:
+                if isinstance(word, str):
+                    assert not ENGINES.search(word), f"{path}:{node.lineno} names {word!r}"
+
+
+def test_long_modules_say_why() -> None:
+    for path, _ in modules():
+        lines = path.read_text().splitlines()
+        if len(lines) > 400:
+            assert "400 lines" in "\n".join(lines[:12]), f"{path} has {len(lines)} lines"

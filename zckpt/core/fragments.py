@@ -1,0 +1,311 @@
+"""In which bytes of which files do the elements of one tensor lie?
+
+    Fragment    a run of row-major elements of one tensor, in an extent
+    Extent      bytes in one file
+
+The fragments of a tensor are a sequence of one of these kinds:
+
+    Runs        a list of fragments
+    Slices      ZeRO-3's arithmetic: rank r owns elements [r * ceil(n / dp), ...). Nothing is stored
+                per rank.
+    Box         a part of a tensor that is cut along any axes, or whose order in the file is not
+                row-major (a transposed buffer)
+    Boxes       several boxes
+
+A partition of a tensor-parallel slice is a range of a box's elements. `range_of_box` gives it as
+boxes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from math import prod
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """`length` bytes of `file` (a path) at `offset`."""
+
+    file: str
+    offset: int
+    length: int
+
+    def part(self, start: int, stop: int) -> Extent:
+        """Bytes [start, stop) of this extent."""
+        return Extent(self.file, self.offset + start, stop - start)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Bytes whose CRC-32 the file itself states; None if the file was saved without CRCs."""
+
+    extent: Extent
+    crc: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements [start, stop) of a tensor, row-major, in `extent`.
+
+    If `count` is above one, the extent holds that many runs of equal length without gaps. Run i
+    holds elements [start + i * stride, stop + i * stride).
+    """
+
+    start: int
+    stop: int
+    extent: Extent
+    count: int = 1
+    stride: int = 0
+
+    def runs(self, start: int, stop: int) -> Iterator[Fragment]:
+        """The runs that hold any of the elements [start, stop), each as its own fragment."""
+        if self.count == 1:
+            yield self
+            return
+        low = max(0, (start - self.stop) // self.stride + 1)
+        high = min(self.count, -((self.start - stop) // self.stride))
+        length = self.extent.length // self.count
+        for number in range(low, high):
+            shift = number * self.stride
+            part = self.extent.part(number * length, (number + 1) * length)
+            yield Fragment(self.start + shift, self.stop + shift, part)
+
+
+class Fragments(Sequence[Fragment]):
+    """All fragments of one tensor."""
+
+    __slots__ = ()
+
+    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
+        """The fragments that hold any of the elements [start, stop)."""
+        raise NotImplementedError
+
+    def __getitem__(self, place: Any) -> Any:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Runs(Fragments):
+    """A list of fragments in order of `start`; each has a count of one."""
+
+    __slots__ = ("listed", "starts")
+
+    def __init__(self, listed: Sequence[Fragment]) -> None:
+        self.listed = tuple(fragment for fragment in listed if fragment.stop > fragment.start)
+        self.starts = [fragment.start for fragment in self.listed]
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.listed[place]
+
+    def __len__(self) -> int:
+        return len(self.listed)
+
+    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
+        place = max(0, bisect_right(self.starts, start) - 1)
+        for fragment in self.listed[place:]:
+            if fragment.start >= stop:
+                return
+            if fragment.stop > start:
+                yield fragment
+
+
+def solid(numel: int, extent: Extent) -> Runs:
+    """The whole tensor as one fragment."""
+    return Runs([Fragment(0, numel, extent)])
+
+
+@dataclass(frozen=True, slots=True)
+class Slices(Fragments):
+    """A tensor of `numel` elements that is cut evenly over ranks; the last slices are padded.
+
+    Rank r's `width` elements begin at element `offset` of `flats[r]`, a flat buffer that the slices
+    of many tensors share. `size` is bytes per element.
+    """
+
+    flats: tuple[Extent, ...]
+    offset: int
+    numel: int
+    size: int
+
+    @property
+    def width(self) -> int:
+        return -(-self.numel // len(self.flats))
+
+    def __len__(self) -> int:
+        return -(-self.numel // self.width) if self.numel else 0
+
+    def __getitem__(self, place: Any) -> Any:
+        if not 0 <= place < len(self):
+            raise IndexError(place)
+        start = place * self.width
+        stop = min(start + self.width, self.numel)
+        first = self.offset * self.size
+        extent = self.flats[place].part(first, first + (stop - start) * self.size)
+        return Fragment(start, stop, extent)
+
+    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
+        if not self.numel:
+            return
+        for rank in range(start // self.width, min(-(-stop // self.width), len(self))):
+            yield self[rank]
+
+
+class Box(Fragments):
+    """Elements [offset, offset + size) along every axis of a tensor of shape `whole`.
+
+    In `extent` they begin at element `first` and have `strides`, which count elements. `size` is
+    bytes per element. Each fragment is contiguous in the extent: one run, or several equal runs.
+    """
+
+    __slots__ = (
+        "_axes", "_count", "_run", "_start", "_stride",
+        "extent", "first", "size", "sizes", "strides",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        whole: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        first: int,
+        size: int,
+        extent: Extent,
+    ) -> None:
+        self.sizes, self.strides = tuple(sizes), tuple(strides)
+        self.first, self.size, self.extent = first, size, extent
+        steps = [prod(whole[axis + 1 :]) for axis in range(len(whole))]
+        self._start = sum(offset * step for offset, step in zip(offsets, steps, strict=True))
+        axes = _joined([axis for axis in zip(sizes, steps, strides, strict=True) if axis[0] != 1])
+        inner = next((axis for axis in reversed(axes) if axis[2] == 1), None)
+        self._run, self._count, self._stride = 1, 1, 0
+        if inner is not None:
+            axes.remove(inner)
+            count, step, _ = inner
+            if step != 1:
+                self._count, self._stride = count, step
+            else:
+                self._run = count
+                behind = next((axis for axis in reversed(axes) if axis[2] == count), None)
+                if behind is not None:
+                    axes.remove(behind)
+                    self._count, self._stride = behind[:2]
+        self._axes = sorted(axes, key=lambda axis: -axis[1])
+
+    def __len__(self) -> int:
+        return prod(count for count, _, _ in self._axes) if prod(self.sizes) else 0
+
+    def __iter__(self) -> Iterator[Fragment]:
+        # itertools.product would list every axis, and an expanded axis may have any length
+        for place in range(prod(count for count, _, _ in self._axes) if prod(self.sizes) else 0):
+            yield self[place]
+
+    def __getitem__(self, place: Any) -> Any:
+        start, first = self._start, self.first
+        for count, step, stride in reversed(self._axes):
+            place, coordinate = divmod(place, count)
+            start += coordinate * step
+            first += coordinate * stride
+        if place:
+            raise IndexError(place)
+        stop = first + self._run * self._count
+        extent = self.extent.part(first * self.size, stop * self.size)
+        return Fragment(start, start + self._run, extent, self._count, self._stride)
+
+    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
+        if not prod(self.sizes):
+            return
+        (count, step, _), *rest = self._axes or [(1, 1, 0)]
+        reach = sum((number - 1) * width for number, width, _ in rest)
+        reach += (self._count - 1) * self._stride + self._run
+        before = self._start + reach - 1
+        low, high = max(0, -((before - start) // step)), -((self._start - stop) // step)
+        each = prod(number for number, _, _ in rest)
+        for place in range(low * each, min(high, count) * each):
+            fragment: Fragment = self[place]
+            end = fragment.stop + (fragment.count - 1) * fragment.stride
+            if fragment.start < stop and end > start:
+                yield fragment
+
+
+def _joined(axes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Axes (size, step in the tensor, stride in the file); contiguous ones become one."""
+    joined: list[tuple[int, int, int]] = []
+    for count, step, stride in axes:
+        if joined and joined[-1][1:] == (count * step, count * stride):
+            joined[-1] = (joined[-1][0] * count, step, stride)
+        else:
+            joined.append((count, step, stride))
+    return joined
+
+
+class Boxes(Fragments):
+    """Several parts of one tensor."""
+
+    __slots__ = ("_ends", "parts")
+
+    def __init__(self, parts: Sequence[Fragments]) -> None:
+        self.parts = tuple(parts)
+        self._ends = list(accumulate(map(len, self.parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __iter__(self) -> Iterator[Fragment]:
+        return chain.from_iterable(self.parts)
+
+    def __getitem__(self, place: Any) -> Any:
+        part = bisect_right(self._ends, place)
+        return self.parts[part][place - (self._ends[part - 1] if part else 0)]
+
+    def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
+        for part in self.parts:
+            yield from part.overlapping(start, stop)
+
+
+def range_of_box(
+    whole: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    start: int,
+    stop: int,
+    size: int,
+    extent: Extent,
+) -> Iterator[Box]:
+    """Elements [start, stop) of a box, in the box's own row-major order, as boxes of the tensor.
+
+    This is a partition of a tensor-parallel slice: `sizes` at `offsets` is the slice in a tensor of
+    shape `whole`, and the elements follow each other in `extent`. `size` is bytes per element. A
+    range begins and ends inside of rows, planes, ..., so n axes give up to 2 * n - 1 boxes.
+    """
+    assert 0 <= start <= stop <= prod(sizes), (start, stop, sizes)
+    steps = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    place = start
+    while place < stop:
+        # the outermost axis along which a box can begin here and end within the range
+        axis = next(
+            (n for n, step in enumerate(steps) if not place % step and place + step <= stop), 0
+        )
+        corner = [place // step % length for step, length in zip(steps, sizes, strict=True)]
+        lengths = [*(1 for _ in sizes[:axis]), *sizes[axis:]]
+        if sizes:
+            lengths[axis] = min(sizes[axis] - corner[axis], (stop - place) // steps[axis])
+        strides = [prod(lengths[n + 1 :]) for n in range(len(lengths))]
+        at = [offset + inner for offset, inner in zip(offsets, corner, strict=True)]
+        yield Box(whole, at, lengths, strides, place - start, size, extent)
+        place += prod(lengths)
+
+
+def boxes(parts: Iterable[Box]) -> Fragments:
+    """All parts of a tensor as its fragments: `Runs` if it is cut along the first axis alone."""
+    filled = [part for part in parts if prod(part.sizes)]
+    listed = [part[0] for part in filled if len(part) == 1]
+    if len(listed) == len(filled) and all(fragment.count == 1 for fragment in listed):
+        return Runs(sorted(listed, key=lambda fragment: fragment.start))
+    return filled[0] if len(filled) == 1 else Boxes(filled)

@@ -1,0 +1,145 @@
+"""How does one pass over tensors run: in which parts, on which threads, with which checks?
+
+The caller decides what a task is: a chunk of a target file (`copy`), parts of two checkpoints side
+by side (`compare`), parts to measure. Threads spend their time in system calls and in functions
+that release Python's lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
+
+from .dtypes import SIZES
+from .fileio import Reader, files_per_thread
+from .fragments import Extent, Record
+from .manifest import Entry
+from .pieces import Gatherer, Ledger, Wanted
+
+CHUNK = 4 << 20  # bytes
+
+Task = TypeVar("Task")
+Worker = Callable[[], AbstractContextManager[Callable[[Task], None]]]
+"""Opens what one thread needs, and gives the function that carries out a task."""
+Progress = Callable[[int], None]
+"""Is called with the number of bytes that were just done."""
+
+
+def chunk_size(dp: int, jobs: int, memory: int) -> int:
+    """Bytes per chunk: more at a large dp, where each chunk is read from every rank.
+
+    Every thread has two buffers of this size; `memory` bounds them all.
+    """
+    wanted = CHUNK * max(1, dp // 16)
+    return max(1 << 20, min(wanted, memory // (2 * jobs)) >> 20 << 20)
+
+
+def batches(entries: Iterable[Entry], chunk: int) -> Iterator[list[Wanted]]:
+    """Parts of tensors that fit together into `chunk` bytes.
+
+    They come slot by slot, since tensors of one slot are neighbours in their files.
+    """
+    slots: dict[str, list[Entry]] = {}
+    for entry in entries:
+        slots.setdefault(entry.slot, []).append(entry)
+    for same_slot in slots.values():
+        batch: list[Wanted] = []
+        offset = 0
+        for entry in same_slot:
+            size, start = SIZES[entry.dtype], 0
+            offset = -(-offset // size) * size
+            while start < entry.numel:
+                stop = min(entry.numel, start + (chunk - offset) // size)
+                if stop > start:
+                    batch.append(Wanted(entry, start, stop, offset))
+                    offset, start = batch[-1].end, stop
+                if chunk - offset < size:
+                    yield batch
+                    batch, offset = [], 0
+        if batch:
+            yield batch
+
+
+def stream(
+    tasks: Iterator[Task],
+    jobs: int,
+    ledgers: Sequence[Ledger],
+    memory: int,
+    start: Callable[[Sequence[Gatherer]], Callable[[Task], None]],
+) -> None:
+    """Carries out all tasks on `jobs` threads, each of which opens files of its own.
+
+    Each thread calls `start` once, with a gatherer for each ledger, to get the function that
+    carries out a task. Each gatherer may take `memory` bytes to work with.
+    """
+    keep_open = files_per_thread(jobs)
+
+    @contextmanager
+    def worker() -> Iterator[Callable[[Task], None]]:
+        reader = Reader(keep_open)
+        try:
+            yield start([Gatherer(reader, ledger, memory) for ledger in ledgers])
+        finally:
+            reader.close()
+
+    share(tasks, jobs, worker)
+
+
+def share(tasks: Iterator[Task], jobs: int, worker: Worker[Task]) -> None:
+    """Carries out all tasks on `jobs` threads; the first error ends all threads and is raised."""
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with worker() as carry_out:
+                while True:
+                    with lock:
+                        task = None if errors else next(tasks, None)
+                    if task is None:
+                        return
+                    carry_out(task)
+        except BaseException as error:
+            with lock:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, name=f"zckpt-{number}") for number in range(jobs)]
+    try:
+        for thread in threads:
+            try:
+                thread.start()
+            except RuntimeError:  # a limit of memory or of processes: go on with fewer threads
+                if threads[0].ident is None:
+                    raise
+                break
+        _join(threads)
+    except BaseException as error:  # Ctrl-C: let the threads end their tasks
+        errors.insert(0, error)
+        _join(threads)
+    if errors:
+        raise errors[0]
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        if thread.ident is not None:  # it was started
+            thread.join()
+
+
+def finish(
+    ledgers: Sequence[Ledger],
+    everything: bool = False,
+    beside: Callable[[Record, Extent, memoryview], None] | None = None,
+) -> tuple[int, int]:
+    """Checks the rest of the records after a pass, as `Ledger.finish` does; gives its counts."""
+    checked = unchecked = 0
+    reader = Reader()
+    try:
+        for ledger in ledgers:
+            counts = ledger.finish(reader, everything, beside)
+            checked, unchecked = checked + counts[0], unchecked + counts[1]
+    finally:
+        reader.close()
+    return checked, unchecked

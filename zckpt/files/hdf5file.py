@@ -1,0 +1,222 @@
+"""HDF5 files: where the bytes of each tensor lie, and the values of small datasets.
+
+h5py says where a dataset's bytes lie; they are then read from the file itself. The names in the
+root group of most files are read without h5py, so that a directory of files is recognised quickly.
+Only datasets that are one contiguous run of bytes are read, and only inside the file itself.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ..core.fragments import Extent
+from ..errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
+
+MAGIC = b"\x89HDF\r\n\x1a\n"
+MAX_ELEMENTS = 1 << 16  # of a dataset that is read as a value
+MAX_DEPTH = 64
+REFERENCE = struct.Struct("<IQI")  # to a string: its length, a heap's address, a number in it
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """A tensor of an HDF5 file, stored as one run of bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    extent: Extent
+
+
+def import_h5py() -> Any:
+    """The h5py package; raises MissingExtra."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise MissingExtra(
+            "HDF5 files need the package h5py, which is not installed", hint="pip install h5py"
+        ) from error
+    return h5py
+
+
+# -- the names in the root group
+
+
+def root_names(path: str) -> set[bytes]:
+    """The names in the root group; none if the file is not HDF5 or cannot be opened.
+
+    Files with the first version of the superblock, which h5py writes by default, need no h5py. From
+    those, text beside the names in the same heap is returned too.
+    """
+    try:
+        with open(path, "rb") as file:
+            if file.read(8) != MAGIC:
+                return set()
+            names = _names_in_heap(file.fileno())
+    except OSError:
+        return set()
+    if names is not None:
+        return names
+    try:
+        with import_h5py().File(path, "r", locking=False) as opened:
+            return {name.encode() for name in opened}
+    except (MissingExtra, OSError, RuntimeError, ValueError):
+        return set()
+
+
+def _names_in_heap(file: int) -> set[bytes] | None:
+    """Names from the root group's local heap; None unless the superblock has version 0."""
+    head = os.pread(file, 96, 0)
+    if len(head) < 96 or head[8] != 0 or head[13:15] != b"\x08\x08":
+        return None
+    cached, heap = struct.unpack_from("<I", head, 72)[0], struct.unpack_from("<Q", head, 88)[0]
+    heap_header = os.pread(file, 32, heap) if heap < 1 << 62 else b""
+    if cached != 1 or len(heap_header) < 32 or heap_header[:4] != b"HEAP":
+        return None
+    size, _, address = struct.unpack_from("<QQQ", heap_header, 8)
+    if address >= 1 << 62:
+        return None
+    return set(os.pread(file, min(size, 1 << 16), address).split(b"\0"))
+
+
+# -- datasets
+
+
+def read(path: str, is_tensor: Callable[[str], bool]) -> tuple[dict[str, Dataset], dict[str, Any]]:
+    """Tensors, and values (numbers, lists of them, text), by their paths inside the file.
+
+    `is_tensor` decides by a dataset's path; tensors are located, not read. Raises
+    CorruptCheckpoint, UnsupportedCheckpoint (chunks, compression, links, user blocks),
+    MissingExtra.
+    """
+    h5py = import_h5py()
+    try:
+        with h5py.File(path, "r", locking=False) as opened:
+            return _contents(h5py, path, opened, is_tensor)
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CorruptCheckpoint(f"{path} is a damaged HDF5 file: {error}") from error
+
+
+def _contents(
+    h5py: Any, path: str, opened: Any, is_tensor: Callable[[str], bool]
+) -> tuple[dict[str, Dataset], dict[str, Any]]:
+    if opened.userblock_size:
+        raise UnsupportedCheckpoint(f"{path} begins with a user block")
+    file_size = os.path.getsize(path)
+    tensors: dict[str, Dataset] = {}
+    values: dict[str, Any] = {}
+    for name, dataset in _datasets(h5py, path, opened.id):
+        if is_tensor(name):
+            tensors[name] = _tensor(h5py, path, file_size, name, dataset)
+        else:
+            values[name] = _value(h5py, path, file_size, name, dataset)
+    return tensors, values
+
+
+def _datasets(h5py: Any, path: str, root: Any) -> Iterator[tuple[str, Any]]:
+    """Every dataset by its path; links to elsewhere and circles of groups are refused.
+
+    Uses h5py's low-level objects: a file has tens of thousands of datasets, and the high-level
+    objects take 4 times as long.
+    """
+    addresses: set[int] = set()
+    waiting: list[tuple[str, Any, int]] = [("", h5py.h5g.open(root, b"/"), 0)]
+    while waiting:
+        prefix, group, depth = waiting.pop()
+        for name in group:
+            full_name = prefix + name.decode("utf-8", "surrogateescape")
+            if group.links.get_info(name).type != h5py.h5l.TYPE_HARD:
+                raise UnsupportedCheckpoint(f"{path}: {full_name} is a link to somewhere else")
+            item = h5py.h5o.open(group, name)
+            address = h5py.h5o.get_info(item).addr
+            if address in addresses or depth > MAX_DEPTH:
+                raise CorruptCheckpoint(f"{path}: {full_name} is in two places")
+            addresses.add(address)
+            if isinstance(item, h5py.h5d.DatasetID):
+                yield full_name, item
+            elif isinstance(item, h5py.h5g.GroupID):
+                waiting.append((f"{full_name}/", item, depth + 1))
+            else:
+                raise UnsupportedCheckpoint(f"{path}: {full_name} is neither group nor dataset")
+
+
+def _tensor(h5py: Any, path: str, file_size: int, name: str, dataset: Any) -> Dataset:
+    numpy_dtype = dataset.dtype
+    dtype = DTYPES.get(numpy_dtype.name)
+    if dtype is None or numpy_dtype.byteorder == ">":
+        raise UnsupportedCheckpoint(f"{path}: {name} has elements of type {numpy_dtype}")
+    shape, extent = _location(h5py, path, file_size, name, dataset, numpy_dtype.itemsize)
+    return Dataset(dtype, shape, extent)
+
+
+def _location(
+    h5py: Any, path: str, file_size: int, name: str, dataset: Any, size: int
+) -> tuple[tuple[int, ...], Extent]:
+    """Shape and bytes of a dataset whose elements take `size` bytes each."""
+    shape = tuple(map(int, dataset.shape or ()))
+    properties = dataset.get_create_plist()
+    plain = properties.get_layout() == h5py.h5d.CONTIGUOUS and not properties.get_external_count()
+    if not plain or dataset.shape is None:
+        raise UnsupportedCheckpoint(
+            f"{path}: {name} is not stored as one run of bytes (it is chunked, compressed, compact "
+            "or in another file)",
+            hint="rewrite the file with `h5repack -l CONTI -f NONE`",
+        )
+    length = prod(shape) * size
+    if not length:
+        return shape, Extent(path, 0, 0)
+    offset = dataset.get_offset()
+    if offset is None or offset + length > file_size:
+        raise CorruptCheckpoint(
+            f"{path} ends early: {name} is not inside it",
+            hint="the file was cut short, or the save did not finish",
+        )
+    return shape, Extent(path, int(offset), length)
+
+
+def _value(h5py: Any, path: str, file_size: int, name: str, dataset: Any) -> Any:
+    """A number, a list of numbers, or text.
+
+    The bytes are read here, not by h5py: in a damaged file the library trusts what it reads, and
+    crashes.
+    """
+    numpy_dtype = dataset.dtype
+    is_text = numpy_dtype.kind == "O" and h5py.check_string_dtype(numpy_dtype) is not None
+    if not is_text and numpy_dtype.kind not in "iufb":
+        raise UnsupportedCheckpoint(f"{path}: {name} is neither number nor text ({numpy_dtype})")
+    size = REFERENCE.size if is_text else numpy_dtype.itemsize
+    shape, extent = _location(h5py, path, file_size, name, dataset, size)
+    if prod(shape) > MAX_ELEMENTS or (is_text and shape):
+        raise UnsupportedCheckpoint(f"{path}: {name} has shape {shape}")
+    with open(path, "rb") as file:
+        data = os.pread(file.fileno(), extent.length, extent.offset)
+        if is_text:
+            return _text(file.fileno(), path, file_size, name, data)
+    import numpy as np  # h5py has imported it
+
+    return np.frombuffer(data, numpy_dtype).reshape(shape).tolist()
+
+
+def _text(file: int, path: str, file_size: int, name: str, reference: bytes) -> str:
+    """A string: an object in a global heap, found there by its number."""
+    length, address, number = REFERENCE.unpack(reference)
+    head = os.pread(file, 16, address) if address < file_size else b""
+    end = address + int.from_bytes(head[8:16], "little")
+    offset = address + 16
+    while head[:4] == b"GCOL" and offset + 16 <= min(end, file_size):
+        candidate, size = struct.unpack("<H6xQ", os.pread(file, 16, offset))
+        if candidate == number and length <= size and offset + 16 + size <= file_size:
+            return os.pread(file, length, offset + 16).decode("utf-8", "surrogateescape")
+        if not candidate:  # the heap's free space
+            break
+        offset += 16 + -(-size // 8) * 8
+    raise CorruptCheckpoint(f"{path}: the text of {name} is not inside it")

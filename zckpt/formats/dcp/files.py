@@ -1,0 +1,99 @@
+"""Which folders make a checkpoint of torch.distributed.checkpoint.
+
+<dir>                                         one folder with `.metadata` and item files
+<dir>/step-N                                  torchtitan's; the tag chooses one of several
+<dir>/pytorch_model_fsdp_0, optimizer_0       two folders of one checkpoint: Accelerate's and
+                                              Hugging Face Trainer's
+<dir>/shard-R-model-F-of-N.safetensors        Hugging Face's storage (see hf.py): weights alone
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from ...errors import UnsupportedCheckpoint
+from ...files.dcpfile import ITEMS, METADATA
+from . import hf
+
+STEP = re.compile(r"step-(\d+)")
+PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
+
+
+def detect(path: str) -> list[str]:
+    """One empty tag for a checkpoint; the names of torchtitan's folders if there are several."""
+    if not os.path.isdir(path):
+        return []
+    if folders(path):
+        return [""]
+    with os.scandir(path) as entries:
+        steps = [entry.name for entry in entries if STEP.fullmatch(entry.name)]
+    tags = [name for name in steps if has_items(os.path.join(path, name))]
+    return sorted(tags, key=lambda name: int(name.removeprefix("step-")))
+
+
+def detect_weak(path: str) -> list[str]:
+    """Hugging Face's storage: weights alone, which count only where no other format is found."""
+    return [""] if os.path.isdir(path) and hf.files(path) else []
+
+
+def has_items(path: str) -> bool:
+    """Whether a folder has such files, even from a save that did not finish."""
+    if not os.path.isdir(path):
+        return False
+    with os.scandir(path) as entries:
+        return any(entry.name == METADATA or entry.name.endswith(ITEMS) for entry in entries)
+
+
+def folders(path: str) -> list[str]:
+    """The folders of one checkpoint: `path` itself, or Accelerate's for model and optimizer."""
+    if has_items(path):
+        return [path]
+    with os.scandir(path) as entries:
+        parts = sorted(entry.path for entry in entries if PARTS.fullmatch(entry.name))
+    return [folder for folder in parts if has_items(folder)]
+
+
+def located(path: str, tag: str | None = None) -> tuple[str, list[str]]:
+    """The checkpoint's directory, and its folders with a `.metadata`.
+
+    Raises UnsupportedCheckpoint for several models, and for Megatron-Core.
+    """
+    root = os.path.join(path, tag) if tag else path
+    parts = folders(root) if os.path.isdir(root) else []
+    steps = detect(path) if os.path.isdir(path) and not tag else []
+    if not parts and len(steps) == 1 and steps[0]:
+        root = os.path.join(path, steps[0])
+        parts = folders(root)
+    _refuse_several(root, parts)
+    for folder in parts:
+        _refuse_megatron(folder)
+    return root, parts
+
+
+def _refuse_several(root: str, parts: list[str]) -> None:
+    """Accelerate numbers the models and optimizers of one program; names may repeat in them."""
+    names = [os.path.basename(folder) for folder in parts if folder != root]
+    if any(not name.endswith("_0") for name in names):
+        raise UnsupportedCheckpoint(
+            f"{root} has several models or optimizers: {', '.join(names)}",
+            hint="give the folder of one model: its weights are read without the optimizer",
+        )
+
+
+def _refuse_megatron(folder: str) -> None:
+    if os.path.exists(os.path.join(folder, "metadata.json")):
+        raise UnsupportedCheckpoint(
+            f"{folder} was written by Megatron-Core, which zckpt does not read yet"
+        )
+
+
+def own_files(root: str, parts: list[str]) -> Iterator[str]:
+    """The checkpoint's own files directly in its directory, from a finished save or not."""
+    if root in parts:
+        with os.scandir(root) as entries:
+            for entry in entries:
+                name = entry.name
+                if name.startswith(METADATA) or name.endswith((ITEMS, ".tmp", METADATA)):
+                    yield entry.path

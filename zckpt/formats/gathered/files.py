@@ -1,0 +1,264 @@
+"""Which files make a checkpoint of torch.save: by their names, and by their content.
+
+    ckpt.pt, last.ckpt                              one file: {"model": ..., "optimizer": ..., ...}
+    model.pt + optim.pt                             whole, under any of the names in WHOLE
+    model.safetensors + optimizer.pt                Hugging Face Trainer, Accelerate, without FSDP
+    adapter_model.safetensors + optimizer.pt        the same with PEFT
+    model_world_size_W_rank_R.pt + optim_...        ranks' parts (FSDP, verl's names)
+    pytorch_model_fsdp_0_rankR.bin + optimizer_...  ranks' parts (Accelerate)
+    model.pt + optim_rank_R.pt                      ZeroRedundancyOptimizer's local states
+
+The names tell files apart. State dicts are told apart by their content: see statedict/finding.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import (
+    AmbiguousCheckpoint,
+    InconsistentCheckpoint,
+    NotACheckpoint,
+    ZckptError,
+    listed,
+)
+from ...files.torchfile import Tensor, TorchFile
+from ...training import peft
+from . import ranked
+
+ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+RANK = re.compile(
+    r"(?P<stem>.*?)[._-]?(world_size_(?P<world>\d+)_)?(?<![a-z])rank_?(?P<rank>\d+)\.(pt|pth|bin|ckpt)"
+)
+WHOLE = {  # names of whole files, the likeliest first
+    "model": (
+        *("model.pt", "model.pth", "model.bin", "pytorch_model_fsdp.bin", "pytorch_model.bin"),
+        *("pytorch_model.bin.index.json", "model.safetensors", "model.safetensors.index.json"),
+        *peft.WEIGHTS,
+    ),
+    "optim": (
+        *("optim.pt", "optimizer.pt", "optim.pth", "optimizer.pth", "optim.bin", "optimizer.bin"),
+    ),
+    "extra": ("extra.pt",),
+}
+# of other formats: DeepSpeed's ranks, ONNX Runtime's, Megatron-Core's
+OTHERS = re.compile(
+    r".*(_model_states|_optim_states)\.pt|.*\.ort\.pt|model_optim_rng\.pt|distrib_optim\.pt"
+    r"|training_args\.bin|rng_state.*\.pth|(scheduler|scaler)\.(pt|bin)"
+)
+DEPTH = 4
+
+
+@dataclass(slots=True)
+class StateDictFiles:
+    """Paths of one checkpoint: whole files by key, and ranks' files by key and rank.
+
+    A key is a place in the tree of state dicts; None if one kind of file has the whole tree.
+    """
+
+    whole: dict[str | None, str] = field(default_factory=dict)
+    ranks: dict[str | None, dict[int, str]] = field(default_factory=dict)
+    world: int | None = None
+
+
+def detect(path: str) -> list[str]:
+    """One empty tag for a model's with an optimizer's state, and for any single file of both."""
+    if os.path.isfile(path):
+        return [""] if _has_state_dicts(path) else []
+    if not _is_readable_folder(path):
+        return []
+    names = _names(path)
+    whole = _whole(names)
+    if "optim" in whole and "model" in whole:
+        return [""]
+    return [""] if any(_is_part(path, name) for name in names) else []
+
+
+def detect_weak(path: str) -> list[str]:
+    """What folders of other formats have too, so that it counts only if no format is found.
+
+    These are a model's weights alone, and a folder of single files; the tags are their names.
+    """
+    if os.path.isfile(path):
+        return [""] if path.endswith(".safetensors") else []
+    if not _is_readable_folder(path):
+        return []
+    names = _names(path)
+    if "model" in _whole(names) or len(_safetensors(names)) == 1:
+        return [""]
+    single = _single_files(path, names)
+    return single if len(single) > 1 else [""] * len(single)
+
+
+def _is_readable_folder(path: str) -> bool:
+    return os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK)
+
+
+def _names(folder: str) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_file())
+
+
+def _whole(names: Sequence[str]) -> dict[str, str]:
+    """The whole file of each kind."""
+    present = set(names)
+    return {
+        kind: name
+        for kind, likely in WHOLE.items()
+        if (name := next((name for name in likely if name in present), None))
+    }
+
+
+def _safetensors(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.endswith(".safetensors")]
+
+
+def _single_files(folder: str, names: Sequence[str]) -> list[str]:
+    """Files that have everything, by the usual endings."""
+    return [
+        name
+        for name in names
+        if name.endswith(ENDINGS) and _has_state_dicts(os.path.join(folder, name))
+    ]
+
+
+def _match_rank(name: str) -> re.Match[str] | None:
+    return None if OTHERS.fullmatch(name) else RANK.fullmatch(name)
+
+
+def _is_part(folder: str, name: str) -> bool:
+    """Whether a file is a rank's, of a model or an optimizer: by its name, or by its content."""
+    match, path = _match_rank(name), os.path.join(folder, name)
+    if match is None or not _is_torch(path):
+        return False
+    if _kind(match["stem"]):
+        return True
+    try:
+        value = TorchFile(path).value
+    except (ZckptError, OSError):
+        return False
+    return next(ranked.distributed_in(value), None) is not None or _has_groups(value)
+
+
+def _has_groups(value: Any, depth: int = DEPTH) -> bool:
+    """Whether an optimizer's state is in it."""
+    if not isinstance(value, dict) or not depth:
+        return False
+    return "param_groups" in value or any(_has_groups(item, depth - 1) for item in value.values())
+
+
+def _is_torch(path: str) -> bool:
+    """Whether a file begins as one of torch.save."""
+    with open(path, "rb") as file:
+        head = file.read(4)
+    return head == b"PK\3\4" or (head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4"))
+
+
+def _has_state_dicts(path: str) -> bool:
+    """Whether a single file has state dicts: tensors by name, and not those of other formats."""
+    name = os.path.basename(path)
+    if OTHERS.fullmatch(name) or name.endswith(".distcp") or not _is_torch(path):
+        return False
+    try:
+        value = TorchFile(path).value
+    except (ZckptError, OSError):
+        return name.endswith(ENDINGS)  # reading it will say what is wrong
+    return _has_tensors(value) and not any(
+        isinstance(key, str) and key.startswith(("Moment_1_", "Update_Count"))  # ONNX Runtime's
+        for key in (value.get("model", value) if isinstance(value, dict) else ())
+    )
+
+
+def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
+    if isinstance(value, dict) and depth:
+        return any(_has_tensors(item, depth - 1) for item in value.values())
+    return isinstance(value, Tensor) or ranked.is_distributed(value)
+
+
+def find(path: str) -> StateDictFiles:
+    """The files of the one checkpoint at `path`; one rank's file stands for those of all ranks.
+
+    Raises NotACheckpoint, AmbiguousCheckpoint, InconsistentCheckpoint.
+    """
+    if not os.path.isdir(path):
+        match = _match_rank(os.path.basename(path))
+        if match is None:
+            return StateDictFiles({None: path})
+        folder = os.path.dirname(path) or "."
+        names = [
+            name
+            for name in _names(folder)
+            if (other := _match_rank(name))
+            and (other["stem"], other["world"]) == (match["stem"], match["world"])
+        ]
+        return _of_ranks(folder, names, {})
+    names = _names(path)
+    whole: dict[str | None, str] = {}
+    whole |= {kind: os.path.join(path, name) for kind, name in _whole(names).items()}
+    of_ranks = [name for name in names if _match_rank(name)]
+    if of_ranks:
+        return _of_ranks(path, of_ranks, whole)
+    if "model" in whole:
+        return StateDictFiles(whole)
+    if len(alone := _safetensors(names)) == 1:
+        return StateDictFiles({**whole, "model": os.path.join(path, alone[0])})
+    single = _single_files(path, names)
+    if len(single) > 1:
+        raise AmbiguousCheckpoint(
+            f"{path} has {len(single)} checkpoints: {listed(single)}",
+            hint=f"name the file: {os.path.join(path, single[-1])}",
+        )
+    if not single:
+        raise NotACheckpoint(f"{path} has no file with a model's state")
+    return StateDictFiles({None: os.path.join(path, single[0])})
+
+
+def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> StateDictFiles:
+    """Ranks' files by kind, and whole files of the kinds that no rank has."""
+    by_stem: dict[str, dict[int, str]] = {}
+    worlds: set[str] = set()
+    for name in names:
+        match = _match_rank(name)
+        assert match is not None
+        if match["world"]:
+            worlds.add(match["world"])
+        rank, paths = int(match["rank"]), by_stem.setdefault(match["stem"], {})
+        if rank in paths and not match["world"]:
+            raise InconsistentCheckpoint(
+                f"{paths[rank]} and {os.path.join(folder, name)} are both of rank {rank}",
+                hint="files of two saves seem to be mixed; keep those of one save in a directory",
+            )
+        paths[rank] = os.path.join(folder, name)
+    if len(worlds) > 1:
+        raise AmbiguousCheckpoint(
+            f"{folder} has files of saves by {', '.join(sorted(worlds, key=int))} ranks",
+            hint="keep those of one save in a directory",
+        )
+    files = StateDictFiles(world=int(worlds.pop()) if worlds else None)
+    if len(by_stem) == 1 and not {"model", "optim"} & whole.keys():
+        files.ranks[None] = next(iter(by_stem.values()))
+        return files
+    kinds = {stem: _kind(stem) for stem in by_stem}
+    others = [stem for stem, kind in kinds.items() if kind is None]
+    if len(others) == len(by_stem):
+        raise AmbiguousCheckpoint(
+            f"{folder} has ranks' files of {len(by_stem)} kinds: {listed(others)}",
+            hint=f"name a file of one of them: {by_stem[others[0]][min(by_stem[others[0]])]}",
+        )
+    for stem, paths in by_stem.items():
+        kind = kinds[stem]
+        alone = kind and list(kinds.values()).count(kind) == 1
+        files.ranks[kind if alone else stem] = paths
+    files.whole = {kind: path for kind, path in whole.items() if kind not in files.ranks}
+    return files
+
+
+def _kind(stem: str) -> str | None:
+    """What a rank's file has, by its name."""
+    if "optim" in stem:
+        return "optim"
+    return "model" if re.search("model|weights", stem) and "rng" not in stem else None

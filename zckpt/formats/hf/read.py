@@ -1,0 +1,26 @@
+"""The manifest of a folder for `from_pretrained` that zckpt has laid out: weights alone."""
+
+from __future__ import annotations
+
+from ...core.manifest import Manifest
+from ...training.trainers import beside
+from ..statedict.read import manifest
+from ..statedict.tree import SavedTree
+from ..statedict.weights import files_of_index, weights_of
+from .files import INDEX, find
+
+
+def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
+    """The manifest of the shells. Folders of other programs are read by the format `gathered`."""
+    weights = find(path)
+    files = files_of_index(weights) if weights.endswith(INDEX) else [weights]
+    saved = SavedTree(
+        path,
+        {"format": "gathered", "version": None, "dp": None, "tag": None},
+        {"model": {name: leaf for file in files for name, leaf in weights_of(file).items()}},
+        files=[weights, *files] if weights.endswith(INDEX) else files,
+    )
+    siblings, left_out = beside(path, set(saved.files))
+    saved.siblings += siblings
+    saved.left_out += left_out
+    return manifest(saved)

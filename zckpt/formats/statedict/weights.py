@@ -1,0 +1,39 @@
+"""Weights in safetensors files, whole or in several files with an index, as leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+from math import prod
+
+from ...core.fragments import solid
+from ...errors import IncompleteCheckpoint
+from ...files import safefile
+from .tree import Leaf, number_of
+
+
+def weights_of(path: str) -> dict[str, Leaf]:
+    """The tensors of one safetensors file."""
+    return {
+        stored.name: Leaf(
+            stored.dtype,
+            stored.shape,
+            solid(prod(stored.shape), stored.extent),
+            number_of(stored),
+        )
+        for stored in safefile.read(path)
+    }
+
+
+def files_of_index(path: str) -> list[str]:
+    """The files that an index of Hugging Face names, beside it.
+
+    Raises IncompleteCheckpoint for one that is missing.
+    """
+    with open(path, "rb") as file:
+        names = sorted(set(json.load(file)["weight_map"].values()))
+    files = [os.path.join(os.path.dirname(path), os.path.basename(name)) for name in names]
+    for name in files:
+        if not os.path.isfile(name):
+            raise IncompleteCheckpoint(f"{name} is missing, which {path} names")
+    return files

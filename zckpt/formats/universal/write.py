@@ -1,0 +1,225 @@
+"""Write a universal checkpoint: whole tensors as safetensors, everything else as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...core.checksum import crc32
+from ...core.dtypes import FLOATS, SIZES
+from ...core.inert import plain_group, to_json
+from ...core.manifest import (
+    Entry,
+    Manifest,
+    parameters_to_json,
+)
+from ...core.staging import Layout, Shell
+from ...errors import MissingData
+from ...files import safefile
+from ...training.optimizers import are_inferred, given_groups
+from ...training.options import Options
+from ...training.trainers import files_to_load_by
+from .files import MANIFEST, SIBLINGS, VERSION
+
+
+def select(source: Manifest, options: Options) -> Manifest:
+    """The manifest to write: the source's, with the entries and dtypes that the options choose."""
+    entries: dict[str, Entry] = {}
+    for entry in source.entries.values():
+        if entry.slot == "param":
+            entries[entry.name] = _weight(source, entry, options)
+        elif not options.weights_only:
+            entries[entry.name] = entry
+        if entry.slot == "master" and (options.weights_only or options.module_dtype):
+            name = f"{entry.parameter}/param"
+            weight = replace(entry, name=name, digest=None)
+            entries.setdefault(name, _weight(source, weight, options))
+    if options.weights_only:
+        if not entries:
+            raise MissingData(f"{source.root} holds no weights")
+        kept = ("engine", "module", "module_metadata", "module_extra")
+        entries |= {
+            name: entry
+            for name, entry in source.entries.items()
+            if entry.slot == "state" and name.startswith("module_extra.")
+        }
+        return replace(
+            source,
+            entries=entries,
+            parameters={
+                name: replace(parameter, step=None, scalars={})
+                for name, parameter in source.parameters.items()
+            },
+            groups=None,
+            state={key: value for key, value in source.state.items() if key in kept},
+        )
+    state = dict(source.state)
+    if options.module_dtype and isinstance(state.get("engine"), dict):
+        state["engine"] = {**state["engine"], "dtype": options.module_dtype}
+    return replace(source, entries=entries, state=state)
+
+
+def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
+    """A weight in the dtype that the options choose; buffers keep theirs."""
+    is_weight = entry.parameter in source.parameters and entry.dtype in FLOATS
+    if not options.module_dtype or not is_weight or entry.dtype == options.module_dtype:
+        return entry
+    return replace(entry, dtype=options.module_dtype, digest=None)
+
+
+def lay_out(source: Manifest, options: Options) -> Layout:
+    """The files without tensors and digests; `seal` adds the digests."""
+    chosen = with_defaults(select(source, options), options)
+    siblings = [(f"{SIBLINGS}/{item.name}", item) for item in source.siblings]
+    left_out = list(source.left_out)
+    if options.weights_only:
+        loaded = files_to_load_by(
+            source.siblings
+        )  # beside the weights, where from_pretrained looks for them
+        siblings = [(item.name, item) for item in loaded]
+        kept = {item.path for item in loaded}
+        others = [item.name for item in source.siblings if item.path not in kept]
+        left_out += [f"{', '.join(others)}: not needed to load the weights"] if others else []
+    shells = list(_shells(chosen, options))
+    about = "weights as safetensors" if options.weights_only else "a universal checkpoint"
+    return Layout(lambda: iter(shells), siblings, left_out, source.warnings, about=about)
+
+
+def with_defaults(source: Manifest, options: Options) -> Manifest:
+    """Adds the given hyper-parameters if the source stores none (elastic files, other engines)."""
+    inferred = are_inferred(source)
+    if not options.group_defaults or not (source.groups is None or inferred):
+        return source
+    parameters = {
+        name: replace(parameter, group=(parameter.group or 0) if parameter.trainable else None)
+        for name, parameter in source.parameters.items()
+    }
+    state = dict(source.state)
+    if inferred:
+        state["engine"] = {**state["engine"], "hyper_parameters": "given"}
+    groups = tuple(given_groups(source, options))
+    return replace(source, parameters=parameters, groups=groups, state=state)
+
+
+def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
+    for name, entries in _files(chosen, options):
+        tensors = [(entry.parameter, entry.dtype, entry.shape) for entry in entries]
+        head, size = safefile.header(tensors)
+        yield Shell(name, size, ((0, head),))
+    weights = _split("model", _in_slot(chosen, "param"), options.file_size)
+    if len(weights) > 1:
+        text = _index(weights)
+        yield Shell("model.safetensors.index.json", len(text), ((0, text),))
+    text = _text(describe(chosen))
+    yield Shell(MANIFEST, len(text), ((0, text),))
+
+
+def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+    """Rewrites the manifest with the CRC-32 of every tensor and file."""
+    entries = {
+        name: replace(entry, digest=outcome.digests[name])
+        for name, entry in manifest.entries.items()
+    }
+    document = describe(replace(manifest, entries=entries))
+    files = dict(outcome.files)
+    for path in manifest.files:
+        # nothing was copied into a file whose tensors all are empty
+        if path.endswith(".safetensors") and path not in files:
+            with open(path, "rb") as file:
+                text = file.read()
+            files[path] = len(text), crc32(text)
+    document["files"] = {
+        os.path.relpath(path, root): {"size": size, "crc32": f"{crc:08x}"}
+        for path, (size, crc) in sorted(files.items())
+    }
+    with open(os.path.join(root, MANIFEST), "wb") as file:
+        file.write(_text(document))
+
+
+def describe(manifest: Manifest) -> dict[str, Any]:
+    """The contents of manifest.json, as a dictionary."""
+    groups = manifest.groups or ()
+    tuples = {key for group in groups for key, value in group.items() if type(value) is tuple}
+    return {
+        "zckpt": VERSION,
+        "source": manifest.source,
+        "step": manifest.step,
+        "optimizer": manifest.optimizer,
+        "groups": None if manifest.groups is None else [plain_group(group) for group in groups],
+        "tuples": sorted(tuples),  # hyper-parameters that were tuples, such as betas
+        "parameters": parameters_to_json(manifest.parameters),
+        "buffers": list(manifest.buffers),
+        "entries": {
+            name: {"dtype": entry.dtype, "shape": list(entry.shape)}
+            | ({} if entry.digest is None else {"crc32": f"{entry.digest:08x}"})
+            for name, entry in manifest.entries.items()
+        },
+        "files": {},
+        "steps": [
+            {"where": line.where, "step": line.step, "truth": line.truth} for line in manifest.steps
+        ],
+        "left_out": list(manifest.left_out),
+        "warnings": list(manifest.warnings),
+        "inferred": list(manifest.inferred),
+        "state": to_json(manifest.state),
+    }
+
+
+def _text(document: Mapping[str, Any]) -> bytes:
+    """JSON with one line for each key, and for each item of a dictionary such as `parameters`.
+
+    People and `diff` read it so; json's own indent gives every number of a shape its own line.
+    """
+
+    def line(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+    lines = []
+    for key, value in document.items():
+        if isinstance(value, dict) and value:
+            items = ",\n  ".join(f"{line(name)}: {line(item)}" for name, item in value.items())
+            lines.append(f"{line(key)}: {{\n  {items}\n }}")
+        else:
+            lines.append(f"{line(key)}: {line(value)}")
+    return ("{" + ",\n ".join(lines) + "}\n").encode("utf-8", "surrogatepass")
+
+
+def _in_slot(manifest: Manifest, slot: str) -> list[Entry]:
+    """A slot's entries in the order of its files: large elements first, so that all are aligned."""
+    entries = [entry for entry in manifest.entries.values() if entry.slot == slot]
+    return sorted(entries, key=lambda entry: -SIZES[entry.dtype])
+
+
+def _files(manifest: Manifest, options: Options) -> Iterator[tuple[str, list[Entry]]]:
+    for slot in manifest.slots:
+        stem = "model" if slot == "param" else slot
+        yield from _split(stem, _in_slot(manifest, slot), options.file_size)
+
+
+def _split(stem: str, entries: Sequence[Entry], most: int) -> list[tuple[str, list[Entry]]]:
+    """Files of at most `most` bytes of tensors each; a larger tensor has a file of its own."""
+    parts: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if parts[-1] and size + entry.length > most:
+            parts.append([])
+            size = 0
+        parts[-1].append(entry)
+        size += entry.length
+    if len(parts) == 1:
+        return [(f"{stem}.safetensors", parts[0])]
+    count = len(parts)
+    return [
+        (f"{stem}-{place:05d}-of-{count:05d}.safetensors", part)
+        for place, part in enumerate(parts, 1)
+    ]
+
+
+def _index(files: Sequence[tuple[str, Sequence[Entry]]]) -> bytes:
+    """Hugging Face's index of a model in several files."""
+    total = sum(entry.length for _, entries in files for entry in entries)
+    weights = {entry.parameter: name for name, entries in files for entry in entries}
+    return _text({"metadata": {"total_size": total}, "weight_map": weights})
