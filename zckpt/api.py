@@ -582,7 +582,8 @@ def _write(
             shells=lambda: chain(unchanged(), rewritten),
             siblings=[pair for pair in layout.siblings if pair[0] not in names],
         )
-    files = [(shell.name, shell.size) for shell in layout.shells()]
+    laid_out = staging.remembered(layout.shells)
+    files = [(shell.name, shell.size) for shell in laid_out()]
     files += [(name, item.size) for name, item in layout.siblings]
     size = sum(length for _, length in files)
     report: Report = {
@@ -613,7 +614,7 @@ def _write(
     formats.named(manifest.format).check(read_from)
     try:
         with staging.Staging(target) as staged:
-            staged.lay(layout.shells())
+            staged.lay(laid_out())
             shells = writer.read_shells(staged.path)
             outcome = execute.copy(
                 plan.join(manifest, shells, options.dtype is not None or layout.from_masters),
