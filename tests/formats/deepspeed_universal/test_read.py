@@ -175,7 +175,7 @@ class TestBadInput:
         self, name: str, merged: Path, zckpt: Zckpt
     ) -> None:
         rename_parameter(merged / TAG / "mp_rank_00_model_states.pt", name)
-        self.refused(zckpt, merged, "no folder name")
+        self.refused(zckpt, merged, "cannot be a folder's name")
 
     @pytest.mark.parametrize("name", ["../../../outside", "a/b", "optimizer_state.pt", "x" * 256])
     def test_writing_a_parameter_that_is_no_folder_name(

@@ -40,7 +40,9 @@ class TagDirectory:
 def tag_directory(path: str, tag: str, said: str) -> TagDirectory:
     """The folder `tag` of `path`, which `said` names; raises NotACheckpoint."""
     if not tag or tag in (".", "..") or re.search(r"[/\\\0]", tag):
-        raise NotACheckpoint(f"{said} {tag[:99]!r}, which is no folder name", hint=_near(path))
+        raise NotACheckpoint(
+            f"{said} {tag[:99]!r}, which cannot be a folder's name", hint=_near(path)
+        )
     directory = os.path.join(path, tag)
     if not os.path.isdir(directory):
         raise NotACheckpoint(
@@ -92,7 +94,7 @@ def universal_tags(path: str) -> list[str]:
 
 
 def pointed(path: str, pointer: str) -> str | None:
-    """The tag that a file `latest` or `latest_universal` names; None where there is none."""
+    """The tag that a file `latest` or `latest_universal` names; None if there is no such file."""
     full = os.path.join(path, pointer)
     if not os.path.isfile(full):
         return None
@@ -125,7 +127,7 @@ def siblings(directory: TagDirectory) -> tuple[Sibling, ...]:
         if inside == ".":
             folders[:] = [name for name in folders if name not in tags]
             names = [name for name in names if name not in OWN]
-        # without what zckpt itself has written, or was writing, here
+        # without directories that zckpt has written, or was writing, here
         folders[:] = sorted(
             name
             for name in folders

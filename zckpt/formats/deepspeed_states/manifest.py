@@ -1,4 +1,4 @@
-"""The manifest of a DeepSpeed checkpoint: parameters and their tensors, and all the rest."""
+"""Builds the manifest from opened files: tensors, groups, steps, state and warnings."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _of_masters(target: DeepSpeedTarget) -> list[str]:
     dtypes = {entries[f"{name}/param"].dtype for name in lacking} - {"F32"}
     if not dtypes:
         return []
-    return [f"the source holds no fp32 masters: they are made of {', '.join(sorted(dtypes))}"]
+    return [f"the source holds no fp32 masters: they are cast from {', '.join(sorted(dtypes))}"]
 
 
 def _of_batch(target: DeepSpeedTarget) -> list[str]:
@@ -83,6 +83,6 @@ def _of_batch(target: DeepSpeedTarget) -> list[str]:
     if rest:
         return [
             f"a global batch of {total} is not {accumulation} accumulation steps of {target.dp} "
-            f"ranks: choose {word} and gradient_accumulation_steps anew"
+            f"ranks: choose other values of {word} and gradient_accumulation_steps"
         ]
     return []

@@ -45,13 +45,13 @@ class EngineStates:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The ds_config; empty where the save names its file alone."""
+        """The ds_config; empty if the save only names its file."""
         stated = self._stated_config
         return stated if isinstance(stated, dict) else {}
 
     @property
     def config_path(self) -> str | None:
-        """The file of the ds_config, where the save names that alone."""
+        """The file of the ds_config, if the save only names it."""
         stated = self._stated_config
         return stated if isinstance(stated, str) else None
 
@@ -87,7 +87,7 @@ class EngineStates:
     def excludes_frozen(self) -> bool | None:
         """Whether `save_checkpoint(exclude_frozen_parameters=True)` left frozen weights out.
 
-        None where the files do not tell: stage 1, and DeepSpeed before 0.9.1.
+        None if the files do not show it: stage 1, and DeepSpeed before 0.9.1.
         """
         if self.stage == 1 or "frozen_param_fragments" not in self.model:
             return None
@@ -236,14 +236,14 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def nested(config: Any, *keys: str) -> Any:
-    """config[key][key]..., None where there is none."""
+    """config[key][key]..., or None if any key is missing."""
     for key in keys:
         config = config.get(key) if isinstance(config, dict) else None
     return config
 
 
 def item(items: Any, place: int) -> dict[str, Any]:
-    """Item `place` of a list or dictionary of dictionaries; empty where there is none."""
+    """Item `place` of a list or dictionary of dictionaries; an empty one if it is missing."""
     if isinstance(items, list):
         value = items[place] if place < len(items) else {}
     else:

@@ -116,7 +116,8 @@ class DeepSpeedTarget:
             missing = set(slots) - {slot for slot, _ in self._states(name)}
             if missing:
                 raise MissingData(
-                    f"the source holds no {sorted(missing)[0]} of {name}, but of its neighbours"
+                    f"the source holds {sorted(missing)[0]} of other parameters of the same group, "
+                    f"but not of {name}"
                 )
         masters = {self.master_dtype(name) for name in names}
         return TargetBuffer(

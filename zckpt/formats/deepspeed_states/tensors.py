@@ -54,7 +54,7 @@ class ManifestTensors:
                 )
 
     def _add_weight(self, name: str, shape: tuple[int, ...]) -> None:
-        """Slot `param`: what the module holds."""
+        """Slot `param`: the module's own tensor."""
         tensor = self.module.get(name)
         if not isinstance(tensor, Tensor):
             return

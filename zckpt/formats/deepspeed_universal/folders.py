@@ -44,8 +44,8 @@ class ParameterFolders:
         """A parameter's files, its master first."""
         if not is_name(name):
             raise CorruptCheckpoint(
-                f"{self.merged.states.models[0].path} names a parameter {name!r}, which is no "
-                "folder name"
+                f"{self.merged.states.models[0].path} names a parameter {name!r}, which "
+                "cannot be a folder's name"
             )
         folder = os.path.join(self.root, name)
         paths = [
@@ -146,7 +146,7 @@ class ParameterFolders:
         return tensor.part(0, numel) if longer else tensor
 
     def _tensor(self, file: TorchFile) -> tuple[Any, SliceInfo | None]:
-        """The tensor (or number) in a file, and what stands beside it; None where it is alone."""
+        """The tensor (or number) in a file, and what stands beside it; None if nothing does."""
         value = file.value
         info = None
         if isinstance(value, dict):
@@ -168,7 +168,7 @@ class ParameterFolders:
         tensor: Any,
         info: SliceInfo | None,
     ) -> tuple[int, ...]:
-        """The whole parameter's shape; raises InconsistentCheckpoint where files contradict."""
+        """The whole parameter's shape; raises InconsistentCheckpoint if files contradict."""
         if not isinstance(tensor, Tensor):
             raise CorruptCheckpoint(f"{file.path} holds no tensor")
         if info is None:
