@@ -85,7 +85,11 @@ def write(
     layout = _with_files(format.lay_out(source.manifest, options), source.files)
     if format.is_resumed and not format.is_neutral:
         layout = _pointing_to_the_best(layout, source.manifest, target, best_in)
-    layout = replace(layout, from_masters=layout.from_masters or options.dtype is not None)
+    layout = replace(
+        layout,
+        shells=staging.remembered(layout.shells),
+        from_masters=layout.from_masters or options.dtype is not None,
+    )
     files = convert.files_of(layout)
     size = sum(files.values())
     report = _report(command, source.manifest, target, format, layout, files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from zckpt.core.staging import (
     need_space,
     refuse_existing,
     refuse_inside,
+    remembered,
 )
 from zckpt.errors import NotEnoughSpace, TargetExists, WrongOption
 
@@ -186,3 +187,21 @@ def test_too_little_space_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     need_space("out", 1000)
     with pytest.raises(NotEnoughSpace, match="out needs"):
         need_space("out", 1001)
+
+
+@pytest.mark.parametrize(("limit", "passes"), [(20, 1), (19, 2)])
+def test_shells_are_made_once_if_they_fit(limit: int, passes: int) -> None:
+    calls = []
+
+    def shells() -> Iterator[Shell]:
+        calls.append(0)
+        parts = ((0, b"0123456789"),)
+        yield Shell("first", 30, parts)
+        yield Shell("alike", 30, parts)
+        yield Shell("other", 40, ((5, b"abcdefghij"),))
+
+    laid_out = remembered(shells, limit)
+    first = list(laid_out())
+    assert [shell.name for shell in first] == ["first", "alike", "other"]
+    assert list(laid_out()) == first
+    assert len(calls) == passes

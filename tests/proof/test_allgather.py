@@ -18,7 +18,8 @@ import zckpt
 from zckpt.core.fragments import Extent, Fragment, Runs, Slices
 from zckpt.core.partition import Partition, Partitioned
 from zckpt.formats import zero
-from zckpt.formats.deepspeed import flats, ranks
+from zckpt.formats.deepspeed import flats
+from zckpt.formats.deepspeed_states.states import EngineStates
 
 from .. import faults
 from ..conftest import EXAMPLE, ROOT
@@ -84,12 +85,12 @@ def test_a_reader_with_the_wrong_order_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Not of the reader's fragments alone is the engine's rule independent, but of its names."""
-    right = ranks.Ranks.param_shapes
+    right = EngineStates.param_shapes
 
-    def wrong(self: ranks.Ranks) -> list[dict[str, tuple[int, ...]]]:
+    def wrong(self: EngineStates) -> list[dict[str, tuple[int, ...]]]:
         return [dict(reversed(group.items())) for group in right(self)]
 
-    monkeypatch.setattr(ranks.Ranks, "param_shapes", wrong)
+    monkeypatch.setattr(EngineStates, "param_shapes", wrong)
     zckpt.convert(EXAMPLE, tmp_path / "universal")
     planned = zckpt.verify(EXAMPLE, tmp_path / "universal")
     assert planned["differences"] == []

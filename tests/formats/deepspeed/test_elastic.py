@@ -33,9 +33,9 @@ TRAINERS = [{"lr": 0.01, "weight_decay": 0.1}, {"lr": 0.0025, "weight_decay": 0.
 
 def config_of(case: Case, **more: Any) -> dict[str, Any]:
     """The whole ds_config of a case's engine, as a user would have it in a file."""
-    made = {**case.config, **more}
-    stage = {**made.get("zero_optimization", {}), "stage": case.stage}
-    return {**made, "zero_optimization": stage, "bf16": {"enabled": True}}
+    config = {**case.config, **more}
+    stage = {**config.get("zero_optimization", {}), "stage": case.stage}
+    return {**config, "zero_optimization": stage, "bf16": {"enabled": True}}
 
 
 def without_elastic(case: Case) -> dict[str, Any]:
@@ -50,17 +50,19 @@ def rewritten(source: Path, target: Path, **options: Any) -> bool:
     import deepspeed  # noqa: F401  (its classes are in the pickle)
 
     report = zckpt.reshard(source, target, **options)
-    told = any(KEPT in warning for warning in report["warnings"])
+    warned = any(KEPT in warning for warning in report["warnings"])
     for file in target.rglob("*_optim_states.pt"):
         state = torch.load(file, weights_only=False)["optimizer_state_dict"]
         listed = isinstance(state.get("base_optimizer_state"), list)
-        assert listed == told == ("base_optimizer_state_step" in state)
-    return told
+        assert listed == warned == ("base_optimizer_state_step" in state)
+    return warned
 
 
 def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: plain(group[key]) for key in HYPER if key in group}
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+    values = {key: plain(group[key]) for key in HYPER if key in group}
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+    }
 
 
 def assert_resumed(
@@ -71,7 +73,7 @@ def assert_resumed(
     for name, tensor in before["tensors"].items():
         assert same_bits(tensor, after["tensors"][name]), name
     one, other = (
-        {name: flat(step) for name, step in held["steps"].items()} for held in (before, after)
+        {name: flat(step) for name, step in state["steps"].items()} for state in (before, after)
     )
     assert one == other
     if groups:
@@ -173,8 +175,8 @@ class TestElasticEngine:
         case = dataclasses.replace(CASES["z2_dp2_elastic_torch_adam"], dp=dp)
         run = trained(CASES["z2_dp2_elastic_torch_adam"]) / "run"
         report = zckpt.reshard(run, tmp_path / "run", dp=dp)
-        told = any("its own next save" in warning for warning in report["warnings"])
-        assert told == (dp == 1)
+        warned = any("its own next save" in warning for warning in report["warnings"])
+        assert warned == (dp == 1)
         deepspeed.save_again(case, tmp_path / "run", tmp_path / "next")
         cut = [state["step"].shape for state in list_of_states(tmp_path / "next", dp - 1)]
         assert (0,) in cut
@@ -187,7 +189,7 @@ class TestElasticEngine:
         )
         pairs = zip(after["losses"], before["losses"][1:], strict=True)
         assert max(abs(a - b) for a, b in pairs) < 0.01
-        if told:
+        if warned:
             with pytest.raises(deepspeed.EngineError):
                 deepspeed.resume(case, tmp_path / "next", tmp_path, dp=dp)
 
@@ -210,8 +212,8 @@ def list_of_states(run: Path, rank: int) -> list[dict[str, Any]]:
     """A rank's optimizer states in elastic files."""
     (file,) = run.rglob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     state = torch.load(file, weights_only=False)["optimizer_state_dict"]
-    found: list[dict[str, Any]] = state["base_optimizer_state"]
-    return found
+    states: list[dict[str, Any]] = state["base_optimizer_state"]
+    return states
 
 
 # -- engines that read no elastic files: hyper-parameters have to be written

@@ -32,12 +32,12 @@ def every_pair() -> list[Any]:
     pairs += [(v, "z1_dp2_bf16_optimizer") for v in ("0.6.2", "0.7.0", "0.11.0", "0.16.4")]
     pairs += [(v, "z1_dp4_only_padding") for v in ("0.5.10", "0.7.0", "0.14.5", "0.16.4")]
     pairs += [(v, "z2_dp3_round_robin") for v in ("0.5.10", "0.9.3")]
-    found = []
+    rows = []
     for version, run in pairs:
         first = version in FIRST and run in ("z1_dp2_bf16", "z3_dp2_bf16", "z2_dp3_fused_adam")
         marks = [pytest.mark.engines, *([pytest.mark.first] if first else [])]
-        found.append(pytest.param(version, run, id=f"{version}-{run}", marks=marks))
-    return found
+        rows.append(pytest.param(version, run, id=f"{version}-{run}", marks=marks))
+    return rows
 
 
 REAL = sorted((Path(__file__).parents[2] / "data").glob("deepspeed-*"))

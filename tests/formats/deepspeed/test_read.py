@@ -25,13 +25,13 @@ def every_case() -> list[Any]:
     Unless DeepSpeed would have to compile an extension for it, which takes minutes.
     """
     seen: set[str] = set()
-    found = []
+    rows = []
     for case in CASES.values():
         first = case.kind not in seen and case.extension is None
         marks = [pytest.mark.engines, *([pytest.mark.first] if first else [])]
         seen.add(case.kind)
-        found.append(pytest.param(case, id=case.name, marks=marks))
-    return found
+        rows.append(pytest.param(case, id=case.name, marks=marks))
+    return rows
 
 
 @pytest.mark.parametrize("case", every_case())
@@ -76,27 +76,27 @@ class TestWherePeersAreSilentlyWrong:
 
     @pytest.mark.parametrize("name", ["z1_dp2_round_robin", "z2_dp3_round_robin"])
     def test_round_robin_is_undone(self, name: str, trained: Trained, tmp_path: Path) -> None:
-        held, oracle = self.converted(name, trained, tmp_path)
+        tensors, oracle = self.converted(name, trained, tmp_path)
         for parameter in oracle["trainable"]:
             for slot in ("master", "exp_avg", "exp_avg_sq"):
                 key = f"{parameter}/{slot}"
-                assert same_bits(held[key], oracle["tensors"][key]), key
+                assert same_bits(tensors[key], oracle["tensors"][key]), key
 
     @pytest.mark.parametrize("name", ["z1_dp2_bf16", "z2_dp2_bf16", "z3_dp2_bf16"])
     def test_buffers_are_kept(self, name: str, trained: Trained, tmp_path: Path) -> None:
-        held, oracle = self.converted(name, trained, tmp_path)
+        tensors, oracle = self.converted(name, trained, tmp_path)
         assert oracle["buffers"]
         for buffer, value in oracle["buffers"].items():
             assert value.any(), "a buffer that training changed"
-            assert same_bits(held[f"{buffer}/param"], value)
+            assert same_bits(tensors[f"{buffer}/param"], value)
 
     @pytest.mark.parametrize("name", ["z1_dp2_bf16", "z2_dp2_bf16", "z3_dp2_bf16"])
     def test_frozen_weights_are_kept(self, name: str, trained: Trained, tmp_path: Path) -> None:
-        held, oracle = self.converted(name, trained, tmp_path)
+        tensors, oracle = self.converted(name, trained, tmp_path)
         assert oracle["frozen"]
         for parameter in oracle["frozen"]:
             key = f"{parameter}/param"
-            assert same_bits(held[key], oracle["tensors"][key])
+            assert same_bits(tensors[key], oracle["tensors"][key])
 
     def test_stage_3_groups_keep_their_own_hyper_parameters(self, trained: Trained) -> None:
         groups = zckpt.read(trained(CASES["z3_dp2_bf16"]) / "run").groups
@@ -108,10 +108,10 @@ class TestWherePeersAreSilentlyWrong:
     def test_amsgrad_keeps_its_third_moment(
         self, name: str, trained: Trained, tmp_path: Path
     ) -> None:
-        held, oracle = self.converted(name, trained, tmp_path)
+        tensors, oracle = self.converted(name, trained, tmp_path)
         for parameter in oracle["trainable"]:
             key = f"{parameter}/max_exp_avg_sq"
-            assert same_bits(held[key], oracle["tensors"][key])
+            assert same_bits(tensors[key], oracle["tensors"][key])
 
     def test_weights_left_out_by_the_user_are_named(self, trained: Trained) -> None:
         for name in ("z2_dp2_no_frozen", "z3_dp2_no_frozen"):

@@ -137,12 +137,12 @@ MOVES = [
 
 def every_move() -> list[Any]:
     seen: set[str] = set()
-    found = []
+    rows = []
     for move in MOVES:
         marks = [pytest.mark.engines] + ([] if move.kind in seen else [pytest.mark.first])
         seen.add(move.kind)
-        found.append(pytest.param(move, id=move.name, marks=marks))
-    return found
+        rows.append(pytest.param(move, id=move.name, marks=marks))
+    return rows
 
 
 def engine_config(case: Case, move: Move) -> dict[str, Any]:
@@ -190,8 +190,10 @@ def test_the_engine_resumes(move: Move, trained: Trained, tmp_path: Path) -> Non
     assert_same_state(before, after, weights=not move.dtype)
     if move.dtype == "bf16" and CASES[move.case].dtype == "fp16":
         # frozen weights have no masters to be rounded from: fp16 to bf16 loses digits
-        found = zckpt.verify(trained(CASES[move.case]) / "run", directory)["differences"]
-        assert {line["tensor"] for line in found} == {f"{name}/param" for name in before["frozen"]}
+        differences = zckpt.verify(trained(CASES[move.case]) / "run", directory)["differences"]
+        assert {line["tensor"] for line in differences} == {
+            f"{name}/param" for name in before["frozen"]
+        }
     else:
         assert_proven(trained(CASES[move.case]) / "run", directory)
     same = move.dp == case.dp and move.stage in (None, case.stage) and not move.dtype
@@ -265,7 +267,7 @@ class TestWithoutFrozenParameters:
             value = torch.load(file, weights_only=False)
             value |= {"frozen_param_shapes": {}, "frozen_param_fragments": {}}
             torch.save(value, file)
-        told = {
+        stated = {
             "group": None,
             "key": "frozen_param_fragments",
             "a": "None (saved without frozen parameters)",
@@ -276,4 +278,4 @@ class TestWithoutFrozenParameters:
             zckpt.diff(run, tmp_path / "run"),
         ):
             assert not report["equal"]
-            assert report["groups"] == [told]
+            assert report["groups"] == [stated]

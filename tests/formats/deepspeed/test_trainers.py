@@ -27,13 +27,13 @@ PER_RANK = {"hf_trainer": "rng_state_1.pth", "accelerate": "random_states_1.pkl"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """What a trainer saved at dp 2, once per module."""
-    made: dict[tuple[str, int], Path] = {}
+    directories: dict[tuple[str, int], Path] = {}
 
     def save(trainer: str, stage: int) -> Path:
-        if (trainer, stage) not in made:
+        if (trainer, stage) not in directories:
             root = tmp_path_factory.mktemp(trainer)
-            made[trainer, stage] = getattr(trainers, trainer)(root, stage, 2)
-        return made[trainer, stage]
+            directories[trainer, stage] = getattr(trainers, trainer)(root, stage, 2)
+        return directories[trainer, stage]
 
     return save
 
@@ -64,14 +64,14 @@ class TestTrainer:
         directory = saved(trainer, stage)
         zckpt.convert(directory, tmp_path / "universal")
         assert_proven(directory, tmp_path / "universal")
-        held, oracle = load(tmp_path / "universal"), oracle_of(directory)
+        tensors, oracle = load(tmp_path / "universal"), oracle_of(directory)
         for name, tensor in oracle["tensors"].items():
             if not (stage == 3 and name.endswith("/param")):
-                assert same_bits(held[name], tensor), name
+                assert same_bits(tensors[name], tensor), name
         siblings = tmp_path / "universal" / "siblings"
-        found = {path.name for path in siblings.rglob("*")} if siblings.exists() else set()
-        assert found >= SIBLINGS[trainer]
-        assert not {"latest", "zero_to_fp32.py"} & found
+        names = {path.name for path in siblings.rglob("*")} if siblings.exists() else set()
+        assert names >= SIBLINGS[trainer]
+        assert not {"latest", "zero_to_fp32.py"} & names
 
     @pytest.mark.parametrize(("dp", "through"), [(2, False), (3, True), (1, False)])
     def test_its_own_resume_takes_what_zckpt_wrote(
@@ -105,10 +105,10 @@ class TestFromDeepSpeedToFsdp:
         directory = saved("accelerate", 2)
         oracle, target = oracle_of(directory), tmp_path / "state"
         zckpt.convert(directory, target, to="dcp", dialect="accelerate", dp=world)
-        held = trainers.resume("accelerate_fsdp", target, tmp_path, 0, world)
-        assert held["steps"] == oracle["steps"]
-        for name, tensor in held["tensors"].items():
+        resumed = trainers.resume("accelerate_fsdp", target, tmp_path, 0, world)
+        assert resumed["steps"] == oracle["steps"]
+        for name, tensor in resumed["tensors"].items():
             master = name.replace("/param", "/master")
             expected = oracle["tensors"].get(master, oracle["tensors"].get(name))
             assert same_bits(tensor, expected.to(tensor.dtype)), name  # frozen ones were bf16
-        assert abs(held["losses"][0] - oracle["losses"][0]) < 5e-3  # bf16 then, fp32 now
+        assert abs(resumed["losses"][0] - oracle["losses"][0]) < 5e-3  # bf16 then, fp32 now

@@ -173,7 +173,7 @@ def universal(model: Model, root: Path) -> dict[str, np.ndarray[Any, Any]]:
     """A universal checkpoint of random numbers; gives its tensors by entry name."""
     numbers = np.random.default_rng(0)
     parameters: dict[str, Any] = {}
-    held: dict[str, np.ndarray[Any, Any]] = {}
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
     for group, members in enumerate(model.groups):
         for place, shape in enumerate(members):
             name = f"g{group}.p{place}"
@@ -181,17 +181,17 @@ def universal(model: Model, root: Path) -> dict[str, np.ndarray[Any, Any]]:
                 "shape": shape, "trainable": True, "group": group, "step": 5, "aliases": []
             }  # fmt: skip
             for slot in ("param", "master", "exp_avg", "exp_avg_sq"):
-                held[f"{name}/{slot}"] = numbers.standard_normal(shape).astype(np.float32)
-            held[f"{name}/param"] = held[f"{name}/master"]
+                tensors[f"{name}/{slot}"] = numbers.standard_normal(shape).astype(np.float32)
+            tensors[f"{name}/param"] = tensors[f"{name}/master"]
     for place, shape in enumerate(model.frozen):
         parameters[f"f{place}"] = {
             "shape": shape, "trainable": False, "group": None, "step": None, "aliases": []
         }  # fmt: skip
-        held[f"f{place}/param"] = numbers.standard_normal(shape).astype(np.float32)
+        tensors[f"f{place}/param"] = numbers.standard_normal(shape).astype(np.float32)
     root.mkdir()
     for slot in ("param", "master", "exp_avg", "exp_avg_sq"):
         stem = "model" if slot == "param" else slot
-        mine = {n.rpartition("/")[0]: t for n, t in held.items() if n.endswith(f"/{slot}")}
+        mine = {n.rpartition("/")[0]: t for n, t in tensors.items() if n.endswith(f"/{slot}")}
         save_file(mine, root / f"{stem}.safetensors")
     manifest = {
         "zckpt": 1,
@@ -199,11 +199,11 @@ def universal(model: Model, root: Path) -> dict[str, np.ndarray[Any, Any]]:
         "groups": [{"lr": 0.1 * group} for group in range(len(model.groups))],
         "parameters": parameters,
         "buffers": [],
-        "entries": {n: {"dtype": "F32", "shape": list(t.shape)} for n, t in held.items()},
+        "entries": {n: {"dtype": "F32", "shape": list(t.shape)} for n, t in tensors.items()},
         "state": {"optimizer": {"step": {"in": "state", "type": "F32"}}},
     }
     (root / "manifest.json").write_text(json.dumps(manifest))
-    return held
+    return tensors
 
 
 def flat(tensors: list[Any]) -> torch.Tensor:
@@ -225,7 +225,7 @@ def test_partitions_follow_the_rule(
     root = tmp_path / "random"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
-    held = universal(model, root / "universal")
+    tensors = universal(model, root / "universal")
     config = {
         "zero_optimization": {
             "stage": stage,
@@ -241,37 +241,39 @@ def test_partitions_follow_the_rule(
         for rank in range(dp)
     ]
     check = check_stage_3 if stage == 3 else check_stage_2
-    check(model, held, loaded, dp, sub_group_size, round_robin)
+    check(model, tensors, loaded, dp, sub_group_size, round_robin)
 
 
-def check_stage_2(model: Model, held: Any, loaded: Any, dp: int, _: int, round_robin: bool) -> None:
+def check_stage_2(
+    model: Model, tensors: Any, loaded: Any, dp: int, _: int, round_robin: bool
+) -> None:
     for group, members in enumerate(model.groups):
         names = [f"g{group}.p{place}" for place in range(len(members))]
         if round_robin:
             names = [name for first in range(dp) for name in names[first::dp]]
-        total = sum(held[f"{name}/master"].size for name in names)
+        total = sum(tensors[f"{name}/master"].size for name in names)
         size = -(-total // (2 * dp)) * 2
         states = [state["base_optimizer_state"]["state"][group] for state in loaded]
         for slot in ("exp_avg", "exp_avg_sq"):
             assert all(state[slot].numel() == size for state in states)
             whole = torch.cat([state[slot] for state in states])
-            assert torch.equal(whole[:total], flat([held[f"{n}/{slot}"] for n in names]))
+            assert torch.equal(whole[:total], flat([tensors[f"{n}/{slot}"] for n in names]))
             assert not whole[total:].any()
         masters = [state["single_partition_of_fp32_groups"][group] for state in loaded]
-        assert torch.equal(torch.cat(masters), flat([held[f"{n}/master"] for n in names]))
+        assert torch.equal(torch.cat(masters), flat([tensors[f"{n}/master"] for n in names]))
         paddings = [state["group_paddings"][group] for state in loaded]
         assert [size - part.numel() for part in masters] == paddings
         assert all(state["step"] == 5 for state in states)
 
 
 def check_stage_3(
-    model: Model, held: Any, loaded: Any, dp: int, sub_group_size: int, _: bool
+    model: Model, tensors: Any, loaded: Any, dp: int, sub_group_size: int, _: bool
 ) -> None:
     place = 0
     for group, members in enumerate(model.groups):
         own = []
         names = [f"g{group}.p{number}" for number in range(len(members))]
-        widths = {name: -(-held[f"{name}/master"].size // dp) for name in names}
+        widths = {name: -(-tensors[f"{name}/master"].size // dp) for name in names}
         one = sub_group_size >= sum(widths.values())
         while names:
             mine: list[str] = []
@@ -286,7 +288,7 @@ def check_stage_3(
                 ]
                 offset = 0
                 for name in mine:
-                    tensor = held[f"{name}/{slot}"]
+                    tensor = tensors[f"{name}/{slot}"]
                     slices = [part[offset : offset + widths[name]] for part in parts]
                     whole = torch.cat(slices)
                     assert torch.equal(whole[: tensor.size], flat([tensor]))
@@ -496,19 +498,19 @@ class TestReport:
         (tmp_path / "ds.json").write_text(json.dumps(config))
         words = ["--ds-config", tmp_path / "ds.json", "--dtype", "fp32", "--json"]
         for dp, warned in ((4, False), (3, True)):
-            made = zckpt("reshard", EXAMPLE, tmp_path / str(dp), "--dp", dp, *words).document
-            assert any("global batch" in line for line in made["warnings"]) == warned
+            report = zckpt("reshard", EXAMPLE, tmp_path / str(dp), "--dp", dp, *words).document
+            assert any("global batch" in line for line in report["warnings"]) == warned
 
     def test_says_where_the_recovery_scripts_are(
         self, example: Path, tmp_path: Path, zckpt: Zckpt
     ) -> None:
         """If the source has any."""
-        made = zckpt("reshard", example, tmp_path / "none", "--dp", "2", "--json").document
-        assert not any("zero_to_fp32.py" in line for line in made["left_out"])
+        report = zckpt("reshard", example, tmp_path / "none", "--dp", "2", "--json").document
+        assert not any("zero_to_fp32.py" in line for line in report["left_out"])
         (example / "zero_to_fp32.py").touch()
-        made = zckpt("reshard", example, tmp_path / "out", "--dp", "2", "--json").document
-        assert any("zero_to_fp32.py" in line for line in made["left_out"])
-        assert (made["command"], made["format"]) == ("reshard", "deepspeed")
+        report = zckpt("reshard", example, tmp_path / "out", "--dp", "2", "--json").document
+        assert any("zero_to_fp32.py" in line for line in report["left_out"])
+        assert (report["command"], report["format"]) == ("reshard", "deepspeed")
 
     def test_universal_goes_back_where_it_came_from(self, tmp_path: Path) -> None:
         zckpt.convert(EXAMPLE, tmp_path / "universal")
@@ -521,5 +523,5 @@ class TestReport:
                 EXAMPLE, tmp_path / f"run{stage}", dp=1000 if stage == 3 else 5, stage=stage
             )
             zckpt.convert(run, tmp_path / f"universal{stage}")
-            held = load(tmp_path / f"universal{stage}")
-            assert sum(prod(t.shape) for n, t in held.items() if n.endswith("master")) == 1929
+            tensors = load(tmp_path / f"universal{stage}")
+            assert sum(prod(t.shape) for n, t in tensors.items() if n.endswith("master")) == 1929

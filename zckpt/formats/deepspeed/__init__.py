@@ -5,15 +5,16 @@
     <run>/<tag>/zero_pp_rank_R_mp_rank_00_model_states.pt     stage 3: one per rank, weights empty
     <run>/<tag>/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   R is the data-parallel rank
 
-    directory.py    which files there are, and what is refused by their names
-    ranks.py        what the ranks' files say, and whether they say the same
-    flats.py        the flat buffers of fp32 masters and optimizer states
-    reading.py      the manifest of it all
-    write.py        the same files for another data-parallel size, stage or type
-    universal.py    DeepSpeed's own universal checkpoints: another format, the same model files
-    engine.py       the engine that they are written for
-    hyper.py        what its optimizer needs and a source may lack
+    files.py              which files make the checkpoint, and which are refused by their names
+    ranks.py              what the ranks' files say, and whether they say the same
+    flats.py              the flat buffers of fp32 masters and optimizer states
+    read.py               the manifest
+    write.py              the same files for another data-parallel size, stage or type
+    optimizer_files.py    the optimizer files of a target
+    elastic.py            targets whose files any number of ranks loads
+    gather.py             the engine's own rule for its partitions
 
+What DeepSpeed's universal checkpoints share with these files is in formats/deepspeed_states.
 Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back to 0.5.10 are read.
 """
 

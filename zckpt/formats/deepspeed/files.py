@@ -1,4 +1,4 @@
-"""Which files a DeepSpeed checkpoint has: tags, ranks, and the trainer's files around them."""
+"""Which files make a DeepSpeed checkpoint: its tag, and the files of its ranks."""
 
 from __future__ import annotations
 
@@ -6,40 +6,30 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
-from ...core.manifest import Sibling
 from ...errors import (
     AmbiguousCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     NotACheckpoint,
-    UnsupportedCheckpoint,
+)
+from ..deepspeed_states.directories import (
+    MODEL,
+    MODEL_3,
+    OPTIMIZER,
+    SCRIPTS,
+    TagDirectory,
+    file_of_rank,
+    holds_states,
+    listed,
+    pointed,
+    refuse,
+    tag_directory,
+    tags_of,
 )
 
-MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-# the underscore before `optim` is missing in very old files; DeepSpeed still looks for these
-OPTIMIZER = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-FILES = (MODEL, MODEL_3, OPTIMIZER)
 PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*")
-# files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
-TRAINER = re.compile(
-    r"trainer_state\.json|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|scheduler\.bin"
-)
-# what DeepSpeed itself puts beside the tags
-SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-OWN = frozenset({*SCRIPTS, "latest", "latest_universal"})
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A tag's directory, and the run directory around it where the user named that."""
-
-    directory: str
-    tag: str
-    run: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,140 +44,82 @@ def detect(path: str) -> list[str]:
     """Tags of the checkpoints at `path`; a tag directory's own is its name."""
     if not os.path.isdir(path):
         return []
-    if _holds_states(path):
+    if holds_states(path):
         return [os.path.basename(os.path.abspath(path))]
     latest = pointed(path, "latest")
-    return _tags(path) if latest is None else [latest]
+    return tags_of(path) if latest is None else [latest]
 
 
-def locate(path: str, tag: str | None) -> Place:
+def locate(path: str, tag: str | None) -> TagDirectory:
     """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint."""
-    if tag is None and _holds_states(path):
-        return Place(path, os.path.basename(os.path.abspath(path)), None)
+    if tag is None and holds_states(path):
+        return TagDirectory(path, os.path.basename(os.path.abspath(path)), None)
     said = "--tag names"
     if tag is None:
-        found = detect(path)
-        if not found:
+        tags = detect(path)
+        if not tags:
             raise NotACheckpoint(f"{path} holds no DeepSpeed checkpoint")
-        if len(found) > 1:
+        if len(tags) > 1:
             raise AmbiguousCheckpoint(
-                f"{path} holds {len(found)} tags and no file `latest`: {listed(found)}",
-                hint=f"choose one with --tag {found[-1]}",
+                f"{path} holds {len(tags)} tags and no file `latest`: {listed(tags)}",
+                hint=f"choose one with --tag {tags[-1]}",
             )
-        tag = found[0]
+        tag = tags[0]
         said = f"{os.path.join(path, 'latest')} names"
-    if not tag or tag in (".", "..") or re.search(r"[/\\\0]", tag):
-        raise NotACheckpoint(f"{said} {tag[:99]!r}, which is no folder name", hint=_near(path))
-    directory = os.path.join(path, tag)
-    if not os.path.isdir(directory):
-        raise NotACheckpoint(
-            f"{said} {tag[:99]!r}, but {path} has no such folder", hint=_near(path)
-        )
-    return Place(directory, tag, path)
+    return tag_directory(path, tag, said)
 
 
-def _near(path: str) -> str:
-    tags = _tags(path)
-    return "choose a tag with --tag" + (
-        f"; here are {listed(tags)}" if tags else "; no tag folder is left here"
-    )
-
-
-def _holds_states(path: str) -> bool:
-    """Whether a rank's files are here; model files beside zero/ are a universal one's copies."""
-    if not os.access(path, os.R_OK | os.X_OK) or holds_universal(path):  # lost+found
-        return False
-    return any(pattern.fullmatch(name) for name in os.listdir(path) for pattern in FILES)
-
-
-def holds_universal(path: str) -> bool:
-    """Model files beside a folder `zero`, and no rank's optimizer file: see universal.py."""
-    if not os.path.isdir(os.path.join(path, "zero")):
-        return False
-    names = os.listdir(path)
-    model, model_3, optimizer = (any(map(pattern.fullmatch, names)) for pattern in FILES)
-    return (model or model_3) and not optimizer
-
-
-def _folders(path: str) -> list[str]:
-    with os.scandir(path) as items:
-        return sorted(item.name for item in items if item.is_dir())
-
-
-def _tags(path: str) -> list[str]:
-    universal = pointed(path, "latest_universal")  # even if its zero/ is lost
-    return [
-        name
-        for name in _folders(path)
-        if name != universal and _holds_states(os.path.join(path, name))
-    ]
-
-
-def universal_tags(path: str) -> list[str]:
-    """Folders of `path` that hold a universal checkpoint of DeepSpeed's own."""
-    return [name for name in _folders(path) if holds_universal(os.path.join(path, name))]
-
-
-def pointed(path: str, pointer: str) -> str | None:
-    """The tag that a file `latest` or `latest_universal` names; None where there is none."""
-    full = os.path.join(path, pointer)
-    if not os.path.isfile(full):
-        return None
-    with open(full, "rb") as file:
-        return file.read(4096).decode("utf-8", "replace").strip()
-
-
-def rank_files(place: Place) -> RankFiles:
+def rank_files(directory: TagDirectory) -> RankFiles:
     """The files of all ranks.
 
-    Raises IncompleteCheckpoint where a rank is missing, UnsupportedCheckpoint where the names tell
-    of pipeline, tensor or expert parallelism or of NVMe offload.
+    Raises IncompleteCheckpoint if a rank is missing, UnsupportedCheckpoint if the names show
+    pipeline, tensor or expert parallelism or NVMe offload.
     """
-    names = sorted(os.listdir(place.directory))
+    names = sorted(os.listdir(directory.path))
     if any(PIPELINE.fullmatch(name) for name in names):
-        refuse(place, "pipeline parallelism")
+        refuse(directory, "pipeline parallelism")
     if any(EXPERT.fullmatch(name) for name in names):
-        refuse(place, "mixture-of-experts layers")
+        refuse(directory, "mixture-of-experts layers")
     if "offloaded_tensors" in names:
-        refuse(place, "optimizer states offloaded to NVMe")
+        refuse(directory, "optimizer states offloaded to NVMe")
 
     models: dict[int, str] = {}
     models_3: dict[int, str] = {}
     optimizers: dict[int, str] = {}
     model_parallel, prefixes = set(), set()
     for name in names:
-        full = os.path.join(place.directory, name)
-        if found := MODEL.fullmatch(name):
+        full = os.path.join(directory.path, name)
+        if match := MODEL.fullmatch(name):
             models[0] = full
-            model_parallel.add(int(found[1]))
-        elif found := MODEL_3.fullmatch(name):
-            models_3[int(found[1])] = full
-            model_parallel.add(int(found[2]))
-        elif found := OPTIMIZER.fullmatch(name):
-            optimizers[int(found[2])] = full
-            model_parallel.add(int(found[3]))
-            prefixes.add(found[1])
+            model_parallel.add(int(match[1]))
+        elif match := MODEL_3.fullmatch(name):
+            models_3[int(match[1])] = full
+            model_parallel.add(int(match[2]))
+        elif match := OPTIMIZER.fullmatch(name):
+            optimizers[int(match[2])] = full
+            model_parallel.add(int(match[3]))
+            prefixes.add(match[1])
     if model_parallel - {0}:
-        refuse(place, f"tensor or pipeline parallelism (mp_rank {max(model_parallel)})")
+        refuse(directory, f"tensor or pipeline parallelism (mp_rank {max(model_parallel)})")
     if len(prefixes) > 1 or (models and models_3):
         raise InconsistentCheckpoint(
-            f"{place.directory} holds files of two runs, of "
+            f"{directory.path} holds files of two runs, of "
             + ("bf16 and another type" if len(prefixes) > 1 else "stage 3 and of stage 1 or 2"),
             hint="keep only the files of one save",
         )
     models = models or models_3
     if not models:
         raise IncompleteCheckpoint(
-            f"{place.directory} holds no model states",
+            f"{directory.path} holds no model states",
             hint="expected mp_rank_00_model_states.pt (stage 1, 2) or one per rank (stage 3)",
         )
     if optimizers:
-        _all_ranks(place, optimizers, "optimizer")
+        _all_ranks(directory, optimizers, "optimizer")
     if models_3:
-        _all_ranks(place, models, "model")
+        _all_ranks(directory, models, "model")
         if optimizers and len(models) != len(optimizers):
             raise IncompleteCheckpoint(
-                f"{place.directory}: {len(models)} model files, {len(optimizers)} of optimizers",
+                f"{directory.path}: {len(models)} model files, {len(optimizers)} of optimizers",
                 hint="stage 3 writes one of each per rank",
             )
     return RankFiles(
@@ -195,33 +127,14 @@ def rank_files(place: Place) -> RankFiles:
     )
 
 
-def _all_ranks(place: Place, files: Mapping[int, str], what: str) -> None:
+def _all_ranks(directory: TagDirectory, files: Mapping[int, str], what: str) -> None:
     """Ranks are sorted as numbers: rank_10 comes after rank_9."""
     missing = sorted(set(range(max(files) + 1)) - set(files))
     if missing:
         raise IncompleteCheckpoint(
-            f"{place.directory} lacks the {what} file of rank {listed(missing)}",
+            f"{directory.path} lacks the {what} file of rank {listed(missing)}",
             hint=f"expected {file_of_rank(files[max(files)], missing[0])}",
         )
-
-
-def file_of_rank(example: str, rank: int) -> str:
-    """How a file is called whose like on another rank is `example`."""
-    return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", os.path.basename(example))
-
-
-def refuse(place: Place, what: str) -> NoReturn:
-    """Raises UnsupportedCheckpoint."""
-    raise UnsupportedCheckpoint(
-        f"{place.directory} was saved with {what}, which zckpt does not read yet",
-        hint="what is read: stage 1, 2 and 3 with data parallelism alone; see `zckpt formats`",
-    )
-
-
-def listed(items: Sequence[object]) -> str:
-    """The first few of them, in words."""
-    shown = ", ".join(map(str, items[:5]))
-    return shown + (f" and {len(items) - 5} more" if len(items) > 5 else "")
 
 
 def recovery_scripts(tag: str) -> list[str]:
@@ -231,29 +144,3 @@ def recovery_scripts(tag: str) -> list[str]:
     if not names:
         return []
     return [f"{' and '.join(names)}: `zckpt convert --weights-only --dtype fp32` does their work"]
-
-
-def siblings(place: Place) -> tuple[Sibling, ...]:
-    """Files of a trainer's directory around the tag; none for a plain run directory."""
-    if place.run is None or not any(map(TRAINER.fullmatch, os.listdir(place.run))):
-        return ()
-    tags = {place.tag, *_tags(place.run), *universal_tags(place.run)}
-    found = []
-    for folder, folders, names in os.walk(place.run):
-        inside = os.path.relpath(folder, place.run)
-        if inside == ".":
-            folders[:] = [name for name in folders if name not in tags]
-            names = [name for name in names if name not in OWN]
-        # without what zckpt itself has written, or was writing, here
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.endswith(".partial")
-            and not os.path.isfile(os.path.join(folder, name, "manifest.json"))
-        )
-        for name in sorted(names):
-            full = os.path.join(folder, name)
-            if os.path.isfile(full):  # a link too: its content is carried
-                relative = os.path.normpath(os.path.join(inside, name))
-                found.append(Sibling(relative, full, os.path.getsize(full)))
-    return tuple(found)

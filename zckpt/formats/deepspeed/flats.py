@@ -1,14 +1,13 @@
-"""The flat buffers: fp32 masters and optimizer states, and where the ranks keep them.
+"""Where the ranks keep their flat buffers: fp32 masters and optimizer states.
 
-One buffer per parameter group in stage 1 and 2, one per sub-group in stage 3. Padding is nowhere
-the same: stage 1 and 2 save masters without it and states with it, BF16_Optimizer saves both
-with it, stage 3 pads every parameter.
+One buffer per parameter group in stage 1 and 2, one per sub-group in stage 3. Padding differs:
+stage 1 and 2 save masters without it and states with it, BF16_Optimizer saves both with it,
+stage 3 pads every parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -20,79 +19,50 @@ from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 from ...files.torchfile import Tensor
 from ...training import steps
 from .. import zero
-from .files import refuse
-from .ranks import Ranks
-
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One kind of tensor for all parameters of a flat buffer; `copies` are further ones."""
-
-    name: str
-    dtype: str
-    fragments: Mapping[str, Fragments]
-    copies: Sequence[tuple[str, Fragments]] = ()
+from ..deepspeed_states.directories import refuse
+from ..deepspeed_states.flats import BufferSlot, FlatBuffer
+from ..deepspeed_states.states import EngineStates, ParameterShapes, in_user_order
 
 
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """One flat buffer: its parameters in the order in which they lie, and what all of them share.
-
-    `step_kept` says where the step stood and in what type; `sightings` are all places that told it.
-    """
-
-    group: int
-    shapes: Shapes
-    slots: Sequence[Slot]
-    step: steps.Step | None
-    step_kept: steps.StepPlace | None
-    scalars: Mapping[str, Scalar]
-    sightings: Sequence[Sighting]
-    left_out: Sequence[str]
-    warnings: Sequence[str]
-
-
-def flats(ranks: Ranks, step_policy: str | None) -> Iterator[Flat]:
+def flat_buffers(ranks: EngineStates, step_policy: str | None) -> Iterator[FlatBuffer]:
     """Every flat buffer of the checkpoint."""
     shapes = ranks.param_shapes()
     key = "fp32_flat_groups" if ranks.partitioned else "single_partition_of_fp32_groups"
     masters = [_tensors(ranks, state, key) for state in ranks.states]
-    if any(len(held) != len(shapes) for held in masters):
+    if any(len(tensors) != len(shapes) for tensors in masters):
         raise InconsistentCheckpoint(
-            f"{ranks.place.directory}: {len(masters[0])} flat groups, but shapes of {len(shapes)}",
+            f"{ranks.directory.path}: {len(masters[0])} flat groups, but shapes of {len(shapes)}",
             hint="model and optimizer files of different saves seem to be mixed",
         )
     alignment = ranks.first.get("param_alignment_paddings") or [None] * len(shapes)
-    groups = ranks.base_state(ranks.first).get("param_groups") or []
+    groups = ranks.bases[0].get("param_groups") or []
     group_of = {sub: place for place, group in enumerate(groups) for sub in group["params"]}
     buffers = []
     for place, names in enumerate(shapes):
         paddings = alignment[place] or [0] * len(names)
-        partitions = [held[place] for held in masters]
-        buffers.append(_Buffer(ranks, place, names, paddings, partitions))
+        partitions = [tensors[place] for tensors in masters]
+        buffers.append(_RankedBuffer(ranks, place, names, paddings, partitions))
     numbers = {key for buffer in buffers for key in buffer.numbers()}
     for place, buffer in enumerate(buffers):
         group = group_of.get(place, place) if ranks.partitioned else place
-        yield buffer.flat(group, numbers, step_policy)
+        yield buffer.read(group, numbers, step_policy)
 
 
-def _tensors(ranks: Ranks, state: Mapping[str, Any], key: str) -> list[Tensor]:
-    held = state.get(key)
-    if not isinstance(held, list) or not all(isinstance(value, Tensor) for value in held):
-        raise CorruptCheckpoint(f"{ranks.place.directory}: {key} is no list of tensors")
-    return held
+def _tensors(ranks: EngineStates, state: Mapping[str, Any], key: str) -> list[Tensor]:
+    tensors = state.get(key)
+    if not isinstance(tensors, list) or not all(isinstance(value, Tensor) for value in tensors):
+        raise CorruptCheckpoint(f"{ranks.directory.path}: {key} is not a list of tensors")
+    return tensors
 
 
-class _Buffer:
-    """Flat buffer `place`, of which every rank holds one of `masters`."""
+class _RankedBuffer:
+    """Flat buffer number `place`; every rank has one partition of it, one of `masters`."""
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: EngineStates,
         place: int,
-        shapes: Shapes,
+        shapes: ParameterShapes,
         paddings: Sequence[int],
         masters: Sequence[Tensor],
     ) -> None:
@@ -107,27 +77,27 @@ class _Buffer:
         self.lengths = self._lengths()
 
     def _lengths(self) -> set[int]:
-        """Elements that a rank's tensor may have; raises where the masters do not fit."""
-        held = [master.numel for master in self.masters]
+        """Elements that a rank's tensor may have; raises if the masters do not fit."""
+        numels = [master.numel for master in self.masters]
         if self.ranks.partitioned:
-            if self.total and not any(held):
-                refuse(self.ranks.place, "optimizer states offloaded to NVMe")
-            fits, lengths = set(held) == {self.total}, {self.total}
+            if self.total and not any(numels):
+                refuse(self.ranks.directory, "optimizer states offloaded to NVMe")
+            fits, lengths = set(numels) == {self.total}, {self.total}
         else:
-            fits = zero.fits(self.total, sum(held), self.ranks.dp)
+            fits = zero.fits(self.total, sum(numels), self.ranks.dp)
             lengths = zero.partition_sizes(self.total, self.ranks.dp)
         if not fits:
             raise InconsistentCheckpoint(
-                f"{self.ranks.place.directory}: the ranks hold {sum(held)} elements of flat group "
+                f"{self.ranks.directory.path}: the ranks hold {sum(numels)} elements of flat group "
                 f"{self.place}, which does not fit its {len(self.shapes)} parameters",
                 hint="rank files of different runs or world sizes seem to be mixed",
             )
         return lengths
 
     def numbers(self) -> Iterator[str]:
-        """States that are one number and no partition: tensors of one element, where that shows.
+        """States that are one number and not a partition: tensors of one element, if that shows.
 
-        A partition may have one element as well; then another buffer tells.
+        A partition may have one element as well; then another buffer shows it.
         """
         partitions = {self.masters[0].numel, *self.lengths}
         for key, state in self.ranks.flat_states(self.place)[0].items():
@@ -136,14 +106,14 @@ class _Buffer:
             if single and not (value.shape and 1 in partitions):
                 yield key
 
-    def flat(self, group: int, numbers: Collection[str], step_policy: str | None) -> Flat:
+    def read(self, group: int, numbers: Collection[str], step_policy: str | None) -> FlatBuffer:
         """All that the ranks keep of this buffer; `numbers` are states of one number."""
         slots = [self._cut("master", self.masters)]
         scalars: dict[str, Scalar] = {}
         left_out = []
-        held = self.ranks.flat_states(self.place)
-        for key in dict.fromkeys(key for state in held for key in state if key != "step"):
-            values = [state.get(key) for state in held]
+        states = self.ranks.flat_states(self.place)
+        for key in dict.fromkeys(key for state in states for key in state if key != "step"):
+            values = [state.get(key) for state in states]
             if key in numbers:
                 values = self._uncut(values)
             slot = None if key in numbers else self._slot(str(key), values)
@@ -156,13 +126,14 @@ class _Buffer:
                     f"optimizer state {key!r} of {listed(list(self.shapes))} (flat group "
                     f"{self.place}): neither a number nor a tensor of the parameters' shapes"
                 )
-        sightings, kept, warnings = self._steps(group, held, step_policy)
+        sightings, kept, warnings = self._steps(group, states, step_policy)
         step = next((line.step for line in sightings if line.truth), None)
-        return Flat(group, self.shapes, slots, step, kept, scalars, sightings, left_out, warnings)
+        shapes = in_user_order(self.shapes, self.ranks)
+        return FlatBuffer(group, shapes, slots, step, kept, scalars, sightings, left_out, warnings)
 
     # -- tensors
 
-    def _slot(self, key: str, values: Sequence[Any]) -> Slot | None:
+    def _slot(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
         """A state that is a slot: every rank's tensor is as long as its partition.
 
         With or without padding: masters are saved without it, states with it.
@@ -177,7 +148,7 @@ class _Buffer:
             return slot
         if tensors and any(value is None for value in values):
             raise InconsistentCheckpoint(
-                f"{self.ranks.place.directory}: only some ranks hold {key!r} of flat group "
+                f"{self.ranks.directory.path}: only some ranks hold {key!r} of flat group "
                 f"{self.place}",
                 hint="rank files of different saves seem to be mixed",
             )
@@ -187,12 +158,12 @@ class _Buffer:
         pairs = zip(self.ranks.optimizers, tensors, strict=True)
         return tuple(file.extent(tensor) for file, tensor in pairs)
 
-    def _cut(self, name: str, tensors: Sequence[Tensor]) -> Slot:
+    def _cut(self, name: str, tensors: Sequence[Tensor]) -> BufferSlot:
         """Every parameter's part of the ranks' partitions."""
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
             raise InconsistentCheckpoint(
-                f"{self.ranks.place.directory}: ranks keep {name} in different types: "
+                f"{self.ranks.directory.path}: ranks keep {name} in different types: "
                 f"{', '.join(sorted(dtypes))}"
             )
         dtype = dtypes.pop()
@@ -206,45 +177,45 @@ class _Buffer:
                 fragments[parameter] = Slices(extents, start, numel, size)
             else:
                 fragments[parameter] = group.cut(start, start + numel)
-        return Slot(name, dtype, fragments)
+        return BufferSlot(name, dtype, fragments)
 
-    def _whole(self, key: str, values: Sequence[Any]) -> Slot | None:
+    def _whole(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
         """A state that is kept whole on every rank whose partition the parameter reaches into.
 
         Muon's `momentum_buffer` in stage 1 and 2 without offload, since it orthogonalizes whole
-        matrices: a rank's parameters one behind the other. The first rank's copy is taken.
+        matrices: a rank's parameters follow each other. The first rank's copy is taken.
         """
         group = zero.FlatGroup(self._extents(self.masters), SIZES[self.masters[0].dtype])
         fragments: dict[str, Fragments] = {}
         copies: list[tuple[str, Fragments]] = []
         dtypes = set()
         for rank, (file, value) in enumerate(zip(self.ranks.optimizers, values, strict=True)):
-            mine = {
+            numels = {
                 parameter: numel
                 for parameter, (start, numel) in self.spans.items()
                 if group.owns(rank, start, start + numel)
             }
             tensor = value if isinstance(value, Tensor) else None
-            if (tensor.numel if tensor else 0) != sum(mine.values()):
+            if (tensor.numel if tensor else 0) != sum(numels.values()):
                 return None
-            here = 0
-            for parameter, numel in mine.items():
+            start = 0
+            for parameter, numel in numels.items():
                 assert tensor is not None
-                extent = file.extent(tensor.part(here, here + numel))
+                extent = file.extent(tensor.part(start, start + numel))
                 if parameter in fragments:
                     copies.append((parameter, solid(numel, extent)))
                 else:
                     fragments[parameter] = solid(numel, extent)
                 dtypes.add(tensor.dtype)
-                here += numel
+                start += numel
         complete = len(fragments) == len(self.spans) and len(dtypes) == 1
-        return Slot(slot_name(key), dtypes.pop(), fragments, copies) if complete else None
+        return BufferSlot(slot_name(key), dtypes.pop(), fragments, copies) if complete else None
 
     def _uncut(self, values: list[Any]) -> list[Any]:
-        """A number of every rank, whole where the engine's elastic save has cut it to nothing.
+        """A number of every rank, restored if the engine's elastic save has cut it to nothing.
 
-        It takes a partition's padding off every tensor that is not 0-d, numbers too (0.19.8). The
-        storage still has the element; where it has not, another rank's number stands for it.
+        That save takes a partition's padding off every tensor that is not 0-d, numbers too
+        (0.19.8). The storage still has the element; if not, another rank's number stands for it.
         """
         if not self.ranks.elastic or not any(map(_is_empty, values)):
             return values
@@ -255,42 +226,42 @@ class _Buffer:
     # -- steps
 
     def _kept_steps(self, states: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Every rank's step in the state; raises where the engine has cut it off on all of them."""
-        found = self._uncut([state.get("step") for state in states])
-        if any(map(_is_empty, found)):
+        """Every rank's step in the state; raises if the engine has cut it off on all of them."""
+        values = self._uncut([state.get("step") for state in states])
+        if any(map(_is_empty, values)):
             raise InconsistentCheckpoint(
-                f"{self.ranks.place.directory}: the step of flat group {self.place} is lost: "
+                f"{self.ranks.directory.path}: the step of flat group {self.place} is lost: "
                 "DeepSpeed's elastic save cut it off with the padding",
                 hint="take an earlier save",
             )
-        return found
+        return values
 
     def _steps(
-        self, group: int, held: Sequence[Mapping[str, Any]], policy: str | None
+        self, group: int, states: Sequence[Mapping[str, Any]], policy: str | None
     ) -> tuple[list[Sighting], steps.StepPlace | None, list[str]]:
-        """Every place that tells this buffer's step; the first of them is the truth (steps.py)."""
+        """Every place that states this buffer's step; the first of them is the truth (steps.py)."""
         elastic = [state.get("base_optimizer_state_step") for state in self.ranks.states]
         sightings: list[Sighting] = []
         kept: steps.StepPlace | None = None
         warnings: list[str] = []
         for where, what, values in (
-            ("state", f"state of flat group {self.place}", self._kept_steps(held)),
+            ("state", f"state of flat group {self.place}", self._kept_steps(states)),
             (
                 "group",
                 f"param_groups[{group}]",
-                [held.get("step") for held in self.ranks.groups(group)],
+                [param_group.get("step") for param_group in self.ranks.groups(group)],
             ),
             ("group", "base_optimizer_state_step", elastic),
         ):
             places, kinds = [], []
             for rank, value in enumerate(values):
-                told = self.ranks.number(rank, value)
-                if (number := steps.step_of(told)) is not None:
-                    places.append((f"rank {rank}, {what}", number))
-                    kinds.append(steps.kind_of(told))
+                number = self.ranks.number(rank, value)
+                if (counted := steps.step_of(number)) is not None:
+                    places.append((f"rank {rank}, {what}", counted))
+                    kinds.append(steps.kind_of(number))
             if 0 < len(places) < self.ranks.dp:
                 raise InconsistentCheckpoint(
-                    f"{self.ranks.place.directory}: only some ranks hold a step: {what}"
+                    f"{self.ranks.directory.path}: only some ranks hold a step: {what}"
                 )
             truth = kept is None
             step = steps.agree(places, policy if truth else "max")

@@ -1,12 +1,12 @@
-"""What DeepSpeed's ranks would all-gather, by the rule of the engine and not of our reader.
+"""What DeepSpeed's ranks all-gather, by the engine's own rule and not by our reader's.
 
 Names and shapes stand in the order in which the engine flattened them (`param_shapes`). Stages 1
 and 2 (stage_1_and_2.py, bf16_optimizer.py) cut the flattened group; stage 3 (stage3.py) cuts every
-parameter, pads it, and lays a rank's slices one behind the other. DeepSpeed 0.19.8.
+parameter, pads it, and concatenates a rank's slices. DeepSpeed 0.19.8.
 
-Nothing of the reader is used but the parser of torch files: which file is whose rank, which keys
-hold what and where a parameter begins are said here once more, so that a proof does not repeat a
-reader's mistake. What is refused or damaged, the reader has told before.
+This module shares only the parser of torch files with the reader. It states again which file
+belongs to which rank, which keys hold what and where a parameter begins, so that a proof does not
+repeat a mistake of the reader. The reader runs first and refuses unknown or damaged files.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_?(optim|model
 
 
 def partitions(directory: str) -> list[Partition]:
-    """Everything that the engine holds beside its state: weights, masters and moments."""
-    engine = _Engine(directory)
-    found: list[Partition] = []
+    """All tensors of the engine: weights, masters and moments."""
+    engine = _EngineFiles(directory)
+    partitions: list[Partition] = []
     for number, shapes in enumerate(engine.param_shapes()):
-        found += engine.flat_group(number, shapes)
-    return [*found, *engine.frozen(), *engine.module()]
+        partitions += engine.flat_group(number, shapes)
+    return [*partitions, *engine.frozen(), *engine.module()]
 
 
-class _Engine:
+class _EngineFiles:
     """The ranks' files, as each rank loads its own."""
 
     def __init__(self, directory: str) -> None:
-        found: dict[str, dict[int, str]] = {"optim": {}, "model": {}}
+        paths: dict[str, dict[int, str]] = {"optim": {}, "model": {}}
         for name in os.listdir(directory):
-            if told := RANK.fullmatch(name):
-                found[told[2]][int(told[1])] = os.path.join(directory, name)
-        if not found["model"]:  # stages 1 and 2: one file for all
-            found["model"][0] = os.path.join(directory, "mp_rank_00_model_states.pt")
+            if match := RANK.fullmatch(name):
+                paths[match[2]][int(match[1])] = os.path.join(directory, name)
+        if not paths["model"]:  # stages 1 and 2: one file for all
+            paths["model"][0] = os.path.join(directory, "mp_rank_00_model_states.pt")
         parsed: Parsed = {}
         self.optimizers, self.models = (
-            [TorchFile(path, parsed) for _, path in sorted(found[kind].items())]
+            [TorchFile(path, parsed) for _, path in sorted(paths[kind].items())]
             for kind in ("optim", "model")
         )
         self.states = [file.value["optimizer_state_dict"] for file in self.optimizers]
@@ -58,8 +58,8 @@ class _Engine:
     def param_shapes(self) -> list[Shapes]:
         """Of every flat group; in the optimizer files before 0.6.0, one dictionary before 0.5.4."""
         places = (self.model, self.states[0], self.optimizers[0].value)
-        told = next(place["param_shapes"] for place in places if place.get("param_shapes"))
-        groups = [told] if isinstance(told, dict) else told
+        shapes = next(place["param_shapes"] for place in places if place.get("param_shapes"))
+        groups = [shapes] if isinstance(shapes, dict) else shapes
         return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
     def flat_group(self, number: int, shapes: Shapes) -> Iterator[Partition]:
@@ -68,25 +68,25 @@ class _Engine:
         masters = [state[key][number] for state in self.states]
         firsts = self._firsts(number, shapes)
         kept = [self._kept(state, number) for state in self.states]
-        states = {name: [held.get(name) for held in kept] for held in kept for name in held}
+        states = {name: [rank.get(name) for rank in kept] for rank in kept for name in rank}
         for name, tensors in {"master": masters, **states}.items():
-            held = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.shape]
-            if name in self.numbers or not held:
+            partitions = [value for value in tensors if isinstance(value, Tensor) and value.shape]
+            if name in self.numbers or not partitions:
                 continue
             slot = name if name == "master" else slot_name(name)
-            if len(held) == self.dp and _is_partition(held, masters):
+            if len(partitions) == self.dp and _is_partition(partitions, masters):
                 members = [
                     FlatMember(f"{parameter}/{slot}", shape, firsts[parameter])
                     for parameter, shape in shapes.items()
                 ]
-                pairs = zip(self.optimizers, held, strict=True)
+                pairs = zip(self.optimizers, partitions, strict=True)
                 extents = tuple(file.extent(tensor) for file, tensor in pairs)
-                yield Partitioned(held[0].dtype, extents, members, self.cuts_each_parameter)
+                yield Partitioned(partitions[0].dtype, extents, members, self.cuts_each_parameter)
             else:
                 yield from self._whole_momenta(slot, tensors, masters, firsts, shapes)
 
     def _numbers(self) -> set[str]:
-        """States that belong to no element: the step, and tensors of one where a rank has more."""
+        """States that are one number: the step, and tensors of one element if a rank has more."""
         key = "fp32_flat_groups" if self.cuts_each_parameter else "single_partition_of_fp32_groups"
         return {"step"} | {
             name
@@ -101,19 +101,19 @@ class _Engine:
             "optimizer_state_dict" if self.cuts_each_parameter else "base_optimizer_state"
         )
         assert base is not None
-        found: dict[str, Any] = (
+        states: dict[str, Any] = (
             base[number] if isinstance(base, list) else base["state"].get(number) or {}
         )
-        return found
+        return states
 
     def _firsts(self, number: int, shapes: Shapes) -> dict[str, int]:
         """Where each parameter begins: in the flattened group, or in every rank's part of it."""
         paddings = (self.states[0].get("param_alignment_paddings") or {number: None})[number]
-        firsts, here = {}, 0
+        firsts, start = {}, 0
         for place, (name, shape) in enumerate(shapes.items()):
-            firsts[name] = here
-            here += -(-prod(shape) // self.dp) if self.cuts_each_parameter else prod(shape)
-            here += paddings[place] if paddings else 0
+            firsts[name] = start
+            start += -(-prod(shape) // self.dp) if self.cuts_each_parameter else prod(shape)
+            start += paddings[place] if paddings else 0
         return firsts
 
     def _whole_momenta(
@@ -126,7 +126,7 @@ class _Engine:
     ) -> Iterator[Whole]:
         """Muon in stages 1 and 2: a rank has all of each parameter that reaches into its part.
 
-        Nothing where the tensors are not that long.
+        Yields nothing if the tensors have other lengths.
         """
         owned: list[list[tuple[str, tuple[int, ...]]]] = []
         start = 0
@@ -143,21 +143,21 @@ class _Engine:
             if length != (tensor.numel if isinstance(tensor, Tensor) else 0):
                 return
         for file, tensor, members in zip(self.optimizers, tensors, owned, strict=True):
-            here = 0
+            start = 0
             for name, shape in members:
-                extent = file.extent(tensor.part(here, here + prod(shape)))
+                extent = file.extent(tensor.part(start, start + prod(shape)))
                 yield Whole(f"{name}/{slot}", tensor.dtype, shape, extent)
-                here += prod(shape)
+                start += prod(shape)
 
     def frozen(self) -> Iterator[Partition]:
         """Stage 3 cuts frozen parameters too, each by itself."""
         if not self.cuts_each_parameter:
             return
         shapes = self.model.get("frozen_param_shapes") or {}
-        held = [file.value.get("frozen_param_fragments") or {} for file in self.models]
+        fragments = [file.value.get("frozen_param_fragments") or {} for file in self.models]
         for name, size in shapes.items():
             shape = tuple(size)
-            tensors = [tensor for each in held if isinstance(tensor := each.get(name), Tensor)]
+            tensors = [tensor for rank in fragments if isinstance(tensor := rank.get(name), Tensor)]
             if len(tensors) != self.dp:
                 continue
             pairs = list(zip(self.models, tensors, strict=True))
@@ -171,16 +171,16 @@ class _Engine:
             yield Partitioned(tensors[0].dtype, extents, [member], interleaved=True)
 
     def module(self) -> Iterator[Whole]:
-        """What the module itself holds: all of it, but in stage 3 buffers alone."""
+        """The module's own tensors: all of them, in stage 3 only the buffers."""
         buffers = self.model.get("buffer_names") or ()
         seen = set()
-        for name, held in self.model["module"].items():
-            if not isinstance(held, Tensor) or name.endswith("_extra_state"):
+        for name, tensor in self.model["module"].items():
+            if not isinstance(tensor, Tensor) or name.endswith("_extra_state"):
                 continue
             wanted = name in buffers or not self.cuts_each_parameter
-            if wanted and held.place not in seen:
-                seen.add(held.place)  # a tied weight has two names
-                yield _whole(f"{name}/param", self.models[0], held)
+            if wanted and tensor.place not in seen:
+                seen.add(tensor.place)  # a tied weight has two names
+                yield _whole(f"{name}/param", self.models[0], tensor)
 
 
 def _is_partition(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:

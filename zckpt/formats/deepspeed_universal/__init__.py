@@ -1,4 +1,14 @@
-"""DeepSpeed's own universal checkpoints, which the engine loads with `load_universal`."""
+"""DeepSpeed's own universal checkpoints, which the engine loads with `load_universal`.
+
+    files.py      which files make the checkpoint
+    folders.py    its tensors: a folder per parameter, a file per state
+    merged.py     everything else that the files say
+    read.py       the manifest
+    slicing.py    how the engine cuts a whole tensor for tensor parallelism
+    write.py      such a directory for any data-parallel size
+
+The model files are those of formats/deepspeed; both share formats/deepspeed_states.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +29,7 @@ class DeepSpeedUniversal(Format):
     options = frozenset({"dp", "stage", "dtype", "config", "optimizer", "group_defaults"})
 
     def detect(self, path: str) -> list[str]:
-        from .read import detect
+        from .files import detect
 
         return detect(path)
 
@@ -41,11 +51,11 @@ class DeepSpeedUniversal(Format):
         return without_empty_groups(manifest)
 
     def lay_out(self, source: Manifest, options: Options) -> Layout:
-        from .read import lay_out
+        from .write import lay_out
 
         return lay_out(source, options)
 
     def seal(self, root: str, manifest: Manifest, outcome: Any) -> None:
-        from .read import seal
+        from .write import seal
 
         seal(root, manifest, outcome)

@@ -1,15 +1,15 @@
-"""Hyper-parameters that a source never stored, and states that an optimizer cannot lack."""
+"""Which hyper-parameters and states the target's optimizer needs and a source may lack."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ...core.manifest import Manifest
 from ...errors import MissingData, WrongOption
 from ...training.optimizers import ADAM, DEFAULTS, TORCH, are_inferred, given_groups, plain_name
 from ...training.options import Options
-from .engine import Engine
+from .engine import TargetEngine
 
 # what groups hold beside ADAM's, by the class that `--optimizer` asks for
 CLASSES: dict[str, dict[str, Any]] = {
@@ -18,7 +18,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "deepspeed-fused-adam": {"bias_correction": True},
     "apex-fused-adam": {"bias_correction": True},
 }
-# how an optimizer computes, and not what: nobody sets these to train differently
+# how an optimizer computes, not what: they do not change the training
 OF_IMPLEMENTATIONS = frozenset((*TORCH, "fused", "bias_correction", "decoupled_weight_decay"))
 FAMILIES = {"adam": "adam", "adamw": "adam"} | {
     name: name for name in ("nadam", "rmsprop", "adagrad", "sgd", "lion", "muon")
@@ -34,16 +34,16 @@ NEEDED = {
 NEEDED_NUMBERS = {"nadam": ("mu_product",)}
 
 
-def optimizer_name(engine: Engine, source: Manifest) -> str:
-    """The target's base optimizer in lower case, without the words for who implements it."""
+def optimizer_name(engine: TargetEngine, source: Manifest) -> str:
+    """The target's base optimizer in lower case, without the names of its implementations."""
     return plain_name(engine.optimizer or source.optimizer or "AdamW")
 
 
-def adam_class(engine: Engine, source: Manifest) -> str | None:
+def adam_class(engine: TargetEngine, source: Manifest) -> str | None:
     """The class of Adam to write for, as `--optimizer` names it; None to keep what the source has.
 
-    A DeepSpeed source's own files fit its own optimizer. Where hyper-parameters are missing, and
-    where another ds_config is given, the ds_config says which class the engine makes.
+    A DeepSpeed source's own files fit its own optimizer. If hyper-parameters are missing, or
+    another ds_config is given, the ds_config says which class the engine makes.
     """
     if engine.options.optimizer:
         return engine.options.optimizer
@@ -52,30 +52,30 @@ def adam_class(engine: Engine, source: Manifest) -> str | None:
     return engine.adam_class
 
 
-def _is_complete(engine: Engine, source: Manifest) -> bool:
+def _is_complete(engine: TargetEngine, source: Manifest) -> bool:
     """Whether groups are as an engine's optimizer wrote them."""
     return source.groups is not None and bool(engine.before) and not are_inferred(source)
 
 
 def complete_groups(
-    engine: Engine, source: Manifest
+    engine: TargetEngine, source: Manifest
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Every group with all that the target's optimizer needs, and what had to be assumed.
 
-    Groups that an engine wrote are complete. Elastic files and other engines' are filled up from
-    `--group-defaults`, then from the ds_config, then from the optimizer's own defaults.
+    Groups that an engine wrote are complete. Those of elastic files and other engines are completed
+    from `--group-defaults`, then from the ds_config, then from the optimizer's own defaults.
     """
-    options, name, made = engine.options, optimizer_name(engine, source), adam_class(engine, source)
+    options, name, adam = engine.options, optimizer_name(engine, source), adam_class(engine, source)
     inferred, complete = are_inferred(source), _is_complete(engine, source)
     known = name in DEFAULTS or options.optimizer or options.weights_only
     if source.groups is None and not inferred and not known:
         raise WrongOption(
-            f"the source's {source.optimizer} is no optimizer of DeepSpeed's ZeRO",
-            hint="go on with Adam: --optimizer torch; or write --weights-only",
+            f"DeepSpeed's ZeRO does not support the source's optimizer, {source.optimizer}",
+            hint="continue with Adam: --optimizer torch; or write --weights-only",
         )
     if source.groups and not inferred:
         _refuse_given(source, options)
-    needed = _needed(engine, source, name, made)
+    needed = _needed(engine, source, name, adam)
     stated = _stated(engine, needed) if not complete else {}
     assumed: dict[str, Any] = {}
     groups = given_groups(source, options)
@@ -83,7 +83,7 @@ def complete_groups(
     if name == "muon" and not (tagged or options.weights_only):
         raise MissingData(
             f"{source.root} does not say which groups Muon updates and which Adam",
-            hint="say it: --group-defaults 0:use_muon=true --group-defaults 1:use_muon=false; "
+            hint="state it: --group-defaults 0:use_muon=true --group-defaults 1:use_muon=false; "
             "or write --weights-only",
         )
     for place, group in enumerate(groups):
@@ -92,7 +92,7 @@ def complete_groups(
             group |= stated | scheduled | options.defaults_of(place, len(groups))
         for key, value in stated.items():
             group.setdefault(key, value)
-        if complete and made is None:
+        if complete and adam is None:
             continue
         for key, value in needed.items():
             if key not in group:
@@ -103,13 +103,13 @@ def complete_groups(
 
 
 def _scheduled(source: Manifest) -> tuple[str, ...]:
-    """The hyper-parameters that the state of a learning rate scheduler tells."""
+    """The hyper-parameters that the state of a learning rate scheduler states."""
     scheduler = source.state.get("lr_scheduler")
     return ("lr", "initial_lr") if isinstance(scheduler, dict) and "_last_lr" in scheduler else ()
 
 
 def _refuse_given(source: Manifest, options: Options) -> None:
-    """Raises WrongOption for a hyper-parameter that is given and that the source holds."""
+    """Raises WrongOption if --group-defaults gives a hyper-parameter that the source holds."""
     groups = source.groups or ()
     for place, group in enumerate(groups):
         if twice := sorted(set(options.defaults_of(place, len(groups))) & set(group)):
@@ -119,19 +119,19 @@ def _refuse_given(source: Manifest, options: Options) -> None:
             )
 
 
-def _needed(engine: Engine, source: Manifest, name: str, made: str | None) -> dict[str, Any]:
+def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None) -> dict[str, Any]:
     """What every group of the target's optimizer has, with the optimizer's own defaults.
 
-    Where the program makes an Adam, its class is not known: then all keys that any class needs.
+    If the program makes an Adam, its class is not known: then all keys that any class needs.
     """
     needed = dict(DEFAULTS.get(name, {}))
-    if made is not None:
-        decay = {"weight_decay": needed["weight_decay"]} if made == "torch" and needed else {}
-        needed = {**ADAM, **decay, **CLASSES[made]}
-        if made == "torch":
-            made_here = engine.adam_class == "torch"
+    if adam is not None:
+        decay = {"weight_decay": needed["weight_decay"]} if adam == "torch" and needed else {}
+        needed = {**ADAM, **decay, **CLASSES[adam]}
+        if adam == "torch":
+            by_engine = engine.adam_class == "torch"
             needed["decoupled_weight_decay"] = (
-                engine.decouples_decay if made_here else name == "adamw"
+                engine.decouples_decay if by_engine else name == "adamw"
             )
     elif name in ("adam", "adamw") and not engine.optimizer:
         needed["bias_correction"] = True
@@ -142,7 +142,7 @@ def _needed(engine: Engine, source: Manifest, name: str, made: str | None) -> di
     return needed
 
 
-def _stated(engine: Engine, needed: Mapping[str, Any]) -> dict[str, Any]:
+def _stated(engine: TargetEngine, needed: Mapping[str, Any]) -> dict[str, Any]:
     """The ds_config's hyper-parameters of the optimizer."""
     stated = engine.option("optimizer", "params")
     params = stated.items() if isinstance(stated, dict) else ()
@@ -153,27 +153,27 @@ def _stated(engine: Engine, needed: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_states(engine: Engine, source: Manifest, held: Mapping[str, Any]) -> None:
-    """Raises where the target's optimizer needs states that the source does not hold."""
-    told = ", ".join(sorted(held)) or "none"
-    if not held and source.groups is None and not are_inferred(source):
+def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]) -> None:
+    """Raises if the target's optimizer needs optimizer states that the source does not hold."""
+    listing = ", ".join(sorted(states)) or "none"
+    if not states and source.groups is None and not are_inferred(source):
         raise MissingData(f"{source.root} holds no optimizer state", hint="write --weights-only")
     name = optimizer_name(engine, source)
     before = plain_name(source.optimizer or "")
     families = FAMILIES.get(name), FAMILIES.get(before)
-    if held and engine.optimizer and None not in families and families[0] != families[1]:
+    if states and engine.optimizer and None not in families and families[0] != families[1]:
         raise WrongOption(
             f"the ds_config's optimizer is {engine.optimizer}, the source's is {source.optimizer}",
             hint="use the optimizer of the source, or --weights-only",
         )
-    missing = [slot for slot in NEEDED.get(name, ()) if slot not in held]
-    if missing and held and (engine.optimizer or engine.options.optimizer):
+    missing = [slot for slot in NEEDED.get(name, ()) if slot not in states]
+    if missing and states and (engine.optimizer or engine.options.optimizer):
         raise WrongOption(
             f"the ds_config's optimizer {engine.optimizer or name} keeps {', '.join(missing)}, "
-            f"which the source does not hold (it holds {told})",
+            f"which the source does not hold (it holds {listing})",
             hint="use the optimizer of the source, or --weights-only",
         )
-    if engine.options.optimizer and not {"exp_avg", "exp_avg_sq"} <= set(held):
+    if engine.options.optimizer and not {"exp_avg", "exp_avg_sq"} <= set(states):
         raise WrongOption(
-            f"--optimizer {engine.options.optimizer} is an Adam; the source holds {told}"
+            f"--optimizer {engine.options.optimizer} is an Adam; the source holds {listing}"
         )

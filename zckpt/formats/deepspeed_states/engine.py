@@ -1,4 +1,4 @@
-"""The engine that a directory is written for: what its ds_config says, and what is asked."""
+"""Which engine a target is written for: its stage, type and options, from the ds_config."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from ...core.manifest import Manifest
 from ...errors import WrongOption
 from ...training.options import Options
-from .ranks import nested
+from .states import nested
 
 SUB_GROUP_SIZE = 10**9  # elements, the engine's default
 FLOAT_NAMES = {"fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", "bfloat16": "BF16"}
 
 
-class Engine:
+class TargetEngine:
     """Stage, type and options of the target's engine.
 
-    They are the source's where nothing else is asked; a ds_config that is given replaces the
-    source's. "auto", as trainers' configs have it, is no answer. Raises WrongOption where options
-    and config contradict each other.
+    They are the source's unless the user asks for others; a ds_config from the user replaces the
+    source's. "auto", as trainers' configs have it, counts as not stated. Raises WrongOption if
+    options and config contradict each other.
     """
 
     def __init__(self, source: Manifest, options: Options) -> None:
@@ -30,17 +30,17 @@ class Engine:
         self.known = given is not None
         for key in ("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "data_types"):
             if not isinstance((given or {}).get(key, {}), (dict, type(None))):
-                raise WrongOption(f"the ds_config's {key} is no object")
+                raise WrongOption(f"the ds_config's {key} is not an object")
         if nested(given, "zero_optimization", "offload_optimizer", "device") == "nvme":
             raise WrongOption(
                 "the ds_config offloads optimizer states to NVMe, which zckpt does not write yet"
             )
-        for what, told, most in (
+        for what, size, largest in (
             ("mics_shard_size", nested(given, "zero_optimization", "mics_shard_size"), 0),
             ("autotp_size", nested(given, "tensor_parallel", "autotp_size"), 1),
         ):
-            if isinstance(told, int) and told > most:
-                raise WrongOption(f"the ds_config sets {what} {told}, which zckpt does not write")
+            if isinstance(size, int) and size > largest:
+                raise WrongOption(f"the ds_config sets {what} {size}, which zckpt does not write")
         size = nested(given, "zero_optimization", "sub_group_size")
         if isinstance(size, (int, float)) and size < 1:
             raise WrongOption(f"the ds_config's sub_group_size is {size}")
@@ -59,26 +59,26 @@ class Engine:
         return self.dtype == self.before.get("dtype")
 
     def option(self, *names: str) -> Any:
-        """What the config says there; None for "auto"."""
+        """The config's value at these keys; None for "auto"."""
         value = nested(self.config, *names)
         return None if value == "auto" else value
 
     def number(self, default: float, *names: str) -> float:
-        """A number of the config, or the engine's default."""
+        """The config's number at these keys, or `default`, the engine's own."""
         value = self.option(*names)
         return value if isinstance(value, (int, float)) else default
 
     @property
     def optimizer(self) -> str | None:
-        """The base optimizer's name, where the engine makes it."""
+        """The base optimizer's name if the engine makes it."""
         name = self.option("optimizer", "type")
         return name if isinstance(name, str) else None
 
     @property
     def adam_class(self) -> str | None:
-        """The class of Adam that the engine makes, as `--optimizer` names it; None for no Adam.
+        """The class of Adam that the engine makes, as `--optimizer` names it; None for another.
 
-        None too where the program makes the optimizer. DeepSpeed 0.19.8, engine.py
+        None too if the program makes the optimizer. DeepSpeed 0.19.8, engine.py
         `_configure_basic_optimizer`: Adam and AdamW are FusedAdam unless the config says otherwise.
         """
         if (self.optimizer or "").lower() not in ("adam", "adamw"):
@@ -138,19 +138,19 @@ class Engine:
             raise WrongOption(f"--stage {asked}, but the ds_config says stage {stated}")
         stage = asked or stated or source.source.get("zero_stage") or 2
         if stage not in (1, 2, 3):
-            raise WrongOption(f"stage {stage} is none of 1, 2, 3")
+            raise WrongOption(f"stage {stage} is not 1, 2 or 3")
         return int(stage)
 
     def _dtype(self, source: Manifest, config: Mapping[str, Any]) -> str:
-        told = {
+        enabling = {
             dtype: [nested(config, key, "enabled") for key in keys]
             for dtype, keys in (("BF16", ("bf16", "bfloat16")), ("F16", ("fp16",)))
         }
-        enabled = [dtype for dtype, values in told.items() if True in values]
+        enabled = [dtype for dtype, values in enabling.items() if True in values]
         if len(enabled) > 1:
             raise WrongOption("the ds_config enables both bf16 and fp16")
-        open_ = any("auto" in values for values in told.values()) and not enabled
-        stated = None if open_ else (enabled or ["F32"])[0]
+        is_open = any("auto" in values for values in enabling.values()) and not enabled
+        stated = None if is_open else (enabled or ["F32"])[0]
         asked = self.options.module_dtype
         if asked and self.options.config is not None and stated not in (None, asked):
             raise WrongOption(f"--dtype asks for {asked}, but the ds_config says {stated}")
@@ -160,10 +160,10 @@ class Engine:
             return stated
         if self.before:
             return str(self.before["dtype"])
-        held = [entry.dtype for entry in source.entries.values() if entry.slot == "param"]
+        dtypes = [entry.dtype for entry in source.entries.values() if entry.slot == "param"]
         # of another engine, which may have computed in 16 bits and stored none of that
-        held.append(str((source.state.get("engine") or {}).get("dtype")))
-        return next((dtype for dtype in held if dtype in ("BF16", "F16")), "F32")
+        dtypes.append(str((source.state.get("engine") or {}).get("dtype")))
+        return next((dtype for dtype in dtypes if dtype in ("BF16", "F16")), "F32")
 
     def _config(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The ds_config with the target's stage and type, as the files will state it."""

@@ -1,0 +1,195 @@
+"""The optimizer files of a target: every rank's partitions of masters and optimizer states."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.inert import Foreign, Global
+from ...core.manifest import slot_key
+from ...core.staging import Shell
+from ...files.torchshell import Storages, shell
+from .. import zero
+from ..deepspeed_states.optimizer_values import (
+    base_state,
+    clipping,
+    group_step,
+    inferred,
+    loss_scaling,
+    numbers,
+    stage_enum,
+)
+from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
+
+
+def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell]:
+    """One file per rank. In stage 3 they differ only in tensors, so that one shell serves all."""
+    prefix = "bf16_" if target.engine.dtype == "BF16" else ""
+    for rank in range(target.dp):
+        name = f"{target.tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        if rank == 0 or not target.engine.partitioned:
+            last = _optimizer_file(target, name, rank, is_elastic)
+        yield Shell(name, last.size, last.parts)
+
+
+def _optimizer_file(target: DeepSpeedTarget, name: str, rank: int, is_elastic: bool) -> Shell:
+    storages = Storages()
+    state = (
+        _partitioned_state(target, storages)
+        if target.engine.partitioned
+        else _flat_state(target, rank, is_elastic, storages)
+    )
+    value = {
+        "optimizer_state_dict": state,
+        "ds_config": target.engine.config,
+        "ds_version": target.version,
+        **inferred(target),
+    }
+    return shell(name, value, storages)
+
+
+# -- stage 1 and 2: one partition per group
+
+
+def _flat_state(
+    target: DeepSpeedTarget, rank: int, is_elastic: bool, storages: Storages
+) -> dict[str, Any]:
+    partitions = [_RankPartition(buffer, target.dp, rank) for buffer in target.buffers]
+    wrapped = target.engine.wraps_bf16
+    states = {
+        number: _states(target, partition, is_elastic, storages)
+        for number, partition in enumerate(partitions)
+    }
+    common = {
+        **clipping(target),
+        **_base_and_step(target, states, is_elastic, storages),
+        "single_partition_of_fp32_groups": [
+            storages.tensor(part.buffer.master, (part.size if wrapped else part.owned,))
+            for part in partitions
+        ],
+        "group_paddings": [part.size - part.owned for part in partitions],
+        "partition_count": [target.dp] * len(target.buffers),
+        "ds_version": target.version,
+        "param_slice_mappings": [part.mapping() for part in partitions],
+    }
+    if wrapped:
+        last = rank == target.dp - 1
+        common["group_paddings"] = [
+            part.size * target.dp - part.total if last else 0 for part in partitions
+        ]
+        return common
+    return {
+        **loss_scaling(target, storages),
+        **common,
+        "zero_stage": stage_enum(target),
+        "param_alignment_paddings": [list(buffer.paddings) for buffer in target.buffers],
+    }
+
+
+def _states(
+    target: DeepSpeedTarget, partition: _RankPartition, is_elastic: bool, storages: Storages
+) -> dict[str, Any]:
+    """A rank's states of one flat buffer; Muon keeps the momentum of whole parameters."""
+    buffer = partition.buffer
+    states = numbers(target, buffer, storages)
+    for slot, dtype in buffer.slots.items():
+        length = partition.owned if is_elastic else partition.size
+        if slot == "momentum_buffer" and target.keeps_whole_momenta(buffer):
+            length = partition.whole_length()
+        if length or slot != "momentum_buffer" or is_elastic:
+            states[slot_key(slot)] = storages.tensor(dtype, (length,))
+    return states
+
+
+def _base_and_step(
+    target: DeepSpeedTarget, states: Mapping[int, Any], is_elastic: bool, storages: Storages
+) -> dict[str, Any]:
+    """The base optimizer's state_dict; in elastic files a list of its states alone.
+
+    Beside this list the engine wants the step of the groups, whether its optimizer uses that or not
+    (0.19.8: it stops without, also if it has written none itself).
+    """
+    if not is_elastic:
+        return {"base_optimizer_state": base_state(target, states, storages)}
+    step = group_step(target, range(len(target.buffers)), storages)
+    return {
+        "base_optimizer_state": list(states.values()),
+        "base_optimizer_state_step": step.get("step", target.buffers[0].step),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _RankPartition:
+    """Rank `rank`'s share of a flat buffer in stage 1 and 2, in elements."""
+
+    buffer: TargetBuffer
+    dp: int
+    rank: int
+
+    @property
+    def total(self) -> int:
+        """The length of the whole buffer without its padding."""
+        return self.buffer.starts[-1]
+
+    @property
+    def size(self) -> int:
+        """The length of the partition with its padding."""
+        return zero.partition_size(self.total, self.dp)
+
+    @property
+    def start(self) -> int:
+        return self.rank * self.size
+
+    @property
+    def owned(self) -> int:
+        """The length of the partition without its padding."""
+        return max(0, min(self.size, self.total - self.start))
+
+    def _overlaps(self) -> Iterator[tuple[str, int, int, int]]:
+        """Parameters that reach into the partition: name, elements, its part [start, stop)."""
+        buffer, partition_start, size = self.buffer, self.start, self.size
+        first_number = max(0, bisect_right(buffer.starts, partition_start) - 1)
+        for number in range(first_number, len(buffer.names)):
+            if buffer.starts[number] >= partition_start + size:
+                return
+            begin, numel = buffer.starts[number] - partition_start, buffer.numels[number]
+            start, stop = max(begin, 0), min(begin + numel, size)
+            if start < stop:
+                yield buffer.names[number], numel, start, stop
+
+    def mapping(self) -> OrderedDict[str, Foreign]:
+        """Where parameters lie in this partition, as DeepSpeed's own converter reads it."""
+        address = Global("deepspeed.utils.tensor_fragment.fragment_address")
+        return OrderedDict(
+            (name, Foreign(address, (), {"numel": stop - start, "start": start}, "new"))
+            for name, _, start, stop in self._overlaps()
+        )
+
+    def whole_length(self) -> int:
+        """Elements of all parameters that reach into this partition."""
+        return sum(numel for _, numel, _, _ in self._overlaps())
+
+
+# -- stage 3: a rank's slices of every parameter follow each other
+
+
+def _partitioned_state(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
+    widths = [sum(-(-numel // target.dp) for numel in buffer.numels) for buffer in target.buffers]
+    states = {
+        number: numbers(target, buffer, storages)
+        | {slot_key(slot): storages.tensor(dtype, (width,)) for slot, dtype in buffer.slots.items()}
+        for number, (buffer, width) in enumerate(zip(target.buffers, widths, strict=True))
+    }
+    return {
+        "zero_stage": stage_enum(target),
+        **loss_scaling(target, storages),
+        "partition_count": target.dp,
+        "optimizer_state_dict": base_state(target, states, storages),
+        "fp32_flat_groups": [
+            storages.tensor(buffer.master, (width,))
+            for buffer, width in zip(target.buffers, widths, strict=True)
+        ],
+    }

@@ -1,0 +1,19 @@
+"""What DeepSpeed's engine keeps in its model and optimizer states, in either kind of directory.
+
+Shared by the formats `deepspeed` (a partition per rank) and `deepspeed_universal` (a file per
+parameter); it is not a format itself.
+
+    directories.py         which tags a run directory has, and the trainer's files around them
+    states.py              what model and optimizer states say of the run
+    flats.py               the record of one flat buffer
+    tensors.py             parameters, buffers, aliases and replicas of a manifest
+    manifest.py            the manifest of it all
+    engine.py              which engine a target is written for
+    hyper.py               what its optimizer needs and a source may lack
+    target.py              what is decided before the first byte is written
+    reports.py             what the user is warned of
+    model_files.py         the model files of a target
+    optimizer_values.py    what its optimizer files hold beside flat tensors
+
+Facts are of DeepSpeed 0.19.8 unless said otherwise.
+"""

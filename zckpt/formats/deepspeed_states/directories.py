@@ -1,0 +1,147 @@
+"""Which tags a run directory of DeepSpeed's has, and which files of a trainer lie around them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ...core.manifest import Sibling
+from ...errors import (
+    NotACheckpoint,
+    UnsupportedCheckpoint,
+)
+
+MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+# the underscore before `optim` is missing in very old files; DeepSpeed still looks for these
+OPTIMIZER = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+FILES = (MODEL, MODEL_3, OPTIMIZER)
+# files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
+TRAINER = re.compile(
+    r"trainer_state\.json|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|scheduler\.bin"
+)
+# what DeepSpeed itself puts beside the tags
+SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+OWN = frozenset({*SCRIPTS, "latest", "latest_universal"})
+
+
+@dataclass(frozen=True, slots=True)
+class TagDirectory:
+    """A tag's directory, and the run directory around it if the user named that."""
+
+    path: str
+    tag: str
+    run: str | None
+
+
+def tag_directory(path: str, tag: str, said: str) -> TagDirectory:
+    """The folder `tag` of `path`, which `said` names; raises NotACheckpoint."""
+    if not tag or tag in (".", "..") or re.search(r"[/\\\0]", tag):
+        raise NotACheckpoint(
+            f"{said} {tag[:99]!r}, which cannot be a folder's name", hint=_near(path)
+        )
+    directory = os.path.join(path, tag)
+    if not os.path.isdir(directory):
+        raise NotACheckpoint(
+            f"{said} {tag[:99]!r}, but {path} has no such folder", hint=_near(path)
+        )
+    return TagDirectory(directory, tag, path)
+
+
+def _near(path: str) -> str:
+    tags = tags_of(path)
+    return "choose a tag with --tag" + (
+        f"; {path} has {listed(tags)}" if tags else f"; {path} has no tag folder"
+    )
+
+
+def holds_states(path: str) -> bool:
+    """Whether `path` holds files of ranks; beside zero/ they are a universal directory's copies."""
+    if not os.access(path, os.R_OK | os.X_OK) or holds_universal(path):  # lost+found
+        return False
+    return any(pattern.fullmatch(name) for name in os.listdir(path) for pattern in FILES)
+
+
+def holds_universal(path: str) -> bool:
+    """Whether model files lie beside a folder `zero`, without any rank's optimizer file."""
+    if not os.path.isdir(os.path.join(path, "zero")):
+        return False
+    names = os.listdir(path)
+    model, model_3, optimizer = (any(map(pattern.fullmatch, names)) for pattern in FILES)
+    return (model or model_3) and not optimizer
+
+
+def _folders(path: str) -> list[str]:
+    with os.scandir(path) as items:
+        return sorted(item.name for item in items if item.is_dir())
+
+
+def tags_of(path: str) -> list[str]:
+    universal = pointed(path, "latest_universal")  # even if its zero/ is lost
+    return [
+        name
+        for name in _folders(path)
+        if name != universal and holds_states(os.path.join(path, name))
+    ]
+
+
+def universal_tags(path: str) -> list[str]:
+    """Folders of `path` that hold a universal checkpoint of DeepSpeed's own."""
+    return [name for name in _folders(path) if holds_universal(os.path.join(path, name))]
+
+
+def pointed(path: str, pointer: str) -> str | None:
+    """The tag that a file `latest` or `latest_universal` names; None if there is no such file."""
+    full = os.path.join(path, pointer)
+    if not os.path.isfile(full):
+        return None
+    with open(full, "rb") as file:
+        return file.read(4096).decode("utf-8", "replace").strip()
+
+
+def refuse(directory: TagDirectory, what: str) -> NoReturn:
+    """Raises UnsupportedCheckpoint."""
+    raise UnsupportedCheckpoint(
+        f"{directory.path} was saved with {what}, which zckpt does not read yet",
+        hint="what is read: stage 1, 2 and 3 with data parallelism alone; see `zckpt formats`",
+    )
+
+
+def listed(items: Sequence[object]) -> str:
+    """The first few of them, in words."""
+    shown = ", ".join(map(str, items[:5]))
+    return shown + (f" and {len(items) - 5} more" if len(items) > 5 else "")
+
+
+def siblings(directory: TagDirectory) -> tuple[Sibling, ...]:
+    """Files of a trainer's directory around the tag; none for a plain run directory."""
+    if directory.run is None or not any(map(TRAINER.fullmatch, os.listdir(directory.run))):
+        return ()
+    tags = {directory.tag, *tags_of(directory.run), *universal_tags(directory.run)}
+    files = []
+    for folder, folders, names in os.walk(directory.run):
+        inside = os.path.relpath(folder, directory.run)
+        if inside == ".":
+            folders[:] = [name for name in folders if name not in tags]
+            names = [name for name in names if name not in OWN]
+        # without directories that zckpt has written, or was writing, here
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.endswith(".partial")
+            and not os.path.isfile(os.path.join(folder, name, "manifest.json"))
+        )
+        for name in sorted(names):
+            full = os.path.join(folder, name)
+            if os.path.isfile(full):  # a link too: its content is carried
+                relative = os.path.normpath(os.path.join(inside, name))
+                files.append(Sibling(relative, full, os.path.getsize(full)))
+    return tuple(files)
+
+
+def file_of_rank(example: str, rank: int) -> str:
+    """The name of rank `rank`'s file; `example` is the same file of another rank."""
+    return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", os.path.basename(example))

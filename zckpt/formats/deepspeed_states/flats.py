@@ -1,0 +1,40 @@
+"""What a reader finds of one flat buffer: its parameters, their tensors, what all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...core.fragments import Fragments
+from ...core.inert import Scalar
+from ...core.manifest import Sighting
+from ...training import steps
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSlot:
+    """One kind of tensor for all parameters of a flat buffer; `copies` are further ones."""
+
+    name: str
+    dtype: str
+    fragments: Mapping[str, Fragments]
+    copies: Sequence[tuple[str, Fragments]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """One flat buffer: its parameters in the user's order, and what all of them share.
+
+    `step_kept` says where the step stood and in what type; `sightings` are all places that state
+    it.
+    """
+
+    group: int
+    shapes: Mapping[str, tuple[int, ...]]
+    slots: Sequence[BufferSlot]
+    step: steps.Step | None
+    step_kept: steps.StepPlace | None
+    scalars: Mapping[str, Scalar]
+    sightings: Sequence[Sighting]
+    left_out: Sequence[str]
+    warnings: Sequence[str]

@@ -1,0 +1,299 @@
+"""Builds the manifest from opened files: tensors, groups, steps, state and warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...core.manifest import Manifest, Sighting
+from ...files.torchfile import TorchFile
+from ...training import steps
+from .directories import listed, siblings
+from .flats import FlatBuffer
+from .states import COUNTERS, EngineStates, comparable, nested
+from .tensors import ManifestTensors, is_extra
+
+# keys of the model states that the engine itself writes; all others are the user's client_state
+ENGINE_KEYS = frozenset(
+    (
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "num_experts",
+        "sparse_tensor_module_names",
+        "csr_tensor_module_names",
+        "ds_autoep_layers",
+    )
+)
+
+
+INFERRED = "zckpt_inferred"
+"""Beside the optimizer's state: parameters whose names no file of zckpt's source stated."""
+
+
+def manifest_of(
+    ranks: EngineStates,
+    buffers: Sequence[FlatBuffer],
+    format: str,
+    config: dict[str, Any],
+    module_dtype: str,
+) -> Manifest:
+    """The manifest of opened files and of the flat buffers in them.
+
+    `config` and `module_dtype` are those of the engine, as far as the files show them.
+    """
+    tensors = ManifestTensors(ranks)
+    for buffer in buffers:
+        tensors.add_trainable(buffer)
+    lost = tensors.add_frozen()
+    differing = tensors.add_buffers()
+    tensors.add_aliases()
+    groups = _groups(ranks, tensors)
+    slots = {slot.name for buffer in buffers for slot in buffer.slots} - {"master"}
+    scalars = {name for buffer in buffers for name in buffer.scalars}
+    stated = nested(ranks.config, "optimizer", "type")
+    if not isinstance(stated, str):
+        stated = steps.infer_optimizer(slots | scalars, groups[0] if groups else None)
+    sightings = [line for buffer in buffers for line in buffer.sightings]
+    state = _state(ranks, buffers, tensors, config, module_dtype)
+    return Manifest(
+        root=ranks.directory.path,
+        format=format,
+        source={
+            "format": format,
+            "version": ranks.version,
+            "zero_stage": ranks.stage,
+            "dp": ranks.dp,
+            "tag": ranks.directory.tag,
+        },
+        groups=groups,
+        optimizer=stated,
+        state=state,
+        replicas=tuple(tensors.replicas),
+        entries=tensors.entries,
+        parameters=tensors.parameters,
+        buffers=tensors.buffer_names,
+        steps=(*dict.fromkeys(sightings), *_counters(ranks)),
+        records=tuple(
+            record
+            for file in (*ranks.models, *ranks.optimizers)
+            for record in file.records.values()
+        ),
+        files=tuple(file.path for file in (*ranks.models, *ranks.optimizers)),
+        siblings=siblings(ranks.directory),
+        left_out=tuple(
+            [line for buffer in buffers for line in buffer.left_out] + _own_client_state(ranks)
+        ),
+        warnings=tuple(
+            [warning for buffer in buffers for warning in buffer.warnings]
+            + _frozen_warnings(ranks, lost)
+            + _buffer_warnings(differing)
+            + _elastic_warnings(ranks, groups)
+            + _config_warnings(ranks)
+        ),
+        inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
+    )
+
+
+# -- what is not a tensor
+
+# arguments in a ds_config that choose the optimizer's class and are no hyper-parameters of groups
+CONSTRUCTION = frozenset({"torch_adam", "adam_w_mode", "fp32_optimizer_states"})
+
+
+def _groups(ranks: EngineStates, tensors: ManifestTensors) -> tuple[dict[str, Any], ...] | None:
+    """Hyper-parameters per group, without `params` and `step`."""
+    groups = ranks.bases[0].get("param_groups")
+    if groups is None:
+        return _elastic_groups(ranks, tensors)
+    return tuple(
+        {
+            key: tensors.kept(value, f"param_groups.{place}.{key}", ranks.optimizers[0])
+            for key, value in group.items()
+            if key not in ("params", "step")
+        }
+        for place, group in enumerate(groups)
+    )
+
+
+def _elastic_groups(
+    ranks: EngineStates, tensors: ManifestTensors
+) -> tuple[dict[str, Any], ...] | None:
+    """Hyper-parameters from config and scheduler, for files that hold none."""
+    count = len(ranks.param_shapes())
+    params = nested(ranks.config, "optimizer", "params")
+    stated = {
+        key: value
+        for key, value in (params.items() if isinstance(params, dict) else ())
+        if value != "auto" and key not in CONSTRUCTION
+    }
+    groups = [dict(stated) for _ in range(count)]
+    scheduler = ranks.model.get("lr_scheduler")
+    if isinstance(scheduler, dict):
+        for key, name in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
+            values = scheduler.get(key)
+            if isinstance(values, list) and len(values) == count:
+                for group, value in zip(groups, values, strict=True):
+                    group[name] = tensors.kept(value, f"lr_scheduler.{key}", ranks.models[0])
+    return tuple(groups) if any(groups) else None
+
+
+def _counters(ranks: EngineStates) -> list[Sighting]:
+    """Engine counters and schedulers: never true (skipped fp16 steps, warm starts)."""
+    sightings = steps.counter_sightings("engine", ranks.model, ("global_steps", "skipped_steps"))
+    scheduler = ranks.model.get("lr_scheduler")
+    if isinstance(scheduler, dict):
+        keys = (*steps.SCHEDULER_COUNTERS, "last_batch_iteration")
+        sightings += steps.counter_sightings("lr_scheduler", scheduler, keys)
+    return sightings
+
+
+def _state(
+    ranks: EngineStates,
+    buffers: Sequence[FlatBuffer],
+    tensors: ManifestTensors,
+    config: dict[str, Any],
+    module_dtype: str,
+) -> dict[str, Any]:
+    """Everything that is not a parameter's tensor, so that an engine's files can be rewritten."""
+    of_engine = {
+        "name": "deepspeed",
+        "version": ranks.version,
+        "class": ranks.engine_class,
+        "dtype": module_dtype,
+        "elastic": ranks.elastic,
+        "excludes_frozen": ranks.excludes_frozen,
+        "config": config,
+    }
+    optimizer = {
+        key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
+        for key, value in _optimizer_values(ranks.first).items()
+    }
+    kept = [buffer.step_kept for buffer in buffers if buffer.step_kept]
+    stale = None
+    if kept and kept[0].where == "state":
+        stale = ranks.groups(0)[0].get("step", ranks.first.get("base_optimizer_state_step"))
+    of_model = {
+        key: tensors.kept(value, key, ranks.models[0])
+        for key, value in _model_values(ranks.model).items()
+    }
+    for files in _alike(ranks.optimizers[1:]):
+        state = files[0].value["optimizer_state_dict"]
+        tensors.add_state_replicas(_optimizer_values(state), files)
+    for files in _alike(ranks.models[1:]):
+        tensors.add_state_replicas(_model_values(files[0].value), files)
+    return {
+        "engine": of_engine,
+        "counters": {key: ranks.model.get(key) for key in COUNTERS},
+        "module": list(tensors.module),
+        **of_model,
+        "optimizer": {
+            **optimizer,
+            "step": kept[0].to_state() if kept else None,
+            "group_step": stale,
+        },
+    }
+
+
+def _alike(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
+    """Files grouped by their value: equal pickles were parsed once."""
+    by_value: dict[int, list[TorchFile]] = {}
+    for file in files:
+        by_value.setdefault(id(file.value), []).append(file)
+    return list(by_value.values())
+
+
+def _optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer file holds beside tensors and hyper-parameters."""
+    scaling = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "overflow")
+    return {f"optimizer.{key}": state[key] for key in scaling if key in state}
+
+
+def _model_values(model: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model file holds beside weights and counters."""
+    module = model["module"]
+    return {
+        "lr_scheduler": model.get("lr_scheduler"),
+        "module_metadata": getattr(module, "_metadata", None),
+        "module_extra": {name: value for name, value in module.items() if is_extra(name, value)},
+        "data_sampler": model.get("data_sampler"),
+        "random_ltd": model.get("random_ltd"),
+        "client_state": _client_state(model),
+    }
+
+
+def _client_state(model: Mapping[str, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in model.items() if key not in ENGINE_KEYS}
+
+
+def _own_client_state(ranks: EngineStates) -> list[str]:
+    """Client state in which stage-3 ranks differ from rank 0, whose own is kept."""
+    first = _client_state(ranks.model)
+    own: set[str] = set()
+    for file in ranks.models[1:]:
+        if file.value is not ranks.model:
+            other = _client_state(file.value)
+            own |= {
+                str(key)
+                for key in first.keys() | other.keys()
+                if comparable(first.get(key)) != comparable(other.get(key))
+            }
+    return [f"client_state {key!r} of ranks other than 0" for key in sorted(own)]
+
+
+# -- warnings
+
+
+def _frozen_warnings(ranks: EngineStates, lost: Sequence[str]) -> list[str]:
+    warnings = []
+    if lost:
+        warnings.append(
+            f"the weights {listed(lost)} are not in this checkpoint: DeepSpeed before 0.9.1 did "
+            "not save frozen weights in stage 3"
+        )
+    if ranks.excludes_frozen:
+        warnings.append(
+            "saved with exclude_frozen_parameters: frozen weights, if any, are not here"
+        )
+    return warnings
+
+
+def _buffer_warnings(differing: Sequence[str]) -> list[str]:
+    if not differing:
+        return []
+    return [f"the buffers {listed(differing)} differ between ranks; rank 0's are taken"]
+
+
+def _config_warnings(ranks: EngineStates) -> list[str]:
+    if ranks.config_path is None:
+        return []
+    return [
+        f"the save names its ds_config ({ranks.config_path}) without what it says: give it with "
+        "--ds-config where you write for DeepSpeed"
+    ]
+
+
+def _elastic_warnings(ranks: EngineStates, groups: Sequence[dict[str, Any]] | None) -> list[str]:
+    if not ranks.elastic:
+        return []
+    if groups is None:
+        return ["an elastic checkpoint: it holds no hyper-parameters"]
+    return [
+        "an elastic checkpoint: its hyper-parameters are what ds_config and the scheduler say; "
+        "settings of single groups were never saved"
+    ]

@@ -1,0 +1,126 @@
+"""The model files of a target: weights, buffers, frozen weights, the engine's counters."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from ...core.dtypes import FLOATS
+from ...core.inert import Size
+from ...core.staging import Shell
+from ...files.torchfile import Tensor
+from ...files.torchshell import Storages, shell
+from ...training import peft
+from .target import DeepSpeedTarget
+
+
+def model_files(target: DeepSpeedTarget, derives: bool) -> Iterator[Shell]:
+    """One in stage 1 and 2, in stage 3 one per rank.
+
+    `derives` casts module weights that the source lacks from the masters; without it only what the
+    source holds is written.
+    """
+    if not target.engine.partitioned:
+        yield _model_file(target, derives, f"{target.tag}/mp_rank_00_model_states.pt", 0)
+        return
+    for rank in range(target.dp):
+        name = f"{target.tag}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        if rank < 2:  # rank 0's alone has the aliases
+            last = _model_file(target, derives, name, rank)
+        yield Shell(name, last.size, last.parts)
+
+
+def _model_file(target: DeepSpeedTarget, derives: bool, name: str, rank: int) -> Shell:
+    storages, state = Storages(), target.source.state
+    weights = _weights(target, derives, storages)
+    module: OrderedDict[str, Any] = OrderedDict()
+    extra = state.get("module_extra") or {}
+    names = state.get("module") or [
+        *target.source.parameters, *target.source.buffers, *target.aliases
+    ]  # fmt: skip
+    for key in names:
+        if key in extra:
+            module[key] = target.thawed(extra[key], storages)
+        elif (weight := weights.get(target.aliases.get(key, key))) is not None:
+            module[key] = weight
+    metadata = state.get("module_metadata")
+    if metadata is not None:
+        module._metadata = metadata  # type: ignore[attr-defined]
+    frozen_shapes, frozen_fragments = _frozen(target, weights, storages)
+    value = {
+        "module": module,
+        "buffer_names": list(target.source.buffers),
+        "optimizer": None,
+        "param_shapes": [
+            OrderedDict((name, Size(target.trainable[name].shape)) for name in buffer.names)
+            for buffer in target.buffers
+        ],
+        "frozen_param_shapes": frozen_shapes,
+        "shared_params": dict(target.aliases) if rank == 0 else {},
+        "frozen_param_fragments": frozen_fragments,
+        **{
+            key: target.thawed(state.get(key), storages)
+            for key in ("lr_scheduler", "data_sampler", "random_ltd")
+        },
+        **target.counters,
+        "dp_world_size": target.dp,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": target.engine.config,
+        "ds_version": target.version,
+        **target.thawed(target.client_state, storages),
+    }
+    return shell(name, value, storages)
+
+
+def _weights(target: DeepSpeedTarget, derives: bool, storages: Storages) -> dict[str, Tensor]:
+    """What the module holds: in stage 3, placeholders for parameters."""
+    source, engine = target.source, target.engine
+    weights: dict[str, Tensor] = {}
+    for name, parameter in source.parameters.items():
+        shape = (0,) if engine.partitioned else parameter.shape
+        entry = source.entries.get(f"{name}/param")
+        dtype = engine.dtype
+        derived = engine.partitioned or (derives and name in target.trainable)
+        if entry is None and (name in target.frozen or not derived):
+            continue
+        if entry is not None and name in target.frozen:
+            dtype = _frozen_dtype(target, entry.dtype)
+        weights[name] = storages.tensor(dtype, shape)
+    for name in source.buffers:
+        entry = source.entries[f"{name}/param"]
+        weights[name] = storages.tensor(entry.dtype, entry.shape)
+    return weights
+
+
+def _frozen_dtype(target: DeepSpeedTarget, dtype: str) -> str:
+    """A frozen weight changes its type with the module's."""
+    changes = target.engine.dtype != target.engine.before.get("dtype", dtype)
+    return target.engine.dtype if changes and dtype in FLOATS else dtype
+
+
+def _frozen(
+    target: DeepSpeedTarget, weights: Mapping[str, Tensor], storages: Storages
+) -> tuple[Any, Any]:
+    """frozen_param_shapes and frozen_param_fragments; stage 1 writes neither.
+
+    Both are None if frozen weights were left out, or may have been: from an empty dictionary the
+    engine concludes that the model has none, and stops at each that it has (0.19.8, engine.py
+    `load_module_state_dict`). An adapter was saved without its base model.
+    """
+    if target.engine.stage == 1 or peft.is_adapter_alone(target.source.parameters):
+        return None, None
+    names = [name for name in target.frozen if name in weights]
+    has_none = target.engine.before.get("excludes_frozen") is False
+    if not (names or has_none):
+        return None, None
+    shapes = OrderedDict((name, Size(target.frozen[name].shape)) for name in names)
+    if not target.engine.partitioned:
+        return shapes, OrderedDict((name, weights[name]) for name in names)
+    widths = {name: -(-prod(target.frozen[name].shape) // target.dp) for name in names}
+    fragments = OrderedDict(
+        (name, storages.tensor(weights[name].dtype, (widths[name],))) for name in names
+    )
+    return shapes, fragments

@@ -1,0 +1,126 @@
+"""What a target's optimizer files hold beside flat tensors: groups, steps, the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...core.inert import Foreign, Global, Scalar
+from ...errors import InconsistentCheckpoint
+from ...files.torchshell import Storages
+from ...training import steps
+from .engine import TargetEngine
+from .manifest import INFERRED
+from .target import DeepSpeedTarget, TargetBuffer
+
+
+def inferred(target: DeepSpeedTarget) -> dict[str, Any]:
+    """Names that no file of the source states, in a key that the engine does not read."""
+    return {INFERRED: list(target.source.inferred)} if target.source.inferred else {}
+
+
+def clipping(target: DeepSpeedTarget) -> dict[str, Any]:
+    """The source's; without one the engine keeps its own (1.0 unless its config says else)."""
+    value = target.optimizer_state.get("clip_grad", target.engine.option("gradient_clipping"))
+    return {} if value is None else {"clip_grad": value}
+
+
+def stage_enum(target: DeepSpeedTarget) -> Foreign:
+    return Foreign(Global("deepspeed.runtime.zero.config.ZeroStageEnum"), (target.engine.stage,))
+
+
+def base_state(
+    target: DeepSpeedTarget, states: Mapping[int, Any], storages: Storages
+) -> dict[str, Any]:
+    """The base optimizer's state_dict; states that are empty (plain SGD) are not listed."""
+    groups = []
+    for number, group in enumerate(target.groups):
+        members = [place for place, flat in enumerate(target.buffers) if flat.group == number]
+        stepped = group_step(target, members, storages)
+        groups.append(target.thawed(group, storages) | stepped | {"params": members})
+    return {
+        "state": {place: state for place, state in states.items() if state},
+        "param_groups": groups,
+    }
+
+
+# -- steps, where the target's optimizer looks for them
+
+
+def numbers(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -> dict[str, Any]:
+    """Step and other 0-d states of one flat buffer."""
+    values: dict[str, Any] = {}
+    if buffer.step is not None and target.step_place.where == "state":
+        values["step"] = typed_step(target, buffer.step, storages)
+    for key, scalar in buffer.scalars.items():
+        values[key] = _number(scalar, storages)
+    return values
+
+
+def typed_step(target: DeepSpeedTarget, step: steps.Step, storages: Storages) -> Any:
+    """A step in the type, and as a tensor in the shape, that the target's optimizer expects."""
+    return _number(target.step_place.number(step), storages)
+
+
+def group_step(
+    target: DeepSpeedTarget, members: Sequence[int], storages: Storages
+) -> dict[str, Any]:
+    """The key `step` of a param group whose flat buffers are `members`, if it has one."""
+    place = target.step_place
+    if target.options.weights_only:
+        return {}
+    if place.where == "group":
+        values = {step for number in members if (step := target.buffers[number].step) is not None}
+        if len(values) > 1:
+            raise InconsistentCheckpoint(
+                f"the optimizer keeps one step per group, the source has {sorted(values)}"
+            )
+        return {"step": typed_step(target, values.pop(), storages)} if values else {}
+    return {} if place.stale is None else {"step": place.stale}
+
+
+def _number(number: Scalar, storages: Storages) -> Any:
+    """A tensor, or a number of Python's."""
+    value = number.unwrapped()
+    return storages.scalar(value) if isinstance(value, Scalar) else value
+
+
+# -- loss scale
+
+
+def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
+    """The source's loss scaler if the type stays, else one as the engine makes it."""
+    kept = target.optimizer_state
+    if target.engine.same_dtype and isinstance(kept.get("loss_scaler"), Foreign):
+        return {
+            "loss_scaler": target.thawed(kept["loss_scaler"], storages),
+            "dynamic_loss_scale": kept.get("dynamic_loss_scale", False),
+            "overflow": kept.get("overflow", False),
+        }
+    scaler, dynamic = _fresh_scaler(target.engine)
+    return {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": False}
+
+
+def _fresh_scaler(engine: TargetEngine) -> tuple[Foreign, bool]:
+    """As the engine makes it (0.19.8, fp16/loss_scaler.py); and whether its scale is dynamic."""
+    module = "deepspeed.runtime.fp16.loss_scaler"
+    static = engine.number(0.0, "fp16", "loss_scale") if engine.dtype == "F16" else 1.0
+    if static:
+        state: dict[str, Any] = {"cur_scale": float(static), "dynamic": False}
+        return Foreign(Global(f"{module}.LossScaler"), (), state, "new"), False
+    shift = engine.number(2, "fp16", "hysteresis")
+    state = {
+        "cur_scale": 2.0 ** engine.number(16, "fp16", "initial_scale_power"),
+        "dynamic": True,
+        "cur_iter": 0,
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": engine.number(1000, "fp16", "loss_scale_window"),
+        "min_scale": engine.number(1, "fp16", "min_loss_scale"),
+        "delayed_shift": shift,
+        "cur_hysteresis": shift,
+        "consecutive_hysteresis": bool(engine.option("fp16", "consecutive_hysteresis")),
+        "raise_error_at_min_scale": True,
+        "dtype": Global("torch.float16"),
+    }
+    return Foreign(Global(f"{module}.DynamicLossScaler"), (), state, "new"), True

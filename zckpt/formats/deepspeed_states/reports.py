@@ -1,0 +1,88 @@
+"""What a user is warned of before a target of DeepSpeed's is written."""
+
+from __future__ import annotations
+
+from ...errors import listed
+from ...training.trainers import TRANSFORMERS, program_of
+from .hyper import optimizer_name
+from .target import DeepSpeedTarget
+
+
+def of_config(target: DeepSpeedTarget) -> list[str]:
+    """The source's warnings, and whether a ds_config is known."""
+    warnings = list(target.source.warnings)
+    if not target.engine.known:
+        warnings.append("no ds_config is known: DeepSpeed's defaults are assumed")
+    return warnings
+
+
+def of_assumed(target: DeepSpeedTarget) -> list[str]:
+    """Hyper-parameters that had to be assumed."""
+    if not target.assumed:
+        return []
+    values = ", ".join(
+        f"{key}={value}" for key, value in target.assumed.items() if value is not None
+    )
+    name = optimizer_name(target.engine, target.source)
+    return [f"hyper-parameters that the source does not hold are {name}'s defaults: {values}"]
+
+
+def of_weights(target: DeepSpeedTarget) -> list[str]:
+    """What may be wrong about weights, and batch sizes that no longer fit."""
+    return [*_of_guessed(target), *_of_masters(target), *_of_batch(target)]
+
+
+def _of_guessed(target: DeepSpeedTarget) -> list[str]:
+    """State dicts do not tell buffers from frozen weights; stage 3 keeps these in other places.
+
+    DeepSpeed then refuses to load a buffer (its size in the module's state differs).
+    """
+    guessed = (target.source.state.get("engine") or {}).get("guessed")
+    named = target.options.param_names
+    if not (guessed and target.engine.partitioned and target.frozen) or named:
+        return []
+    return [
+        f"{listed(list(target.frozen), 4)}: taken for frozen parameters; if any is a buffer, "
+        "name all parameters with --param-names FILE"
+    ]
+
+
+def _of_masters(target: DeepSpeedTarget) -> list[str]:
+    entries = target.source.entries
+    lacking = [name for name in target.trainable if f"{name}/master" not in entries]
+    dtypes = {entries[f"{name}/param"].dtype for name in lacking} - {"F32"}
+    if not dtypes:
+        return []
+    return [f"the source holds no fp32 masters: they are cast from {', '.join(sorted(dtypes))}"]
+
+
+def _of_batch(target: DeepSpeedTarget) -> list[str]:
+    """Batch sizes that no longer fit are for the user to choose, in the program's own words."""
+    config = target.engine.config
+    total = config.get("train_batch_size")
+    micro = config.get("train_micro_batch_size_per_gpu")
+    accumulation = config.get("gradient_accumulation_steps", 1)
+    of_trainer = program_of(target.source.siblings) == TRANSFORMERS
+    if type(accumulation) is not int or accumulation < 1:
+        return []
+    if total is None and type(micro) is int and of_trainer:
+        total = micro * accumulation * target.source.dp
+    if type(total) is not int:
+        return []
+    word = "per_device_train_batch_size" if of_trainer else "train_micro_batch_size_per_gpu"
+    fitting, rest = divmod(total, accumulation * target.dp)
+    if type(micro) is int and fitting == micro and not rest:
+        return []
+    if fitting and not rest and (type(micro) is int or of_trainer):
+        return [f"set {word}={fitting} to keep a global batch of {total}"]
+    if total % target.dp:
+        return [
+            f"a global batch of {total} cannot be divided among {target.dp} ranks: choose "
+            f"another with {word} and gradient_accumulation_steps"
+        ]
+    if rest:
+        return [
+            f"a global batch of {total} is not {accumulation} accumulation steps of {target.dp} "
+            f"ranks: choose other values of {word} and gradient_accumulation_steps"
+        ]
+    return []

@@ -1,0 +1,262 @@
+"""What model and optimizer states say of a run, wherever their files lie."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.dtypes import NUMBERS
+from ...core.inert import Foreign, Scalar, map_values, to_json
+from ...errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ...files.torchfile import Parsed, Tensor, TorchFile
+from .. import zero
+from .directories import TagDirectory
+
+COUNTERS = ("global_steps", "skipped_steps", "global_samples")
+
+ParameterShapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStates:
+    """The opened files of one checkpoint: of all ranks, or merged ones.
+
+    `model` is what the first model file holds. `states` and `bases` have one item for each file in
+    `optimizers`: the engine's optimizer state, and in it the base optimizer's state and
+    param_groups.
+    """
+
+    directory: TagDirectory
+    models: Sequence[TorchFile]
+    optimizers: Sequence[TorchFile]
+    model: dict[str, Any]
+    states: Sequence[dict[str, Any]]
+    bases: Sequence[dict[str, Any]]
+    version: str
+    dp: int
+    partitioned: bool
+    """Stage 3: every parameter is cut by itself."""
+
+    @property
+    def first(self) -> dict[str, Any]:
+        return self.states[0]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The ds_config; empty if the save only names its file."""
+        stated = self._stated_config
+        return stated if isinstance(stated, dict) else {}
+
+    @property
+    def config_path(self) -> str | None:
+        """The file of the ds_config, if the save only names it."""
+        stated = self._stated_config
+        return stated if isinstance(stated, str) else None
+
+    @property
+    def _stated_config(self) -> Any:
+        return stated_config(self.model, self.optimizers[0].value)
+
+    @property
+    def stage(self) -> int:
+        stated = self.first.get("zero_stage")
+        if isinstance(stated, Foreign) and stated.arguments:  # ZeroStageEnum(2), since 0.7
+            stated = stated.arguments[0]
+        if isinstance(stated, int):
+            configured = nested(self.config, "zero_optimization", "stage")
+            before_0_7 = version_numbers(self.version) < (0, 7)
+            # before 0.7.0 a stage-1 run states 2
+            return 1 if stated == 2 and configured == 1 and before_0_7 else stated
+        return 3 if self.partitioned else 1  # BF16_Optimizer states none and is used for stage 1
+
+    @property
+    def engine_class(self) -> str:
+        """The class of the engine's optimizer wrapper."""
+        if self.partitioned:
+            return "DeepSpeedZeroOptimizer_Stage3"
+        return "DeepSpeedZeroOptimizer" if "zero_stage" in self.first else "BF16_Optimizer"
+
+    @property
+    def elastic(self) -> bool:
+        """`elastic_checkpoint`: states without padding, and without any hyper-parameter."""
+        return isinstance(self.first.get("base_optimizer_state"), list)
+
+    @property
+    def excludes_frozen(self) -> bool | None:
+        """Whether `save_checkpoint(exclude_frozen_parameters=True)` left frozen weights out.
+
+        None if the files do not show it: stage 1, and DeepSpeed before 0.9.1.
+        """
+        if self.stage == 1 or "frozen_param_fragments" not in self.model:
+            return None
+        return self.model["frozen_param_fragments"] is None
+
+    @property
+    def round_robin(self) -> bool:
+        """Whether `param_shapes` lists the parameters of a group in round-robin order (zero.py).
+
+        A run that was started with `--deepspeed_config FILE` saves only the file's name; then the
+        order of the module's own names shows it.
+        """
+        if self.engine_class != "DeepSpeedZeroOptimizer":
+            return False
+        if self.config:
+            return bool(nested(self.config, "zero_optimization", "round_robin_gradients"))
+        order = {name: place for place, name in enumerate(self.model["module"])}
+        for names in map(list, self.param_shapes()):
+            plain = sorted(names, key=lambda name: order.get(name, 0))
+            laid_out = [plain[place] for place in zero.round_robin(len(plain), self.dp)]
+            if names != laid_out:
+                return False
+        return any(len(names) > self.dp > 1 for names in self.param_shapes())
+
+    def effective_config(self, round_robin: bool) -> dict[str, Any]:
+        """The ds_config, or what the files show of one that was saved by its name alone."""
+        if self.config:
+            return self.config
+        paddings = self.first.get("param_alignment_paddings") or ()
+        shown: dict[str, Any] = {
+            "zero_optimization": {
+                "stage": self.stage,
+                "round_robin_gradients": round_robin,
+                "parameter_alignment": any(map(any, paddings)),
+            }
+        }
+        if self.engine_class == "BF16_Optimizer":
+            shown["data_types"] = {"grad_accum_dtype": "fp32"}
+        return shown
+
+    @property
+    def module_dtype(self) -> str:
+        """The type of the module's trainable weights; stage 3 leaves typed placeholders."""
+        for names in self.param_shapes():
+            for name in names:
+                weight = self.model["module"].get(name)
+                if isinstance(weight, Tensor):
+                    return weight.dtype
+        return "F32"
+
+    def param_shapes(self) -> list[ParameterShapes]:
+        """Names and shapes of every flat buffer, in the order in which they lie.
+
+        The only truth about that order: the slice mappings in the optimizer files are wrong under
+        `round_robin_gradients`. In the optimizer files before 0.6.0; a single dictionary instead of
+        a list before 0.5.4.
+        """
+        shapes = self.model.get("param_shapes")
+        if shapes is None:
+            shapes = self.first.get("param_shapes", self.optimizers[0].value.get("param_shapes"))
+        return shapes_of_groups(shapes, self.models[0])
+
+    def flat_states(self, place: int) -> list[dict[str, Any]]:
+        """What every rank's base optimizer keeps for flat buffer `place`."""
+        return [item(base.get("state"), place) for base in self.bases]
+
+    def groups(self, place: int) -> list[dict[str, Any]]:
+        """Every rank's param_groups[place]; empty ones in elastic files."""
+        return [item(base.get("param_groups"), place) for base in self.bases]
+
+    def number(self, rank: int, value: Any) -> Any:
+        """`value` of an optimizer file; a tensor of one element by value."""
+        if isinstance(value, Tensor) and value.numel == 1 and value.dtype in NUMBERS:
+            return self.optimizers[rank].scalar(value)
+        return value
+
+    def scalar(self, values: Sequence[Any]) -> Scalar | None:
+        """A number that is equal on all ranks; a plain one keeps its Python type's name."""
+        numbers = set()
+        for rank, value in enumerate(values):
+            number = self.number(rank, value)
+            if isinstance(number, (bool, int, float)):
+                number = Scalar(number, type(number).__name__)
+            numbers.add(number if isinstance(number, Scalar) else None)
+        return numbers.pop() if len(numbers) == 1 else None
+
+
+def stated_config(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Any:
+    """A ds_config, or the name of its file, as a model or an optimizer file states it."""
+    return model.get("ds_config") or optimizer.get("ds_config")
+
+
+def shapes_of_groups(shapes: Any, file: TorchFile) -> list[ParameterShapes]:
+    """`param_shapes` of a file, as tuples; raises CorruptCheckpoint."""
+    groups = [shapes] if isinstance(shapes, dict) else shapes
+    if not isinstance(groups, list):
+        raise CorruptCheckpoint(f"{file.path} states no param_shapes")
+    return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+
+
+def in_user_order(shapes: ParameterShapes, states: EngineStates) -> ParameterShapes:
+    """The parameters of one flat buffer without the round robin in which they may lie."""
+    if not states.round_robin:
+        return shapes
+    names = list(shapes)
+    order = zero.undo_round_robin(len(names), states.dp)
+    return {names[place]: shapes[names[place]] for place in order}
+
+
+def open_files(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
+    """Files of torch.save; equal pickles are parsed once."""
+    if len(paths) < 32:
+        return [TorchFile(path, parsed) for path in paths]
+    # parsing holds the interpreter, but waiting for a cold or remote filesystem does not
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda path: TorchFile(path, parsed), paths))
+
+
+def dictionary(file: TorchFile, value: Any) -> dict[str, Any]:
+    """`value`, which has to be a dictionary; raises CorruptCheckpoint."""
+    if not isinstance(value, dict):
+        raise CorruptCheckpoint(
+            f"{file.path} is not a file of a ZeRO checkpoint: it lacks the engine's dictionary"
+        )
+    return value
+
+
+def version_of(*places: Mapping[str, Any]) -> str:
+    """The engine's version, from the first place that states one."""
+    for place in places:
+        version = place.get("ds_version")
+        if isinstance(version, str) and re.match(r"\d+\.\d+", version):
+            return version
+    raise UnsupportedCheckpoint(
+        "the files state no DeepSpeed version",
+        hint="DeepSpeed writes it since 0.4.0; zckpt reads files since 0.5.10",
+    )
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """A version to be compared; 0.0.0, which an uninstalled source tree states, is the newest."""
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    return numbers if any(numbers) else (999,)
+
+
+def nested(config: Any, *keys: str) -> Any:
+    """config[key][key]..., or None if any key is missing."""
+    for key in keys:
+        config = config.get(key) if isinstance(config, dict) else None
+    return config
+
+
+def item(items: Any, place: int) -> dict[str, Any]:
+    """Item `place` of a list or dictionary of dictionaries; an empty one if it is missing."""
+    if isinstance(items, list):
+        value = items[place] if place < len(items) else {}
+    else:
+        value = items.get(place, {}) if isinstance(items, dict) else {}
+    return value if isinstance(value, dict) else {}
+
+
+def comparable(value: Any) -> Any:
+    """`value` as JSON, its tensors by type and shape alone."""
+
+    def plain(value: Any, _key: Any) -> Any:
+        if isinstance(value, Tensor):
+            return f"{value.dtype} {value.shape}"
+        return map_values(value, plain)
+
+    return to_json(plain(value, None))

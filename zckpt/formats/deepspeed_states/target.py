@@ -1,0 +1,264 @@
+"""What is decided for a target of DeepSpeed's before its first byte is written.
+
+What the unmodified engine demands when it loads (0.19.8): a model file whose `module` is strict,
+`dp_world_size` equal to its own, `base_optimizer_state` of as many groups (stage 3: sub-groups)
+as it has, flat tensors of the length that its own partitioning gives. So the partitioning is done
+here as the engine does it, with the options of the ds_config that it will run with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ...core.dtypes import SIZES
+from ...core.inert import Scalar
+from ...core.manifest import Manifest, Parameter, Sibling
+from ...errors import InconsistentCheckpoint, MissingData, listed
+from ...files.torchshell import Storages, thawed
+from ...training import steps
+from ...training.options import Options
+from ...training.trainers import ACCELERATE, program_of
+from .. import zero
+from .engine import TargetEngine
+from .hyper import NEEDED_NUMBERS, adam_class, complete_groups, optimizer_name
+from .manifest import ENGINE_KEYS
+from .states import COUNTERS
+
+VERSION = "0.19.8"  # of the layout that is written
+# files of one rank beside a trainer's checkpoint: Hugging Face Trainer, Accelerate
+PER_RANK = re.compile(r"rng_state_\d+\.pth|random_states_\d+\.pkl")
+
+
+@dataclass(frozen=True, slots=True)
+class TargetBuffer:
+    """One flat buffer of the target: its parameters in the order in which they lie."""
+
+    group: int
+    names: Sequence[str]
+    numels: Sequence[int]
+    paddings: Sequence[int]
+    starts: Sequence[int]  # of each, then the buffer's length (stage 1 and 2)
+    step: steps.Step | None
+    scalars: Mapping[str, Scalar]
+    slots: Mapping[str, str]  # optimizer states and their dtypes
+    master: str  # the masters' dtype
+
+
+class DeepSpeedTarget:
+    """Engine, groups and flat buffers of the target, and what it cannot take along.
+
+    Raises WrongOption, MissingData and InconsistentCheckpoint.
+    """
+
+    def __init__(self, source: Manifest, options: Options) -> None:
+        self.source = source
+        self.options = options
+        self.left_out: list[str] = list(source.left_out)
+        self.engine = TargetEngine(source, options)
+        self.dp = self.engine.dp
+        self.optimizer_state: dict[str, Any] = source.state.get("optimizer") or {}
+        self._slots = [slot for slot in source.slots if slot not in ("param", "master", "state")]
+        parameters = source.parameters.items()
+        self.trainable = {name: parameter for name, parameter in parameters if parameter.trainable}
+        self.frozen = {name: parameter for name, parameter in parameters if not parameter.trainable}
+        self.aliases = {
+            alias: name for name, parameter in parameters for alias in parameter.aliases
+        }
+        self.groups, self.assumed = complete_groups(self.engine, source)
+        self._differing: dict[str, list[str]] = {}  # states that differ within a flat buffer
+        self.buffers = list(self._buffers())
+        self._name_left_out()
+        self.client_state = self._client_state()
+
+    # -- flat buffers
+
+    def _buffers(self) -> Iterator[TargetBuffer]:
+        if not self.trainable:
+            raise MissingData("the source has no trainable parameter")
+        for group in range(len(self.groups)):
+            names = [
+                name
+                for name, parameter in self.trainable.items()
+                if (parameter.group or 0) == group
+            ]
+            numels = [prod(self.trainable[name].shape) for name in names]
+            for places in self._arranged(names, numels):
+                yield self._buffer(group, [names[p] for p in places], [numels[p] for p in places])
+
+    def _arranged(self, names: Sequence[str], numels: Sequence[int]) -> list[list[int]]:
+        """Positions of a group's parameters, per flat buffer, in the order in which they lie."""
+        if self.engine.partitioned:
+            widths = [-(-numel // self.dp) for numel in numels]
+            return zero.sub_groups(widths, self.engine.sub_group_size)
+        if self.engine.round_robin:
+            return [zero.round_robin(len(names), self.dp)]
+        return [list(range(len(names)))]
+
+    def _buffer(self, group: int, names: Sequence[str], numels: Sequence[int]) -> TargetBuffer:
+        paddings = [0] * len(names)
+        if self.engine.aligned:
+            paddings = zero.alignment_paddings(numels, SIZES[self.engine.dtype])
+        parameters = [self.trainable[name] for name in names]
+        slots = dict(pair for name in names for pair in self._states(name))
+        for name in names:
+            missing = set(slots) - {slot for slot, _ in self._states(name)}
+            if missing:
+                raise MissingData(
+                    f"the source holds {sorted(missing)[0]} of other parameters of the same group, "
+                    f"but not of {name}"
+                )
+        masters = {self.master_dtype(name) for name in names}
+        return TargetBuffer(
+            group,
+            names,
+            numels,
+            paddings,
+            zero.offsets(numels, paddings),
+            self._shared("step", names, [parameter.step for parameter in parameters]),
+            self._shared_scalars(names, parameters),
+            slots,
+            masters.pop() if len(masters) == 1 else "F32",
+        )
+
+    def _states(self, name: str) -> tuple[tuple[str, str], ...]:
+        """Optimizer states of a parameter with their dtypes, as wide as its master."""
+        if self.options.weights_only:
+            return ()
+        entries, prefix = self.source.entries, f"{name}/"
+        widened = f"{name}/master" not in entries  # the master is cast from a weight
+        return tuple(
+            (slot, "F32" if widened and dtype in ("BF16", "F16") else dtype)
+            for slot in self._slots
+            if prefix + slot in entries
+            for dtype in [entries[prefix + slot].dtype]
+        )
+
+    def master_dtype(self, name: str) -> str:
+        """The type of a parameter's master; raises MissingData where it has no weights."""
+        entry = self.source.entries.get(f"{name}/master")
+        if entry is None and f"{name}/param" not in self.source.entries:
+            raise MissingData(f"the source holds no weights of {name}")
+        return entry.dtype if entry else "F32"
+
+    def _shared(self, what: str, names: Sequence[str], values: Sequence[Any]) -> Any:
+        """The one value of a flat buffer's parameters; DeepSpeed keeps no more."""
+        if self.options.weights_only:
+            return None
+        if any(value != values[0] for value in values):
+            other = next(p for p, value in enumerate(values) if value != values[0])
+            raise InconsistentCheckpoint(
+                f"DeepSpeed keeps one {what} for {names[0]} ({values[0]}) and {names[other]} "
+                f"({values[other]})",
+                hint="parameters with different steps must stand in different groups",
+            )
+        return values[0] if values else None
+
+    def _shared_scalars(
+        self, names: Sequence[str], parameters: Sequence[Parameter]
+    ) -> dict[str, Scalar]:
+        """Numbers of the optimizer that are equal for all parameters of a flat buffer.
+
+        Others are left out, unless the optimizer needs them: then they raise.
+        """
+        if self.options.weights_only:
+            return {}
+        shared: dict[str, Scalar] = {}
+        needed = NEEDED_NUMBERS.get(optimizer_name(self.engine, self.source), ())
+        for key in dict.fromkeys(key for parameter in parameters for key in parameter.scalars):
+            values = [parameter.scalars.get(key) for parameter in parameters]
+            if key in needed:
+                shared[key] = self._shared(key, names, values)
+            elif values[0] is not None and all(repr(value) == repr(values[0]) for value in values):
+                shared[key] = values[0]
+            else:
+                own = [name for name, value in zip(names, values, strict=True) if value is not None]
+                self._differing.setdefault(key, []).extend(own)
+        return shared
+
+    def keeps_whole_momenta(self, buffer: TargetBuffer) -> bool:
+        """Whether the engine's Muon keeps the momentum of whole parameters on every rank."""
+        return (
+            self.groups[buffer.group].get("use_muon") is True
+            and not self.engine.wraps_bf16
+            and not self.engine.offloads
+        )
+
+    # -- what is left out
+
+    def _name_left_out(self) -> None:
+        """States that no flat buffer can hold."""
+        if self.options.weights_only:
+            return
+        shapeless: dict[str, list[str]] = {}
+        for name, states in (self.optimizer_state.get("other") or {}).items():
+            for key in states:
+                shapeless.setdefault(key, []).append(name)
+        for lost, why in (
+            (self._differing, "DeepSpeed keeps one value for all parameters of a flat buffer"),
+            (shapeless, "neither a number nor a tensor of the parameter's shape"),
+        ):
+            self.left_out += [
+                f"optimizer state {key!r} of {listed(names)}: {why}" for key, names in lost.items()
+            ]
+
+    def _client_state(self) -> dict[Any, Any]:
+        """The user's keys, without those that DeepSpeed itself uses."""
+        client_state = self.source.state.get("client_state") or {}
+        self.left_out += [
+            f"client_state {key!r}: DeepSpeed's files use this key"
+            for key in client_state
+            if key in ENGINE_KEYS
+        ]
+        return {key: value for key, value in client_state.items() if key not in ENGINE_KEYS}
+
+    def take_siblings(self) -> list[tuple[str, Sibling]]:
+        """The trainer's files that are copied beside the tag, where the trainer looks for them.
+
+        Files of single ranks have no meaning at another data-parallel size: they are left out.
+        """
+        taken = []
+        for sibling in self.source.siblings:
+            if PER_RANK.fullmatch(sibling.name) and self.dp != self.source.dp:
+                self.left_out.append(
+                    f"{sibling.name}: random state of one of {self.source.dp} ranks"
+                )
+            else:
+                taken.append((sibling.name, sibling))
+        return taken
+
+    # -- what files state
+
+    @property
+    def tag(self) -> str:
+        stated = self.source.source.get("tag")
+        if stated is None and program_of(self.source.siblings) == ACCELERATE:
+            stated = "pytorch_model"  # which Accelerator.load_state asks for
+        return str(stated or f"global_step{self.counters['global_steps']}")
+
+    @property
+    def version(self) -> str:
+        """The source's version of DeepSpeed, or that of the layout that is written."""
+        return str(self.engine.before.get("version", VERSION))
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """The engine's counters; where the source has none, those of a run of as many steps."""
+        kept = self.source.state.get("counters") or {}
+        fresh = {"global_steps": int(self.source.step or 0), "skipped_steps": 0}
+        return {
+            key: fresh.get(key, 0) if kept.get(key) is None else kept.get(key) for key in COUNTERS
+        }
+
+    @property
+    def step_place(self) -> steps.StepPlace:
+        """Where the target's optimizer looks for its step: as its class does, or as the source."""
+        name = adam_class(self.engine, self.source)
+        return steps.WRITTEN[name] if name else steps.StepPlace.of_state(self.optimizer_state)
+
+    def thawed(self, value: Any, storages: Storages) -> Any:
+        """`value` of the source's state, with tensors in the place of their names."""
+        return thawed(value, self.source.entries, storages)

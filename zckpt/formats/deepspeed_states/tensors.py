@@ -1,0 +1,186 @@
+"""Which tensors a manifest has: parameters, buffers, aliases, replicas, and where each lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ...core.dtypes import SIZES
+from ...core.fragments import Fragments, Runs, Slices
+from ...core.inert import TensorName, inside, map_values
+from ...core.manifest import Entry, Parameter
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint
+from ...files.torchfile import Tensor, TorchFile
+from .flats import FlatBuffer
+from .states import EngineStates
+
+
+class ManifestTensors:
+    """Collects the parameters and entries of a manifest."""
+
+    def __init__(self, ranks: EngineStates) -> None:
+        self.ranks = ranks
+        self.module: Mapping[str, Any] = ranks.model["module"]
+        self.entries: dict[str, Entry] = {}
+        self.replicas: list[Entry] = []
+        self.parameters: dict[str, Parameter] = {}
+        self.buffer_names = tuple(
+            name
+            for name in ranks.model.get("buffer_names") or ()
+            if isinstance(self.module.get(name), Tensor)
+        )
+
+    def enter(self, name: str, dtype: str, shape: tuple[int, ...], fragments: Fragments) -> None:
+        self.entries[name] = Entry(name, dtype, shape, fragments)
+
+    def add_trainable(self, buffer: FlatBuffer) -> None:
+        """The parameters of one flat buffer, in the user's order."""
+        for name, shape in buffer.shapes.items():
+            if name in self.parameters:
+                raise CorruptCheckpoint(f"{self.ranks.models[0].path} lists {name!r} twice")
+            self.parameters[name] = Parameter(
+                shape, True, buffer.group, buffer.step, dict(buffer.scalars)
+            )
+            if not self.ranks.partitioned:  # stage 3 leaves placeholders, of one element before 0.6
+                self._add_weight(name, shape)
+            for slot in buffer.slots:
+                self.enter(f"{name}/{slot.name}", slot.dtype, shape, slot.fragments[name])
+        for slot in buffer.slots:
+            for name, fragments in slot.copies:
+                self.replicas.append(
+                    replace(self.entries[f"{name}/{slot.name}"], fragments=fragments)
+                )
+
+    def _add_weight(self, name: str, shape: tuple[int, ...]) -> None:
+        """Slot `param`: the module's own tensor."""
+        tensor = self.module.get(name)
+        if not isinstance(tensor, Tensor):
+            return
+        if tensor.shape != shape:
+            raise InconsistentCheckpoint(
+                f"{self.ranks.models[0].path}: {name} has shape {tensor.shape} in the module and "
+                f"{shape} where shapes are listed"
+            )
+        self.enter(f"{name}/param", tensor.dtype, shape, self.ranks.models[0].fragments(tensor))
+
+    def add_frozen(self) -> list[str]:
+        """Parameters that the optimizer does not own; returns the names of those that are lost.
+
+        Stage 1 (and stage 2 before 0.9.1) keeps them in the module alone; stage 3 in fragments,
+        one per rank, and before 0.9.1 nowhere.
+        """
+        shapes = self.ranks.model.get("frozen_param_shapes") or {}
+        fragments = [file.value.get("frozen_param_fragments") or {} for file in self.ranks.models]
+        apart = {*self.parameters, *self.buffer_names, *self._owners()}
+        lost = []
+        for name, value in self.module.items():
+            if name in apart or not isinstance(value, Tensor) or is_extra(name, value):
+                continue
+            shape = tuple(shapes.get(name, value.shape))
+            tensors = [rank.get(name) for rank in fragments]
+            if self.ranks.partitioned and not all(isinstance(each, Tensor) for each in tensors):
+                lost.append(name)
+                continue
+            self.parameters[name] = Parameter(shape, trainable=False)
+            if self.ranks.partitioned:
+                self._add_frozen_slices(name, shape, tensors)
+            else:
+                self._add_weight(name, shape)
+        return lost
+
+    def _add_frozen_slices(self, name: str, shape: tuple[int, ...], tensors: Sequence[Any]) -> None:
+        """One slice per rank; a parameter that stage 3 does not manage is whole on every rank."""
+        if tensors[0].shape == shape and tensors[0].numel != -(-prod(shape) // self.ranks.dp):
+            self.enter(
+                f"{name}/param", tensors[0].dtype, shape, self.ranks.models[0].fragments(tensors[0])
+            )
+            for file, tensor in zip(self.ranks.models[1:], tensors[1:], strict=True):
+                self._add_replica(f"{name}/param", tensor, file)
+            return
+        numel, size = prod(shape), SIZES[tensors[0].dtype]
+        if any(tensor.numel * self.ranks.dp < numel for tensor in tensors):
+            raise CorruptCheckpoint(
+                f"{self.ranks.directory.path}: the fragments of {name} are too short"
+            )
+        pairs = zip(self.ranks.models, tensors, strict=True)
+        flats = tuple(file.extent(tensor) for file, tensor in pairs)
+        fragments = Slices(flats, 0, numel, size) if numel else Runs([])
+        self.enter(f"{name}/param", tensors[0].dtype, shape, fragments)
+
+    def add_buffers(self) -> list[str]:
+        """Persistent buffers, from rank 0; returns the names of those that differ between ranks."""
+        differing = []
+        for name in self.buffer_names:
+            self._add_weight(name, self.module[name].shape)
+            checksums = {self.ranks.models[0].crc(self.module[name])}
+            for file in self.ranks.models[1:]:
+                tensor = file.value["module"].get(name)
+                if isinstance(tensor, Tensor):
+                    checksums.add(file.crc(tensor))
+                    self._add_replica(f"{name}/param", tensor, file)
+            if len(checksums) > 1:
+                differing.append(name)
+        return differing
+
+    def _add_replica(self, name: str, tensor: Tensor, file: TorchFile) -> None:
+        entry = self.entries[name]
+        if (entry.dtype, entry.shape) == (tensor.dtype, tensor.shape):
+            self.replicas.append(replace(entry, fragments=file.fragments(tensor)))
+
+    def add_state_replicas(self, values: Mapping[str, Any], files: Sequence[TorchFile]) -> None:
+        """Other ranks' copies, pickled equally, of the state that `kept` has entered for rank 0."""
+
+        def walk(value: Any, path: str) -> Any:
+            if isinstance(value, Tensor) and f"{path}/state" in self.entries:
+                for file in files:
+                    self._add_replica(f"{path}/state", value, file)
+            return map_values(value, lambda item, key: walk(item, inside(path, key)))
+
+        for path, value in values.items():
+            walk(value, path)
+
+    def _owners(self) -> dict[str, str]:
+        """Second names of tied weights: as stated (since 0.9.0), or by their common memory."""
+        stated = self.ranks.model.get("shared_params") or {}
+        owners = {name: owner for name, owner in stated.items() if name not in self.parameters}
+        seen: dict[Any, str] = {}
+        for name, value in self.module.items():
+            # stage 3's placeholders are empty, but a tied weight's two names share one
+            shows = isinstance(value, Tensor) and (value.numel or self.ranks.partitioned)
+            if shows and name not in owners:
+                first = seen.setdefault((value.place, value.shape, value.strides), name)
+                if first != name and name not in self.parameters:
+                    owners[name] = first
+        return owners
+
+    def add_aliases(self) -> None:
+        for alias, owner in self._owners().items():
+            if owner in self.parameters:
+                parameter = self.parameters[owner]
+                self.parameters[owner] = replace(parameter, aliases=(*parameter.aliases, alias))
+                self._add_own_copy(alias, owner)
+
+    def _add_own_copy(self, alias: str, owner: str) -> None:
+        """A tied weight's second name may have been saved with memory of its own."""
+        copy, first = self.module.get(alias), self.module.get(owner)
+        known = f"{owner}/param" in self.entries
+        if not (known and isinstance(copy, Tensor) and isinstance(first, Tensor) and copy.numel):
+            return
+        if copy.place != first.place:
+            self._add_replica(f"{owner}/param", copy, self.ranks.models[0])
+
+    def kept(self, value: Any, path: str, file: TorchFile) -> Any:
+        """`value` with its tensors as entries of slot `state`; 0-d ones by value."""
+        if isinstance(value, Tensor):
+            if not value.shape and value.dtype != "C64":
+                return file.scalar(value)
+            self.enter(f"{path}/state", value.dtype, value.shape, file.fragments(value))
+            return TensorName(path)
+        return map_values(value, lambda item, key: self.kept(item, inside(path, key), file))
+
+
+def is_extra(name: str, value: Any) -> bool:
+    """Whether it comes from a module's get_extra_state: neither parameter nor buffer."""
+    return not isinstance(value, Tensor) or name.endswith("_extra_state")

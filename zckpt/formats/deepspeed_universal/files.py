@@ -1,0 +1,125 @@
+"""DeepSpeed's own universal checkpoints, which its converter makes and `load_universal` loads.
+
+    <run>/latest_universal                       the tag, as text
+    <run>/<tag>/mp_rank_MM_model_states.pt       the run's model files as they were; MM counts
+                                                 tensor- and pipeline-parallel ranks
+    <run>/<tag>/zero_pp_rank_R_mp_rank_MM_...    in stage 3 also one per data-parallel rank
+    <run>/<tag>/zero/optimizer_state.pt          all groups' hyper-parameters, the loss scale
+    <run>/<tag>/zero/<parameter>/fp32.pt         its master; exp_avg.pt ... its states
+    <run>/<tag>/zero/<parameter>/step.pt         stage 1 and 2; stage 3: in optimizer_state.pt
+
+A tensor's file is a dictionary {param, cat_dim, ...} in stage 1 and 2, in stage 3 the flat tensor
+alone. `cat_dim` and its like tell the engine how to cut the whole tensor for tensor parallelism.
+
+The model files are the same as in a run's directory. DeepSpeed also puts copies of frozen weights
+and buffers below zero/ as fp32.pt; nothing reads them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from ...errors import (
+    AmbiguousCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    NotACheckpoint,
+)
+from ..deepspeed_states.directories import (
+    MODEL,
+    MODEL_3,
+    TagDirectory,
+    holds_universal,
+    listed,
+    pointed,
+    tag_directory,
+    universal_tags,
+)
+
+POINTER = "latest_universal"
+ZERO = "zero"
+COMMON = "optimizer_state.pt"
+MARK = "zckpt"  # in optimizer_state.pt: these files are not the converter's
+MASTER = "fp32"
+VIEW = "sub_param_shape"  # beside a tensor: a view of several parts, maybe of more dimensions
+
+SliceInfo = dict[str, Any]
+"""What a tensor's file says beside the tensor: how it is cut for tensor parallelism."""
+
+
+def detect(path: str) -> list[str]:
+    """Tags of the universal checkpoints at `path`; a tag directory's own is its name."""
+    if not os.path.isdir(path):
+        return []
+    if holds_universal(path):
+        return [os.path.basename(os.path.abspath(path))]
+    latest = pointed(path, POINTER)
+    return universal_tags(path) if latest is None else [latest]
+
+
+def locate(path: str, tag: str | None) -> TagDirectory:
+    """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint."""
+    if tag is not None:
+        return tag_directory(path, tag, "--tag names")
+    tags = detect(path)
+    if not tags:
+        raise NotACheckpoint(f"{path} holds no universal checkpoint of DeepSpeed")
+    if len(tags) > 1:
+        raise AmbiguousCheckpoint(
+            f"{path} holds {len(tags)} tags and no file `{POINTER}`: {listed(tags)}",
+            hint=f"choose one with --tag {tags[-1]}",
+        )
+    if holds_universal(path):
+        return TagDirectory(path, tags[0], None)
+    directory = os.path.join(path, tags[0])
+    if not is_name(tags[0]) or not os.path.isdir(directory):
+        raise NotACheckpoint(
+            f"{os.path.join(path, POINTER)} names {tags[0]!r}, which is no folder of {path}",
+            hint="choose a tag with --tag",
+        )
+    return TagDirectory(directory, tags[0], path)
+
+
+def is_name(name: str) -> bool:
+    """Whether a file or folder can have this name."""
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError:
+        return False
+    return 0 < length <= 255 and name not in (".", "..") and not re.search(r"[/\0]", name)
+
+
+def model_files(directory: TagDirectory) -> list[list[str]]:
+    """Model files in rank order, by model-parallel rank: of stage 1 and 2 there is one each.
+
+    Raises IncompleteCheckpoint and InconsistentCheckpoint.
+    """
+    paths: dict[int, dict[int, str]] = {}
+    kinds = set()
+    for name in os.listdir(directory.path):
+        full = os.path.join(directory.path, name)
+        if match := MODEL.fullmatch(name):
+            paths.setdefault(int(match[1]), {})[0] = full
+            kinds.add(MODEL)
+        elif match := MODEL_3.fullmatch(name):
+            paths.setdefault(int(match[2]), {})[int(match[1])] = full
+            kinds.add(MODEL_3)
+    if len(kinds) > 1:
+        raise InconsistentCheckpoint(
+            f"{directory.path} holds model files of stage 3 and of stage 1 or 2",
+            hint="keep only the files of one save",
+        )
+    if not paths:
+        raise IncompleteCheckpoint(
+            f"{directory.path} holds no model states",
+            hint="the converter copies them: mp_rank_00_model_states.pt and the like",
+        )
+    for ranked in [set(paths), *map(set, paths.values())]:
+        if missing := sorted(set(range(max(ranked) + 1)) - ranked):
+            raise IncompleteCheckpoint(
+                f"{directory.path} lacks the model file of rank {listed(missing)}",
+                hint="the converter copies the files of all ranks",
+            )
+    return [[files[rank] for rank in sorted(files)] for _, files in sorted(paths.items())]

@@ -1,0 +1,231 @@
+"""The tensors of a universal directory: a folder per parameter, a file per state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from ...core.inert import Scalar
+from ...core.manifest import Sighting, slot_name
+from ...errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+)
+from ...files.torchfile import Tensor, TorchFile
+from ...training import steps
+from ..deepspeed_states.directories import (
+    listed,
+)
+from ..deepspeed_states.flats import BufferSlot, FlatBuffer
+from ..deepspeed_states.states import open_files
+from .files import MASTER, VIEW, ZERO, SliceInfo, is_name
+from .merged import MergedStates
+
+
+class ParameterFolders:
+    """The tensors below zero/: a folder per parameter, a file per state."""
+
+    def __init__(self, merged: MergedStates) -> None:
+        self.merged = merged
+        self.root = os.path.join(merged.states.directory.path, ZERO)
+        self.shapes = merged.shapes()
+        self.infos: dict[str, SliceInfo] = {}
+        self.left_out: list[str] = []
+        names = [name for shapes in self.shapes for name in shapes]
+        self.paths = {name: self._listed(name) for name in names}
+        paths = [path for files in self.paths.values() for path in files]
+        self.files = open_files([*paths, *self._copies(set(names))], {})
+        self.by_path = {file.path: file for file in self.files}
+
+    def _listed(self, name: str) -> list[str]:
+        """A parameter's files, its master first."""
+        if not is_name(name):
+            raise CorruptCheckpoint(
+                f"{self.merged.states.models[0].path} names a parameter {name!r}, which "
+                "cannot be a folder's name"
+            )
+        folder = os.path.join(self.root, name)
+        paths = [
+            os.path.join(folder, file)
+            for file in (sorted(os.listdir(folder)) if os.path.isdir(folder) else ())
+            if file.endswith(".pt")
+        ]
+        master = os.path.join(folder, f"{MASTER}.pt")
+        if master not in paths:
+            raise IncompleteCheckpoint(
+                f"{self.root} lacks {os.path.join(name, MASTER)}.pt",
+                hint="the conversion did not finish, or model files of another save were copied",
+            )
+        return [master, *(path for path in paths if path != master)]
+
+    def _copies(self, known: set[str]) -> list[str]:
+        """The converter's files of frozen weights and buffers; nothing else may be below zero/."""
+        paths = []
+        for name in sorted(set(os.listdir(self.root)) - known):
+            folder = os.path.join(self.root, name)
+            files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+            states = [file for file in files if file.endswith(".pt") and file != f"{MASTER}.pt"]
+            if states:
+                raise InconsistentCheckpoint(
+                    f"{folder} holds {listed(states)} of a parameter that the model states do not "
+                    "list"
+                )
+            paths += [os.path.join(folder, file) for file in files if file == f"{MASTER}.pt"]
+        return paths
+
+    def buffers(self, step_policy: str | None) -> list[FlatBuffer]:
+        """One per parameter, in the user's order; what they share stands at the first."""
+        buffers = []
+        for place, shapes in enumerate(self.shapes):
+            group = self.merged.group_of(place)
+            steps_by_name, sightings, kept = self._steps(place, group, list(shapes), step_policy)
+            for name, shape in shapes.items():
+                slots, scalars, whole = self._slots(name, shape)
+                warnings: list[str] = []
+                if kept and sightings:
+                    stalled = [
+                        steps.stalled(line.step, kept.kind, line.where) for line in sightings
+                    ]
+                    warnings = [warning for warning in stalled if warning]
+                buffers.append(
+                    FlatBuffer(
+                        group,
+                        {name: whole},
+                        slots,
+                        steps_by_name.get(name),
+                        kept,
+                        scalars,
+                        sightings,
+                        (),
+                        warnings,
+                    )
+                )
+                sightings = []
+        return buffers
+
+    # -- tensors
+
+    def _slots(
+        self, name: str, shape: tuple[int, ...]
+    ) -> tuple[list[BufferSlot], dict[str, Scalar], tuple[int, ...]]:
+        """A parameter's slots, the numbers kept for it, and its shape."""
+        slots: list[BufferSlot] = []
+        scalars: dict[str, Scalar] = {}
+        for path in self.paths[name]:
+            file, key = self.by_path[path], os.path.basename(path).removesuffix(".pt")
+            if key == "step":
+                continue
+            tensor, info = self._tensor(file)
+            if key == MASTER:
+                shape = self._shape(name, shape, file, tensor, info)
+            if not isinstance(tensor, Tensor):
+                scalars[key] = Scalar(tensor, type(tensor).__name__)
+                continue
+            if shape and not tensor.shape:
+                scalars[key] = file.scalar(tensor)
+                continue
+            if info is None:
+                tensor = self._unpadded(tensor, shape)
+            if tensor.numel != prod(shape) or not (
+                tensor.shape == shape or info is None or VIEW in info
+            ):
+                raise InconsistentCheckpoint(
+                    f"{file.path} has shape {list(tensor.shape)}, the parameter {list(shape)}"
+                )
+            slot = "master" if key == MASTER else slot_name(key)
+            slots.append(BufferSlot(slot, tensor.dtype, {name: file.fragments(tensor)}))
+        return slots, scalars, shape
+
+    def _unpadded(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A flat tensor without the tail that converters before 0.19 leave at small parameters."""
+        numel, dp = prod(shape), self.merged.states.dp
+        longer = tensor.contiguous and numel < tensor.numel <= dp * -(-numel // dp)
+        return tensor.part(0, numel) if longer else tensor
+
+    def _tensor(self, file: TorchFile) -> tuple[Any, SliceInfo | None]:
+        """The tensor (or number) in a file, and what stands beside it; None if nothing does."""
+        value = file.value
+        info = None
+        if isinstance(value, dict):
+            info = {
+                str(key): entry
+                for key, entry in value.items()
+                if key != "param" and not isinstance(entry, Tensor)
+            }
+            value = value.get("param")
+        if not isinstance(value, (Tensor, bool, int, float)):
+            raise CorruptCheckpoint(f"{file.path} holds no tensor")
+        return value, info
+
+    def _shape(
+        self,
+        name: str,
+        stated: tuple[int, ...],
+        file: TorchFile,
+        tensor: Any,
+        info: SliceInfo | None,
+    ) -> tuple[int, ...]:
+        """The whole parameter's shape; raises InconsistentCheckpoint if files contradict."""
+        if not isinstance(tensor, Tensor):
+            raise CorruptCheckpoint(f"{file.path} holds no tensor")
+        if info is None:
+            return stated  # a flat tensor does not know
+        if info != {"cat_dim": 0} or self.merged.states.partitioned:
+            self.infos[name] = info
+        if VIEW in info and tensor.numel == prod(stated):
+            return stated
+        if self.merged.is_whole and tensor.shape != stated:
+            if not info.get("vocab_tensor"):
+                raise InconsistentCheckpoint(
+                    f"{file.path} has shape {list(tensor.shape)}, the model states say "
+                    f"{list(stated)}"
+                )
+            self.merged.states.model["module"].pop(name, None)  # still has the rows
+            self.left_out.append(f"rows of {name} that fill up the vocabulary")
+        return (tensor.numel,) if VIEW in info and len(stated) == 1 else tensor.shape
+
+    # -- steps
+
+    def _steps(
+        self, place: int, group: int, names: Sequence[str], policy: str | None
+    ) -> tuple[dict[str, steps.Step], list[Sighting], steps.StepPlace | None]:
+        """Steps by name, every place that states one, and where and how the true one is kept."""
+        states = self.merged.states
+        common = states.flat_states(place)[0].get("step")
+        in_group = states.groups(group)[0].get("step")
+        by_name: dict[str, steps.Step] = {}
+        kept: steps.StepPlace | None = None
+        for name in names:
+            file = self.by_path.get(os.path.join(self.root, name, "step.pt"))
+            stored = self._tensor(file)[0] if file else common
+            value = _number(file or states.optimizers[0], stored)
+            if (step := steps.step_of(value)) is not None:
+                by_name[name] = step
+                kept = kept or _kept("state", stored, value)
+        if policy and (step := steps.agree(list(by_name.items()), policy)) is not None:
+            by_name = dict.fromkeys(by_name, step)
+        sightings = []
+        for step in dict.fromkeys(by_name.values()):
+            with_it = [name for name in names if by_name.get(name) == step]
+            whose = f"group {group}" if len(with_it) == len(names) else listed(with_it)
+            sightings.append(Sighting(f"step of {whose}", step, True))
+        value = _number(states.optimizers[0], in_group)
+        if (step := steps.step_of(value)) is not None:
+            sightings.append(Sighting(f"param_groups[{group}]", step, not by_name))
+            if not by_name:
+                return dict.fromkeys(names, step), sightings, _kept("group", in_group, value)
+        return by_name, sightings, kept
+
+
+def _number(file: TorchFile, value: Any) -> Any:
+    """`value`; a tensor of one element by value."""
+    return file.scalar(value) if isinstance(value, Tensor) and value.numel == 1 else value
+
+
+def _kept(where: str, stored: Any, value: Any) -> steps.StepPlace:
+    """Where a step is kept, and in which type and shape."""
+    shape = stored.shape if isinstance(stored, Tensor) else ()
+    return steps.StepPlace(where, steps.kind_of(value), shape)

@@ -1,0 +1,169 @@
+"""What a universal directory says beside its tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ...errors import IncompleteCheckpoint
+from ...files.torchfile import Parsed, TorchFile
+from .. import zero
+from ..deepspeed_states.directories import MODEL_3, TagDirectory, listed, refuse
+from ..deepspeed_states.states import (
+    EngineStates,
+    ParameterShapes,
+    dictionary,
+    in_user_order,
+    item,
+    nested,
+    open_files,
+    shapes_of_groups,
+    version_of,
+)
+from .files import COMMON, MARK, ZERO, model_files
+
+
+class MergedStates:
+    """The model files and optimizer_state.pt; `states` are what a run's own files would say.
+
+    With tensor or pipeline parallelism the modules in the model files are shards, and none is
+    looked at: then `is_whole` is False.
+    """
+
+    def __init__(self, directory: TagDirectory) -> None:
+        common = os.path.join(directory.path, ZERO, COMMON)
+        if not os.path.isfile(common):
+            raise IncompleteCheckpoint(
+                f"{directory.path} lacks {os.path.join(ZERO, COMMON)}",
+                hint="the conversion did not finish, or the folder zero/ was not copied",
+            )
+        paths = model_files(directory)
+        partitioned = MODEL_3.fullmatch(os.path.basename(paths[0][0])) is not None
+        parsed: Parsed = {}
+        models, *others = [open_files(ranked, parsed) for ranked in paths]
+        self.other_models = [file for files in others for file in files]
+        # one per model-parallel rank
+        self._first_models = [models[0], *(files[0] for files in others)]
+        self.tops = [dictionary(file, file.value) for file in self._first_models]
+        optimizer = TorchFile(common)
+        state = dictionary(optimizer, optimizer.value)
+        version = version_of(self.tops[0], state)
+        self.is_whole = len(self.tops) == 1 and isinstance(self.tops[0].get("module"), dict)
+        model = self.tops[0] if self.is_whole else self._without_module()
+        self.states = EngineStates(
+            directory,
+            models,
+            [optimizer],
+            model,
+            [state],
+            [_base(state)],
+            version,
+            _dp(directory, model, len(models), partitioned),
+            partitioned,
+        )
+        for top in self.tops:
+            experts = top.get("num_experts")
+            if isinstance(experts, list) and any(experts):
+                refuse(directory, "mixture-of-experts layers")
+
+    def _without_module(self) -> dict[str, Any]:
+        aliases = [top.get("shared_params") or {} for top in self.tops]
+        return {
+            **self.tops[0],
+            "module": {},
+            "shared_params": {alias: owner for pairs in aliases for alias, owner in pairs.items()},
+            "frozen_param_shapes": {},
+        }
+
+    @property
+    def module_dtype(self) -> str:
+        """The type of the module's weights; from the ds_config if the module is cut in shards."""
+        if self.is_whole:
+            return self.states.module_dtype
+        for key, dtype in (("bf16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16")):
+            if nested(self.states.config, key, "enabled") is True:
+                return dtype
+        return "F32"
+
+    @property
+    def left_out(self) -> list[str]:
+        if self.is_whole or not any(top.get("module") for top in self.tops):
+            return []
+        return [
+            "the weights, frozen weights and buffers in the modules of "
+            f"{len(self.tops)} model-parallel ranks: masters are whole, these are not"
+        ]
+
+    # -- the parameters
+
+    def _listed_shapes(self) -> Iterator[list[ParameterShapes]]:
+        """Every model-parallel rank's parameters as they lay in its flat buffers."""
+        for top, file in zip(self.tops, self._first_models, strict=True):
+            yield shapes_of_groups(top.get("param_shapes"), file)
+
+    def shapes(self) -> list[ParameterShapes]:
+        """Parameters of every group (stage 3: sub-group) in the user's order, of all ranks.
+
+        Shapes are those of shards where the model was cut for tensor parallelism.
+        """
+        merged: list[ParameterShapes] = []
+        for groups in self._listed_shapes():
+            for place, shapes in enumerate(groups):
+                if place == len(merged):
+                    merged.append({})
+                merged[place].update(in_user_order(shapes, self.states))
+        return merged
+
+    def group_of(self, place: int) -> int:
+        """The group of a sub-group; in stage 1 and 2 they are the same."""
+        if self.states.partitioned:
+            groups = self.states.bases[0]["param_groups"]
+            for group in range(len(groups) if isinstance(groups, list) else 0):
+                if place in (item(groups, group).get("params") or ()):
+                    return group
+        return place
+
+    def warnings(self) -> list[str]:
+        """The converter takes round-robin files for plain ones (0.19.8), and nothing shows it.
+
+        It maps a group as it lies only if the group has alignment padding.
+        """
+        states = self.states
+        if MARK in states.first or not states.round_robin:
+            return []
+        aligned = states.first.get("param_alignment_paddings") or []
+        permuted = [
+            place
+            for place, shapes in enumerate(next(self._listed_shapes()))
+            if zero.round_robin(len(shapes), states.dp) != list(range(len(shapes)))
+            and not (place < len(aligned) and any(aligned[place]))
+        ]
+        if not permuted:
+            return []
+        return [
+            "saved with round_robin_gradients and converted by DeepSpeed, which mixes up the "
+            f"parameters then (0.19.8): masters and states of group {listed(permuted)} are those "
+            "of other parameters; convert the run's own directory instead"
+        ]
+
+
+def _base(state: dict[str, Any]) -> dict[str, Any]:
+    """The base optimizer's state, which stage 3 has, and its param_groups."""
+    base = state.get("optimizer_state_dict")
+    return {
+        "state": base.get("state") if isinstance(base, dict) else {},
+        "param_groups": state.get("param_groups"),
+    }
+
+
+def _dp(directory: TagDirectory, model: dict[str, Any], count: int, partitioned: bool) -> int:
+    """The run's data-parallel size; frozen weights of stage 3 are cut over as many files."""
+    stated = model.get("dp_world_size")
+    dp = stated if isinstance(stated, int) and stated > 0 else count
+    if partitioned and model.get("frozen_param_shapes") and dp != count:
+        raise IncompleteCheckpoint(
+            f"{directory.path} holds frozen weights in {count} of {dp} model files",
+            hint="copy zero_pp_rank_R_mp_rank_00_model_states.pt of all ranks",
+        )
+    return dp

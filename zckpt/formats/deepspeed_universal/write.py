@@ -1,0 +1,229 @@
+"""DeepSpeed's own universal checkpoints, as shells.
+
+The model files are those of a run's directory. Turned down: the copies of frozen weights and
+buffers that DeepSpeed puts below zero/ as fp32.pt; nothing reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from ...core.manifest import Manifest, slot_key
+from ...core.staging import Layout, Shell
+from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
+from ...files.torchshell import Storages, seal_records, shell
+from ...training.options import Options
+from .. import zero
+from ..deepspeed_states import reports
+from ..deepspeed_states.directories import listed
+from ..deepspeed_states.hyper import check_states
+from ..deepspeed_states.model_files import model_files
+from ..deepspeed_states.optimizer_values import (
+    base_state,
+    clipping,
+    inferred,
+    loss_scaling,
+    stage_enum,
+    typed_step,
+)
+from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
+from .files import COMMON, MARK, MASTER, POINTER, ZERO, SliceInfo, is_name
+from .slicing import keeps_padding, slice_info
+
+ADAM = {"exp_avg", "exp_avg_sq"}  # the only states that the loader of stage 3 looks for
+
+SliceInfos = Mapping[str, SliceInfo | None]
+
+
+def lay_out(source: Manifest, options: Options) -> Layout:
+    """The files of a directory that the engine loads at any data-parallel size.
+
+    The form is that of the target's stage. Raises before anything is written, as deepspeed/write.py
+    does, and UnsupportedCheckpoint for what the engine's loader cannot take: numbers that an
+    optimizer keeps per parameter (NAdam), in stage 3 any optimizer but Adam; names that cannot be
+    the names of folders.
+    """
+    target = DeepSpeedTarget(source, options)
+    warnings = reports.of_config(target)
+    if not options.weights_only:
+        check_states(target.engine, source, {slot for b in target.buffers for slot in b.slots})
+        warnings += reports.of_assumed(target)
+    warnings += reports.of_weights(target)
+    _check_names(target)
+    infos = {name: slice_info(target, name) for name in target.trainable}
+    if not options.weights_only:
+        _check_loader(target)
+    warnings += [*_warnings_of_loading(target), *_warnings_of_layout(target, infos)]
+
+    def shells() -> Iterator[Shell]:
+        pointer = target.tag.encode()
+        yield Shell(POINTER, len(pointer), ((0, pointer),))
+        # the loader does not load the modules' weights: only what the source holds is written
+        yield from model_files(target, derives=False)
+        yield _common_file(target, f"{target.tag}/{ZERO}/{COMMON}")
+        for buffer in target.buffers:
+            for name in buffer.names:
+                yield from _parameter_files(target, name, buffer.slots, infos[name])
+
+    about = f"a universal checkpoint of DeepSpeed's own, ZeRO stage {target.engine.stage}"
+    return Layout(shells, target.take_siblings(), target.left_out, warnings, about=about)
+
+
+def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+    """Writes the CRC-32 of every record into the files' zip directories."""
+    seal_records(manifest, outcome)
+
+
+# -- checks and warnings
+
+
+def _check_names(target: DeepSpeedTarget) -> None:
+    keys = {slot_key(slot) for buffer in target.buffers for slot in buffer.slots}
+    for what, names, reserved in (
+        ("tag", [target.tag], (POINTER,)),
+        ("parameter", list(target.trainable), (COMMON,)),
+        ("optimizer state", sorted(keys), (MASTER, "step")),
+    ):
+        for name in names:
+            if not is_name(name) or name in reserved:
+                raise UnsupportedCheckpoint(
+                    f"the {what} {name!r} cannot be the name of a folder or file here",
+                    hint="write another format: --to deepspeed, --to universal",
+                )
+
+
+def _check_loader(target: DeepSpeedTarget) -> None:
+    """Raises UnsupportedCheckpoint for what `load_universal` cannot load (0.19.8)."""
+    numbers = sorted({key for buffer in target.buffers for key in buffer.scalars})
+    if numbers:
+        raise UnsupportedCheckpoint(
+            f"the optimizer keeps {listed(numbers)} per parameter, a number, which DeepSpeed's "
+            "universal loader cannot take",
+            hint="write --to deepspeed, which keeps it",
+        )
+    if not target.engine.partitioned:
+        if any(map(target.keeps_whole_momenta, target.buffers)):
+            raise UnsupportedCheckpoint(
+                "Muon keeps whole momenta (no offload), which DeepSpeed's universal loader cuts",
+                hint="write --to deepspeed; with offload_optimizer in the ds_config it fits",
+            )
+        return
+    for buffer in target.buffers:
+        if set(buffer.slots) != ADAM or buffer.step is None:
+            slots = listed(sorted(buffer.slots)) or "none"
+            raise UnsupportedCheckpoint(
+                "DeepSpeed's universal loader of stage 3 takes exp_avg, exp_avg_sq and a step, "
+                f"the source holds {slots}" + ("" if buffer.step is not None else " and no step"),
+                hint="write --stage 2, or --to deepspeed",
+            )
+    steps = sorted({buffer.step for buffer in target.buffers if buffer.step is not None})
+    if len(steps) > 1:
+        raise InconsistentCheckpoint(
+            f"DeepSpeed's universal loader of stage 3 takes one step for all parameters, the "
+            f"source has {listed(steps)}",
+            hint="write --stage 2, or --to deepspeed",
+        )
+
+
+def _warnings_of_loading(target: DeepSpeedTarget) -> list[str]:
+    """What the engine's loader leaves as the program has made it."""
+    warnings = []
+    frozen = [name for name in target.frozen if f"{name}/param" in target.source.entries]
+    for what, names in (("frozen weights", frozen), ("buffers", target.source.buffers)):
+        if names:
+            warnings.append(
+                f"DeepSpeed's universal loader does not load {what}: {listed(names)} stay as "
+                "the model initializes them (--to deepspeed has no such loss)"
+            )
+    if target.engine.partitioned and any(group != target.groups[0] for group in target.groups):
+        warnings.append(
+            "DeepSpeed's universal loader of stage 3 gives all groups the hyper-parameters of "
+            "group 0: set those of the others after loading"
+        )
+    if target.engine.partitioned:
+        # engine.py _load_checkpoint reads an ordinary checkpoint there, and does not use it
+        warnings.append(
+            "at stage 3 load_checkpoint(DIR, load_optimizer_states=False) stops for want of a "
+            "file `latest` (DeepSpeed 0.19.8): for weights alone call load_checkpoint(DIR, "
+            "load_module_only=True), or write --to deepspeed, where it works"
+        )
+    return warnings
+
+
+def _warnings_of_layout(target: DeepSpeedTarget, infos: SliceInfos) -> list[str]:
+    """Where the engine's loader fails, or loads to wrong places."""
+    warnings = []
+    if target.engine.round_robin and not target.engine.aligned:
+        warnings.append(
+            "an engine with round_robin_gradients loads universal checkpoints to wrong places "
+            "(0.19.8): switch it off in the ds_config that you run with"
+        )
+    padded = [name for name in target.trainable if keeps_padding(target, name, infos[name])]
+    if padded:
+        warnings.append(
+            f"{listed(padded)} has more rows than original_vocab_size: an engine whose padded "
+            "vocabulary is smaller than these refuses it (DeepSpeed's converter strips them)"
+        )
+    if target.engine.partitioned:
+        return warnings
+    for number, buffer in enumerate(target.buffers):
+        total = buffer.starts[-1]
+        if total <= (target.dp - 1) * zero.partition_size(total, target.dp):
+            warnings.append(
+                f"group {number} has {total} elements, so that some of {target.dp} ranks hold "
+                "none: there DeepSpeed's universal loader fails (IndexError, 0.19.8)"
+            )
+    return warnings
+
+
+# -- files below zero/
+
+
+def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
+    """optimizer_state.pt: groups, loss scale; in stage 3 the steps too."""
+    storages = Storages()
+    value: dict[str, Any] = {MARK: 1, **inferred(target), "ds_version": target.version}
+    if not target.engine.wraps_bf16:
+        value |= {"zero_stage": stage_enum(target), **loss_scaling(target, storages)}
+    states = {}
+    if target.engine.partitioned:
+        value["partition_count"] = target.dp
+        states = {
+            number: _step(target, buffer, storages) for number, buffer in enumerate(target.buffers)
+        }
+    else:
+        value |= clipping(target)
+    base = base_state(target, states, storages)
+    value["param_groups"] = base["param_groups"]
+    if target.engine.partitioned:
+        value["optimizer_state_dict"] = base
+    return shell(name, value, storages)
+
+
+def _step(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -> dict[str, Any]:
+    """A sub-group's step, where stage 3 looks for it with every optimizer."""
+    return {} if buffer.step is None else {"step": typed_step(target, buffer.step, storages)}
+
+
+def _parameter_files(
+    target: DeepSpeedTarget, name: str, slots: Mapping[str, str], info: SliceInfo | None
+) -> Iterator[Shell]:
+    """A parameter's master and states, and in stage 1 and 2 its step."""
+    folder = f"{target.tag}/{ZERO}/{name}"
+    tensors = {MASTER: target.master_dtype(name)}
+    tensors |= {slot_key(slot): dtype for slot, dtype in slots.items()}
+    for key, dtype in tensors.items():
+        storages = Storages()
+        shape = target.trainable[name].shape
+        value: Any = storages.tensor(dtype, (prod(shape),) if info is None else shape)
+        if info is not None:
+            value = {**target.thawed(info, storages), "param": value}
+        yield shell(f"{folder}/{key}.pt", value, storages)
+    step = target.trainable[name].step
+    if target.engine.partitioned or target.options.weights_only or step is None:
+        return
+    if target.step_place.where == "state":
+        storages = Storages()
+        yield shell(f"{folder}/step.pt", typed_step(target, step, storages), storages)
