@@ -102,7 +102,7 @@ class Rename(click.ParamType[tuple[str, str]]):
 
 
 class Tie(click.ParamType[tuple[str, str]]):
-    """NAME=NAME: a tied weight's second name, and the one that the source has."""
+    """NAME=NAME: a tied weight's second name, and its name in the source."""
 
     name = "tie"
 

@@ -40,23 +40,23 @@ class BucketBuffers:
         return torch.empty(size, dtype=torch.uint8, device=self.world.device)
 
     def own(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where this process's rows are read, and where they are gathered from."""
+        """The memory that this process's rows are read into, and the all-gathered memory."""
         length = self.rows(bucket) // self.world.size
         part = self.gathered[self.world.rank * length : (self.world.rank + 1) * length]
         return (part if self._rows is None else self._rows[:length]), part
 
     def grow(self, other: int) -> None:
-        """More room for the other side; what is there is lost."""
+        """Allocates more memory for the other side, without keeping its contents."""
         self.other = self._host(other)
         self.near_other = self._near(other) if self.cuda else self.other
 
     def rows(self, bucket: Bucket) -> int:
-        """Bytes of all rows, those included that fill up the last processes."""
+        """Bytes of all rows, with padding rows so that every process has as many."""
         each = -(-bucket.rows // self.world.size)
         return each * self.world.size * bucket.width * bucket.size
 
     def move(self, bucket: Bucket, other: int) -> None:
-        """Gathers what was read; brings it, and `other` bytes of the other side, to the device."""
+        """All-gathers the rows; moves them, and `other` bytes of the other side, to the device."""
         read, part = self.own(bucket)
         if self._rows is not None:
             part.copy_(read, non_blocking=True)
@@ -70,10 +70,10 @@ class BucketBuffers:
             self.near[: len(whole)].copy_(whole, non_blocking=True)
 
     def _all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Every process's part, which lies in its place of the whole already, to all others.
+        """Brings every process's part, which is a slice of `whole`, to all other processes.
 
-        gloo's own all-gather copies twice: broadcasts of the parts, under way together, bring the
-        same bytes in half of the time (torch 2.13, 2 and 4 processes on one machine).
+        gloo's own all-gather copies twice. Broadcasts of the parts, all started together, bring the
+        same bytes in half the time (torch 2.13, 2 and 4 processes on one machine).
         """
         if self.world.transport.type == "cuda":
             ALL_GATHER(whole, part)
@@ -83,7 +83,7 @@ class BucketBuffers:
             work.wait()
 
     def sides(self, bucket: Bucket, item: BlockMatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """A block as the engine's ranks hold it and as the other side does: views, no copies."""
+        """A block of the ranks and the same elements of the other side: views, no copies."""
         block, other = item.block, item.other
         matrix = self.near[: self.rows(bucket)].view(BITS[bucket.size]).view(-1, bucket.width)
         a = matrix[block.row : block.row + block.rows, block.column : block.column + block.columns]
