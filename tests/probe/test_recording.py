@@ -29,7 +29,7 @@ from zckpt.probe import runs
 from zckpt.probe.statistics import Measurer
 
 from ..conftest import ROOT
-from ..proof.test_stats import made
+from ..proof.test_stats import random_numbers
 
 
 class Pair(NamedTuple):
@@ -229,7 +229,7 @@ def test_a_second_backward_is_told_apart(tmp_path: Path) -> None:
 def test_statistics_of_any_tensor(dtype: str, how: str) -> None:
     kind = getattr(torch, TORCH_NAMES[dtype])
     if dtype in NUMBERS:
-        tensor = made(dtype, 600)
+        tensor = random_numbers(dtype, 600)
         if dtype in ("F32", "F16", "BF16", "F64"):
             tensor[3], tensor[5] = math.nan, -math.inf
     else:
@@ -264,7 +264,7 @@ def test_statistics_of_any_tensor(dtype: str, how: str) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_large_tensors_are_measured_in_parts(threads: int) -> None:
-    tensor = made("F32", 1_000_003)
+    tensor = random_numbers("F32", 1_000_003)
     measurer = Measurer(bucket=1 << 20, samples=4, threads=threads)
     about = measurer.describe(tensor)
     measurer.close()

@@ -32,7 +32,7 @@ def memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()).cast("B")
 
 
-def made(dtype: str, count: int, seed: int = 0) -> torch.Tensor:
+def random_numbers(dtype: str, count: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(count, generator=generator, dtype=torch.float64) * 3
     if dtype[0] in "UB":
@@ -66,7 +66,7 @@ def assert_right(measured: statistics.Statistics, tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", sorted(NUMBERS))
 @pytest.mark.parametrize("count", [1, 2, 1000, 70_000])
 def test_numbers_are_those_of_torch(dtype: str, count: int) -> None:
-    tensor = made(dtype, count)
+    tensor = random_numbers(dtype, count)
     measured = measure(memory(tensor), dtype, histogram=True)
     assert_right(measured, tensor)
     magnitudes = measured.magnitudes()
@@ -75,7 +75,7 @@ def test_numbers_are_those_of_torch(dtype: str, count: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
 def test_what_is_not_finite_is_counted_apart(dtype: str) -> None:
-    tensor = made(dtype, 3000)
+    tensor = random_numbers(dtype, 3000)
     tensor[7], tensor[8], tensor[2999] = math.nan, math.inf, math.inf
     tensor[100], tensor[200], tensor[300] = -math.inf, 0.0, -0.0
     assert_right(measure(memory(tensor), dtype, histogram=True), tensor)
@@ -156,7 +156,7 @@ def test_integers_past_two_to_the_53() -> None:
 
 @given(st.lists(st.integers(0, 400), max_size=6), st.integers(1, 50))
 def test_parts_add_up(cuts: list[int], block: int) -> None:
-    numbers = made("F32", 400, seed=block) + 1000
+    numbers = random_numbers("F32", 400, seed=block) + 1000
     whole, parts = statistics.Statistics(), memory(numbers)
     edges = [0, *sorted(cuts), 400]
     for start, stop in pairwise(edges):
@@ -198,7 +198,9 @@ def messages(manifest: Manifest) -> list[str]:
 
 
 def test_every_tensor_in_every_part(tmp_path: Path) -> None:
-    tensors = {f"{dtype}/param": made(dtype, 900_001).view(-1, 1) for dtype in ("F32", "BF16")}
+    tensors = {
+        f"{dtype}/param": random_numbers(dtype, 900_001).view(-1, 1) for dtype in ("F32", "BF16")
+    }
     tensors |= {"empty/param": torch.empty(0, 3), "scalar/param": torch.tensor(4.0)}
     manifest = manifest_of(tmp_path, tensors)
     reports = [

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..core.checksum import combine, crc32
 from ..core.dtypes import NUMBERS, TORCH_NAMES
-from ..proof.stats import Statistics, measure, told
+from ..proof.stats import Statistics, json_number, measure
 
 NAMES = {getattr(torch, kind): name for name, kind in TORCH_NAMES.items() if hasattr(torch, kind)}
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -112,7 +112,7 @@ class Measurer:
         values = (held if held.dim() else held.view(1)).take(places).tolist()
         if kind in UNSIGNED:
             values = [value % (1 << 8 * tensor.element_size()) for value in values]
-        return [told(value) for value in values]
+        return [json_number(value) for value in values]
 
     def _each(self, work: Any, parts: Sequence[Any]) -> Any:
         return self._pool.map(work, parts) if self._pool and len(parts) > 1 else map(work, parts)

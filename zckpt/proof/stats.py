@@ -87,8 +87,8 @@ class Statistics:
             "min": self.min if some else None,
             "max": self.max if some else None,
             "mean": self.mean if some else None,
-            "std": None if self.std is None else told(self.std),
-            "norm": told(self.norm) if some else None,
+            "std": None if self.std is None else json_number(self.std),
+            "norm": json_number(self.norm) if some else None,
             "nan": self.nan,
             "inf": self.inf,
             "negative_inf": self.negative_inf,
@@ -120,7 +120,7 @@ COUNTS = (
 )
 
 
-def told(number: float) -> float | str:
+def json_number(number: float) -> float | str:
     """A number as JSON can express it: "inf" is text."""
     return number if math.isfinite(number) else str(number)
 
