@@ -40,7 +40,7 @@ class BucketBuffers:
         return torch.empty(size, dtype=torch.uint8, device=self.world.device)
 
     def own(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for the rows that this process reads, and the memory that is all-gathered."""
+        """The memory that this process's rows are read into, and the all-gathered memory."""
         length = self.rows(bucket) // self.world.size
         part = self.gathered[self.world.rank * length : (self.world.rank + 1) * length]
         return (part if self._rows is None else self._rows[:length]), part
