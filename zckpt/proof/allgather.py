@@ -23,7 +23,8 @@ from typing import Any, TypeGuard, TypeVar
 
 from .. import formats
 from ..core.checksum import Cover, crc32
-from ..core.compare import ComparisonOutcome, Difference, Result, measure, same
+from ..core.compare import ComparisonOutcome, Result
+from ..core.difference import Difference, measure, same
 from ..core.dtypes import SIZES, TORCH_NAMES
 from ..core.fileio import Reader, files_per_thread
 from ..core.fragments import Box, Extent, Runs, solid

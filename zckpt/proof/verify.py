@@ -17,7 +17,8 @@ from typing import Any
 
 from .. import __version__
 from ..core import compare
-from ..core.compare import ComparisonOutcome, Difference, Result
+from ..core.compare import ComparisonOutcome, Result
+from ..core.difference import Difference
 from ..core.dtypes import FLOATS
 from ..core.fragments import Runs
 from ..core.inert import from_json, plain_group
