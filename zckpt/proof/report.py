@@ -7,7 +7,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from ..core.compare import ComparisonOutcome, Difference, Result
+from ..core.compare import ComparisonOutcome, Result
+from ..core.difference import Difference
 from ..core.manifest import Entry, Manifest
 from ..errors import listed
 from ..version import __version__

@@ -22,7 +22,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.checksum import Cover
-from ...core.compare import ComparisonOutcome, Difference, Result
+from ...core.compare import ComparisonOutcome, Result
+from ...core.difference import Difference
 from ...core.dtypes import SIZES
 from ...core.manifest import Entry, Manifest
 from ...core.partition import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ...core.compare import Difference, measure, same
+from ...core.difference import Difference, measure, same
 from ...core.dtypes import SIZES, TORCH_NAMES
 from ...core.plan import Match
 from .readers import BlockMatch, memory_of

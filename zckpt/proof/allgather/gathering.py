@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...core.checksum import crc32
-from ...core.compare import Difference
+from ...core.difference import Difference
 from ...core.dtypes import SIZES
 from ...core.partition import (
     Block,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.core.compare import Difference, measure, rounds_to, same
+from zckpt.core.difference import Difference, measure, rounds_to, same
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 
 FLOATS = ("F64", "F32", "F16", "BF16")
