@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt import api, formats
-from zckpt.cli import Size
+from zckpt.cli.parameters import Size
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fileio import Reader, files_per_thread
 from zckpt.core.fragments import Extent
@@ -37,7 +37,8 @@ from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.partition import Member, Partitioned, Whole
 from zckpt.core.pieces import Gatherer, Ledger, Wanted
 from zckpt.core.threads import share
-from zckpt.proof.allgather import READ, World, join_world
+from zckpt.proof.allgather.readers import READ
+from zckpt.proof.allgather.world import World, join_world
 
 from .measure import spread
 

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zckpt.api import DEFAULT_COPYING, read
+from zckpt.api import read
 from zckpt.core.copy import chunk_size
 from zckpt.core.dtypes import SIZES
 from zckpt.core.fileio import Buffer, Reader, files_per_thread
 from zckpt.core.manifest import Manifest
 from zckpt.core.pieces import Gatherer, Ledger, Wanted
+from zckpt.core.resources import DEFAULT_COPYING
 from zckpt.core.threads import share
 
 TARGETS = {"pair": 1.6, "alone": 1.3}  # times the wall of the reading

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,23 @@ from zckpt.cli import cli
 from .conftest import EXAMPLE, ROOT, Result
 
 Zckpt = Callable[..., Result]
+
+
+def on_a_terminal(*words: object, columns: int) -> str:
+    """What a command prints on a terminal of that width."""
+    outer, inner = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "zckpt", *map(str, words)]
+    with subprocess.Popen(command, stdout=inner, cwd=ROOT, env=environment) as process:
+        os.close(inner)
+        printed = b""
+        with suppress(OSError):  # the end of a terminal is an error on Linux
+            while data := os.read(outer, 1 << 16):
+                printed += data
+    os.close(outer)
+    assert process.returncode == 0
+    text = printed.decode().replace("\r\n", "\n")
+    return re.sub("\x1b\\[[01]m", "", text)  # bold, and its end
 
 
 def test_version(zckpt: Zckpt) -> None:
@@ -135,6 +155,33 @@ class TestInspect:
         assert "\x1b" not in zckpt("inspect", hostile).out
         assert "\x1b" not in zckpt("inspect", hostile, "--from", "universal").err
 
+    def test_without_a_terminal_tables_are_plain_columns(
+        self, zckpt_without: Callable[..., Result]
+    ) -> None:
+        ended = zckpt_without(("rich",), "inspect", EXAMPLE, "--tensors", "fc1.bias/master")
+        assert (ended.code, ended.err) == (0, "")
+        assert ended.out.splitlines() == [
+            "tensor           dtype  shape  elements  fragments",
+            "fc1.bias/master  F32    29           29          3",
+        ]
+
+    def test_on_a_terminal_rich_draws_the_tables(self) -> None:
+        words = ["inspect", EXAMPLE, "--tensors", "fc1.bias/master"]
+        out = on_a_terminal(*words, columns=120)
+        assert re.search(r"^ *tensor +dtype +shape +elements +fragments *$", out, re.MULTILINE)
+        assert "\u2500" * 20 in out  # the line below the heads
+        assert re.search(r"fc1\.bias/master +F32 +29 +29 +3", out)
+        narrow = on_a_terminal(*words, columns=40)
+        assert max(map(len, narrow.splitlines())) <= 40
+        assert "fc1.bias/master" not in narrow  # it continues on the next line
+
+    def test_hostile_names_do_not_reach_rich(self, example: Path) -> None:
+        hostile = example.parent / "a\x1b[31mb[bold]c"
+        example.rename(hostile)
+        out = on_a_terminal("inspect", hostile, columns=300)
+        assert "a\\x1b[31mb[bold]c" in out
+        assert "\x1b[31mb" not in out
+
     def test_output_into_a_closed_pipe(self) -> None:
         command = f"{sys.executable} -m zckpt inspect {EXAMPLE} --tensors '*' | head -1"
         ended = subprocess.run(
@@ -199,9 +246,27 @@ class TestConvert:
         assert (ended.returncode, "is complete" in ended.stderr) == (0, True)
         assert (tmp_path / "u").is_dir()
 
-    def test_without_stderr(self, tmp_path: Path) -> None:
-        command = f"{sys.executable} -m zckpt convert {EXAMPLE} {tmp_path}/u 2>&-"
-        subprocess.run(command, shell=True, check=True, cwd=ROOT)
+    def test_without_stderr(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        """The next file that is opened gets stderr's number; no warning may end up in it."""
+        to = "--to deepspeed-universal"
+        assert "Warning" in zckpt("convert", EXAMPLE, tmp_path / "a", *to.split()).err
+        command = f"{sys.executable} -m zckpt convert {EXAMPLE} {tmp_path}/b {to} 2>&-"
+        ended = subprocess.run(
+            command, shell=True, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        assert ended.stdout.startswith(f"{tmp_path}/b: ")
+        assert "Warning" not in ended.stdout
+        files = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
+        assert len(files) > 3
+        for path in files:
+            other = tmp_path / "b" / path.relative_to(tmp_path / "a")
+            assert path.read_bytes() == other.read_bytes()
+
+    def test_an_error_without_stderr(self, tmp_path: Path) -> None:
+        command = f"{sys.executable} -m zckpt convert {tmp_path}/nothing {tmp_path}/u 2>&-"
+        ended = subprocess.run(command, shell=True, cwd=ROOT, stdout=subprocess.PIPE)
+        assert (ended.returncode, ended.stdout) == (1, b"")
+        assert list(tmp_path.iterdir()) == []
 
     def test_error_as_json(self, tmp_path: Path, zckpt: Zckpt) -> None:
         ended = zckpt("convert", tmp_path / "nothing", tmp_path / "u", "--json")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +19,14 @@ from zckpt.cli import cli
 
 from .conftest import ROOT
 
+if sys.version_info >= (3, 11):
+    import tomllib as toml
+else:
+    import tomli as toml  # which pytest needs there
+
+OURS = {"zckpt", "tests", "examples", "benchmarks"}
 TEXT = (ROOT / "README.md").read_text()
+PROJECT = toml.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def blocks(kind: str) -> list[str]:
@@ -24,10 +36,10 @@ def blocks(kind: str) -> list[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the commands run, one after the other."""
-    made = tmp_path_factory.mktemp("readme")
+    folder = tmp_path_factory.mktemp("readme")
     for name in ("examples", "tests"):
-        (made / name).symlink_to(ROOT / name)
-    return made
+        (folder / name).symlink_to(ROOT / name)
+    return folder
 
 
 def test_commands_run_as_printed(folder: Path) -> None:
@@ -51,11 +63,84 @@ def test_python_runs_as_printed(folder: Path) -> None:
         )
 
 
-def test_set_up_commands_install_what_they_need() -> None:
-    main, tests = blocks("sh")
-    assert main.startswith("python3 -m venv")
-    assert "zckpt convert examples/run" in main
-    assert tests.rstrip().endswith(".venv/bin/pytest")
+def requirements(project: Mapping[str, Any], extra: str | None) -> set[str]:
+    """Names of the distributions that pyproject.toml has pip install, without theirs."""
+    listed = project["dependencies"]
+    if extra is not None:
+        listed = [*listed, *project["optional-dependencies"][extra]]
+    names: set[str] = set()
+    for line in listed:
+        name, extras = re.match(r"([\w-]+)(?:\[([\w,]+)\])?", line).groups()  # type: ignore[union-attr]
+        if name != "zckpt":
+            names.add(name)
+        for other in (extras or "").split(",") if name == "zckpt" else ():
+            names |= requirements(project, other)
+    return names
+
+
+def with_their_own(names: Iterable[str]) -> set[str]:
+    """These distributions and those that they need themselves."""
+    complete: set[str] = set()
+    queue = list(names)
+    while queue:
+        name = re.sub("[-_.]+", "-", queue.pop()).lower()
+        if name in complete:
+            continue
+        complete.add(name)
+        with suppress(metadata.PackageNotFoundError):  # not needed on this platform
+            lines = metadata.requires(name) or ()
+            queue += [re.split(r"[^\w.-]", line)[0] for line in lines if "extra ==" not in line]
+    return complete
+
+
+def test_set_up_command_of_the_main_job_installs_what_it_needs(tmp_path: Path) -> None:
+    """`pip install .` brings all that the commands after it import."""
+    venv, install, *commands = blocks("sh")[0].strip().split(" && ")
+    assert (venv, install) == ("python3 -m venv .venv", ".venv/bin/pip install .")
+    assert commands
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    for name in with_their_own(requirements(PROJECT, None)):
+        for file in metadata.files(name) or ():
+            top = file.parts[0]
+            if top != ".." and not (installed / top).is_symlink():
+                (installed / top).symlink_to(Path(str(file.locate())).parents[len(file.parts) - 2])
+    (installed / "zckpt").symlink_to(ROOT / "zckpt")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for command in commands:
+        program, *words = shlex.split(command)
+        assert program == ".venv/bin/zckpt"
+        ended = subprocess.run(
+            [sys.executable, "-S", "-m", "zckpt", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": str(installed)},
+        )
+        assert (ended.returncode, ended.stderr) == (0, ""), command
+    assert (tmp_path / "universal" / "manifest.json").is_file()
+
+
+def test_set_up_command_of_the_tests_installs_what_they_import() -> None:
+    venv, torch, install, command = blocks("sh")[1].strip().split(" && ")
+    assert venv == "python3 -m venv .venv"
+    assert torch.startswith(".venv/bin/pip install torch==")
+    assert install == ".venv/bin/pip install -e '.[test]'"
+    assert command == ".venv/bin/pytest"
+    provided = with_their_own(requirements(PROJECT, "test"))
+    known = metadata.packages_distributions()
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        for statement in ast.parse(file.read_text()).body:  # not what a test imports if it can
+            if isinstance(statement, ast.Import):
+                modules = [alias.name for alias in statement.names]
+            elif isinstance(statement, ast.ImportFrom) and not statement.level:
+                modules = [str(statement.module)]
+            else:
+                continue
+            for module in {name.partition(".")[0] for name in modules} - OURS:
+                if module not in sys.stdlib_module_names:
+                    names = {re.sub("[-_.]+", "-", name).lower() for name in known.get(module, ())}
+                    assert names & provided, f"{file} imports {module}"
 
 
 def test_every_command_and_option_is_mentioned() -> None:
@@ -63,5 +148,6 @@ def test_every_command_and_option_is_mentioned() -> None:
         assert f"zckpt {name}" in TEXT, name
         for parameter in command.params:
             if parameter.param_type_name == "option":
-                options = [*parameter.opts, *parameter.secondary_opts]
-                assert any(option in TEXT for option in options), (name, options)
+                # as a word: `-j` is a part of `--json` too
+                options = "|".join(map(re.escape, parameter.opts))
+                assert re.search(rf"(?<![\w-])({options})(?![\w-])", TEXT), (name, options)

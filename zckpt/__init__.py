@@ -16,15 +16,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__ as __version__
+
 if TYPE_CHECKING:
     from . import dcp as dcp
     from . import probe as probe
-    from .api import Copying, convert, diff, export, inspect, load, read, reshard, stats, verify
+    from .api import convert, diff, export, inspect, load, read, reshard, stats, verify
     from .core.manifest import Manifest
+    from .core.resources import Copying
     from .errors import ZckptError
     from .training.options import Options
-
-__version__ = "0.1.0"
 
 _PUBLIC = {
     "read": "api",
@@ -36,7 +37,7 @@ _PUBLIC = {
     "verify": "api",
     "diff": "api",
     "stats": "api",
-    "Copying": "api",
+    "Copying": "core.resources",
     "Manifest": "core.manifest",
     "Options": "training.options",
     "ZckptError": "errors",

@@ -1,60 +1,40 @@
-"""What zckpt does, a few steps each: read, load, inspect, convert, reshard, verify, diff, stats."""
+"""What zckpt does, one function each: read, load, inspect, convert, reshard, verify, diff, stats.
+
+These are the functions of the package `zckpt`. They return the reports that `--json` prints.
+"""
 
 from __future__ import annotations
 
-import errno
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from itertools import chain
-from math import prod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from . import formats
-from .core.inert import plain_group, to_json
+from .core.description import inspect as inspect
+from .core.description import state as state
+from .core.description import tensors as tensors
 from .core.manifest import Manifest
+from .core.resources import DEFAULT_COPYING, Begin
+from .core.resources import Copying as Copying
 from .errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
-    NotEnoughSpace,
     WrongOption,
     ZckptError,
 )
-from .training import steps, ties
-from .training.names import Renames, called_as, canonical, names_of, renamed
+from .reading import Reading, read_other
+from .reading import read as read_manifest
+from .training.names import Renames
 from .training.options import Options
-from .training.order import in_order_of
+from .writing import Running, Tell, read_for, write, write_run
 
-if TYPE_CHECKING:
-    from .formats.format import Format
-
+Path = str | os.PathLike[str]
 Report = dict[str, Any]
-Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Copying:
-    """How bytes move: threads, bytes of buffers, and auto, direct or buffered writes."""
-
-    jobs: int = 4
-    memory: int = 256 << 20
-    io: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.memory < 2 * self.jobs << 20:
-            raise WrongOption(
-                f"{self.jobs} jobs need {2 * self.jobs} MiB", hint="raise --memory, or lower --jobs"
-            )
-
-
-DEFAULT_COPYING = Copying()
 
 
 def read(
-    path: str | os.PathLike[str],
+    path: Path,
     *,
     format: str | None = None,
     tag: str | None = None,
@@ -62,20 +42,17 @@ def read(
     param_names: Sequence[str] | None = None,
     weights_only: bool = False,
 ) -> Manifest:
-    """The manifest of the checkpoint at `path`, recognised by content. No tensor is read.
+    """The manifest of the checkpoint at `path`, recognised by content. Reads no tensor.
 
     `param_names` are for an optimizer that knows its parameters by number alone; with
     `weights_only` such an optimizer needs no names and may be left unread. Raises the ZckptError
     that fits: NotACheckpoint, IncompleteCheckpoint, ...
     """
-    steps.check_policy(step_policy)
-    where = os.fspath(path)
-    names = None if param_names is None else tuple(param_names)
-    return formats.recognise(where, format, tag).read(where, tag, step_policy, names, weights_only)
+    return read_manifest(path, Reading(format, tag, step_policy, param_names, weights_only))
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: Path,
     name: str,
     *,
     format: str | None = None,
@@ -85,15 +62,15 @@ def load(
 ) -> Any:
     """One whole tensor of the checkpoint at `path`, by its name `parameter/slot`.
 
-    It is a torch.Tensor on the CPU where torch is installed, else a numpy.ndarray, of the type that
-    the checkpoint has and in memory of its own. Names are those that `zckpt inspect --tensors '*'`
-    lists, as `fc1.weight/exp_avg`. Raises the ZckptError that fits: WrongOption for a name that is
-    not there, MissingExtra for bfloat16 and 8-bit floats without torch, CorruptCheckpoint where a
-    file states another CRC-32.
+    It is a torch.Tensor on the CPU if torch is installed, else a numpy.ndarray. It has the type
+    that the checkpoint has, and memory of its own. `zckpt inspect --tensors '*'` lists the names,
+    such as `fc1.weight/exp_avg`. Raises the ZckptError that fits: WrongOption for an unknown name,
+    MissingExtra for bfloat16 and 8-bit floats without torch, CorruptCheckpoint if the bytes do not
+    have the CRC-32 that a file states.
     """
-    from .core import loading  # `read` has no need of it
+    from .core import loading  # `read` does not need it
 
-    manifest = read(path, format=format, tag=tag, step_policy=step_policy, param_names=param_names)
+    manifest = read_manifest(path, Reading(format, tag, step_policy, param_names))
     entry = loading.entry_of(manifest, name)
     try:
         import torch  # noqa: F401
@@ -102,90 +79,12 @@ def load(
     return loading.as_torch(entry, manifest.records)
 
 
-def inspect(manifest: Manifest) -> Report:
-    """What a checkpoint holds, as `zckpt inspect --json` prints it."""
-    return {
-        "zckpt": 1,
-        "command": "inspect",
-        **manifest.source,
-        "format": manifest.format,
-        "written_by": manifest.source.get("format"),
-        "path": manifest.root,
-        "step": manifest.step,
-        "complete": True,  # what is not is an error of reading
-        "optimizer": manifest.optimizer,
-        "parameters": len(manifest.parameters),
-        "elements": sum(prod(held.shape) for held in manifest.parameters.values()),
-        "slots": {
-            slot: {
-                "tensors": len(entries),
-                "dtype": ", ".join(sorted({entry.dtype for entry in entries})),
-                "elements": sum(entry.numel for entry in entries),
-                "bytes": sum(entry.length for entry in entries),
-            }
-            for slot, entries in manifest.slots.items()
-        },
-        "groups": None
-        if manifest.groups is None
-        else [plain_group(group) for group in manifest.groups],
-        "steps": [
-            {"where": line.where, "step": line.step, "truth": line.truth} for line in manifest.steps
-        ],
-        "files": len(manifest.files),
-        "bytes": sum(os.path.getsize(file) for file in manifest.files),
-        "problems": list(manifest.warnings),
-        "left_out": list(manifest.left_out),
-        "inferred": list(manifest.inferred),
-    }
-
-
-def tensors(manifest: Manifest, pattern: str, fragments: bool = False) -> list[Report]:
-    """Every tensor whose entry name (`parameter/slot`) matches the glob.
-
-    `fragments` adds where its bytes are. Raises WrongOption where no name matches.
-    """
-    found = []
-    for entry in manifest.entries.values():
-        if not fnmatchcase(entry.name, pattern):
-            continue
-        about: Report = {
-            "tensor": entry.name,
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "elements": entry.numel,
-            "count": len(entry.fragments),
-        }
-        if entry.digest is not None:
-            about["crc32"] = f"{entry.digest:08x}"
-        if fragments:
-            about["fragments"] = [
-                {
-                    "start": fragment.start,
-                    "stop": fragment.stop,
-                    "file": fragment.extent.file,
-                    "offset": fragment.extent.offset,
-                    "length": fragment.extent.length,
-                    "count": fragment.count,
-                    "stride": fragment.stride,
-                }
-                for fragment in entry.fragments
-            ]
-        found.append(about)
-    if not found:
-        raise WrongOption(
-            f"no tensor matches {pattern!r}", hint="names are parameter/slot, as '*/exp_avg'"
-        )
-    return found
-
-
-def state(manifest: Manifest) -> Any:
-    """Everything that is no tensor, as tagged JSON."""
-    return to_json(manifest.state)
+# -- writing
 
 
 def convert(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: Path,
+    target: Path,
     *,
     to: str = "universal",
     format: str | None = None,
@@ -193,125 +92,64 @@ def convert(
     step_policy: str | None = None,
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
-    begin: Callable[[int], Progress] | None = None,
-    tell: Callable[[Sequence[str]], None] | None = None,
+    begin: Begin | None = None,
+    tell: Tell | None = None,
     **options: Any,
 ) -> Report:
     """Writes the checkpoint at `source` as a new directory `target`, in format `to`.
 
-    `options` are the fields of `Options`: dtype="bf16", weights_only=True, ... `begin` is told the
-    bytes to come and gives a function that is told of every piece of them; `tell` gets the warnings
-    before the first byte is written. Raises a ZckptError; then there is no `target`.
+    `options` are the fields of `Options`: dtype="bf16", weights_only=True, ... `begin` is called
+    with the number of bytes to come and returns a function that is called with the number of bytes
+    of every piece. `tell` is called with the warnings before the first byte is written. Raises a
+    ZckptError; then there is no `target`.
     """
-    asked = Options(**options)
-    manifest = _source_for(target, source, format, tag, step_policy, asked)
-    where = os.fspath(target)
-    return _write("convert", manifest, where, to, asked, copying, dry_run, begin, tell)
+    wanted = Options(**options)
+    manifest = read_for(target, source, Reading(format, tag, step_policy), wanted)
+    running = Running(copying, dry_run, begin, tell)
+    return write("convert", manifest, os.fspath(target), to, wanted, running)
 
 
 def reshard(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: Path,
+    target: Path,
     *,
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
-    begin: Callable[[int], Progress] | None = None,
-    tell: Callable[[Sequence[str]], None] | None = None,
+    begin: Begin | None = None,
+    tell: Tell | None = None,
     checkpoints: str | None = None,
     best_in: str | None = None,
     **options: Any,
 ) -> Report:
     """Writes the checkpoint at `source` for the engine that it came from: dp=16, stage=3, ...
 
-    A universal source goes back to the engine that its manifest names. `checkpoints` (all,
-    best-and-last) takes a Trainer's output directory and writes several of its checkpoints;
-    `best_in` is the directory where the best one will lie. Otherwise as `convert`.
+    A universal source goes back to the engine that its manifest names. With `checkpoints` ("all",
+    "best-and-last") `source` is a Trainer's output directory, and several of its checkpoints are
+    written; `best_in` is the directory in which the best one will lie. Otherwise as `convert`.
     """
-    asked = Options(**options)
-    if checkpoints is not None:
-        from .training import best
+    wanted = Options(**options)
+    reading = Reading(format, tag, step_policy)
+    running = Running(copying, dry_run, begin, tell)
 
-        if checkpoints not in best.CHOICES:
-            raise WrongOption(f"--checkpoints {checkpoints} is none of {', '.join(best.CHOICES)}")
-        moving = {"copying": copying, "dry_run": dry_run, "begin": begin, "tell": tell}
-        reading = {"format": format, "tag": tag, "step_policy": step_policy}
-        where = os.fspath(target)
-        return _reshard_run(os.fspath(source), where, checkpoints, reading, options, moving)
-    manifest = _source_for(target, source, format, tag, step_policy, asked)
-    engine = str(manifest.source.get("format"))
-    where = os.fspath(target)
-    return _write("reshard", manifest, where, engine, asked, copying, dry_run, begin, tell, best_in)
+    def write_one(source: Path, target: Path, running: Running, best_in: str | None) -> Report:
+        manifest = read_for(target, source, reading, wanted)
+        engine = str(manifest.source.get("format"))
+        return write("reshard", manifest, os.fspath(target), engine, wanted, running, best_in)
 
-
-def _reshard_run(
-    source: str,
-    target: str,
-    which: str,
-    reading: dict[str, Any],
-    options: dict[str, Any],
-    moving: dict[str, Any],
-) -> Report:
-    """Several checkpoints of a Trainer's run, which appear together."""
-    from .core import staging
-    from .training import best
-
-    staging.refuse_existing(target)
-    staging.refuse_inside(source, target)
-    names = best.chosen(source, which)
-
-    def each(folder: str, **more: Any) -> list[Report]:
-        return [
-            reshard(
-                os.path.join(source, name), os.path.join(folder, name),
-                best_in=target, **reading, **options, **{**moving, **more},
-            )
-            for name in names
-        ]  # fmt: skip
-
-    parent = os.path.dirname(os.path.abspath(target))
-    reports = each(os.path.join(parent, f"{os.path.basename(target)}.partial"), dry_run=True)
-    total = sum(report["bytes"] for report in reports)
-    made: Report = {
-        "zckpt": 1,
-        "command": "reshard",
-        "source": {"path": source},
-        "format": reports[0]["format"],
-        "target": target,
-        "about": f"{len(names)} checkpoints, each {reports[0]['about']}",
-        "step": reports[-1]["step"],
-        "files": [
-            os.path.join(name, file)
-            for name, report in zip(names, reports, strict=True)
-            for file in report["files"]
-        ],
-        "bytes": total,
-        "checkpoints": names,
-    }
-    for key in ("left_out", "warnings", "inferred"):
-        made[key] = list(dict.fromkeys(line for report in reports for line in report[key]))
-    if moving["dry_run"]:
-        memory = max(report["memory"] for report in reports)
-        return made | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}
-    staging.need_space(target, total)
-    with staging.Staging(target) as staged:
-        reports = each(staged.path, tell=None)
-    records = {key: sum(r["records"][key] for r in reports) for key in ("checked", "unchecked")}
-    return made | {
-        "tensors": sum(report["tensors"] for report in reports),
-        "records": records,
-        "seconds": round(sum(report["seconds"] for report in reports), 3),
-    }
+    if checkpoints is None:
+        return write_one(source, target, running, best_in)
+    return write_run(os.fspath(source), os.fspath(target), checkpoints, running, write_one)
 
 
 def export(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: Path,
+    target: Path,
     *,
     dtype: str | None = None,
-    config: str | os.PathLike[str] | None = None,
+    config: Path | None = None,
     max_shard_size: int | None = None,
     format: str | None = None,
     tag: str | None = None,
@@ -319,17 +157,17 @@ def export(
     tie: Renames = (),
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
-    begin: Callable[[int], Progress] | None = None,
-    tell: Callable[[Sequence[str]], None] | None = None,
+    begin: Begin | None = None,
+    tell: Tell | None = None,
 ) -> Report:
     """Writes a folder for `from_pretrained`: weights, configuration, tokenizer, and nothing else.
 
-    `dtype` (fp32, bf16, fp16) is what the weights become, by default what the module had. `config`
-    is a config.json (adapter_config.json of PEFT), or a folder that has it and the tokenizer, for
-    sources that have none. `max_shard_size` is in bytes. Raises MissingData without a
-    configuration; otherwise as `convert`.
+    `dtype` (fp32, bf16, fp16) is the type of the weights, by default the module's. `config` is a
+    config.json (adapter_config.json of PEFT), or a folder with it and the tokenizer, for sources
+    that have none. `max_shard_size` is in bytes. Raises MissingData if there is no configuration;
+    otherwise as `convert`.
     """
-    asked = Options(
+    wanted = Options(
         weights_only=True,
         dtype=dtype,
         max_file_size=max_shard_size,
@@ -337,14 +175,17 @@ def export(
         tie=tuple(tie),
         model_config=None if config is None else os.fspath(config),
     )
-    manifest = _source_for(target, source, format, tag, None, asked)
-    where = os.fspath(target)
-    return _write("export", manifest, where, "hf", asked, copying, dry_run, begin, tell)
+    manifest = read_for(target, source, Reading(format, tag), wanted)
+    running = Running(copying, dry_run, begin, tell)
+    return write("export", manifest, os.fspath(target), "hf", wanted, running)
+
+
+# -- looking
 
 
 def verify(
-    path: str | os.PathLike[str],
-    against: str | os.PathLike[str] | None = None,
+    path: Path,
+    against: Path | None = None,
     *,
     gather: bool = False,
     device: str | None = None,
@@ -356,18 +197,18 @@ def verify(
     rename: Renames = (),
     jobs: int = 4,
     memory: int = 256 << 20,
-    begin: Callable[[int], Progress] | None = None,
+    begin: Begin | None = None,
 ) -> Report:
     """Whether the checkpoint at `path` contradicts itself, or differs from the one at `against`.
 
     `gather` rebuilds it as its engine would, by all-gathering the ranks' partitions (needs torch),
-    on `device` (cuda, cpu; a GPU where there is one); under torchrun every process gathers, and
-    those but rank 0 get a report without findings. `tensors` is a glob that chooses. `rename` are
-    pairs of a regular expression and what names of `path` become by it. What is found is in the
-    report; raises a ZckptError only where nothing could be looked at.
+    on `device` (cuda, cpu; by default a GPU if there is one). Under torchrun every process gathers,
+    and all but rank 0 get a report without findings. `tensors` is a glob that selects. `rename` are
+    pairs of a regular expression and its replacement, for the names of `path`. The report has what
+    was found; a ZckptError is raised only if nothing could be looked at.
     """
     if gather and rename:
-        raise WrongOption("--gather goes by the names of PATH", hint="rename without --gather")
+        raise WrongOption("--gather uses the names of PATH", hint="use --rename without --gather")
     if gather and against is None:
         raise WrongOption("--gather compares with another checkpoint", hint="add --against PATH")
     if device is not None and not gather:
@@ -386,30 +227,30 @@ def verify(
         "world": 1,
         "rank": own_rank(),
     }
-    if not gather:
-        Copying(jobs, memory)  # raises where they do not fit together
-    moving: dict[str, Any] = {"jobs": jobs, "memory": memory, "begin": begin}
+    reading = Reading(format, tag, step_policy, param_names, rename=rename)
     try:
-        held = read(path, format=format, tag=tag, step_policy=step_policy, param_names=param_names)
-        manifest = renamed(held, rename)
-        found = _verify(manifest, against, gather, device, tensors, param_names, moving)
+        if gather:
+            assert against is not None
+            findings = _gather(path, against, reading, device, tensors, jobs, memory, begin)
+        else:
+            findings = _verify(path, against, reading, tensors, Copying(jobs, memory), begin)
     except CONTRADICTIONS as error:
-        if report["rank"]:  # rank 0 tells its own; this may not be the same
+        if report["rank"]:  # rank 0 reports its own, which may differ
             raise
-        found = {"problems": [_problem(error)], "differences": []}
-    return report | found | {"seconds": round(time.monotonic() - started, 3)}
+        findings = {"problems": [_problem(error)], "differences": []}
+    return report | findings | {"seconds": round(time.monotonic() - started, 3)}
 
 
 def own_rank() -> int:
-    """This process's number among those that torchrun started; 0 where it did not.
+    """This process's number among those that torchrun started; 0 without torchrun.
 
-    RANK alone says nothing: in many clusters every shell has one.
+    RANK alone proves nothing: in many clusters every shell has one.
     """
     return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 CONTRADICTIONS = (CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint)
-"""What a checkpoint's files say of themselves: found by looking, so no failure of `verify`."""
+"""What a checkpoint's files say about themselves: findings of `verify`, not failures."""
 
 
 def _problem(error: ZckptError) -> Report:
@@ -417,34 +258,57 @@ def _problem(error: ZckptError) -> Report:
 
 
 def _verify(
-    manifest: Manifest,
-    against: str | os.PathLike[str] | None,
-    gather: bool,
+    path: Path,
+    against: Path | None,
+    reading: Reading,
+    pattern: str | None,
+    copying: Copying,
+    begin: Begin | None,
+) -> Report:
+    """The findings of a verification through the manifests of both sides."""
+    from .proof import saved
+    from .proof.verify import verify_against, verify_alone
+
+    manifest = read_manifest(path, reading)
+    about = saved.about(manifest)
+    if against is None:
+        return about | verify_alone(manifest, pattern, copying, begin)
+    against = os.fspath(against)
+    if saved.is_proof(against):
+        return about | saved.verify_proof(manifest, against, pattern, copying, begin)
+    other = read_other(against, manifest, reading)
+    return about | verify_against(manifest, other, pattern, copying, begin)
+
+
+def _gather(
+    path: Path,
+    against: Path,
+    reading: Reading,
     device: str | None,
     pattern: str | None,
-    param_names: Sequence[str] | None,
-    moving: dict[str, Any],
+    jobs: int,
+    memory: int,
+    begin: Begin | None,
 ) -> Report:
-    from .proof import verify as proof
+    """The findings of a verification that all-gathers the parts that the engine's rule gives."""
+    from . import formats
+    from .proof import saved
 
-    about = {"step": manifest.step, "held": proof.described(manifest)}
-    if against is None:
-        return about | proof.verify_alone(manifest, pattern, **moving)
-    if proof.is_proof(os.fspath(against)):
-        if gather:
-            raise WrongOption("--gather compares with a checkpoint", hint="leave --gather out")
-        return about | proof.verify_proof(manifest, os.fspath(against), pattern, **moving)
-    other = called_as(read(against, param_names=param_names), names_of(manifest))
-    if not gather:
-        return about | proof.verify_against(manifest, other, pattern, **moving)
+    manifest = read_manifest(path, reading)
+    if saved.is_proof(os.fspath(against)):
+        raise WrongOption("--gather compares with a checkpoint", hint="leave --gather out")
+    other = read_other(against, manifest, reading)
     from .proof.allgather import verify_gathered
+    from .proof.allgather.world import Means
 
-    return about | verify_gathered(manifest, other, pattern, device, **moving)
+    parts = formats.named(manifest.format).partitions(manifest.root)
+    means = Means(device, jobs, memory)
+    return saved.about(manifest) | verify_gathered(manifest, parts, other, pattern, means, begin)
 
 
 def diff(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
+    a: Path,
+    b: Path,
     *,
     tensors: str | None = None,
     format: str | None = None,
@@ -454,27 +318,27 @@ def diff(
     rename: Renames = (),
     jobs: int = 4,
     memory: int = 256 << 20,
-    begin: Callable[[int], Progress] | None = None,
+    begin: Begin | None = None,
 ) -> Report:
-    """In what two checkpoints differ, of any two formats: tensors, steps, groups, states.
+    """Differences between two checkpoints of any two formats: tensors, steps, groups, states.
 
-    `tensors` is a glob; then only the tensors that match are compared, and equal ones are listed
-    too. `format`, `tag`, `step_policy` and `rename` are those of `a`, `param_names` of both.
+    `tensors` is a glob: only the tensors that match are compared, and equal ones are listed too.
+    `format`, `tag`, `step_policy` and `rename` are for `a`, `param_names` for both.
     """
     from .proof import verify as proof
 
     started = time.monotonic()
-    Copying(jobs, memory)
-    held = read(a, format=format, tag=tag, step_policy=step_policy, param_names=param_names)
-    ours = renamed(held, rename)
-    theirs = called_as(read(b, param_names=param_names), names_of(ours))
-    found = proof.diff(ours, theirs, tensors, jobs=jobs, memory=memory, begin=begin)
+    copying = Copying(jobs, memory)
+    reading = Reading(format, tag, step_policy, param_names, rename=rename)
+    first = read_manifest(a, reading)
+    second = read_other(b, first, reading)
+    findings = proof.diff(first, second, tensors, copying, begin)
     report: Report = {"zckpt": 1, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
-    return report | found | {"seconds": round(time.monotonic() - started, 3)}
+    return report | findings | {"seconds": round(time.monotonic() - started, 3)}
 
 
 def stats(
-    path: str | os.PathLike[str],
+    path: Path,
     *,
     tensors: str | None = None,
     format: str | None = None,
@@ -483,163 +347,24 @@ def stats(
     param_names: Sequence[str] | None = None,
     jobs: int = 4,
     memory: int = 256 << 20,
-    begin: Callable[[int], Progress] | None = None,
+    begin: Begin | None = None,
 ) -> Report:
-    """What the numbers of a checkpoint look like, and which are dead or impossible.
+    """Statistics of every tensor in a checkpoint, and which numbers are dead or impossible.
 
-    `tensors` is a glob that chooses. Of each tensor, over its finite numbers, in float64: min, max,
-    mean, std (with n - 1, as torch.std), norm (L2), counts, and how many have which magnitude.
+    `tensors` is a glob that selects. The statistics are over the finite numbers of a tensor, in
+    float64: min, max, mean, std (with n - 1, as torch.std), norm (L2), counts, and a histogram of
+    magnitudes.
     """
     from .proof import health
 
     started = time.monotonic()
-    Copying(jobs, memory)
-    manifest = read(path, format=format, tag=tag, step_policy=step_policy, param_names=param_names)
+    copying = Copying(jobs, memory)
+    manifest = read_manifest(path, Reading(format, tag, step_policy, param_names))
     report: Report = {
         "zckpt": 1,
         "command": "stats",
         "path": os.fspath(path),
         "format": manifest.format,
     }
-    found = health.measure_all(manifest, tensors, jobs=jobs, memory=memory, begin=begin)
-    return report | found | {"seconds": round(time.monotonic() - started, 3)}
-
-
-def _source_for(
-    target: str | os.PathLike[str],
-    source: str | os.PathLike[str],
-    format: str | None,
-    tag: str | None,
-    step_policy: str | None,
-    options: Options,
-) -> Manifest:
-    from .core.staging import refuse_existing, refuse_inside
-
-    refuse_existing(os.fspath(target))  # before a large source is read
-    refuse_inside(os.fspath(source), os.fspath(target))
-    return read(
-        source,
-        format=format,
-        tag=tag,
-        step_policy=step_policy,
-        param_names=options.param_names,
-        weights_only=options.weights_only,
-    )
-
-
-def _named_for(writer: Format, manifest: Manifest, options: Options) -> Manifest:
-    """The source under the names that the target needs, in the order that the user says."""
-    before = formats.family_of(str(manifest.source.get("format")))
-    if options.rename:
-        manifest = renamed(manifest, options.rename)
-    elif not writer.is_neutral and writer.family != before:
-        manifest = canonical(manifest)
-    if options.param_names is not None:
-        named = called_as(manifest, options.param_names)
-        manifest = in_order_of(named, options.param_names)
-    return ties.with_ties(manifest, options.tie) if options.tie else manifest
-
-
-def _write(
-    command: str,
-    manifest: Manifest,
-    target: str,
-    to: str,
-    options: Options,
-    copying: Copying,
-    dry_run: bool,
-    begin: Callable[[int], Progress] | None,
-    tell: Callable[[Sequence[str]], None] | None,
-    best_in: str | None = None,
-) -> Report:
-    """Shells first, then their tensors, then what is known only afterwards; at last the rename."""
-    from .core import copy as execute
-    from .core import fileio, plan, staging
-    from .training import best
-
-    started = time.monotonic()
-    writer = formats.named(to)
-    if not writer.writes:
-        raise WrongOption(f"{to} can be read, but not written yet")
-    read_from = manifest
-    writer.refuse(options)
-    manifest = _named_for(writer, manifest, options)
-    manifest, rewritten = writer.prepare(manifest)
-    layout = writer.lay_out(manifest, options)
-    layout_warnings: list[str] = []
-    settled = not writer.is_neutral and writer.is_resumed
-    if settled and (path := best.best_of(manifest.siblings)) is not None:
-        there = best_in and os.path.join(os.path.abspath(best_in), os.path.basename(path))
-        if there or best.is_best(manifest.siblings):
-            where = there or os.path.abspath(target)
-            rewritten = [*rewritten, best.pointing_to(manifest.siblings, where)]
-        else:
-            layout_warnings.append(best.warning(path))
-    if rewritten:
-        unchanged, names = layout.shells, {shell.name for shell in rewritten}
-        layout = replace(
-            layout,
-            shells=lambda: chain(unchanged(), rewritten),
-            siblings=[pair for pair in layout.siblings if pair[0] not in names],
-        )
-    laid_out = staging.remembered(layout.shells)
-    files = [(shell.name, shell.size) for shell in laid_out()]
-    files += [(name, item.size) for name, item in layout.siblings]
-    size = sum(length for _, length in files)
-    report: Report = {
-        "zckpt": 1,
-        "command": command,
-        "source": {**manifest.source, "path": manifest.root},
-        "format": to,
-        "target": target,
-        "about": layout.about,
-        "step": manifest.step,
-        "files": [name for name, _ in files],
-        "bytes": size,
-        "left_out": list(layout.left_out),
-        "warnings": [*layout.warnings, *layout_warnings],
-        "inferred": list(manifest.inferred),
-    }
-    if not writer.is_neutral and (tie := ties.likely(manifest)) is not None:
-        report["warnings"].append(
-            f"the source has no output layer: if the model ties {tie[0]} to {tie[1]}, add --tie "
-            f"{tie[0]}={tie[1]}"
-        )
-    if tell:
-        tell(report["warnings"])
-    if dry_run:
-        memory = 2 * copying.jobs * execute.chunk_size(manifest.dp, copying.jobs, copying.memory)
-        return report | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}
-    staging.need_space(target, size)
-    formats.named(manifest.format).check(read_from)
-    try:
-        with staging.Staging(target) as staged:
-            staged.lay(laid_out())
-            shells = writer.read_shells(staged.path)
-            outcome = execute.copy(
-                plan.join(manifest, shells, options.dtype is not None or layout.from_masters),
-                manifest,
-                shells,
-                jobs=copying.jobs,
-                memory=copying.memory,
-                io=fileio.write_mode(copying.io, size),
-                progress=begin(size) if begin else None,
-            )
-            for name, item in layout.siblings:
-                outcome.files[os.path.join(staged.path, name)] = staged.copy(item.path, name)
-            if warning := steps.never_stepped(shells, outcome.digests):
-                report["warnings"].append(warning)
-                shells = replace(shells, warnings=(*shells.warnings, warning))
-            writer.seal(staged.path, shells, outcome)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise NotEnoughSpace(
-                f"the filesystem of {target} is full ({error.strerror})",
-                hint=f"{size / 1e9:.3f} GB are needed; nothing was left behind",
-            ) from error
-        raise
-    return report | {
-        "tensors": len(outcome.digests),
-        "records": {"checked": outcome.checked, "unchecked": outcome.unchecked},
-        "seconds": round(time.monotonic() - started, 3),
-    }
+    findings = health.measure_all(manifest, tensors, copying, begin)
+    return report | findings | {"seconds": round(time.monotonic() - started, 3)}

@@ -1,4 +1,4 @@
-"""What can go wrong, in the user's words: one sentence that names the thing, one hint."""
+"""The errors of zckpt: each has one sentence about what is wrong, and one hint what to do."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Names in one sentence."""
+    """Names for a sentence: the first `most`, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 class ZckptError(Exception):
-    """Every error that zckpt raises on purpose; `hint` says the next thing to do."""
+    """Base of all errors that zckpt raises on purpose; `hint` says what to do next."""
 
     usual_hint = ""
 
@@ -23,43 +23,43 @@ class ZckptError(Exception):
 
 
 class NotACheckpoint(ZckptError):
-    """The path holds nothing that any format recognises."""
+    """No format recognises the path."""
 
-    usual_hint = "see `zckpt formats` for what is recognised"
+    usual_hint = "see `zckpt formats` for the recognised formats"
 
 
 class AmbiguousCheckpoint(ZckptError):
-    """The path holds several checkpoints, and nothing says which one is meant."""
+    """The path holds several checkpoints, and no option chooses one."""
 
 
 class IncompleteCheckpoint(ZckptError):
-    """A rank, a file or a part of one is missing."""
+    """A rank, a file or a part of a file is missing."""
 
 
 class CorruptCheckpoint(ZckptError):
-    """Bytes are not what the file itself says they are."""
+    """Bytes of a file contradict what the file states about them."""
 
-    usual_hint = "take another copy of this file, or an earlier checkpoint"
+    usual_hint = "use another copy of this file, or an earlier checkpoint"
 
 
 def not_understood(path: str, error: Exception) -> CorruptCheckpoint:
-    """What cannot be read, though nothing shows damage: a sound file may be of an unknown kind."""
+    """The error for a file that cannot be read: damaged, or intact but of an unknown layout."""
     return CorruptCheckpoint(
-        f"{path} is damaged, or laid out in a way that zckpt does not know: {error!r}",
-        hint="if another copy is no better, its layout is not supported: see `zckpt formats`",
+        f"{path} is damaged, or has a layout that zckpt does not know: {error!r}",
+        hint="try another copy; if it fails too, the layout is not supported: see `zckpt formats`",
     )
 
 
 class InconsistentCheckpoint(ZckptError):
     """Files of one checkpoint contradict each other: tags, steps, world sizes, shapes."""
 
-    usual_hint = "files of different saves seem to be mixed; take those of one save"
+    usual_hint = "files of different saves seem to be mixed; use the files of one save"
 
 
 class UnsupportedCheckpoint(ZckptError):
-    """Recognised, but not read or written yet."""
+    """zckpt recognises this kind of checkpoint, but cannot read or write it."""
 
-    usual_hint = "see `zckpt formats` for what is read and written"
+    usual_hint = "see `zckpt formats` for what zckpt reads and writes"
 
 
 class MissingExtra(ZckptError):
@@ -67,26 +67,26 @@ class MissingExtra(ZckptError):
 
 
 class MissingData(ZckptError):
-    """The target needs something that the source does not hold."""
+    """The target needs data that the source does not hold."""
 
     usual_hint = "see `zckpt inspect` for what the source holds"
 
 
 class TargetExists(ZckptError):
-    """The target, or what an interrupted run left of it, is already there."""
+    """The target exists already, or an interrupted run left a part of it."""
 
 
 class NotEnoughSpace(ZckptError):
-    """The target's filesystem cannot take the bytes."""
+    """The target's filesystem has too little space."""
 
 
 class ProcessFailed(ZckptError):
-    """Another of the processes that gather together has failed."""
+    """Another process of the same all-gather has failed."""
 
-    usual_hint = "its own message says why"
+    usual_hint = "see the message of that process"
 
 
 class WrongOption(ZckptError):
-    """Options that contradict each other or this checkpoint (exit code 2)."""
+    """Options contradict each other or this checkpoint (exit code 2)."""
 
-    usual_hint = "see --help for what is understood"
+    usual_hint = "see --help for the options"

@@ -1,4 +1,4 @@
-"""The storage reader in the place of torch's FileSystemReader: the same keys, the same values."""
+"""The storage reader instead of torch's FileSystemReader: the same keys, the same values."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def load(state: dict[str, Any], reader: Any, **planner: Any) -> dict[str, Any]:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Of the same types, with the same values, to the bit."""
+    """Whether types are the same, and values are equal bit for bit."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -87,7 +87,7 @@ def equal(a: Any, b: Any) -> bool:
 
 @pytest.fixture(params=["deepspeed", "universal", "onnxruntime", "dcp"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
-    """A checkpoint, and what torch's own reader is to load the same of: `convert --to dcp`."""
+    """A checkpoint, and its copy for torch's own reader: `convert --to dcp`."""
     source = {"deepspeed": EXAMPLE, "onnxruntime": ORT, "dcp": FSDP2}.get(request.param)
     if source is None:
         source = tmp_path / "universal"
@@ -136,7 +136,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 def whole(value: Any) -> Any:
-    """A state dict whose tensors that ranks share are one rank's."""
+    """A state dict with one rank's part of every tensor that ranks share."""
     if isinstance(value, dict):
         return {key: whole(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -213,7 +213,7 @@ class Scaled(nn.Linear):
 
 
 def program(seed: int) -> tuple[dict[str, Any], nn.Module, Any]:
-    """What a training program saves: model, optimizer, scheduler, counters, random states."""
+    """The state of a training program: model, optimizer, scheduler, counters, random states."""
     torch.manual_seed(seed)
     model = nn.Sequential(Scaled(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model[0].scale = seed
@@ -402,7 +402,7 @@ def test_an_object_s_pickle_is_not_run(tmp_path: Path) -> None:
     assert "has no" not in message
     assert "FileSystemReader" in message
     assert not state["a"].any()  # nothing was changed
-    with pytest.warns(UserWarning, match=r"zckpt does not load b: .*stays as it is"):
+    with pytest.warns(UserWarning, match=r"zckpt does not load b: .*stays unchanged"):
         load(state, dcp.StorageReader(tmp_path / "run"), allow_partial_load=True)
     assert state["a"].all()
     assert (state["b"], state["c"]) == (1, {"d": 2})
@@ -467,7 +467,7 @@ def test_numbers_that_a_checkpoint_has_are_keys_as_any_other(tmp_path: Path) -> 
 
 
 def test_keys_of_the_checkpoint_are_not_taken_for_others(tmp_path: Path) -> None:
-    """`model.extra.weight` is no key of this checkpoint, though it has a `weight`."""
+    """The checkpoint has a `weight`, but no key `model.extra.weight`."""
     save({"model": {"weight": torch.ones(3)}}, tmp_path / "run")
     for name in ("extra.weight", "weight.weight"):
         state = {"model": {"weight": torch.zeros(3), name: torch.zeros(3)}}
@@ -593,7 +593,7 @@ def test_files_beside_metadata_do_not_disturb(tmp_path: Path) -> None:
 
 
 class Renaming(torch_dcp.DefaultLoadPlanner):
-    """Reads what the checkpoint calls `old` into what the program calls `new`."""
+    """Reads the checkpoint's key `old` into the program's key `new`."""
 
     def create_local_plan(self) -> LoadPlan:
         self.state_dict = {key.replace("new", "old"): each for key, each in self.state_dict.items()}
@@ -643,7 +643,7 @@ def test_a_step_policy_and_renaming_ask_for_meaning(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_which_a_part_is_missing(tmp_path: Path) -> None:
-    """As where one rank of two has saved; torch's own reader leaves the rest as it is."""
+    """As if one of two ranks had saved; torch's own reader leaves the rest unchanged."""
     save({"a": torch.ones(4), "b": torch.ones(2)}, tmp_path / "run")
     for size in ([3], [0]):
         metadata = FileSystemReader(tmp_path / "run").read_metadata()
@@ -659,7 +659,7 @@ def test_a_tensor_of_which_a_part_is_missing(tmp_path: Path) -> None:
 def test_files_of_items_that_nobody_asks_for_are_not_opened(tmp_path: Path) -> None:
     shutil.copytree(FSDP2, tmp_path / "run")
     os.remove(tmp_path / "run" / "__1_0.distcp")  # the second rank's rows
-    state = {"model": {"temperature": torch.zeros(())}}  # on the first rank alone
+    state = {"model": {"temperature": torch.zeros(())}}  # only on the first rank
     load(state, dcp.StorageReader(tmp_path / "run"))
     assert state["model"]["temperature"] > 1
     with pytest.raises(CheckpointException, match=r"is missing, which \.metadata names"):

@@ -1,4 +1,4 @@
-"""The storage reader: real programs of torch load what other engines wrote, each its own bytes."""
+"""The storage reader: real programs of torch load checkpoints of other engines."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def load(state: dict[str, Any], reader: dcp.StorageReader, **planner: Any) -> No
 
 
 def example_optimizer(model: nn.Module, *, frozen: bool = False) -> torch.optim.Optimizer:
-    """The groups that the example was trained with, and other hyper-parameters."""
+    """An optimizer with the groups of the example's training, and other hyper-parameters."""
     named = [each for each in model.named_parameters() if frozen or each[1].requires_grad]
     groups = [[p for _, p in named if p.ndim > 1], [p for _, p in named if p.ndim == 1]]
     return torch.optim.AdamW(
@@ -70,60 +70,60 @@ def example_optimizer(model: nn.Module, *, frozen: bool = False) -> torch.optim.
 
 
 @pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def tensors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """Every tensor of the example, by `parameter/slot`."""
-    out = tmp_path_factory.mktemp("held") / "out"
+    out = tmp_path_factory.mktemp("tensors") / "out"
     zckpt.convert(EXAMPLE, out)
     return load_universal(out)
 
 
-def weight(held: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """As float32, from the master where there is one."""
-    return held.get(f"{name}/master", held.get(f"{name}/param", torch.empty(0))).float()
+def weight(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A weight in float32, from the master if there is one."""
+    return tensors.get(f"{name}/master", tensors.get(f"{name}/param", torch.empty(0))).float()
 
 
 # -- real programs
 
 
 def expected(oracle: dict[str, Any], form: str) -> dict[str, torch.Tensor]:
-    """What a program of torch is to hold: masters as its weights."""
+    """The tensors that a program of torch must have: masters as its weights."""
     tensors = oracle["tensors"]
-    found = {f"{name}/param": tensor for name, tensor in oracle["buffers"].items()}
+    want = {f"{name}/param": tensor for name, tensor in oracle["buffers"].items()}
     for name in (*oracle["trainable"], *oracle["frozen"]):
         wide = tensors.get(f"{name}/master", tensors[f"{name}/param"])
-        found[f"{name}/param"] = wide.float()
+        want[f"{name}/param"] = wide.float()
     if form not in WEIGHTS_ALONE:
-        found |= {key: tensors[key] for key in tensors if not key.endswith(("/param", "/master"))}
-        for name, held in oracle["scalars"].items():
-            found |= {f"{name}/{key}": torch.as_tensor(value) for key, value in held.items()}
+        want |= {key: tensors[key] for key in tensors if not key.endswith(("/param", "/master"))}
+        for name, scalars in oracle["scalars"].items():
+            want |= {f"{name}/{key}": torch.as_tensor(value) for key, value in scalars.items()}
     if form == "boxes":
-        found = {key: found[key] for key in found if key in tensors}
+        want = {key: want[key] for key in want if key in tensors}
     aliases = oracle["aliases"].items()
-    return found | {f"{alias}/param": found[f"{name}/param"] for alias, name in aliases}
+    return want | {f"{alias}/param": want[f"{name}/param"] for alias, name in aliases}
 
 
-def assert_loaded(job: Job, root: Path, made: dict[str, Any]) -> None:
+def assert_loaded(job: Job, root: Path, loaded: dict[str, Any]) -> None:
     oracle = torch.load(root / "oracle.pt", weights_only=False)
     want = expected(oracle, job.form)
     for key, tensor in want.items():
-        here = made["tensors"][key]
-        assert same_bits(here, tensor.to(here.dtype)), key
-    assert (made["tensors"]["readout.weight/param"].dtype == torch.bfloat16) is job.bf16
-    for read, needed in made["reads"]:
+        actual = loaded["tensors"][key]
+        assert same_bits(actual, tensor.to(actual.dtype)), key
+    assert (loaded["tensors"]["readout.weight/param"].dtype == torch.bfloat16) is job.bf16
+    for read, needed in loaded["reads"]:
         assert 0 < read <= 1.1 * needed
     if job.form in WEIGHTS_ALONE:
         return
-    assert set(made["tensors"]) == set(want)
+    assert set(loaded["tensors"]) == set(want)
     steps = {name: step for name, step in oracle["steps"].items() if step is not None}
-    assert made["steps"] == {name: steps[name] for name in made["steps"]}
-    assert set(made["steps"]) == set(steps) or job.optimizer in ("sgd", "momentum", "lion")
-    for ours, theirs in zip(made["groups"], oracle["groups"], strict=True):
+    assert loaded["steps"] == {name: steps[name] for name in loaded["steps"]}
+    assert set(loaded["steps"]) == set(steps) or job.optimizer in ("sgd", "momentum", "lion")
+    for ours, theirs in zip(loaded["groups"], oracle["groups"], strict=True):
         assert set(theirs["params"]) == set(ours["params"]) - set(oracle["frozen"])
         assert {key: ours[key] for key in ours if key in theirs and key != "params"} == {
             key: value for key, value in theirs.items() if key in ours and key != "params"
         }
     if job.losses:
-        assert made["losses"] == pytest.approx(oracle["losses"], abs=1e-4)
+        assert loaded["losses"] == pytest.approx(oracle["losses"], abs=1e-4)
 
 
 FLAT_PLANNER = {"flatten_sharded_tensors": False}
@@ -215,7 +215,7 @@ def test_what_torch_wrote_is_loaded(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("roots", [("model", "optim"), ("state_dict", "optimizer")])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_state_dicts_of_every_shape(
-    held: dict[str, torch.Tensor], flat: bool, roots: tuple[str, str], frozen: bool
+    tensors: dict[str, torch.Tensor], flat: bool, roots: tuple[str, str], frozen: bool
 ) -> None:
     model = Model()
     optimizer = example_optimizer(model, frozen=frozen)
@@ -231,10 +231,10 @@ def test_state_dicts_of_every_shape(
         options=options,
     )
     for name, each in (*model.named_parameters(), *model.named_buffers()):
-        assert same_bits(each.data, weight(held, name)), name
+        assert same_bits(each.data, weight(tensors, name)), name
         if each.requires_grad:
             moments = optimizer.state[each]
-            assert same_bits(moments["exp_avg"], held[f"{name}/exp_avg"])
+            assert same_bits(moments["exp_avg"], tensors[f"{name}/exp_avg"])
             assert same_bits(moments["step"], torch.tensor(7.0))
     assert [(g["lr"], g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [
         (0.003, 0.1, (0.9, 0.95)),
@@ -248,7 +248,7 @@ def test_any_format_is_read(tmp_path: Path, kind: str) -> None:
     if kind != "onnxruntime":
         zckpt.convert(EXAMPLE, source, to=kind)
     zckpt.convert(source, tmp_path / "out")
-    held = load_universal(tmp_path / "out")
+    tensors = load_universal(tmp_path / "out")
     manifest = zckpt.read(tmp_path / "out")
     names = manifest.parameters
     state: dict[str, Any] = {
@@ -263,15 +263,15 @@ def test_any_format_is_read(tmp_path: Path, kind: str) -> None:
     }
     load(state, dcp.StorageReader(source))
     for name in names:
-        assert same_bits(state["model"][name], weight(held, name))
+        assert same_bits(state["model"][name], weight(tensors, name))
         if names[name].trainable:
             loaded = state["optim"]["state"][name]
-            assert same_bits(loaded["exp_avg"], held[f"{name}/exp_avg"].float())
+            assert same_bits(loaded["exp_avg"], tensors[f"{name}/exp_avg"].float())
             assert float(loaded["step"]) == names[name].step
 
 
-def test_names_of_wrappers_and_of_users(held: dict[str, torch.Tensor]) -> None:
-    want = weight(held, "fc1.weight")
+def test_names_of_wrappers_and_of_users(tensors: dict[str, torch.Tensor]) -> None:
+    want = weight(tensors, "fc1.weight")
     for front in ("", "model.", "module.", "app.my.model._orig_mod.", "module.model._orig_mod."):
         state: dict[str, Any] = {
             f"{front}fc1.weight": torch.zeros(29, 19),
@@ -279,24 +279,26 @@ def test_names_of_wrappers_and_of_users(held: dict[str, torch.Tensor]) -> None:
         }
         load(state, dcp.StorageReader(EXAMPLE))
         assert same_bits(state[f"{front}fc1.weight"], want)
-        assert same_bits(state[f"{front}head.weight"], weight(held, "embedding.weight"))
+        assert same_bits(state[f"{front}head.weight"], weight(tensors, "embedding.weight"))
     state = {"model": {"layers.1.weight": torch.zeros(29, 19)}}
     load(state, dcp.StorageReader(EXAMPLE, rename=[(r"^fc(\d)", r"layers.\1")]))
     assert same_bits(state["model"]["layers.1.weight"], want)
 
 
-def test_weights_are_rounded_as_torch_rounds(held: dict[str, torch.Tensor]) -> None:
+def test_weights_are_rounded_as_torch_rounds(tensors: dict[str, torch.Tensor]) -> None:
     """bf16 as the module held them; other types from the masters."""
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         state = {"fc1.weight": torch.zeros(29, 19, dtype=dtype)}
         load(state, dcp.StorageReader(EXAMPLE))
-        assert same_bits(state["fc1.weight"], held["fc1.weight/master"].to(dtype))
-    assert same_bits(held["fc1.weight/param"], held["fc1.weight/master"].bfloat16())
+        assert same_bits(state["fc1.weight"], tensors["fc1.weight/master"].to(dtype))
+    assert same_bits(tensors["fc1.weight/param"], tensors["fc1.weight/master"].bfloat16())
 
 
 def test_no_master_is_warned_of(tmp_path: Path) -> None:
     zckpt.convert(EXAMPLE, tmp_path / "weights", weights_only=True)
-    with pytest.warns(UserWarning, match="holds no fp32 masters: float32 tensors are made of BF16"):
+    with pytest.warns(
+        UserWarning, match="holds no fp32 masters: float32 tensors are filled from BF16"
+    ):
         load({"fc1.weight": torch.zeros(29, 19)}, dcp.StorageReader(tmp_path / "weights"))
 
 
@@ -315,9 +317,9 @@ def test_tied_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("block", [64, 1000, 4096])
 def test_blocks_are_small(
-    held: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, block: int
+    tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    """Larger tensors come piece by piece, and into targets that are not contiguous."""
+    """Larger tensors are read in pieces, also into targets that are not contiguous."""
     monkeypatch.setattr(regions, "BLOCK", block)
     state = {"model": Model().state_dict()}
     state["model"]["fc1.weight"] = torch.zeros(19, 29).t()
@@ -325,7 +327,7 @@ def test_blocks_are_small(
     load(state, dcp.StorageReader(EXAMPLE))
     for name, tensor in state["model"].items():
         owner = "embedding.weight" if name == "head.weight" else name
-        assert same_bits(tensor, weight(held, owner)), name
+        assert same_bits(tensor, weight(tensors, owner)), name
 
 
 def test_boxes_are_runs_of_elements() -> None:
@@ -367,12 +369,14 @@ def test_a_damaged_record_is_an_error(example: Path) -> None:
 
 def test_unmatched_names_are_listed_of_both_sides() -> None:
     state = {"model": {"fc1.weight": torch.zeros(29, 19), "tail.weight": torch.zeros(3)}}
-    with pytest.raises(CheckpointException) as told:
+    with pytest.raises(CheckpointException) as caught:
         load(state, dcp.StorageReader(EXAMPLE))
-    said = str(told.value)
-    assert "Missing key in checkpoint state_dict: the checkpoint has no model.tail.weight" in said
-    assert "model.tail.weight; nothing asks for its embedding.weight" in said
-    assert "rename=" in said
+    message = str(caught.value)
+    assert (
+        "Missing key in checkpoint state_dict: the checkpoint has no model.tail.weight" in message
+    )
+    assert "model.tail.weight; nothing asks for its embedding.weight" in message
+    assert "rename=" in message
     assert not state["model"]["fc1.weight"].any()  # nothing was changed
     load(state, dcp.StorageReader(EXAMPLE), allow_partial_load=True)
     assert state["model"]["fc1.weight"].any()
@@ -399,13 +403,13 @@ def test_weights_alone_fill_no_optimizer(tmp_path: Path) -> None:
 
 
 def test_one_load_fills_one_model() -> None:
-    """An average of weights beside the model would get the same values, unasked."""
+    """Otherwise an average of weights beside the model would get the model's values."""
     states = {"fc1.bias": torch.zeros(29)}
-    with pytest.raises(CheckpointException, match="in different ways"):
+    with pytest.raises(CheckpointException, match="by different rules"):
         load({"model": states, "average": dict(states)}, dcp.StorageReader(EXAMPLE))
 
 
-def test_numbers_need_the_optimizer(held: dict[str, torch.Tensor]) -> None:
+def test_numbers_need_the_optimizer(tensors: dict[str, torch.Tensor]) -> None:
     model = Model()
     optimizer = example_optimizer(model)
     for each in model.parameters():
@@ -418,7 +422,7 @@ def test_numbers_need_the_optimizer(held: dict[str, torch.Tensor]) -> None:
         dcp.StorageReader(EXAMPLE, model=model)
     load(state, dcp.StorageReader(EXAMPLE, model=model, optimizer=optimizer))
     optimizer.load_state_dict(state["optimizer"])
-    assert same_bits(optimizer.state[model.fc1.weight]["exp_avg"], held["fc1.weight/exp_avg"])
+    assert same_bits(optimizer.state[model.fc1.weight]["exp_avg"], tensors["fc1.weight/exp_avg"])
     assert optimizer.param_groups[0]["lr"] == 0.003
 
 
@@ -427,7 +431,7 @@ def group_state(*groups: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_hyper_parameters_go_by_parameter() -> None:
-    """Other numbers of groups, in another order; which parameters they have is the target's."""
+    """Another number of groups, in another order; the target decides which parameters they have."""
     state = group_state(
         {"params": ["fc1.bias"], "weight_decay": 9.0},
         {"params": ["fc2.weight"], "weight_decay": 9.0},

@@ -1,4 +1,4 @@
-"""Values of a pickle as objects again: of known classes alone, whatever the pickle says."""
+"""Values of a pickle as objects: only of known classes, whatever the pickle says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""ONNX Runtime's ZeRO-1 checkpoints as its sources say they are, from a whole state.
+"""Write ONNX Runtime's ZeRO-1 checkpoints as its sources define them, from a whole state.
 
-No public build of ONNX Runtime can run its own ZeRO (it needs NCCL), so that files of several ranks
-are made here, by the documented rule, element by element and without any of zckpt's code. The real
+No public build of ONNX Runtime can run its own ZeRO (it needs NCCL), so files of several ranks are
+written here, by the documented rule, element by element, without any of zckpt's code. The real
 ORTTrainer and ORT's own aggregators judge such files in onnxruntime_real.py.
 """
 
@@ -57,15 +57,15 @@ class State:
 
     def expected(self, halves: bool = True, moments: bool = True) -> dict[str, Tensor]:
         """Tensors by `parameter/slot`, as zckpt names them."""
-        found = {f"{name}/param": tensor for name, tensor in self.frozen.items()}
+        tensors = {f"{name}/param": tensor for name, tensor in self.frozen.items()}
         for name, weight in self.weights.items():
-            found[f"{name}/{'master' if self.is_apart(name) else 'param'}"] = weight
+            tensors[f"{name}/{'master' if self.is_apart(name) else 'param'}"] = weight
             if self.is_apart(name) and halves:
-                found[f"{name}/param"] = self.half(name)
+                tensors[f"{name}/param"] = self.half(name)
             if moments:
-                found[f"{name}/exp_avg"] = self.moments["Moment_1"][name]
-                found[f"{name}/exp_avg_sq"] = self.moments["Moment_2"][name]
-        return found
+                tensors[f"{name}/exp_avg"] = self.moments["Moment_1"][name]
+                tensors[f"{name}/exp_avg_sq"] = self.moments["Moment_2"][name]
+        return tensors
 
 
 def make(
@@ -107,16 +107,16 @@ def owned(weights: Mapping[str, Tensor], dp: int) -> list[dict[str, tuple[int, i
     while padded % (32 * dp):
         padded += 1
     rank_of = np.arange(padded) // (padded // dp) if dp > 1 else np.zeros(padded, int)
-    found: list[dict[str, tuple[int, int]]] = [{} for _ in range(dp)]
-    here = 0
+    owned_by_rank: list[dict[str, tuple[int, int]]] = [{} for _ in range(dp)]
+    begin = 0
     for name in sorted(weights, key=lambda name: name.encode()):
-        ranks = rank_of[here : here + weights[name].numel()]
+        ranks = rank_of[begin : begin + weights[name].numel()]
         for rank in range(dp):
             mine = np.flatnonzero(ranks == rank)
             if len(mine):
-                found[rank][name] = int(mine[0]), int(mine[-1]) + 1
-        here += weights[name].numel()
-    return found
+                owned_by_rank[rank][name] = int(mine[0]), int(mine[-1]) + 1
+        begin += weights[name].numel()
+    return owned_by_rank
 
 
 def view(name: str, start: int, stop: int, numel: int) -> str:
@@ -147,40 +147,40 @@ def legacy_dictionary(
     `without` is "" for all, "optimizer" for a set whose optimizer keys were left out, "torch names"
     for what `include_optimizer_state=False` leaves of a torch model.
     """
-    made: dict[str, Tensor] = {}
+    model: dict[str, Tensor] = {}
     shares = owned(state.weights, dp)[rank]
     for name, weight in state.weights.items():
         start, stop = shares.get(name, (0, 0))
         whole = (start, stop) == (0, weight.numel())
         suffix = view(name, start, stop, weight.numel())
         if not state.is_apart(name):
-            made[name] = weight.clone()
+            model[name] = weight.clone()
         else:
-            made[f"{name}_{state.precision}"] = state.half(name)
+            model[f"{name}_{state.precision}"] = state.half(name)
             if whole:
-                made[name] = weight.clone()
+                model[name] = weight.clone()
             elif name in shares and dialect == "l1":
                 stale = state.initial[name].clone()
                 stale.reshape(-1)[start:stop] = weight.reshape(-1)[start:stop]
-                made[name] = stale
+                model[name] = stale
             elif name in shares:
-                made[name + suffix] = part(weight, start, stop)
+                model[name + suffix] = part(weight, start, stop)
         if name in shares:
             for moment, tensors in state.moments.items():
-                made[f"{moment}_{name}{suffix}"] = part(tensors[name], start, stop)
+                model[f"{moment}_{name}{suffix}"] = part(tensors[name], start, stop)
             if state.optimizer == "Adam":
-                made[f"Update_Count_{name}{suffix}"] = torch.tensor([state.steps[name] + 1])
+                model[f"Update_Count_{name}{suffix}"] = torch.tensor([state.steps[name] + 1])
     if state.optimizer == "Lamb":
-        made["Step"] = torch.tensor([max(state.steps.values()) + 1])
-    made |= {name: tensor.clone() for name, tensor in state.frozen.items()}
+        model["Step"] = torch.tensor([max(state.steps.values()) + 1])
+    model |= {name: tensor.clone() for name, tensor in state.frozen.items()}
     if old_front_end:  # everything that the session lacks, as it was at first
-        made = {**{name: stale.clone() for name, stale in state.initial.items()}, **made}
+        model = {**{name: stale.clone() for name, stale in state.initial.items()}, **model}
     if without:
         moment = ("Moment_1_", "Moment_2_", "Update_Count_")
-        made = {k: t for k, t in made.items() if not k.startswith(moment) and k != "Step"}
+        model = {k: t for k, t in model.items() if not k.startswith(moment) and k != "Step"}
     if without == "torch names":
-        made = {k: t for k, t in made.items() if k in state.weights or k in state.frozen}
-    return made
+        model = {k: t for k, t in model.items() if k in state.weights or k in state.frozen}
+    return model
 
 
 def write_legacy(
@@ -300,25 +300,25 @@ def write(state: State, folder: Path, dp: int, dialect: str, **options: Any) -> 
 
 def contents(folder: Path) -> dict[str, Any]:
     """Every tensor and value by file and key, with torch and h5py alone."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for path in sorted(folder.iterdir()):
         if path.name.endswith(".ort.pt"):
-            held = torch.load(path, weights_only=True)
-            found.update((f"{path.name}: {key}", value) for key, value in held["model"].items())
+            saved = torch.load(path, weights_only=True)
+            values.update((f"{path.name}: {key}", value) for key, value in saved["model"].items())
             continue
         with h5py.File(path) as file:
 
             def visit(name: str, item: Any, path: Path = path) -> None:
                 if isinstance(item, h5py.Dataset):
                     value = item[()]
-                    found[f"{path.name}: {name}"] = (
+                    values[f"{path.name}: {name}"] = (
                         value if isinstance(value, bytes) else np.asarray(value)
                     )
                 else:
-                    found[f"{path.name}: {name}/"] = len(item)
+                    values[f"{path.name}: {name}/"] = len(item)
 
             file.visititems(visit)
-    return found
+    return values
 
 
 def differences(one: Path, other: Path) -> list[str]:

@@ -13,8 +13,8 @@ Lamb.
 
 No public build trains with ZeRO, Lamb or fp16 on a CPU: what these kernels do with the files is
 beyond this judge. Two traps of 1.16.3 on a CPU: MatMul's pre-packing keeps a copy of the initial
-weights (switched off here, also where the legacy loader makes a session without its options), and
-weights of 8 elements or less are folded together.
+weights (switched off in this script, also where the legacy loader makes a session without its
+options), and weights of 8 elements or less are folded together.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def model() -> Any:
         ],
         weights,
     )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 12)])
-    made.ir_version = 7
-    onnx.checker.check_model(made)
-    return made
+    onnx_model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 12)])
+    onnx_model.ir_version = 7
+    onnx.checker.check_model(onnx_model)
+    return onnx_model
 
 
 class Trainer(ORTTrainer):  # type: ignore[misc]
@@ -109,7 +109,7 @@ def steps(of: Any, first: int, count: int) -> list[float]:
     return losses
 
 
-def held(of: Any) -> dict[str, Any]:
+def state_of(of: Any) -> dict[str, Any]:
     """Weights, moments and counters of a trainer's session."""
     return {name: np.array(value) for name, value in of._training_session.get_state().items()}
 
@@ -153,15 +153,17 @@ def judge_training(root: Path) -> int:
     reference.save_checkpoint(str(sources["hdf5"]), {"epoch": 1})
     sources["legacy"].mkdir()
     checkpoint.experimental_save_checkpoint(reference, str(sources["legacy"]))
-    before = held(reference)
+    before = state_of(reference)
     losses = steps(reference, 5, 3)
-    after = held(reference)
+    after = state_of(reference)
     failed = count = 0
     for name, target, dialect in targets(sources, root):
         count += 1
         fresh = loaded(target, dialect)
-        here = held(fresh)
-        fine = same(here, before) and steps(fresh, 5, 3) == losses and same(held(fresh), after)
+        resumed = state_of(fresh)
+        fine = (
+            same(resumed, before) and steps(fresh, 5, 3) == losses and same(state_of(fresh), after)
+        )
         failed += not fine
         if not fine:
             print(f"DIFFERS: {name}")
@@ -184,11 +186,11 @@ def judge_aggregation(root: Path) -> int:
                     right = files.legacy_dictionary(state, 1, 0, "l2")
                     if dialect == "hdf5":
                         right = {k: t for k, t in right.items() if not k.endswith("_fp16")}
-                    found = merged(target, dialect)
-                    fine = found.keys() == right.keys() and all(
-                        np.asarray(found[key]).reshape(-1).tobytes()
+                    aggregated = merged(target, dialect)
+                    fine = aggregated.keys() == right.keys() and all(
+                        np.asarray(aggregated[key]).reshape(-1).tobytes()
                         == right[key].reshape(-1).numpy().tobytes()
-                        and tuple(found[key].shape) == tuple(right[key].shape)
+                        and tuple(aggregated[key].shape) == tuple(right[key].shape)
                         for key in right
                     )
                     failed += not fine
@@ -202,14 +204,14 @@ def merged(folder: Path, dialect: str) -> dict[str, Any]:
     """What ORT's aggregator makes of a folder, by the keys of a legacy file of one rank."""
     paths = [str(path) for path in sorted(folder.iterdir())]
     if dialect == "l2":
-        made: dict[str, Any] = checkpoint._CombineZeroCheckpoint(paths).aggregate_checkpoints()
-        return made
-    made = checkpoint.aggregate_checkpoints(paths, pytorch_format=False)
-    found = dict(made["model"]["full_precision"])
-    for name, states in made["optimizer"].items():
+        state: dict[str, Any] = checkpoint._CombineZeroCheckpoint(paths).aggregate_checkpoints()
+        return state
+    state = checkpoint.aggregate_checkpoints(paths, pytorch_format=False)
+    tensors = dict(state["model"]["full_precision"])
+    for name, states in state["optimizer"].items():
         shared = name == "shared_optimizer_state"
-        found |= {key if shared else f"{key}_{name}": value for key, value in states.items()}
-    return found
+        tensors |= {key if shared else f"{key}_{name}": value for key, value in states.items()}
+    return tensors
 
 
 def main() -> None:

@@ -35,22 +35,24 @@ def agree(path: Path, tensors: list[Described]) -> None:
     opened = safe_open(str(path), "pt")
     assert opened.metadata() == {"format": "pt"}
     assert set(opened.keys()) == {name for name, _, _ in tensors}
-    here = 0
+    start = 0
     for name, dtype, shape in tensors:
         length = prod(shape) * SIZES[dtype]
         tensor = opened.get_tensor(name)
         assert (tensor.dtype, tuple(tensor.shape)) == (getattr(torch, TORCH_NAMES[dtype]), shape)
         if length:
-            assert bytes(tensor.reshape(-1).view(torch.uint8).numpy()) == data[here : here + length]
-        here += length
+            assert (
+                bytes(tensor.reshape(-1).view(torch.uint8).numpy()) == data[start : start + length]
+            )
+        start += length
     stored = {item.name: item for item in safefile.read(str(path))}
     begin = path.stat().st_size - len(data)
     assert begin % 4096 == 0
-    here = begin
+    start = begin
     for name, dtype, shape in tensors:
         item = stored.pop(name)
-        assert (item.dtype, item.shape, item.extent.offset) == (dtype, shape, here)
-        here += item.extent.length
+        assert (item.dtype, item.shape, item.extent.offset) == (dtype, shape, start)
+        start += item.extent.length
     assert not stored
 
 
@@ -80,14 +82,14 @@ def test_any_file_is_read_by_the_package(tmp_path: Path, tensors: list[Described
 def test_random_headers_are_read_by_the_package(names: list[str], data: st.DataObject) -> None:
     shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
     dtypes = st.sampled_from(list(SIZES))
-    made = [
+    tensors = [
         (name, data.draw(dtypes), data.draw(shapes)) for name in names if name != "__metadata__"
     ]
-    made.sort(key=lambda item: -SIZES[item[1]])
-    head, size = safefile.header(made)
+    tensors.sort(key=lambda item: -SIZES[item[1]])
+    head, size = safefile.header(tensors)
     read = load(head + bytes(size - len(head)))
     assert {name: tuple(tensor.shape) for name, tensor in read.items()} == {
-        name: shape for name, _, shape in made
+        name: shape for name, _, shape in tensors
     }
 
 
@@ -98,8 +100,8 @@ def test_files_of_the_package_are_read(tmp_path: Path) -> None:
     data = path.read_bytes()
     for item in safefile.read(str(path)):
         tensor = tensors.pop(item.name)
-        found = data[item.extent.offset : item.extent.offset + item.extent.length]
-        assert found == bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+        stored = data[item.extent.offset : item.extent.offset + item.extent.length]
+        assert stored == bytes(tensor.reshape(-1).view(torch.uint8).numpy())
     assert not tensors
 
 

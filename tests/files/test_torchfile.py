@@ -1,4 +1,4 @@
-"""Files of torch.save: torch.load says what is in them, hostile ones are refused."""
+"""Files of torch.save: the same values as with torch.load; hostile files are refused."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_a_checksum_that_is_zero_is_checked(tmp_path: Path) -> None:
 
 
 def test_many_members(tmp_path: Path) -> None:
-    """The directory alone is longer than the 64 KiB in which its end is looked for."""
+    """The directory is longer than the 64 KiB in which its end is searched."""
     path = save(tmp_path / "a.pt", [torch.tensor([i]) for i in range(1500)])
     with zipfile.ZipFile(path) as file:
         assert os.path.getsize(path) - file.start_dir > 65557
@@ -294,7 +294,7 @@ def test_equal_pickles_are_parsed_once(tmp_path: Path) -> None:
     ]
 
 
-# -- zips made here
+# -- zips of these tests
 
 
 def zipped(members: list[tuple[str, bytes]], **options: Any) -> bytes:
@@ -302,10 +302,10 @@ def zipped(members: list[tuple[str, bytes]], **options: Any) -> bytes:
     body, directory, count = bytearray(), bytearray(), 0
     for name, data in members:
         count += 1
-        here, crc = len(body), zlib.crc32(data)
+        header, crc = len(body), zlib.crc32(data)
         text = name.encode()
         field = options.get(name, {})
-        offset = field.get("offset", here)
+        offset = field.get("offset", header)
         length = field.get("length", len(data))
         packed = field.get("packed", length)
         extra = b""
@@ -321,13 +321,13 @@ def zipped(members: list[tuple[str, bytes]], **options: Any) -> bytes:
         directory += text + extra
     start, length = len(body), len(directory)
     end = {"count": count, "length": length, "start": start, "place": start + length} | options
-    made = bytes(body + directory)
+    whole = bytes(body + directory)
     if options.get("zip64", True):
-        made += b"PK\6\6" + struct.pack("<QHHII", 44, 45, 45, 0, 0)
-        made += struct.pack("<QQQQ", count, end["count"], end["length"], end["start"])
-        made += b"PK\6\7" + struct.pack("<IQI", 0, end["place"], 1)
+        whole += b"PK\6\6" + struct.pack("<QHHII", 44, 45, 45, 0, 0)
+        whole += struct.pack("<QQQQ", count, end["count"], end["length"], end["start"])
+        whole += b"PK\6\7" + struct.pack("<IQI", 0, end["place"], 1)
     small = [end[key] & most for key, most in (("length", 0xFFFFFFFF), ("start", 0xFFFFFFFF))]
-    return made + b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, count, count & 0xFFFF, *small, 0)
+    return whole + b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, count, count & 0xFFFF, *small, 0)
 
 
 class Storages(pickle.Pickler):
@@ -336,7 +336,7 @@ class Storages(pickle.Pickler):
 
 
 class Identity:
-    """Stands for a storage of `numel` elements in a pickle made here."""
+    """Stands for a storage of `numel` elements in a pickle of these tests."""
 
     def __init__(
         self, numel: int = 6, key: Any = "0", kind: Any = "storage", view: Any = ()
@@ -537,7 +537,8 @@ def test_an_attack_costs_little_memory(tmp_path: Path, name: str) -> None:
 
 def small(path: Path, legacy: bool) -> tuple[str, bytes]:
     value = {"w": torch.arange(6.0).view(2, 3), "s": torch.tensor(3), "t": (1, "x", None)}
-    return (made := save(path, value, legacy)), Path(made).read_bytes()
+    file = save(path, value, legacy)
+    return file, Path(file).read_bytes()
 
 
 def summary(path: str) -> Any:
@@ -551,7 +552,7 @@ def summary(path: str) -> Any:
 
 
 def attempt(path: str) -> tuple[Any, str | None]:
-    """What `summary` finds, or how it is refused."""
+    """The values of `summary`, or the message of its error."""
     try:
         return summary(path), None
     except ZckptError as error:
@@ -579,7 +580,7 @@ def flipped(path: str, whole: bytes, places: range) -> Iterator[int]:
 
 
 def test_a_flipped_bit_is_refused_or_means_nothing(tmp_path: Path) -> None:
-    """Wherever it is in the pickle and in the directory."""
+    """For every bit of the pickle and of the directory."""
     path, whole = small(tmp_path / "a.pt", False)
     right = summary(path)
     with zipfile.ZipFile(path) as file:
@@ -589,15 +590,15 @@ def test_a_flipped_bit_is_refused_or_means_nothing(tmp_path: Path) -> None:
     refused = 0
     for places in (range(begin, begin + pickled.file_size), range(start, len(whole))):
         for place in flipped(path, whole, places):
-            found, refusal = attempt(path)
-            assert found == right or (refusal and "a.pt" in refusal), f"byte {place}"
+            values, refusal = attempt(path)
+            assert values == right or (refusal and "a.pt" in refusal), f"byte {place}"
             assert refusal or place >= start, "a flipped bit of the pickle"
             refused += bool(refusal)
     assert refused > 8 * pickled.file_size
 
 
 def test_a_flipped_bit_of_a_small_tensor_is_refused(tmp_path: Path) -> None:
-    """`read` and `scalar` take a step, say: no copy will pass over it and check it."""
+    """`read` and `scalar` read a step, for example: no later copy checks its record."""
     path, whole = small(tmp_path / "a.pt", False)
     file = TorchFile(path)
     start = file.extent(file.value["s"]).offset
@@ -609,13 +610,13 @@ def test_a_flipped_bit_of_a_small_tensor_is_refused(tmp_path: Path) -> None:
 def test_a_flipped_bit_of_a_local_header_is_found_or_means_nothing(tmp_path: Path) -> None:
     path, whole = small(tmp_path / "a.pt", False)
     right = summary(path)
-    headers = [found.start() for found in re.finditer(b"PK\3\4", whole)]
+    headers = [match.start() for match in re.finditer(b"PK\3\4", whole)]
     assert len(headers) > 3
     for header in headers:
         for place in flipped(path, whole, range(header, header + 30)):
-            found, refusal = attempt(path)
-            told = found == right or (refusal and "a.pt" in refusal)
-            assert told or not checked(path), f"byte {place - header}"
+            values, refusal = attempt(path)
+            harmless = values == right or (refusal and "a.pt" in refusal)
+            assert harmless or not checked(path), f"byte {place - header}"
 
 
 def checked(path: str) -> bool:

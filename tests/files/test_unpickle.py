@@ -112,9 +112,9 @@ class Keyworded:
 
 
 def slotted() -> Slotted:
-    made = Slotted()
-    made.value = 5
-    return made
+    value = Slotted()
+    value.value = 5
+    return value
 
 
 def load(data: bytes) -> Any:
@@ -290,8 +290,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_nothing_is_imported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    made = tmp_path / "witness.py"
-    made.write_text("def run(*_): ...\nclass Run:\n    def run(*_): ...\n")
+    witness = tmp_path / "witness.py"
+    witness.write_text("def run(*_): ...\nclass Run:\n    def run(*_): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     loaded = load(HOSTILE[name])
     assert isinstance(loaded, (Foreign, Global))

@@ -1,4 +1,4 @@
-"""The first big difference of two runs, what its place means, and how it is shown."""
+"""The first big difference of two runs, its meaning, and its display."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ def line(step: int, kind: str, key: str, batch: str = "0", value: float = 1.0) -
 
 
 def events(steps: Iterable[int] = (7, 8, 9)) -> list[dict[str, Any]]:
-    found = []
+    records = []
     for step in steps:
-        found += [line(step, "parameter", f"{name}.weight") for name in MODULES]
+        records += [line(step, "parameter", f"{name}.weight") for name in MODULES]
         for batch in ("0", "1"):
-            found += [line(step, "forward", f"{name}#0/out", batch) for name in MODULES]
-            found += [line(step, "backward", f"{name}#0/out", batch) for name in reversed(MODULES)]
-    return found
+            records += [line(step, "forward", f"{name}#0/out", batch) for name in MODULES]
+            records += [
+                line(step, "backward", f"{name}#0/out", batch) for name in reversed(MODULES)
+            ]
+    return records
 
 
 def write(
@@ -65,11 +67,11 @@ def run_a(tmp_path: Path) -> Path:
 
 
 def changed(path: Path, step: int, kind: str, key: str, batch: str = "0", **numbers: Any) -> Path:
-    """A run that differs in this record, and in all that come later."""
+    """A run that differs in this record and in all later ones."""
     lines = events()
     about = {"step": step, "kind": kind, "key": key, "batch": batch}
-    here = next(n for n, each in enumerate(lines) if about.items() <= each.items())
-    for each in lines[here:]:
+    first = next(n for n, each in enumerate(lines) if about.items() <= each.items())
+    for each in lines[first:]:
         each |= {"crc32": "00000000", **numbers}
     return write(path, lines)
 
@@ -98,14 +100,14 @@ def test_the_first_big_difference_and_what_its_place_means(
     step: int, kind: str, key: str, batch: str, meaning: str, run_a: Path, tmp_path: Path
 ) -> None:
     run_b = changed(tmp_path / "b", step, kind, key, batch, samples=[1.5, 0.5])
-    found = probe.compare(run_a, run_b)
-    place = [found["big"][name] for name in ("step", "kind", "key", "batch")]
+    report = probe.compare(run_a, run_b)
+    place = [report["big"][name] for name in ("step", "kind", "key", "batch")]
     assert place == [step, kind, key, batch]
-    assert found["big"]["what"] == "sample 0 1 against 1.5"
-    assert found["big"]["distance"] == 0.5  # of the root mean square, 1
-    assert found["big"]["meaning"].startswith(meaning)
-    assert found["first"] == found["big"]
-    assert not found["equal"]
+    assert report["big"]["what"] == "sample 0 1 against 1.5"
+    assert report["big"]["distance"] == 0.5  # of the root mean square, 1
+    assert report["big"]["meaning"].startswith(meaning)
+    assert report["first"] == report["big"]
+    assert not report["equal"]
 
 
 def test_small_differences_are_told_and_tolerated(
@@ -154,9 +156,9 @@ def test_while_the_original_repeats_itself_any_difference_is_big(
 ) -> None:
     again = write(tmp_path / "again", events())
     run_b = changed(tmp_path / "b", 8, "forward", "head#0/out", mean=0.25 + 1e-9)
-    found = probe.compare(run_a, run_b, again)
-    assert found["big"]["key"] == "head#0/out"
-    assert found["noise_floor"] == 0
+    report = probe.compare(run_a, run_b, again)
+    assert report["big"]["key"] == "head#0/out"
+    assert report["noise_floor"] == 0
     unseen = changed(tmp_path / "unseen", 8, "forward", "head#0/out")  # in its CRC-32 alone
     assert probe.compare(run_a, unseen, again)["big"]["what"] == "bytes beside the samples"
     assert probe.compare(run_a, unseen)["big"] is None
@@ -167,9 +169,9 @@ def test_what_the_original_does_to_itself_is_tolerated(run_a: Path, tmp_path: Pa
     three = changed(tmp_path / "three", 7, "backward", "head#0/out", mean=0.28)
     five = changed(tmp_path / "five", 7, "backward", "head#0/out", mean=0.30)
     assert probe.compare(run_a, three, noisy)["big"] is None
-    found = probe.compare(run_a, five, noisy)
-    assert found["big"]["kind"] == "backward"
-    assert found["noise_floor"] == pytest.approx(0.01)
+    report = probe.compare(run_a, five, noisy)
+    assert report["big"]["kind"] == "backward"
+    assert report["noise_floor"] == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize(
@@ -186,10 +188,10 @@ def test_what_has_no_distance_is_infinitely_apart(
     numbers: dict[str, Any], what: str, run_a: Path, tmp_path: Path, zckpt: Zckpt
 ) -> None:
     run_b = changed(tmp_path / "b", 8, "forward", "head#0/out", **numbers)
-    made = zckpt("probe-diff", run_a, run_b, "--json")
-    assert made.code == 3
-    assert made.document["big"]["what"] == what
-    assert made.document["big"]["distance"] == "inf"
+    result = zckpt("probe-diff", run_a, run_b, "--json")
+    assert result.code == 3
+    assert result.document["big"]["what"] == what
+    assert result.document["big"]["distance"] == "inf"
 
 
 def test_what_was_compared_by_its_shape_alone_is_said(run_a: Path, tmp_path: Path) -> None:
@@ -199,7 +201,9 @@ def test_what_was_compared_by_its_shape_alone_is_said(run_a: Path, tmp_path: Pat
     for name in ("b", "c"):
         write(tmp_path / name, lines)
     (note,) = probe.compare(tmp_path / "b", tmp_path / "c")["notes"]
-    assert note.startswith("1 records hold a shape and no numbers, as step 9, batch 1, backward")
+    assert note.startswith(
+        "1 records have a shape but no numbers, such as step 9, batch 1, backward"
+    )
 
 
 def test_the_earliest_of_all_ranks(tmp_path: Path) -> None:
@@ -210,21 +214,21 @@ def test_the_earliest_of_all_ranks(tmp_path: Path) -> None:
                 if name == "b" and each["step"] >= (9, 8, 9)[rank]:
                     each |= {"mean": 0.5, "crc32": "0"}
             write(tmp_path / name, lines, rank, world=3)
-    found = probe.compare(tmp_path / "a", tmp_path / "b")
-    assert (found["big"]["rank"], found["big"]["step"]) == (1, 8)
-    assert found["ranks"] == [0, 1, 2]
+    report = probe.compare(tmp_path / "a", tmp_path / "b")
+    assert (report["big"]["rank"], report["big"]["step"]) == (1, 8)
+    assert report["ranks"] == [0, 1, 2]
 
 
 def test_records_of_one_run_alone_are_listed_and_hide_nothing(tmp_path: Path) -> None:
     lines = events()
     a = write(tmp_path / "a", [each for each in lines if "layers" not in each["key"]])
     b = write(tmp_path / "b", [each for each in lines if each["step"] < 9])
-    found = probe.compare(a, b)
-    assert (found["only_a"], len(found["only_b"])) == ([], 10)
-    assert found["only_b"][0] == "step 7, batch 0, parameter layers.0.weight"
-    assert found["steps"] == [7, 8]
-    assert not found["equal"]
-    assert found["first"] is None
+    report = probe.compare(a, b)
+    assert (report["only_a"], len(report["only_b"])) == ([], 10)
+    assert report["only_b"][0] == "step 7, batch 0, parameter layers.0.weight"
+    assert report["steps"] == [7, 8]
+    assert not report["equal"]
+    assert report["first"] is None
 
 
 def test_runs_that_share_nothing(run_a: Path, tmp_path: Path) -> None:
@@ -279,7 +283,7 @@ def test_lines_that_are_no_record(old: str, new: str, run_a: Path) -> None:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1), errors="surrogateescape")
-    with pytest.raises(CorruptCheckpoint, match=r"line \d+, is no record"):
+    with pytest.raises(CorruptCheckpoint, match=r"line \d+, is not a record"):
         runs.read(run_a)
 
 
@@ -296,9 +300,9 @@ def test_names_that_no_file_holds_as_they_are(tmp_path: Path, zckpt: Zckpt) -> N
     a = write(tmp_path / "a", lines)
     lines[-1] |= {"max": 9.0, "crc32": "other"}
     b = write(tmp_path / "b", lines)
-    made = zckpt("probe-diff", a, b, "--svg", tmp_path / "map.svg", "--summary", tmp_path / "s")
-    assert made.code == 3
-    assert "\x1b" not in made.out
+    result = zckpt("probe-diff", a, b, "--svg", tmp_path / "map.svg", "--summary", tmp_path / "s")
+    assert result.code == 3
+    assert "\x1b" not in result.out
     ElementTree.parse(tmp_path / "map.svg")
 
 
@@ -405,15 +409,17 @@ def test_dumps_that_begin_late_and_lack_files(tmp_path: Path) -> None:
     (copy / "step_1" / "after_act_forward").unlink()
     shutil.copy(copy / "step_1" / "Net_0_0th_output_forward", copy / "step_1" / "more_forward")
     (copy / "step_1" / ".notes").write_bytes(b"\xff of someone")
-    found = probe.compare(DUMPS, copy)
-    assert found["steps"] == [1]
-    assert found["only_a"] == ["step 1, batch 0, forward after_act"]
-    assert len(set(found["notes"])) == len(found["notes"])
-    assert any("after_act_forward is in order.txt, and is not there" in n for n in found["notes"])
-    assert any("not in order.txt, as more_forward" in note for note in found["notes"])
+    report = probe.compare(DUMPS, copy)
+    assert report["steps"] == [1]
+    assert report["only_a"] == ["step 1, batch 0, forward after_act"]
+    assert len(set(report["notes"])) == len(report["notes"])
+    assert any(
+        "after_act_forward is in order.txt, but its file is missing" in n for n in report["notes"]
+    )
+    assert any("not in order.txt, such as more_forward" in note for note in report["notes"])
     dump = copy / "step_1" / "more_forward"
     dump.write_text(
         dump.read_text().replace("samples(top 128): tensor([", "samples(top 128): tensor([x, ")
     )
-    with pytest.raises(CorruptCheckpoint, match="more_forward is no dump"):
+    with pytest.raises(CorruptCheckpoint, match="more_forward is not a dump"):
         runs.read(copy)

@@ -1,4 +1,4 @@
-"""Real engines, recorded: no difference where there is none, each fault at its place."""
+"""Recorded real engines: equal runs have no difference, and each fault is found at its place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEP = 3  # at which the cases are saved
 
 
 def swap_moments(copy: Path) -> None:
-    """Those of one tensor swapped."""
+    """Swaps the moments of one tensor."""
     entries = zckpt.read(copy).entries
     first, second = (
         faults.read_element_bytes(entries[f"trunk.2.weight/{slot}"])
@@ -77,10 +77,10 @@ def recorded(
     trained: Trained, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], tuple[Path, dict[str, list[float]]]]:
     """Runs of a stage by name: the original twice, resharded, not recorded, with every fault."""
-    made: dict[int, tuple[Path, dict[str, list[float]]]] = {}
+    by_stage: dict[int, tuple[Path, dict[str, list[float]]]] = {}
 
     def record(stage: int) -> tuple[Path, dict[str, list[float]]]:
-        if stage not in made:
+        if stage not in by_stage:
             root = tmp_path_factory.mktemp(f"stage{stage}")
             case = CASES[f"z{stage}_dp2_bf16"]
             original = trained(case) / "run"
@@ -101,8 +101,8 @@ def recorded(
             arguments = (case, list(named.values()), root / "losses.pt")
             deepspeed.submit("rank", "recorded", case.dp, arguments, root, case.extension)
             losses = torch.load(root / "losses.pt")
-            made[stage] = root, dict(zip(named, losses, strict=True))
-        return made[stage]
+            by_stage[stage] = root, dict(zip(named, losses, strict=True))
+        return by_stage[stage]
 
     return record
 
@@ -115,11 +115,11 @@ def test_a_resharded_checkpoint_goes_on_without_any_difference(
     stage: int, recorded: Recorded
 ) -> None:
     root, losses = recorded(stage)
-    found = probe.compare(root / "original", root / "resharded", root / "again")
-    assert found["equal"]
-    assert found["noise_floor"] == 0
-    assert found["ranks"] == [0, 1]
-    assert found["steps"] == [STEP, STEP + 1, STEP + 2]
+    report = probe.compare(root / "original", root / "resharded", root / "again")
+    assert report["equal"]
+    assert report["noise_floor"] == 0
+    assert report["ranks"] == [0, 1]
+    assert report["steps"] == [STEP, STEP + 1, STEP + 2]
     assert losses["plain"] == losses["original"] == losses["resharded"]  # recording changes none
 
 
@@ -129,8 +129,8 @@ def test_parameters_are_seen_whole(stage: int, recorded: Recorded) -> None:
     records = runs.read(root / "original").ranks[1]
     shapes = {record.key: record.shape for record in records if record.kind == "parameter"}
     manifest = zckpt.read(root / "checkpoints" / "resharded")
-    for name, held in manifest.parameters.items():
-        assert shapes[name] == held.shape
+    for name, parameter in manifest.parameters.items():
+        assert shapes[name] == parameter.shape
     assert all("crc32" in record.numbers for record in records)
 
 
@@ -140,11 +140,11 @@ def test_a_fault_is_found_at_its_place(stage: int, fault: str, recorded: Recorde
     root, _ = recorded(stage)
     later, key, meaning = PLACES[fault]
     for noise in (None, root / "again"):
-        found = probe.compare(root / "original", root / fault, noise)
-        assert found["first"]["step"] == STEP + later
-        assert found["first"]["key"] == key
-    assert found["big"] == found["first"]
-    assert found["big"]["meaning"].startswith(meaning)
+        report = probe.compare(root / "original", root / fault, noise)
+        assert report["first"]["step"] == STEP + later
+        assert report["first"]["key"] == key
+    assert report["big"] == report["first"]
+    assert report["big"]["meaning"].startswith(meaning)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -152,9 +152,9 @@ def test_a_stale_master(stage: int, recorded: Recorded) -> None:
     """Stage 3 makes the module's weights of the masters as it loads; stages 1 and 2 do after the
     first update."""
     root, _ = recorded(stage)
-    found = probe.compare(root / "original", root / "stale", root / "again")
-    assert found["big"]["key"] == "trunk.2.weight"
-    assert found["big"]["step"] == STEP + (stage < 3)
+    report = probe.compare(root / "original", root / "stale", root / "again")
+    assert report["big"]["key"] == "trunk.2.weight"
+    assert report["big"]["step"] == STEP + (stage < 3)
 
 
 # -- FSDP2
@@ -171,9 +171,9 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.first
 @pytest.mark.parametrize("name", ["copy", "written"])
 def test_fsdp_goes_on_without_any_difference(name: str, fsdp: Path) -> None:
-    found = probe.compare(fsdp / "original", fsdp / name)
-    assert found["equal"]
-    assert found["steps"] == [3, 4, 5]
+    report = probe.compare(fsdp / "original", fsdp / name)
+    assert report["equal"]
+    assert report["steps"] == [3, 4, 5]
     losses = torch.load(fsdp / "losses.pt")
     assert losses["plain"] == losses["original"] == losses[name]
 
@@ -201,7 +201,9 @@ def test_fsdp_parameters_are_seen_whole(fsdp: Path) -> None:
 
     records = runs.read(fsdp / "original").ranks[1]
     shapes = {record.key: record.shape for record in records if record.kind == "parameter"}
-    assert shapes == {name: tuple(held.shape) for name, held in Model().named_parameters()}
+    assert shapes == {
+        name: tuple(parameter.shape) for name, parameter in Model().named_parameters()
+    }
 
 
 @pytest.mark.engines
@@ -217,6 +219,6 @@ def test_fsdp_parameters_are_seen_whole(fsdp: Path) -> None:
     ],
 )
 def test_fsdp_faults_are_found_at_their_place(fault: str, step: int, key: str, fsdp: Path) -> None:
-    found = probe.compare(fsdp / "original", fsdp / fault)
-    assert (found["first"]["step"], found["first"]["key"]) == (step, key)
-    assert (found["big"]["step"], found["big"]["key"]) == (step, key)
+    report = probe.compare(fsdp / "original", fsdp / fault)
+    assert (report["first"]["step"], report["first"]["key"]) == (step, key)
+    assert (report["big"]["step"], report["big"]["key"]) == (step, key)

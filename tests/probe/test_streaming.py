@@ -113,8 +113,8 @@ def test_recording_within_streaming_sees_the_weights(universal: Path, tmp_path: 
             torch.no_grad(),
         ):
             model(TOKENS)
-    found = probe.compare(tmp_path / "a", tmp_path / "b")
-    assert found["equal"]
+    report = probe.compare(tmp_path / "a", tmp_path / "b")
+    assert report["equal"]
     assert "crc32" in runs.read(tmp_path / "a").ranks[0][0].numbers
 
 
@@ -181,10 +181,10 @@ def test_prefixes_of_engines_are_seen_through(universal: Path) -> None:
 def test_names_may_be_rewritten(universal: Path) -> None:
     with torch.device("meta"):
         model = nn.ModuleDict({"first": nn.Linear(19, 29)}).bfloat16()
-    held = safetensors.torch.load_file(universal / "model.safetensors")
+    weights = safetensors.torch.load_file(universal / "model.safetensors")
     with probe.stream(model, universal, rename=[("^fc1", "first")]), torch.no_grad():
         x = torch.ones(1, 19, dtype=torch.bfloat16)
-        expected = nn.functional.linear(x, held["fc1.weight"], held["fc1.bias"])
+        expected = nn.functional.linear(x, weights["fc1.weight"], weights["fc1.bias"])
         assert torch.equal(model["first"](x), expected)
 
 
@@ -227,7 +227,7 @@ def test_modules_whose_children_are_not_called(tmp_path: Path) -> None:
 
 
 class Shared(nn.Module):
-    """An output layer that is the embedding, without a module of its own."""
+    """An output layer that uses the embedding's weight, without a separate module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,9 +261,9 @@ def test_weights_of_modules_that_are_not_called(device: str, tmp_path: Path) -> 
 
 
 def manifest_of(state: dict[str, Tensor], folder: Path) -> Any:
-    from ..proof.test_stats import manifest_of as made
+    from ..proof.test_stats import manifest_of as manifest_of_tensors
 
-    return made(folder, {f"{name}/param": tensor for name, tensor in state.items()})
+    return manifest_of_tensors(folder, {f"{name}/param": tensor for name, tensor in state.items()})
 
 
 LARGE = """
@@ -317,8 +317,8 @@ def test_memory_is_that_of_the_largest_module(large: dict[str, Path], tmp_path: 
     expected, _ = run(large["weights"], "load")
     whole = 32 * 1025 * 1024 * 4
     for name in ("zero3", "universal"):
-        found, grown = run(large[name], "stream")
-        assert torch.equal(found, expected)
+        output, grown = run(large[name], "stream")
+        assert torch.equal(output, expected)
         assert grown < whole / 4, (name, grown)  # 1.3 layers as a rule; the allocator keeps some
 
 

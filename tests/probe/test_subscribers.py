@@ -69,7 +69,7 @@ def test_keyword_arguments_are_inputs() -> None:
 
 
 def test_they_run_inside_the_hooks_of_an_engine() -> None:
-    """Which gathers before the forward and releases after it, and was there first."""
+    """The engine's hooks were registered first: all-gather before the forward, release after it."""
     model, said = nn.ReLU(), list[str]()
     model.register_forward_pre_hook(lambda *about: said.append("gather"))
     model.register_forward_hook(lambda *about: said.append("release"))
@@ -112,9 +112,9 @@ def test_containers_stay_what_they_are(value: Any) -> None:
 
     changed = mapped(value, "out", change)
     assert type(changed) is type(value)
-    found: list[float] = []
-    mapped(changed, "out", lambda path, tensor: (found.append(tensor.item()), tensor)[1])
-    assert found == [2.0] * len(paths)
+    values: list[float] = []
+    mapped(changed, "out", lambda path, tensor: (values.append(tensor.item()), tensor)[1])
+    assert values == [2.0] * len(paths)
 
 
 def test_paths_see_through_wrappers() -> None:

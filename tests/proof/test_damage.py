@@ -1,4 +1,4 @@
-"""What is wrong in the files of a checkpoint; faults of real ones are in test_proof.py."""
+"""What is wrong in the files of a checkpoint; faults of real ones are in test_verify.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_what_lies_in_records(seed: int) -> None:
         extent = Extent(chosen.choice("fgh"), chosen.randrange(200), chosen.randrange(1, 40))
         entry = Entry(f"w{number}/x", "U8", (extent.length,), solid(extent.length, extent))
         entries[entry.name] = entry
-    found = damage.holders(Manifest("", "x", {}, entries, {}), records)
+    found = damage.contents_of(Manifest("", "x", {}, entries, {}), records)
     for record in records:
         assert {entry.name for entry, _, _ in found[record]} == {
             entry.name

@@ -18,6 +18,7 @@ import zckpt
 from zckpt.core.dtypes import NUMBERS, TORCH_NAMES
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.resources import Copying
 from zckpt.proof import health
 from zckpt.proof import stats as statistics
 from zckpt.proof.stats import measure
@@ -202,7 +203,7 @@ def test_every_tensor_in_every_part(tmp_path: Path) -> None:
     tensors |= {"empty/param": torch.empty(0, 3), "scalar/param": torch.tensor(4.0)}
     manifest = manifest_of(tmp_path, tensors)
     reports = [
-        health.measure_all(manifest, jobs=jobs, memory=memory)
+        health.measure_all(manifest, copying=Copying(jobs, memory))
         for jobs, memory in ((1, 2 << 20), (4, 64 << 20), (4, 64 << 20))
     ]
     for report in reports:

@@ -1,4 +1,4 @@
-"""The best checkpoint of a Trainer's run, which later ones name by its path."""
+"""The best checkpoint of a Trainer's run, and its path in later checkpoints."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_several_checkpoints_at_once(
     words = ("reshard", source, target, "--dp", "2", "--checkpoints", which)
     planned = zckpt(*words, "--dry-run", "--json").document
     assert not target.exists()
-    made = zckpt(*words, "--json").document
-    assert (made["files"], made["bytes"]) == (planned["files"], planned["bytes"])
+    report = zckpt(*words, "--json").document
+    assert (report["files"], report["bytes"]) == (planned["files"], planned["bytes"])
     assert sorted(path.name for path in target.iterdir()) == written
     for name in written:
         expected = None if best is None else str(target / f"checkpoint-{best}")
@@ -84,7 +84,7 @@ def test_a_run_that_lost_its_best_checkpoint(tmp_path: Path, zckpt: Program) -> 
     assert (lost.code, "has no checkpoint-3" in lost.err) == (1, True)
     assert not (tmp_path / "out").exists()
     nothing = zckpt("reshard", EXAMPLE, tmp_path / "out", "--checkpoints", "all")
-    assert "holds no checkpoint-N folder" in nothing.err
+    assert "contains no checkpoint-N folder" in nothing.err
 
 
 def test_a_failure_in_one_leaves_nothing(tmp_path: Path, zckpt: Program) -> None:
@@ -117,5 +117,7 @@ def test_the_trainer_loads_the_best_one_at_its_end(tmp_path: Path) -> None:
     with pytest.raises(EngineError):
         finetunes.resume(run.on(ranks=3), alone, tmp_path / "a", **best)
     zckpt.reshard(source, tmp_path / "all", dp=3, checkpoints="best-and-last")
-    held = finetunes.resume(run.on(ranks=3), tmp_path / "all/checkpoint-3", tmp_path / "b", **best)
-    assert len(held["losses"]) == 5
+    resumed = finetunes.resume(
+        run.on(ranks=3), tmp_path / "all/checkpoint-3", tmp_path / "b", **best
+    )
+    assert len(resumed["losses"]) == 5

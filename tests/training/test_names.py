@@ -1,4 +1,4 @@
-"""Names across engines: prefixes by rule, anything else as the user says, nothing by guessing."""
+"""Names across engines: a rule for prefixes, `--rename` for the rest, and no guesses."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ def manifest() -> Manifest:
     return zckpt.read(EXAMPLE)
 
 
-@pytest.mark.parametrize("held", ["", "module.", "_forward_module.", "model.", "module.model."])
+@pytest.mark.parametrize("source", ["", "module.", "_forward_module.", "model.", "module.model."])
 @pytest.mark.parametrize("wanted", ["", "module.", "_forward_module.", "model.", "_orig_mod."])
-def test_prefixes_are_matched_by_rule(wanted: str, held: str) -> None:
-    found = matched(under(wanted), under(held))
-    assert found == dict(zip(under(wanted), under(held), strict=True))
+def test_prefixes_are_matched_by_rule(wanted: str, source: str) -> None:
+    names = matched(under(wanted), under(source))
+    assert names == dict(zip(under(wanted), under(source), strict=True))
 
 
 def test_exact_names_come_first() -> None:
-    # both "model.mean" and "mean" are held: the first rule that fits would do, but equal names win
-    held = under("model.") + NAMES
-    assert matched(NAMES, held) == {name: name for name in NAMES}
-    assert matched(under("model."), held) == {name: name for name in under("model.")}
+    # "model.mean" and "mean" both exist: another rule would fit too, but equal names win
+    source = under("model.") + NAMES
+    assert matched(NAMES, source) == {name: name for name in NAMES}
+    assert matched(under("model."), source) == {name: name for name in under("model.")}
 
 
 def test_wrappers_inside_are_taken_out() -> None:
     wanted = ["trunk._orig_mod.0._checkpoint_wrapped_module.weight", "_orig_mod.head.weight"]
-    held = ["_fsdp_wrapped_module.trunk.0.weight", "head._fsdp_wrapped_module.weight"]
-    assert matched(wanted, held) == dict(zip(wanted, held, strict=True))
+    source = ["_fsdp_wrapped_module.trunk.0.weight", "head._fsdp_wrapped_module.weight"]
+    assert matched(wanted, source) == dict(zip(wanted, source, strict=True))
 
 
 def test_hugging_face_names_keep_their_model() -> None:
-    """Only some begin with it, so that it is no wrapper."""
+    """Only some names begin with it, so it is not a wrapper."""
     names = ["model.layers.0.weight", "lm_head.weight"]
     assert list(matched(names, [f"module.{name}" for name in names]).values()) == [
         "module.model.layers.0.weight",
@@ -66,9 +66,9 @@ def test_one_rule_holds_for_all_names() -> None:
 def test_what_is_left_over_is_listed_of_both_sides() -> None:
     with pytest.raises(
         MissingData, match=r"model\.tail\.weight; nothing asks for its mean"
-    ) as told:
+    ) as caught:
         matched([*under("model.")[:2], "model.tail.weight"], NAMES)
-    assert "--rename" in told.value.hint
+    assert "--rename" in caught.value.hint
 
 
 def test_two_wanted_names_never_get_one() -> None:
@@ -82,20 +82,23 @@ def test_names_that_differ_in_wrappers_alone_are_an_error() -> None:
 
 
 def test_renamed_is_renamed_everywhere(manifest: Manifest) -> None:
-    made = renamed(manifest, [(r"^fc(\d)\.", r"layers.\1."), ("^head", "top"), ("^", "net.")])
-    assert [*made.parameters][:2] == ["net.embedding.weight", "net.layers.1.weight"]
-    assert made.parameters["net.embedding.weight"].aliases == ("net.top.weight",)
-    assert made.buffers == ("net.running_mean",)
-    assert all(entry.name == name for name, entry in made.entries.items())
-    assert len(made.entries) == len(manifest.entries)
-    assert "net.layers.1.weight/exp_avg" in made.entries
-    assert {entry.parameter for entry in made.replicas} <= {*made.parameters, *made.buffers}
-    assert set(made.state["module"]) == set(naming.names_of(made))
+    changed = renamed(manifest, [(r"^fc(\d)\.", r"layers.\1."), ("^head", "top"), ("^", "net.")])
+    assert [*changed.parameters][:2] == ["net.embedding.weight", "net.layers.1.weight"]
+    assert changed.parameters["net.embedding.weight"].aliases == ("net.top.weight",)
+    assert changed.buffers == ("net.running_mean",)
+    assert all(entry.name == name for name, entry in changed.entries.items())
+    assert len(changed.entries) == len(manifest.entries)
+    assert "net.layers.1.weight/exp_avg" in changed.entries
+    assert {entry.parameter for entry in changed.replicas} <= {
+        *changed.parameters,
+        *changed.buffers,
+    }
+    assert set(changed.state["module"]) == set(naming.names_of(changed))
     modules = [
         "",
         *(f"net.{name}" for name in ["embedding", "frozen", "layers.1", "layers.2", "top"]),
     ]
-    assert list(made.state["module_metadata"]) == modules
+    assert list(changed.state["module_metadata"]) == modules
 
 
 def test_extra_states_are_renamed(manifest: Manifest) -> None:
@@ -110,9 +113,9 @@ def test_extra_states_are_renamed(manifest: Manifest) -> None:
         ([("fc3", "x")], "matches no name"),
         ([("^fc", "gone."), ("^fc", "x")], "matches no name"),
         ([(r"^fc\d", "layer")], "would become one name"),
-        ([("^fc1$", "("), ("(", "x")], "no regular expression"),
-        ([("fc1", r"\9")], "no replacement"),
-        ([("^running_mean$", "")], "without a letter"),
+        ([("^fc1$", "("), ("(", "x")], "not a regular expression"),
+        ([("fc1", r"\9")], "not a valid replacement"),
+        ([("^running_mean$", "")], "would become empty"),
     ],
 )
 def test_bad_rules_are_refused(manifest: Manifest, rules: Any, said: str) -> None:

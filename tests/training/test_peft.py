@@ -52,8 +52,8 @@ def test_names_are_those_that_peft_saves(kind: str) -> None:
     whole = {"modules_to_save": getattr(config, "modules_to_save", None)}
     back = peft.module_names(list(saved), config=whole)
     assert {back.get(name, name) for name in saved} >= set(trained)
-    told = peft.module_names(list(saved), known=trained)
-    assert {told.get(name, name) for name in saved} >= set(trained)
+    names = peft.module_names(list(saved), known=trained)
+    assert {names.get(name, name) for name in saved} >= set(trained)
 
 
 def test_other_names_stay() -> None:

@@ -1,4 +1,4 @@
-"""The step ledger: values, agreement, policies, and warnings."""
+"""Steps: their places, values, agreement, policies, and warnings."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from zckpt.core.checksum import crc_of_zeros
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter, Sighting
 from zckpt.errors import InconsistentCheckpoint
-from zckpt.training import steps
+from zckpt.training import options, steps
 from zckpt.training.steps import agree, infer_optimizer, kind_of, never_stepped, stalled, step_of
 
 
@@ -36,8 +36,8 @@ from zckpt.training.steps import agree, infer_optimizer, kind_of, never_stepped,
     ],
 )
 def test_a_step_is_a_number(value: Any, step: float | None, kind: str) -> None:
-    found = step_of(value)
-    assert (found, type(found)) == (step, type(step))
+    number = step_of(value)
+    assert (number, type(number)) == (step, type(step))
     assert kind_of(value) == kind
 
 
@@ -123,7 +123,7 @@ def stepped(step: int, *slots: str) -> Manifest:
     return Manifest("/", "x", {}, entries, {"w": Parameter((5,), step=step)})
 
 
-def test_an_optimizer_that_was_never_stepped_is_told() -> None:
+def test_a_warning_for_an_optimizer_that_was_never_stepped() -> None:
     zero = crc_of_zeros(20)
     digests = {"w/master": 5, "w/exp_avg": zero, "w/exp_avg_sq": zero}
     moments = ("master", "exp_avg", "exp_avg_sq")
@@ -137,3 +137,52 @@ def test_keep_decides_between_parameters_alone() -> None:
     steps.check_policy("keep")
     with pytest.raises(InconsistentCheckpoint, match="rank 1"):
         steps.agree([("rank 0", 3), ("rank 1", 4)], steps.KEEP)
+
+
+@pytest.mark.parametrize(
+    ("place", "state"),
+    [
+        (steps.StepPlace(), {"step": {"in": "state", "type": "F32"}}),
+        (
+            steps.StepPlace("state", "I64", (1,), 0),
+            {"step": {"in": "state", "type": "I64", "shape": [1]}, "group_step": 0},
+        ),
+        (steps.StepPlace("group", "int"), {"step": {"in": "group", "type": "int"}}),
+    ],
+)
+def test_a_place_survives_in_the_state(place: steps.StepPlace, state: dict[str, Any]) -> None:
+    assert place.to_state() == state["step"]
+    assert steps.StepPlace.of_state(state) == place
+
+
+@pytest.mark.parametrize("state", [{}, {"step": None, "group_step": None}])
+def test_without_a_stated_place_it_is_that_of_torch(state: dict[str, Any]) -> None:
+    assert steps.StepPlace.of_state(state) == steps.WRITTEN["torch"]
+
+
+def test_every_class_of_the_option_has_a_place() -> None:
+    assert tuple(steps.WRITTEN) == options.OPTIMIZERS
+
+
+def test_torch_keeps_its_step_where_the_table_says() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    state = optimizer.state_dict()
+    place = steps.WRITTEN["torch"]
+    step = state["state"][0]["step"]
+    assert (step.dtype, tuple(step.shape)) == (torch.float32, place.shape)
+    assert place.number(1) == Scalar(step.item(), "F32", place.shape)
+    assert "step" not in state["param_groups"][0]
+    assert place.stale is None
+
+
+def test_counters_are_never_true() -> None:
+    counters = {"last_epoch": 7, "_step_count": 8.0, "other": 9, "lost": None}
+    assert steps.counter_sightings(
+        "lr_scheduler", counters, ("last_epoch", "_step_count", "lost", "gone")
+    ) == [
+        Sighting("lr_scheduler, last_epoch", 7, False),
+        Sighting("lr_scheduler, _step_count", 8, False),
+    ]

@@ -1,4 +1,4 @@
-"""Tied weights that a file has once: from config.json, from --tie, or said to be likely."""
+"""Tied weights that a file has once: ties of config.json and --tie, and the hint of a tie."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def save(folder: Path, config: dict[str, Any] | None = None) -> Path:
-    """A Trainer's directory of a tied model, as save_pretrained leaves it."""
+    """A Trainer's directory of a tied model, as save_pretrained writes it."""
     folder.mkdir()
     weights = {EMBEDDING: torch.rand(5, 3), "model.norm.weight": torch.rand(3)}
     save_file(weights, folder / "model.safetensors")
@@ -39,7 +39,7 @@ def save(folder: Path, config: dict[str, Any] | None = None) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("config", "found"),
+    ("config", "tied"),
     [
         ({"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}, {HEAD: EMBEDDING}),
         ({"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}, {}),
@@ -50,8 +50,8 @@ def save(folder: Path, config: dict[str, Any] | None = None) -> Path:
         (None, {}),
     ],
 )
-def test_ties_that_a_config_states(config: Any, found: dict[str, str]) -> None:
-    assert ties.stated(config, [EMBEDDING, "model.norm.weight"]) == found
+def test_ties_that_a_config_states(config: Any, tied: dict[str, str]) -> None:
+    assert ties.stated(config, [EMBEDDING, "model.norm.weight"]) == tied
     assert ties.stated(config, [EMBEDDING, HEAD]) == {}  # both are there
 
 
@@ -81,17 +81,17 @@ def test_both_names_are_written(to: str, tmp_path: Path) -> None:
     source = save(tmp_path / "run", config)
     options: dict[str, Any] = {"stage": 2, "dp": 2} if to == "deepspeed" else {}
     zckpt.convert(source, tmp_path / "target", to=to, **options)
-    made = zckpt.read(tmp_path / "target").parameters[EMBEDDING]
-    assert made.aliases == (HEAD,)
-    told = zckpt.convert(
+    parameter = zckpt.read(tmp_path / "target").parameters[EMBEDDING]
+    assert parameter.aliases == (HEAD,)
+    report = zckpt.convert(
         save(tmp_path / "b"), tmp_path / "c", to=to, tie=[(HEAD, EMBEDDING)], **options
     )
     assert zckpt.read(tmp_path / "c").parameters[EMBEDDING].aliases == (HEAD,)
-    assert not any("--tie" in line for line in told["warnings"])
+    assert not any("--tie" in line for line in report["warnings"])
 
 
 def test_deepspeeds_module_has_both_names(tmp_path: Path) -> None:
-    """Its loader is strict."""
+    """DeepSpeed's loader is strict: it needs both names."""
     source = save(tmp_path / "run")
     zckpt.convert(source, tmp_path / "t", to="deepspeed", stage=2, dp=1, tie=[(HEAD, EMBEDDING)])
     (file,) = (tmp_path / "t").glob("*/mp_rank_00_model_states.pt")
@@ -115,7 +115,7 @@ def test_a_likely_tie_is_said_before_the_first_byte(tmp_path: Path, zckpt: Progr
     ("tie", "said"),
     [
         ((HEAD, "x.weight"), "no weight x.weight"),
-        (("model.norm.weight", EMBEDDING), "a weight model.norm.weight of its own"),
+        (("model.norm.weight", EMBEDDING), "a separate weight model.norm.weight"),
     ],
 )
 def test_ties_that_cannot_be(tie: tuple[str, str], said: str, tmp_path: Path) -> None:

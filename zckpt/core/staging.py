@@ -48,8 +48,8 @@ REMEMBERED = 64 << 20  # bytes of shells that are kept from the first pass for t
 
 
 def remembered(
-    shells: Callable[[], Iterable[Shell]], limit: int = REMEMBERED
-) -> Callable[[], Iterable[Shell]]:
+    shells: Callable[[], Iterator[Shell]], limit: int = REMEMBERED
+) -> Callable[[], Iterator[Shell]]:
     """`shells`, made once if all of their bytes together fit into `limit`, else at every call.
 
     Names and sizes are reported before there is a directory to write into. Shells of equal `parts`

@@ -4,17 +4,17 @@
     torch.distributed.checkpoint.load({"model": ..., "optim": ...}, storage_reader=reader)
 
     reader.py     StorageReader, which torch's loading calls
-    source.py     the keys that a checkpoint lists, and what each of a program's keys stands for
-    keys.py       names in keys: of weights, states and groups, under any program's words
+    source.py     the keys that a checkpoint lists, and the meaning of a program's key
+    keys.py       the parts of a key: name of a weight, a state or a group, and the program's words
     table.py      the metadata that torch's planners see
-    target.py     the state dict that is filled: values and tensors
+    target.py     fills the state dict: values and tensors
     lacking.py    keys that cannot be filled, in one error
     groups.py     hyper-parameters, by parameter
     regions.py    parts of tensors, from files into tensors
     values.py     objects of known classes; no pickle of a checkpoint is run
 
-It takes the place of torch's FileSystemReader: what that loads, this loads to the same values, but
-for objects of a program's own classes.
+It replaces torch's FileSystemReader and loads the same values, except for objects of a program's
+own classes.
 """
 
 from __future__ import annotations

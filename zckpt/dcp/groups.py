@@ -1,8 +1,8 @@
-"""Hyper-parameters of a program's groups: they go by parameter, not by the number of a group.
+"""Which hyper-parameters a program's groups get: by parameter, not by the number of a group.
 
-A program's groups may have another order than the source's, or be parts of them. So each takes the
-value that the source's groups of its own parameters have, which must be one. Which parameters a
-group has stays the program's.
+A program's groups may have another order than the source's, or be parts of them. So each group
+takes the value from the source's groups of its own parameters; these must have the same value. The
+members of the program's groups do not change.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .keys import KeyMeaning, KeyNames
 class Groups:
     """The source's hyper-parameters, for the groups of a state dict.
 
-    `state` is the flattened state dict, `keys` those of it that are hyper-parameters, with what
-    they stand for. `members` are names of the parameters in the optimizer's groups, where it was
-    given.
+    `state` is the flattened state dict; `keys` are its keys of hyper-parameters, with their
+    meanings. `members` are the names of the parameters in the optimizer's groups, if the optimizer
+    was given.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Groups:
 
     @property
     def are_unknown(self) -> bool:
-        """Whether the source has no hyper-parameters at all."""
+        """Whether the source has no hyper-parameters."""
         return not self.names.manifest.groups
 
     def values(self, meaning: KeyMeaning) -> list[Any]:
-        """The value of a hyper-parameter, or none where the source has none for this group.
+        """The value of a hyper-parameter; an empty list if the source has none for this group.
 
-        Raises InconsistentCheckpoint where parameters of the group have different values.
+        Raises InconsistentCheckpoint if parameters of the group have different values.
         """
         groups = self.names.manifest.groups or ()
         values = [
@@ -87,10 +87,11 @@ class Groups:
         return self._sources[known]
 
     def _companions(self, meaning: KeyMeaning) -> Sequence[str]:
-        """Names of what is in one group with a parameter, or in the group of a number.
+        """Names of the parameters in the group of a parameter, or in the group with a number.
 
-        torch takes a flattened group's values from its first parameter, which may be frozen: no
-        file tells its group. Without the optimizer, what has the same values now may be it.
+        torch takes a flattened group's values from its first parameter. It may be frozen, and no
+        file states the group of a frozen parameter. If the optimizer is not given, all parameters
+        with the same values count as its group.
         """
         if not meaning.name:
             listed = self.state.get(f"{meaning.front}params")
@@ -105,7 +106,7 @@ class Groups:
 
     @cached_property
     def _alike(self) -> list[list[str]]:
-        """Parameters of a flattened optimizer by equal hyper-parameters, as the target has them."""
+        """Parameters of a flattened optimizer that have equal hyper-parameters in the target."""
         values: dict[str, dict[str, str]] = {}
         for key, meaning in self.keys.items():
             if meaning.name:

@@ -1,12 +1,12 @@
-"""What a key of a program's state dict stands for: a weight, a state, a hyper-parameter.
+"""What a key of a program's state dict means: a weight, a state or a hyper-parameter.
 
-    model.fc1.weight                        a weight, below words that the program chose
-    app.optim.state.fc1.weight.exp_avg      an optimizer's state of it
-    optim.param_groups.0.lr                 a hyper-parameter of a group of the program's
+    model.fc1.weight                        a weight; the program chose the first words
+    app.optim.state.fc1.weight.exp_avg      an optimizer's state for it
+    optim.param_groups.0.lr                 a hyper-parameter of one of the program's groups
     optim.param_groups.fc1.weight.lr        the same, flattened
 
-The words before a weight are the program's, wrappers add theirs, and an optimizer may number its
-parameters: so keys are taken apart here, and the rest is looked up among the source's names.
+The program chooses the words before a weight's name, wrappers add words, and an optimizer may
+number its parameters. So this module splits a key, and looks up the rest among the source's names.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ NUMBERED = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
 
 @dataclass(frozen=True, slots=True)
 class KeyMeaning:
-    """What a key stands for in the source.
+    """What a key means in the source.
 
-    `kind` is weight, state, group or extra; `name` the source's parameter, buffer or module's extra
-    state, empty for a whole group; `slot` a state's or hyper-parameter's key; `front` what comes
-    before the parameter or, for a group, what its keys begin with; `rule` how the name became the
-    source's.
+    `kind` is weight, state, group or extra. `name` is the source's parameter, buffer or module's
+    extra state; it is empty for a whole group. `slot` is the key of a state or a hyper-parameter.
+    `front` is the part before the parameter's name or, for a group, the beginning of its keys.
+    `rule` turned the name into the source's name.
     """
 
     kind: str
@@ -45,11 +45,11 @@ class KeyMeaning:
 
 
 class KeyNames:
-    """Looks keys up among a source's names.
+    """Looks up keys among a source's names.
 
-    `numbers` are the names of the target's parameters by number, where its optimizer was given.
-    `words` are first words of the source's own keys: what begins with one of them has the source's
-    roots too. `weights` are the source's own keys of weights, with the name of each.
+    `numbers` are the names of the target's parameters by number, if its optimizer was given.
+    `words` are the first words of the source's own keys: a key that begins with one of them has the
+    source's roots too. `weights` are the source's own keys of weights, with the name of each.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class KeyNames:
         own = engine if engine.get("name") == "torch" else {}
         self.model = _root(own.get("model", ["model"]))
         self.optimizer = _root(own.get("optimizer") or ["optim"])
-        self.rules = {  # of the source's own keys: what comes before a name, and how it changes
+        self.rules = {  # of the source's own keys: what precedes a name, and the name's rule
             "weight": ("", Rule(self.model, "")),
             "state": (f"{self.optimizer}state.", Rule("", "")),
         }
@@ -84,7 +84,7 @@ class KeyNames:
             for name, parameter in manifest.parameters.items()
             for alias in parameter.aliases
         }
-        self._rules: dict[Rule, None] = {}  # of the weights so far
+        self._rules: dict[Rule, None] = {}  # of the weights that were looked up before
         self._parameters: dict[str, tuple[str, Rule] | None] = {}
         self._meanings: dict[str, KeyMeaning | None] = {}
 
@@ -94,7 +94,7 @@ class KeyNames:
         return self._meanings[key]
 
     def _optimizer_s(self, key: str) -> KeyMeaning | None:
-        """A state or hyper-parameter: these go first, as a module's buffer may be called `step`."""
+        """A state or a hyper-parameter: tried first, as a module's buffer may be named `step`."""
         if key in self.weights:
             return None
         own = key.partition(".")[0] in self.words
@@ -117,7 +117,7 @@ class KeyNames:
         if key in self.weights:
             return KeyMeaning("weight", self.weights[key], "", "", own_rule)
         word = plain(key)
-        if key.partition(".")[0] in self.words:  # only wrappers may differ
+        if key.partition(".")[0] in self.words:  # only wrappers' words may differ
             drops = leading([word.removeprefix(self.model)])
             pairs = product(drops, self._leading)
             rules: Iterable[Rule] = (Rule(self.model + drop, add) for drop, add in pairs)
@@ -133,29 +133,29 @@ class KeyNames:
         return KeyMeaning("extra" if name in self.extra else "weight", name, "", "", rule)
 
     def parameter(self, name: str | int) -> tuple[str, Rule] | None:
-        """The source's name of an optimizer's parameter, and the rule that fits."""
+        """The source's name of an optimizer's parameter, and the rule that leads to it."""
         if isinstance(name, int) or (name.isdecimal() and name not in self._names):
             number = int(name)
             if number >= len(self.numbers):
                 return None
             name = self.numbers[number]
-        if name not in self._parameters:  # each has a dozen hyper-parameters
+        if name not in self._parameters:  # each is asked for a dozen hyper-parameters
             word = plain(name)
             rules = product(leading([word]), self._leading)
             self._parameters[name] = self._lookup(word, (Rule(*rule) for rule in rules))
         return self._parameters[name]
 
     def _lookup(self, name: str, rules: Iterable[Rule]) -> tuple[str, Rule] | None:
-        """The source's name by the first rule that fits; a tied weight's is its owner's."""
+        """The source's name by the first rule that fits; for a tied weight the owner's name."""
         for rule in rules:
-            there = rule.there(name)
-            source = None if there is None else self._names.get(there)
+            changed = rule.apply(name)
+            source = None if changed is None else self._names.get(changed)
             if source is not None:
                 return self._owners.get(source, source), rule
         return None
 
     def entries(self, meaning: KeyMeaning) -> list[Entry]:
-        """What a tensor can be filled from: of a weight, what the module held and its master."""
+        """The entries that can fill a tensor: for a weight, the module's value and the master."""
         name, slots = meaning.name, ["param", "master"]
         if meaning.kind == "state":
             slots = [slot_name(meaning.slot)]
@@ -167,12 +167,12 @@ class KeyNames:
         return [entry for entry in entries if entry is not None]
 
     def unused(self, meanings: Iterable[KeyMeaning]) -> list[str]:
-        """Names of the source that none of the keys stands for."""
+        """Names of the source that no key means."""
         used = {meaning.name for meaning in meanings}
         names = (*self.manifest.parameters, *self.manifest.buffers)
         return [name for name in names if name not in used]
 
 
 def _root(path: Sequence[Any]) -> str:
-    """What keys below a path begin with."""
+    """The beginning of all keys below a path."""
     return f"{dotted(tuple(path))}." if path else ""

@@ -14,17 +14,17 @@ from .source import Meaning, Source
 
 MOST = 4  # reasons in one message
 MISSING = "Missing key in checkpoint state_dict: "
-"""How torch's own error begins, for programs that look for it."""
+"""The beginning of torch's own error, for programs that look for it."""
 PARTIAL = (
     "To leave such keys as they are, load with planner=DefaultLoadPlanner(allow_partial_load=True)"
 )
 
 
 class Lookup:
-    """What the keys of a load stand for; `missing` and `not_loaded` grow as they are looked up.
+    """What the keys of a load mean; `missing` and `not_loaded` grow during the look-up.
 
-    `missing` are those that the checkpoint does not have, `not_loaded` those that zckpt cannot give
-    back, with the reason.
+    The checkpoint does not have the keys in `missing`. zckpt cannot restore those in `not_loaded`,
+    for the given reason.
     """
 
     def __init__(self, source: Source, meanings: Mapping[str, Meaning | None]) -> None:
@@ -39,10 +39,11 @@ class Lookup:
         return {key: each for key, each in self.meanings.items() if isinstance(each, KeyMeaning)}
 
     def _match_rules(self) -> None:
-        """One rule for the names of all weights, and one for those of all states.
+        """Requires one rule for the names of all weights, and one for those of all states.
 
-        Else an average of weights beside the model would get the model's values, unasked. Where the
-        source's own keys are asked for as they are, what only another rule finds is missing.
+        With several rules, a copy of the weights beside the model (an average) would get the
+        model's values. If the program asks for the source's own keys unchanged, keys that need
+        another rule are missing.
         """
         names = self.source.names if self.by_name else None
         if names is None:
@@ -57,13 +58,13 @@ class Lookup:
                 self.missing.update((key, None) for keys in rules.values() for key in keys)
             elif len(rules) > 1:
                 raise MissingData(
-                    f"the keys {listed([keys[0] for keys in rules.values()])} call the source's "
-                    "names in different ways: load what they belong to one by one, or give "
+                    f"the keys {listed([keys[0] for keys in rules.values()])} match the source's "
+                    "names by different rules: load their state dicts one by one, or give "
                     "StorageReader rename=[(REGEX, REPL)]"
                 )
 
     def _asks_for_stored(self, front: str) -> bool:
-        """Whether keys of a directory of torch's own that begin so are asked for as they are."""
+        """Whether the program asks for stored keys of torch's own that begin with `front`."""
         return self.source.stored is not None and any(
             key.startswith(front)
             for key, meaning in self.meanings.items()
@@ -71,18 +72,18 @@ class Lookup:
         )
 
     def report(self, is_partial: bool) -> None:
-        """Raises MissingData; a partial load warns of what is there and is not loaded."""
+        """Raises MissingData; a partial load warns about keys that exist but cannot be loaded."""
         path = self.source.path
         reasons = [f"zckpt does not load {key}: {why}" for key, why in self.not_loaded.items()]
         if is_partial:
             for reason in reasons:
-                warnings.warn(f"{path}: {reason}. It stays as it is", stacklevel=2)
+                warnings.warn(f"{path}: {reason}. It stays unchanged", stacklevel=2)
             return
         sentences = self._missing(list(self.missing)) if self.missing else []
         if reasons:
             sentences += reasons[:MOST]
             if len(reasons) > MOST:
-                sentences.append(f"So it is with {listed(list(self.not_loaded)[MOST:])}")
+                sentences.append(f"The same applies to {listed(list(self.not_loaded)[MOST:])}")
             if self.source.stored is not None:
                 sentences.append(
                     "torch.distributed.checkpoint.FileSystemReader loads them: it runs the "
@@ -92,12 +93,12 @@ class Lookup:
             raise MissingData(f"{MISSING}{'. '.join(sentences)}. {PARTIAL}")
 
     def _missing(self, keys: Sequence[str]) -> list[str]:
-        """What the checkpoint lacks, and what may have been meant."""
+        """Sentences about the missing keys, and what the user may have meant."""
         source = self.source
         numbered = [key for key in keys if NUMBERED.search(key)]
         if numbered and not source.numbers and not any(map(NUMBERED.search, source.listing.items)):
             return [
-                f"the checkpoint has no {listed(numbered, 3)}: it calls parameters by name, the "
+                f"the checkpoint has no {listed(numbered, 3)}: it lists parameters by name, the "
                 "state dict by number",
                 "Give StorageReader(..., model=model, optimizer=optimizer), or use "
                 "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",

@@ -1,4 +1,4 @@
-"""The storage reader that torch's loading calls; see the package's front page."""
+"""The storage reader that torch's loading calls; see the package's docstring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from ..core.manifest import Manifest
 from ..errors import WrongOption, ZckptError
-from .source import Reading, Source
+from .source import ReadArguments, Source
 from .table import KeyTable
 from .target import LoadTarget
 from .values import NotLoaded, rebuilt
@@ -23,18 +23,19 @@ from .values import NotLoaded, rebuilt
 class StorageReader(storage.StorageReader):
     """Reads the checkpoint at `path`, of any format, into the state dict of any torch program.
 
-    `format`, `tag`, `step_policy` and `param_names` are those of `zckpt.read`, `rename` the pairs
-    (regex, replacement) of `--rename`. A state dict of `optimizer.state_dict()` itself, whose
-    parameters are numbers, needs `model` and `optimizer`, which also tell the groups of frozen
+    `format`, `tag`, `step_policy` and `param_names` are those of `zckpt.read`. `rename` are pairs
+    (regex, replacement) as in `--rename`. A state dict from `optimizer.state_dict()` has numbers
+    for parameters and needs `model` and `optimizer`; these also state the groups of frozen
     parameters.
 
-    What the source holds under a key of the state dict is filled as it is. Other keys are looked up
-    by name. A float32 weight is filled from the fp32 master where there is one; another is what the
-    module held, or its master, rounded. Hyper-parameters go by parameter, not by the number of a
-    group; those that the source lacks, and which parameters a group has, stay the target's.
+    If the source has a key of the state dict, its value is loaded unchanged. Other keys are looked
+    up by name. A float32 weight gets the fp32 master, if there is one; other weights get the
+    module's value, or the master, rounded. Hyper-parameters go by parameter, not by the number of a
+    group. Those that the source lacks, and the members of groups, stay as in the target.
 
-    Raises a ZckptError: at once for the path, on loading (within torch's CheckpointException) for
-    keys that the source lacks, and for objects whose pickles would have to be run.
+    Raises a ZckptError. The constructor raises it for the path. Loading raises it (inside torch's
+    CheckpointException) for keys that the source lacks, and for objects whose pickles zckpt would
+    have to run.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class StorageReader(storage.StorageReader):
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         super().__init__()
-        self._reading = Reading(format, tag, step_policy, param_names, tuple(rename))
+        self._reading = ReadArguments(format, tag, step_policy, param_names, tuple(rename))
         self._groups = _groups(model, optimizer)
         self._table: KeyTable | None = None
         self._open(path)
@@ -70,21 +71,21 @@ class StorageReader(storage.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint is there that zckpt recognises."""
+        """Whether zckpt recognises a checkpoint there."""
         try:
-            Source(os.fspath(checkpoint_id), Reading(), ())
+            Source(os.fspath(checkpoint_id), ReadArguments(), ())
         except ZckptError:
             return False
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load begins, of another path where one is given."""
+        """Begins a new load, from another path if one is given."""
         self.load_id = str(uuid.uuid4())
         if checkpoint_id and Path(checkpoint_id) != self.path:
             self._open(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Lists what the source holds; that of all ranks, whichever one is asked for."""
+        """Lists the source's keys: those of all ranks, for every rank."""
         if not self._source.is_current:
             self._open(self.path)
         stored = self._source.stored
@@ -111,7 +112,7 @@ class StorageReader(storage.StorageReader):
     def set_up_storage_reader(
         self, metadata: metadata.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """torch's planner makes its plan next."""
+        """Called before torch's planner makes its plan."""
         table = metadata.state_dict_metadata
         self._table = table if isinstance(table, KeyTable) else None
         if self._table is not None:
@@ -126,7 +127,7 @@ class StorageReader(storage.StorageReader):
         return plans
 
     def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> Future[None]:
-        """Fills what this process asked for; nothing is changed where something is missing."""
+        """Fills the values of this process; changes nothing if a value is missing."""
         LoadTarget(self._source, planner, plan.items).fill()
         done: Future[None] = Future()
         done.set_result(None)
@@ -142,7 +143,10 @@ def _groups(
 ) -> list[list[str]]:
     """Names of the parameters in an optimizer's groups; its state dict numbers them in order."""
     if (model is None) != (optimizer is None):
-        raise WrongOption("model and optimizer are given together, or neither")
+        raise WrongOption(
+            "model and optimizer must be given together",
+            hint="give both to StorageReader, or neither",
+        )
     if model is None or optimizer is None:
         return []
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -1,8 +1,8 @@
-"""Parts of tensors, cut along any axes, from a checkpoint's files into a program's tensors.
+"""Reads parts of tensors, cut along any axes, from a checkpoint's files into a program's tensors.
 
-Each process reads its own regions alone, in the order of the files, through one small buffer;
-torch's `copy_` moves, casts and rounds. CRC-32 is checked of records that one process reads whole:
-of partial ones no checksum is stated anywhere.
+Each process reads only its own regions, in the order of the files, through one small buffer.
+torch's `copy_` moves, casts and rounds. The CRC-32 of a record is checked if one process reads the
+whole record: files state no checksums for parts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..core.fragments import Record
 from ..core.manifest import Entry
 from ..core.pieces import Gatherer, Ledger, Wanted
 
-BLOCK = 16 << 20  # bytes that are read before they are copied to where they belong
+BLOCK = 16 << 20  # bytes; read first, then copied into the tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """Elements [offset, offset + size) along each axis of an entry, and the tensor they go to."""
+    """Elements [offset, offset + size) along each axis of an entry, and their target tensor."""
 
     entry: Entry
     offsets: tuple[int, ...]
@@ -38,7 +38,7 @@ class Region:
 
     @property
     def inner(self) -> int:
-        """The first axis from which on everything is wanted."""
+        """The first axis from which the region includes every element."""
         axis = len(self.sizes)
         while axis and self.sizes[axis - 1] == self.entry.shape[axis - 1]:
             axis -= 1
@@ -71,7 +71,7 @@ class Region:
             yield from Region(self.entry, tuple(offsets), tuple(sizes), part).cut(most)
 
     def position(self) -> tuple[str, int]:
-        """Where its first element lies."""
+        """File and offset of the first element."""
         start, stop = next(self.runs())
         for fragment in self.entry.fragments.overlapping(start, stop):
             size = SIZES[self.entry.dtype]
@@ -80,9 +80,9 @@ class Region:
         return "", 0
 
     def wanted(self, at: int) -> Iterator[Wanted]:
-        """Its runs, to be put one behind the other from byte `at` of a buffer on."""
+        """Its runs, to be placed consecutively from byte `at` of a buffer."""
         size = SIZES[self.entry.dtype]
-        whole = self.inner <= 1  # of many small runs a record's checksum would be patchwork
+        whole = self.inner <= 1  # many small runs: a record's checksum is not worth its pieces
         for start, stop in self.runs():
             yield Wanted(self.entry, start, stop, at, whole)
             at += (stop - start) * size
@@ -91,7 +91,7 @@ class Region:
 def fill(regions: Iterable[Region], records: Sequence[Record]) -> None:
     """Reads all regions, many small ones together; raises CorruptCheckpoint for damaged records.
 
-    One memory under two names, as of a tied weight, is filled once.
+    Memory that has two names (a tied weight) is filled once.
     """
     seen = set()
     parts: list[Region] = []
@@ -117,7 +117,7 @@ def fill(regions: Iterable[Region], records: Sequence[Record]) -> None:
 
 
 def _batches(regions: Iterable[Region]) -> Iterator[list[tuple[Region, int]]]:
-    """Regions that fit into one buffer, with the byte at which each begins."""
+    """Batches of regions that fit into one buffer, with the byte at which each begins."""
     batch: list[tuple[Region, int]] = []
     end = 0
     for region in regions:

@@ -1,8 +1,8 @@
-"""A checkpoint as the state dicts of a program: the keys that it lists, and what each stands for.
+"""Which keys a checkpoint lists for torch's planners, and what each key means.
 
-Of torch.distributed.checkpoint's own directories the keys are those that a program saved, and what
-is under them is taken as it is. Any other checkpoint lists the keys that `zckpt convert --to dcp`
-would write; so does torch's own under `rename` and `step_policy`, which change what is there.
+A directory of torch.distributed.checkpoint lists the keys that a program saved, with their values
+unchanged. Any other checkpoint lists the keys that `zckpt convert --to dcp` would write. A
+directory of torch's own does the same under `rename` and `step_policy`, which change its content.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Meaning = StoredTensor | StoredValue | KeyMeaning
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadArguments:
     """How a path is read: the arguments of `zckpt.read`, and pairs of `--rename`."""
 
     format: str | None = None
@@ -52,10 +52,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Keys in the order of a program's save, with what is under each, and the path to it.
+    """Keys in the order of a program's save, with the item and the path of each.
 
-    `weights` are the manifest's names of those that are weights; `assumed` says which
-    hyper-parameters are not the source's but defaults.
+    `weights` has the manifest's name for every key of a weight. `assumed` says which
+    hyper-parameters are defaults that the source does not have.
     """
 
     items: dict[str, StoredTensor | StoredValue]
@@ -67,16 +67,16 @@ class Listing:
 class Source:
     """One checkpoint; `groups` are names of the parameters in the groups of a program's optimizer.
 
-    `stored` are the items of a directory of torch's own that is taken as it is, else None. Raises a
-    ZckptError where the path holds no checkpoint.
+    `stored` has the items of a directory of torch's own that is loaded unchanged, else None. Raises
+    a ZckptError if the path holds no checkpoint.
     """
 
-    def __init__(self, path: str, reading: Reading, groups: Sequence[Sequence[str]]) -> None:
+    def __init__(self, path: str, reading: ReadArguments, groups: Sequence[Sequence[str]]) -> None:
         self.path = path
         self.reading = reading
         self.groups = groups
         self.numbers = [name for group in groups for name in group]
-        self.why_nameless = ""  # why keys mean nothing beside themselves
+        self.why_nameless = ""  # why keys cannot be looked up by name
         steps.check_policy(reading.step_policy)
         self.stored = self._stored()
         files = self.manifest.files if self.stored is None else self.stored.files
@@ -94,13 +94,13 @@ class Source:
 
     @property
     def _format(self) -> str | None:
-        """The format that is asked for; torch's own where its `.metadata` is, whatever else is."""
+        """The requested format; `dcp` if the path has a `.metadata`, even beside other files."""
         file = os.path.join(self.path, self.reading.tag or "", METADATA)
         return self.reading.format or ("dcp" if os.path.isfile(file) else None)
 
     @property
     def is_current(self) -> bool:
-        """Whether the files are still those that were read."""
+        """Whether the files have not changed since they were read."""
         return all(_stamp(name) == stamp for name, stamp in self._stamps.items())
 
     @cached_property
@@ -123,7 +123,7 @@ class Source:
 
     @cached_property
     def names(self) -> KeyNames | None:
-        """Looks keys up by what they mean; None where a directory of torch's own is no model's."""
+        """Looks up keys by name; None if a directory of torch's own does not contain a model."""
         if self.stored is None:
             return KeyNames(self.manifest, self.numbers, weights=self.listing.weights)
         words = {key.partition(".")[0] for key in self.stored.items}
@@ -134,7 +134,7 @@ class Source:
             return None
 
     def meaning(self, key: str) -> Meaning | None:
-        """What is loaded under a key: an item as it is, or what its name stands for."""
+        """What is loaded under a key: the stored item, or the meaning of its name."""
         item = self.listing.items.get(key)
         if item is not None and self._is_own(key, item):
             return item
@@ -142,7 +142,7 @@ class Source:
         return by_name or item
 
     def _is_own(self, key: str, item: StoredTensor | StoredValue) -> bool:
-        """Whether the key alone says what is meant."""
+        """Whether the stored item is used, without a look-up by name."""
         if self.stored is not None:
             return not (self.numbers and NUMBERED.search(key))
         if isinstance(item, StoredTensor):
@@ -151,7 +151,7 @@ class Source:
 
 
 def _stamp(name: str) -> tuple[int, int, int] | None:
-    """Another one when the file was written anew."""
+    """Inode, size and time of a file: a new file has other values."""
     try:
         stat = os.stat(name)
     except OSError:

@@ -1,12 +1,12 @@
-"""The metadata that torch's planners see: keys that a source lists, and answers for others.
+"""The metadata that torch's planners see: the keys that a source lists, and answers for others.
 
-    in, [key]     before a load: what is listed, or else would be found by its name
-                  within it: every key, so that all that lack are named in one error
-    items, ...    what is listed, always
-    keys()        within a load: see `KeyTable.keys`
+    in, [key]     before a load: listed keys, and keys that a look-up by name would find
+                  during a load: every key, so that one error names all missing ones
+    items, ...    always the listed keys
+    keys()        during a load: see `KeyTable.keys`
 
-torch asks `[key]` how it is to ask for a value: a step and other numbers of an optimizer are asked
-for as bytes, since those fit a target that keeps an int as well as one that keeps a tensor.
+torch uses `[key]` to decide how to request a value. Steps and other numbers of an optimizer are
+requested as bytes: bytes fit a target with an int and a target with a tensor.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ STEP = re.compile(r"(?:^|\.)state\..+\.step$")
 
 
 class KeyTable(dict[str, Any]):
-    """`state_dict_metadata` of one load; `is_loading` while its planner makes a plan."""
+    """`state_dict_metadata` of one load; `is_loading` is true while its planner makes a plan."""
 
     def __init__(self, source: Source) -> None:
-        super().__init__((key, listed(source, item)) for key, item in source.listing.items.items())
+        super().__init__(
+            (key, metadata_of(source, item)) for key, item in source.listing.items.items()
+        )
         self.source = source
         self.is_loading = False
 
@@ -48,7 +50,7 @@ class KeyTable(dict[str, Any]):
             return metadata.BytesStorageMetadata()
         if item is not None and not item.shape and STEP.search(key):
             return metadata.BytesStorageMetadata()
-        value: metadata.STORAGE_TYPES = super().__getitem__(key)  # or what __missing__ gives
+        value: metadata.STORAGE_TYPES = super().__getitem__(key)  # may call __missing__
         return value
 
     def __missing__(self, key: str) -> metadata.STORAGE_TYPES:
@@ -67,18 +69,19 @@ class KeyTable(dict[str, Any]):
             return default
 
     def keys(self) -> KeysView[str]:  # type: ignore[override]  # of any dictionary
-        """What is listed; within a load, what torch before 2.4 alone would have saved.
+        """The listed keys; during a load, only those that torch before 2.4 would have saved.
 
-        From listed keys that a program does not ask for DefaultLoadPlanner concludes that torch 2.3
-        wrote the checkpoint, which did not enter dictionaries without tensors. It errs where a rank
-        has no part of some of FSDP1's weights (torch 2.13). So it sees such dictionaries alone.
+        If a program does not ask for every listed key, DefaultLoadPlanner concludes that torch 2.3
+        wrote the checkpoint: torch 2.3 did not enter dictionaries without tensors. The conclusion
+        is wrong if a rank has no part of some of FSDP1's weights (torch 2.13). So during a load the
+        planner sees only such dictionaries.
         """
         if not self.is_loading:
             return super().keys()
         return dict.fromkeys(key for key in self if self._is_container(key)).keys()
 
     def _is_container(self, key: str) -> bool:
-        """Whether a program's dictionary, or list with such, is one value under this key."""
+        """Whether the value under this key is a dictionary, or a list that contains one."""
         stored, item = self.source.stored, self.source.listing.items[key]
         if stored is None or stored.version is not None or not isinstance(item, StoredValue):
             return False
@@ -87,7 +90,7 @@ class KeyTable(dict[str, Any]):
         except ZckptError:
             return False
 
-    def __reduce__(self) -> Any:  # a copy answers for what is listed
+    def __reduce__(self) -> Any:  # a copy is a plain dictionary of the listed keys
         return dict, (dict(self.items()),)
 
 
@@ -97,7 +100,7 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def listed(source: Source, item: StoredTensor | StoredValue) -> metadata.STORAGE_TYPES:
+def metadata_of(source: Source, item: StoredTensor | StoredValue) -> metadata.STORAGE_TYPES:
     if isinstance(item, StoredTensor):
         return tensor_metadata(item.dtype, item.shape, item)
     if item.is_number:
@@ -109,7 +112,7 @@ def listed(source: Source, item: StoredTensor | StoredValue) -> metadata.STORAGE
 def tensor_metadata(
     dtype: str, shape: tuple[int, ...], stored: StoredTensor | None = None
 ) -> metadata.TensorStorageMetadata:
-    """In the boxes that are stored, else in one, which a manifest finds in any pieces."""
+    """A tensor in its stored boxes, else in one box, which a manifest reads from any pieces."""
     size, kind = torch.Size(shape), getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         raise UnsupportedCheckpoint(f"torch {torch.__version__} has no type {dtype}")

@@ -1,7 +1,7 @@
-"""The state dict that a load fills, as far as one process holds it.
+"""Fills the state dict of a load, as far as one process has it.
 
-First everything is looked up, so that one error names all that lacks and nothing is changed; then
-values are put and tensors are read.
+All keys are looked up first, so that one error names every missing key and nothing changes. Then
+values are set and tensors are read.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ GROUP = re.compile(r"((?:^|.*?\.)param_groups\.\d+\.)[^.]+")
 
 
 class LoadTarget:
-    """What one process is to fill: the items of its plan, in the state dict of its planner."""
+    """The items that one process fills: those of its plan, in the state dict of its planner."""
 
     def __init__(
         self, source: Source, filler: planner.LoadPlanner, items: Sequence[planner.ReadItem]
     ) -> None:
         self.source = source
         self.planner = filler
-        # planners other than torch's own may not have it; then nothing of the target is known
+        # planners other than torch's own may lack it; then the target's values are unknown
         self.state: Mapping[str, Any] = getattr(filler, "state_dict", {})
         self.values = [item for item in items if item.type == BYTES]
         self.tensors = [item for item in items if item.type != BYTES]
         keys = dict.fromkeys(item.storage_index.fqn for item in items)
         self.lookup = lacking.Lookup(source, {key: source.meaning(key) for key in keys})
         self.meanings = self.lookup.meanings
-        self.records: dict[Record, None] = {}  # of what the tensors are read from
+        self.records: dict[Record, None] = {}  # that the tensors are read from
         self.kept: dict[str, None] = {}  # hyper-parameters that the source lacks
-        self.assumes = False  # hyper-parameters that the source lacks are given as defaults
+        self.assumes = False  # whether defaults replace hyper-parameters that the source lacks
         self._regrouped: dict[str, bool] = {}
 
     def fill(self) -> None:
-        """Raises a ZckptError; MissingData where something is not in the checkpoint."""
+        """Raises a ZckptError; MissingData if the checkpoint lacks a key."""
         values = [(item, value) for item in self.values for value in self._values(item)]
         self._refuse_gaps()
         entries = [(item, entry) for item in self.tensors for entry in self._entries(item)]
@@ -75,16 +75,16 @@ class LoadTarget:
         if self.kept:
             warnings.warn(
                 f"{self.source.path} does not hold the hyper-parameters {listed(list(self.kept))}: "
-                "they stay as they are",
+                "they stay unchanged",
                 stacklevel=2,
             )
         for sentence in self.source.listing.assumed if self.assumes else ():
             warnings.warn(f"{self.source.path}: {sentence}", stacklevel=2)
 
-    # -- what is no tensor in the source
+    # -- values that are not tensors in the source
 
     def _values(self, item: planner.ReadItem) -> list[Any]:
-        """The value of a key, or nothing where it stays as it is or is not to be had."""
+        """The value of a key; an empty list if it stays unchanged or cannot be loaded."""
         key = item.storage_index.fqn
         if key in self.lookup.missing:
             return []
@@ -97,7 +97,7 @@ class LoadTarget:
         return []
 
     def _looked_up(self, key: str, name: str) -> list[Any]:
-        """`name` is what the state dict calls the key."""
+        """The value of a key; `name` is the key in the state dict."""
         meaning, stored = self.meanings[key], self.source.listing.items.get(key)
         if isinstance(meaning, StoredTensor):  # a step, which may be an int in the target
             number = self._box(key, meaning, ())
@@ -166,12 +166,12 @@ class LoadTarget:
         return bool(self._groups.sources(meaning))
 
     def _hyper_parameter(self, key: str, name: str) -> list[Any]:
-        """By parameter; as it is listed where the target has no value of its own."""
+        """The value by parameter; the listed value if the target has none."""
         groups, stored = self._groups, self.source.listing.items.get(key)
         assert groups is not None
         meaning = groups.names.meaning(key)
         assert meaning is not None
-        # which parameters a group has is the target's
+        # the target decides which parameters a group has
         values = groups.values(meaning) if meaning.slot != "params" else []
         if values:
             return [rebuilt(value, self._tensor) for value in values]
@@ -184,7 +184,7 @@ class LoadTarget:
         return []
 
     def _is_blank(self, meaning: KeyMeaning, name: str) -> bool:
-        """Whether torch has only marked the place of a hyper-parameter, in one of three ways."""
+        """Whether the target has only a mark for a hyper-parameter: torch knows three."""
         if not meaning.name:
             members = self.state.get(f"{meaning.front}params")
             return not isinstance(members, (list, tuple))
@@ -193,7 +193,7 @@ class LoadTarget:
         return is_mark or value is None
 
     def _put(self, item: planner.ReadItem, value: Any) -> None:
-        """A value in the type that the target has for it: a tensor is filled in place."""
+        """Sets a value in the target's type; a tensor is filled in place."""
         current = self.state.get(item.dest_index.fqn)
         is_number = isinstance(value, (int, float))
         is_tensor = isinstance(value, torch.Tensor) and not value.shape
@@ -211,9 +211,9 @@ class LoadTarget:
     # -- tensors
 
     def _entries(self, item: planner.ReadItem) -> list[list[Entry]]:
-        """What an item may be read from: a stored box, or a weight's parameter and its master.
+        """The entries that can fill an item: a stored box, or a weight's parameter and its master.
 
-        Nothing where it is not to be had.
+        An empty list if the item cannot be loaded.
         """
         key, meaning = item.storage_index.fqn, self.meanings[item.storage_index.fqn]
         if key in self.lookup.missing:
@@ -239,9 +239,9 @@ class LoadTarget:
         return box.open()
 
     def _refuse_gaps(self) -> None:
-        """Raises IncompleteCheckpoint where a tensor is wanted of which no box holds a part.
+        """Raises IncompleteCheckpoint if a part of a wanted tensor is in no box.
 
-        torch's own reader would leave that part as it is, and say nothing.
+        torch's own reader would leave that part unchanged, without an error.
         """
         for name, tensor in self.state.items():
             stored = self.source.listing.items.get(name)
@@ -280,8 +280,8 @@ class LoadTarget:
             offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
             if tuple(tensor.shape) != sizes:
                 raise InconsistentCheckpoint(
-                    f"{item.storage_index.fqn} is to be filled with {list(sizes)} elements, the "
-                    f"planner has a tensor of {list(tensor.shape)}"
+                    f"{item.storage_index.fqn}: the plan has a part of shape {list(sizes)}, the "
+                    f"planner's tensor has the shape {list(tensor.shape)}"
                 )
             is_narrow = entry.dtype in FLOATS and entry.dtype not in WIDE
             is_widened = is_narrow and DTYPES.get(tensor.dtype) in WIDE
@@ -290,13 +290,13 @@ class LoadTarget:
             yield Region(entry, offsets, sizes, tensor)
         if rounded:
             warnings.warn(
-                f"{self.source.path} holds no fp32 masters: float32 tensors are made of "
+                f"{self.source.path} holds no fp32 masters: float32 tensors are filled from "
                 f"{listed(list(rounded))}",
                 stacklevel=2,
             )
 
     def _is_trained(self, key: str) -> bool:
-        """Whether a key is a weight that an optimizer updates, as far as that is known."""
+        """Whether a key is a weight that an optimizer updates; true if this is unknown."""
         meaning = self.meanings[key]
         if not isinstance(meaning, KeyMeaning):
             return True
@@ -311,19 +311,19 @@ def _rebuilt(stored: StoredValue) -> Any:
 
 
 def _offsets(item: planner.ReadItem) -> tuple[int, ...]:
-    """Where the stored box of an item begins."""
+    """The offsets at which the stored box of an item begins."""
     return tuple(item.storage_index.offset or ())
 
 
 def _local(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """This process's parts of a tensor that processes may share."""
+    """This process's parts of a tensor that may be distributed."""
     if hasattr(tensor, "local_shards"):
         return [shard.tensor for shard in tensor.local_shards()]
     return [getattr(tensor, "_local_tensor", tensor)]
 
 
 def _fitting(entries: Sequence[Entry], tensor: torch.Tensor) -> Entry:
-    """The master for a wide weight; else what has its type, or the master, to be rounded."""
+    """The master for a wide weight; else the entry of its type, or the master, to be rounded."""
     dtype = DTYPES.get(tensor.dtype)
     if dtype not in WIDE:
         for entry in entries:

@@ -1,10 +1,10 @@
-"""Values of a program's state as Python's, torch's and numpy's own objects.
+"""Turns inert values of a program's state into objects of Python, torch and numpy.
 
 A checkpoint's pickles are never run. They are read as plain data, in which objects are inert
-records (see inert.py). Here records become objects again, of the classes in the tables below and
-of no others: each is made by this library's own call, from plain arguments.
+records (see inert.py). This module turns records into objects, but only of the classes in the
+tables below: zckpt calls each class itself, with plain arguments.
 
-Values that a pickle holds once and refers to twice are one object again.
+If a pickle refers to one value twice, the result is one object too.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ..files.torchfile import Tensor
 
 
 class NotLoaded(Exception):
-    """Why a value cannot be made again, as the end of a sentence: `it is an object of ...`."""
+    """Why a value cannot be restored, as the end of a sentence: `it is an object of ...`."""
 
 
 def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
-    """The value with objects in the place of records; `tensor` loads the tensors in it.
+    """The value with objects instead of records; `tensor` loads the tensors in it.
 
-    Raises NotLoaded for an object of a class that is not known here.
+    Raises NotLoaded for an object of a class that is not in the tables.
     """
     try:
         return _Rebuilding(value, tensor).rebuild(value)
@@ -46,7 +46,7 @@ def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
 
 
 class _Rebuilding:
-    """One value in the making; `done` has what was made of each part, by its identity."""
+    """The work on one value; `done` has the result for each part, by the part's identity."""
 
     def __init__(self, whole: Any, tensor: Callable[[Any], torch.Tensor]) -> None:
         self.whole = whole
@@ -69,7 +69,7 @@ class _Rebuilding:
         return result
 
     def list_(self, value: list[Any]) -> list[Any]:
-        result: list[Any] = self.keep(value, [])  # first, since it may hold itself
+        result: list[Any] = self.keep(value, [])  # before its items, because it may contain itself
         result.extend(map(self.rebuild, value))
         return result
 
@@ -82,10 +82,10 @@ class _Rebuilding:
         return result
 
     def named(self, value: Global) -> Any:
-        """A class or constant that is a value itself, as a dtype is."""
+        """A class or constant that is itself a value, such as a dtype."""
         module, _, name = value.name.rpartition(".")
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         if module == "builtins" and name in _CLASSES:
             return _CLASSES[name]
         raise NotLoaded(self.about(value.name, "the class or function"))
@@ -152,7 +152,7 @@ def _namespace(self: _Rebuilding, value: Foreign) -> argparse.Namespace:
 
 
 def _file(self: _Rebuilding, value: Foreign) -> io.BytesIO:
-    """What TransformerEngine's modules keep as their extra state."""
+    """The extra state of TransformerEngine's modules."""
     data, position, _ = value.state
     result = io.BytesIO(data)
     result.seek(position)

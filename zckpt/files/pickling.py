@@ -1,8 +1,8 @@
-"""Plain data and inert records as a pickle of protocol 2, the mirror image of unpickle.py.
+"""Writes plain data and inert records as a pickle of protocol 2: the reverse of unpickle.py.
 
-The standard Pickler would import every class that it names; here a `Global` is written by its name
-alone, and a `Foreign` record as the same call that it was read from. Names and texts are shared by
-memo, nothing else: tensors share by the key of their storage.
+The standard Pickler would import every class that it names. This one writes a `Global` by its name,
+and a `Foreign` record as the call that it was read from. Only names and texts are shared by memo;
+tensors share memory by the key of their storage.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from ..core.inert import Foreign, Global, Size
 
-_PYTHON2 = {"builtins": "__builtin__", "copyreg": "copy_reg"}  # protocol 2's names of modules
+_PYTHON2 = {"builtins": "__builtin__", "copyreg": "copy_reg"}  # names of modules in protocol 2
 
 
 def dumps(value: Any, special: Callable[[Any], Any]) -> bytes:
     """The pickle of `value`.
 
-    `special` turns a value of an unknown type into a `Foreign`, a `Global` or a `Persistent`;
-    raises TypeError where it gives None.
+    `special` turns a value of an unknown type into a `Foreign`, a `Global` or a `Persistent`. If
+    it returns None, a TypeError is raised.
     """
     parts: list[bytes] = [b"\x80\x02"]
     _Writer(parts.append, special).write(value)
@@ -30,7 +30,7 @@ def dumps(value: Any, special: Callable[[Any], Any]) -> bytes:
 
 
 class Persistent:
-    """A value by its persistent id (torch: a storage)."""
+    """A value that the pickle names by a persistent id (torch: a storage)."""
 
     __slots__ = ("identity",)
 
@@ -49,10 +49,10 @@ class _Writer:
         if write is not None:
             write(self, value)
             return
-        made = self.special(value)
-        if made is None:
+        replacement = self.special(value)
+        if replacement is None:
             raise TypeError(f"cannot pickle {type(value).__name__}")
-        self.write(made)
+        self.write(replacement)
 
     def tuple_(self, value: tuple[Any, ...]) -> None:
         if len(value) > 3:
@@ -95,7 +95,7 @@ class _Writer:
     def foreign(self, value: Foreign) -> None:
         self.write(value.function)
         self.write(tuple(value.arguments))
-        if value.keywords:  # NEWOBJ_EX is protocol 4's, but readers of any protocol know it
+        if value.keywords:  # NEWOBJ_EX is of protocol 4, but readers of any protocol know it
             self.write(value.keywords)
             self.emit(b"\x92")
         else:
@@ -113,7 +113,7 @@ class _Writer:
             self._remember(value)
 
     def _recall(self, value: str | Global) -> bool:
-        """Writes what was written before by its number."""
+        """Writes the memo's number of a value that was written before; else returns False."""
         place = self.memo.get(value)
         if place is not None:
             self.emit(b"h" + bytes([place]) if place < 256 else b"j" + struct.pack("<I", place))

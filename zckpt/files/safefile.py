@@ -1,11 +1,11 @@
-"""safetensors files: a JSON header that says where every tensor lies, then the bytes.
+"""Where the tensors of a safetensors file are: reads and writes its header.
 
     8 bytes     length of the header, little-endian
     header      {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     data        without holes
 
-Headers are read and written here, not by the safetensors package, because it gives tensors and we
-need byte offsets (and neither numpy nor torch imported). Its rules are kept: see `read`.
+The safetensors package returns tensors, but zckpt needs byte offsets, without numpy or torch. So
+this module reads and writes headers itself, by the package's rules: see `read_with_metadata`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..core.fileio import align
 from ..core.fragments import Extent
 from ..errors import CorruptCheckpoint
 
-MAX_HEADER = 100_000_000  # bytes, as the safetensors package has it
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ def read(path: str) -> list[Stored]:
 
 
 def read_with_metadata(path: str, begin: int = 0) -> tuple[list[Stored], dict[str, str]]:
-    """The tensors in the order of their bytes, and the texts that the header keeps beside them.
+    """The tensors in the order of their bytes, and the texts of the header's metadata.
 
-    `begin` is the first byte, where something else lies before it in the file. Raises
-    CorruptCheckpoint for a header that is too long, malformed, names a tensor twice, or whose
-    offsets leave holes, overlap, or pass the end of the file.
+    `begin` is the first byte of the safetensors data in the file. Raises CorruptCheckpoint if the
+    header is too long, is malformed or names a tensor twice, and if its offsets leave holes,
+    overlap or pass the end of the file.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -53,11 +53,11 @@ def read_with_metadata(path: str, begin: int = 0) -> tuple[list[Stored], dict[st
         length = int.from_bytes(file.read(8), "little")
         first = begin + 8 + length
         if size < begin + 8 or length > MAX_HEADER or first > size:
-            raise CorruptCheckpoint(f"{path} ends early, or is no safetensors file")
+            raise CorruptCheckpoint(f"{path} ends early, or is not a safetensors file")
         try:
             header = json.loads(file.read(length).decode(), object_pairs_hook=_unique)
             metadata = header.pop("__metadata__", None) or {}
-            listed = [
+            tensors = [
                 Stored(
                     name,
                     _dtype(item["dtype"]),
@@ -68,18 +68,18 @@ def read_with_metadata(path: str, begin: int = 0) -> tuple[list[Stored], dict[st
             ]
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{path}: the safetensors header is malformed") from error
-    listed.sort(key=lambda stored: (stored.extent.offset, stored.extent.length))
-    here = first
-    for stored in listed:
-        wrong = stored.extent.offset != here
+    tensors.sort(key=lambda stored: (stored.extent.offset, stored.extent.length))
+    end = first
+    for stored in tensors:
+        wrong = stored.extent.offset != end
         if wrong or stored.extent.length != prod(stored.shape) * SIZES[stored.dtype]:
             raise CorruptCheckpoint(f"{path}: the header contradicts itself at {stored.name!r}")
-        here += stored.extent.length
-    if here != size:
+        end += stored.extent.length
+    if end != size:
         raise CorruptCheckpoint(
-            f"{path} has {size} bytes, its header says {here}", hint="it was cut short, or grew"
+            f"{path} has {size} bytes, its header says {end}", hint="it was cut short, or grew"
         )
-    return listed, {key: text for key, text in metadata.items() if isinstance(text, str)}
+    return tensors, {key: text for key, text in metadata.items() if isinstance(text, str)}
 
 
 def _dtype(name: Any) -> str:
@@ -101,23 +101,23 @@ def _extent(path: str, begin: int, start: int, stop: int) -> Extent:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a name stands twice")
-    return made
+    by_name = dict(pairs)
+    if len(by_name) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return by_name
 
 
 def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, int]:
-    """The beginning of a file that holds `(name, dtype, shape)` one behind the other, and its size.
+    """The header of a file with consecutive tensors `(name, dtype, shape)`, and the file's size.
 
     The data begin at a multiple of 4096 bytes, so that direct reads need no copy.
     """
-    made: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    here = 0
+    items: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
     for name, dtype, shape in tensors:
-        stop = here + prod(shape) * SIZES[dtype]
-        made[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [here, stop]}
-        here = stop
-    text = json.dumps(made, separators=(",", ":"), ensure_ascii=False).encode()
+        stop = start + prod(shape) * SIZES[dtype]
+        items[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(items, separators=(",", ":"), ensure_ascii=False).encode()
     length = align(8 + len(text)) - 8
-    return length.to_bytes(8, "little") + text.ljust(length), 8 + length + here
+    return length.to_bytes(8, "little") + text.ljust(length), 8 + length + start

@@ -1,9 +1,9 @@
-"""Files of torch.save, read without their data and without their classes.
+"""Reads files of torch.save without their data and without importing their classes.
 
-A file is a zip of STORED members (torch >= 1.6): `<folder>/data.pkl`, whose tensors name storages,
-and one member `<folder>/data/<key>` per storage; or, before 1.6, several pickles followed by the
-storages. Either way a tensor here is dtype, shape, strides and the storage it looks into, and a
-`TorchFile` says at which bytes of the file that storage lies. torch is not imported.
+Since torch 1.6 a file is a zip of STORED members: `<folder>/data.pkl`, whose tensors name storages,
+and one member `<folder>/data/<key>` per storage. Before 1.6 it is several pickles followed by the
+storages. In both cases a `Tensor` has a dtype, a shape, strides and its storage, and a `TorchFile`
+says which bytes of the file are that storage. torch is not imported.
 
 Equal pickles are parsed once: the ranks of a ZeRO run often write the same bytes.
 """
@@ -28,14 +28,14 @@ from .unpickle import BUILTINS, Build, Unpickler
 
 TORCH_DTYPES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
 MAX_PICKLE = 1 << 30  # bytes
-SMALL = 1 << 20  # bytes; records up to this are checked when a tensor in them is read
+SMALL = 1 << 20  # bytes; a record up to this size is checked when a tensor in it is read
 Parsed = dict[tuple[int, int, int], Any]
-"""What equal pickles gave, by length, CRC-32 and hash; one dictionary for all ranks' files."""
+"""Parsed pickles by length, CRC-32 and hash; one dictionary for the files of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """`length` bytes of the file, known by `key`; `start` bytes into it where it is a view."""
+    """`length` bytes of the file, named by `key`; a view begins `start` bytes into them."""
 
     key: str
     dtype: str
@@ -71,7 +71,7 @@ class Tensor:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Which bytes it looks at: equal for tensors that share memory (tied weights)."""
+        """Where its bytes begin: equal for tensors that share memory (tied weights)."""
         return self.storage.key, self.storage.start + self.offset * SIZES[self.dtype]
 
     def part(self, start: int, stop: int) -> Tensor:
@@ -80,10 +80,10 @@ class Tensor:
 
 
 class TorchFile:
-    """One file of torch.save: `value` is what was saved; `extent` and `read` find the bytes.
+    """One file of torch.save: `value` is the saved value; `extent` and `read` locate the bytes.
 
-    `within` are the bytes of a file that holds several, one behind the other. Raises
-    CorruptCheckpoint (truncated, flipped bits in the pickle, overlapping members),
+    If a file contains several consecutive ones, `within` are the bytes of this one. Raises
+    CorruptCheckpoint (truncated, flipped bits in the pickle, overlapping members) and
     UnsupportedCheckpoint (big-endian, compressed, torch < 0.1.10).
     """
 
@@ -93,7 +93,7 @@ class TorchFile:
         self.path = path
         self.records: dict[str, Record] = {}
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CorruptCheckpoint(f"{path} is no regular file")
+            raise CorruptCheckpoint(f"{path} is not a regular file")
         with open(path, "rb") as file:
             self.size = os.fstat(file.fileno()).st_size
             if within is None:
@@ -111,7 +111,7 @@ class TorchFile:
             else:
                 raise CorruptCheckpoint(f"{path} is not a file of torch.save")
 
-    # -- where a tensor's bytes are
+    # -- the bytes of a tensor
 
     def extent(self, tensor: Tensor) -> Extent:
         """The bytes of a contiguous tensor."""
@@ -129,14 +129,14 @@ class TorchFile:
         return boxes([Box(shape, at, shape, tensor.strides, tensor.offset, size, extent)])
 
     def whole(self, tensor: Tensor) -> Extent:
-        """All bytes of the storage that the tensor looks into."""
+        """All bytes of the tensor's storage."""
         record = self._record(tensor)
         return record.extent.part(tensor.storage.start, record.extent.length)
 
     def read(self, tensor: Tensor) -> bytes:
         """The bytes of a small contiguous tensor; raises CorruptCheckpoint.
 
-        No copy will pass over a step and check it, so that its small record is checked here.
+        A step is not copied and checked like other tensors, so its small record is checked here.
         """
         extent, record = self.extent(tensor), self._record(tensor)
         crc, whole = record.crc, record.extent
@@ -162,7 +162,7 @@ class TorchFile:
             ) from error
 
     def crc(self, tensor: Tensor) -> tuple[int, int | None]:
-        """Length and stated CRC-32 of the record that the tensor looks into."""
+        """Length and stated CRC-32 of the record with the tensor's storage."""
         record = self._record(tensor)
         return record.extent.length, record.crc
 
@@ -182,7 +182,7 @@ class TorchFile:
             if stop > record.extent.length:
                 raise CorruptCheckpoint(
                     f"{self.path}: a tensor reaches past its storage {tensor.storage.key!r}",
-                    hint="the file was cut short or edited; take another copy",
+                    hint="the file was cut short or edited; use another copy",
                 )
         return record
 
@@ -192,7 +192,7 @@ class TorchFile:
         members = read_directory(file, within)
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
-            raise CorruptCheckpoint(f"{self.path} is a zip, but not one of torch.save")
+            raise CorruptCheckpoint(f"{self.path} is a zip, but torch.save did not write it")
         folder = pickles[0].removesuffix("data.pkl")
         order = members.get(folder + "byteorder")
         if order and _member(file, order, self.path) != b"little":
@@ -207,7 +207,7 @@ class TorchFile:
                 self.records[name.removeprefix(folder + "data/")] = Record(
                     Extent(self.path, member.offset, member.length), member.crc
                 )
-        # at 1,000 ranks CRC-32 alone would meet its twin once in 10,000 checkpoints
+        # CRC-32 alone: of 10,000 checkpoints of 1,000 ranks one has two equal values by chance
         seen = (stated.length, zlib.crc32(text), hash(text))
         if seen not in parsed:
             parsed[seen] = _Parser(text, self.path).load()
@@ -219,7 +219,7 @@ class TorchFile:
         with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
             magic = _Parser(data, self.path)
             if magic.load() != 0x1950A86A20F9469CFC6C:
-                raise NotACheckpoint(f"{self.path} is a pickle, but not one of torch.save")
+                raise NotACheckpoint(f"{self.path} is a pickle, but torch.save did not write it")
             protocol = _Parser(data, self.path, magic.position)
             if protocol.load() != 1001:
                 raise UnsupportedCheckpoint(f"{self.path} was written by torch before 0.1.10")
@@ -230,12 +230,12 @@ class TorchFile:
             parser = _Parser(data, self.path, system.position)
             value = parser.load()
             keys = _Parser(data, self.path, parser.position)
-            listed = keys.load()
+            names = keys.load()
             offset = keys.position
-            for key in listed if isinstance(listed, list) else [listed]:
+            for key in names if isinstance(names, list) else [names]:
                 storage = parser.storages.get(key) if isinstance(key, str) else None
                 if storage is None:
-                    raise CorruptCheckpoint(f"{self.path} lists a storage that nothing uses")
+                    raise CorruptCheckpoint(f"{self.path} lists a storage that no tensor uses")
                 if offset + 8 > self.size:
                     raise CorruptCheckpoint(f"{self.path} ends early", hint="it was cut short")
                 (numel,) = struct.unpack_from("<q", data, offset)
@@ -249,7 +249,7 @@ class TorchFile:
 
 
 class _Parser(Unpickler):
-    """The unpickler with torch's storages and tensors in its table."""
+    """The unpickler with torch's storages and tensors in its table of functions."""
 
     def __init__(self, data: Any, path: str, start: int = 0) -> None:
         table = {**BUILTINS, **_TENSORS}
@@ -264,24 +264,24 @@ class _Parser(Unpickler):
             raise type(error)(f"{self.path}: {error.message}", error.hint) from error
 
     def storage(self, identity: Any) -> Storage:
-        """From torch's persistent id: ("storage", type, key, location, numel[, view])."""
+        """The storage of torch's persistent id: ("storage", type, key, location, numel[, view])."""
         kind, cls, key, _location, numel, *view = identity
         dtype = STORAGES.get(cls.name.rsplit(".", 1)[-1]) if isinstance(cls, Global) else None
         if kind != "storage" or dtype is None or not isinstance(key, str):
             raise UnsupportedCheckpoint(
                 f"a storage of an unknown type: {getattr(cls, 'name', type(cls).__name__)}"
             )
-        # torch < 1.6: (key of the view, offset, numel) of a larger storage
+        # torch < 1.6: the view is (key, offset, numel) in a larger storage
         first = view[0][1] if view and view[0] else 0
         length, start = (_size(count) * SIZES[dtype] for count in (numel, first))
-        made = Storage(key, dtype, length, start)
-        self.storages.setdefault(key, made)
-        return made
+        storage = Storage(key, dtype, length, start)
+        self.storages.setdefault(key, storage)
+        return storage
 
 
 def _size(count: Any) -> int:
     if type(count) is not int or not 0 <= count < 1 << 60:
-        raise CorruptCheckpoint("a tensor has a size or stride that none can have")
+        raise CorruptCheckpoint("a tensor has an impossible size or stride")
     return count
 
 
@@ -295,9 +295,9 @@ def _tensor(
     lazy: Any = None,
 ) -> Tensor:
     if not isinstance(storage, Storage) or len(shape) != len(strides):
-        raise CorruptCheckpoint("a pickle makes a tensor of something that is no storage")
+        raise CorruptCheckpoint("a pickle builds a tensor from a value that is not a storage")
     if lazy:  # {"conj": True} or {"neg": True}: the bytes are not the values
-        raise UnsupportedCheckpoint("a tensor that is to be conjugated or negated")
+        raise UnsupportedCheckpoint("a tensor with a pending conjugation or negation")
     sizes, steps = tuple(map(_size, shape)), tuple(map(_size, strides))
     _size(prod(sizes))
     return Tensor(storage, storage.dtype, _size(offset), sizes, steps)
@@ -325,7 +325,7 @@ def _typed_tensor(
 
 
 def _from_type(function: Any, cls: Any, arguments: Any, state: Any) -> Any:
-    # a tensor with attributes, as ZeRO-3's fp32 groups (`ds_id`); anything else stays a record
+    # a tensor with attributes, such as ZeRO-3's fp32 groups (`ds_id`); others stay records
     plain = isinstance(function, Global) and function.name in _TENSORS
     if plain and isinstance(cls, Global) and cls.name in _PLAIN_TENSORS:
         return _TENSORS[function.name](*arguments)
@@ -346,11 +346,11 @@ _TENSORS: dict[str, Build] = {
 # -- the zip directory
 
 
-class Member(NamedTuple):
+class ZipMember(NamedTuple):
     """One member of a zip, as its directory states it.
 
-    `header` and `entry` are the offsets of its local header and of its entry in the directory,
-    `offset` that of its data.
+    `header`, `entry` and `offset` are the offsets of its local header, of its entry in the
+    directory, and of its data.
     """
 
     name: str
@@ -362,16 +362,16 @@ class Member(NamedTuple):
 
 
 def _data_offset(file: int, header: int, name: bytes, path: str) -> int:
-    """Where a member's data begin: only its local header knows."""
+    """The offset of a member's data, which only its local header determines."""
     head = os.pread(file, 30 + len(name), header)
     if head[:4] != b"PK\3\4" or head[30:] != name:
-        raise CorruptCheckpoint(f"{path}: the zip directory points to no member")
+        raise CorruptCheckpoint(f"{path}: the zip directory points to a place without a member")
     length, extra = struct.unpack_from("<HH", head, 26)
     return int(header + 30 + length + extra)
 
 
-def _member(file: int, member: Member, path: str) -> bytes:
-    """The whole of a small member; raises CorruptCheckpoint unless its CRC is right."""
+def _member(file: int, member: ZipMember, path: str) -> bytes:
+    """All bytes of a small member; raises CorruptCheckpoint if its CRC-32 differs."""
     data = os.pread(file, member.length, member.offset)
     if len(data) != member.length or (member.crc is not None and zlib.crc32(data) != member.crc):
         raise CorruptCheckpoint(
@@ -384,17 +384,20 @@ def _member(file: int, member: Member, path: str) -> bytes:
 _ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
 
 
-def read_directory(file: int, within: Extent) -> dict[str, Member]:
-    """The members of a zip, from its end; STORED ones only, which lie inside it.
+def read_directory(file: int, within: Extent) -> dict[str, ZipMember]:
+    """The members of a zip, found from its end. All must be STORED and lie inside the zip.
 
-    Offsets of members are those of the file, of which the zip may be a part.
+    The offsets of members count from the beginning of the file, even if the zip is a part of it.
     """
     path, size = within.file, within.length
 
     def read(start: int, length: int) -> bytes:
         return os.pread(file, length, within.offset + start) if start + length <= size else b""
 
-    for most in (4096, 65557):  # the first has a short directory as well, the second any comment
+    for most in (
+        4096,
+        65557,
+    ):  # the first also includes a short directory, the second a comment of any length
         behind = max(0, size - most)
         tail = read(behind, size - behind)
         end = tail.rfind(b"PK\5\6")
@@ -416,7 +419,7 @@ def read_directory(file: int, within: Extent) -> dict[str, Member]:
         raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
     directory = tail[start - behind :][:length] if start >= behind else read(start, length)
 
-    found: dict[str, Member] = {}
+    members: dict[str, ZipMember] = {}
     taken: list[tuple[int, int]] = []
     place = 0
     for _ in range(count):
@@ -434,25 +437,25 @@ def read_directory(file: int, within: Extent) -> dict[str, Member]:
         name = text.decode("utf-8", "replace")
         if method or packed != length or flags & 1:
             raise UnsupportedCheckpoint(f"{path}: {name} is compressed or encrypted")
-        if name in found or header + 30 + length > start:
+        if name in members or header + 30 + length > start:
             raise CorruptCheckpoint(f"{path}: the zip directory contradicts itself at {name!r}")
-        # stage 3 leaves an empty storage per parameter on every rank: not worth a read each
+        # ZeRO-3 leaves an empty storage per parameter on every rank: they are not worth a read
         header += within.offset
         offset = _data_offset(file, header, text, path) if length else header + 30 + named
         taken.append((header, offset + length))
-        found[name] = Member(name, header, within.offset + start + place, offset, length, crc)
+        members[name] = ZipMember(name, header, within.offset + start + place, offset, length, crc)
         place += 46 + named + extras + comment
     taken = [*sorted(taken), (within.offset + start, within.offset + size)]
     if any(stop > start for (_, stop), (start, _) in pairwise(taken)):
         raise CorruptCheckpoint(f"{path}: members of the zip overlap")
-    if not any(member.crc for member in found.values() if member.length):
+    if not any(member.crc for member in members.values() if member.length):
         # torch.serialization.set_crc32_options(False) leaves zeros everywhere (torch >= 2.6)
-        found = {name: member._replace(crc=None) for name, member in found.items()}
-    return found
+        members = {name: member._replace(crc=None) for name, member in members.items()}
+    return members
 
 
 def _zip64(path: str, extra: bytes, *fields: int) -> list[int]:
-    """length, packed length and offset, each from the zip64 field where it is 0xFFFFFFFF."""
+    """Length, packed length and offset: a field of 0xFFFFFFFF comes from the zip64 field."""
     wide: bytes = b""
     place = 0
     while place + 4 <= len(extra):

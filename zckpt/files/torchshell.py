@@ -1,11 +1,11 @@
-"""Files of torch.save without their data: shells, whose holes are filled afterwards.
+"""Writes files of torch.save without their data: shells, whose holes are filled later.
 
-A shell is what torch.save of this library's version writes: a zip of STORED members, 64-byte
-aligned, whose `data.pkl` names storages. Small tensors (steps) are given by value; for the rest the
-CRC-32 fields stay zero until `state_checksums` fills them in. torch is not imported.
+A shell has the form that torch.save writes: a zip of STORED members, 64-byte aligned, whose
+`data.pkl` names storages. Small tensors (steps) are written at once. For the others the CRC-32
+fields stay zero until `state_checksums` fills them in. torch is not imported.
 
-Turned down: torch.serialization.skip_data with FakeTensorMode, which makes such files too, but
-needs torch, is young, and leaves wrong checksums behind.
+Turned down: torch.serialization.skip_data with FakeTensorMode. It writes such files too, but needs
+torch, is young, and leaves wrong checksums.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ALIGNMENT = 64
 
 
 class Storages:
-    """The storages of one file in the making."""
+    """The storages of one file that is being written."""
 
     def __init__(self) -> None:
         self.lengths: dict[str, int] = {}
         self.known: dict[str, bytes] = {}
 
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """A contiguous tensor in a storage of its own, to be filled later."""
+        """A contiguous tensor in a new storage, to be filled later."""
         key = str(len(self.lengths))
         numel = prod(shape)
         self.lengths[key] = numel * SIZES[dtype]
@@ -46,14 +46,14 @@ class Storages:
         return Tensor(Storage(key, dtype, self.lengths[key]), dtype, 0, tuple(shape), strides)
 
     def scalar(self, value: Scalar) -> Tensor:
-        """A tensor of one element of known value."""
-        made = self.tensor(value.dtype, value.shape)
-        self.known[made.storage.key] = encode(value.dtype, value.value)
-        return made
+        """A tensor of one element, whose value is known."""
+        tensor = self.tensor(value.dtype, value.shape)
+        self.known[tensor.storage.key] = encode(value.dtype, value.value)
+        return tensor
 
 
 def thawed(value: Any, entries: Mapping[str, Entry], storages: Storages) -> Any:
-    """`value` of a manifest's state, with tensors in the place of their names and values."""
+    """`value` of a manifest's state, with tensors instead of their names and values."""
     if isinstance(value, Scalar):
         return storages.scalar(value)
     if isinstance(value, TensorName):
@@ -63,7 +63,7 @@ def thawed(value: Any, entries: Mapping[str, Entry], storages: Storages) -> Any:
 
 
 def shell(name: str, value: Any, storages: Storages) -> Shell:
-    """The file `name`, holding `value`, whose tensors look into `storages`."""
+    """The file `name` with `value`, whose tensors are in `storages`."""
     folder = os.path.basename(name).removesuffix(".pt")
     members: list[tuple[str, int, bytes | None]] = []
 
@@ -81,17 +81,17 @@ def shell(name: str, value: Any, storages: Storages) -> Shell:
 
 
 def _special(value: Any) -> Any:
-    """Tensors and storages as torch pickles them."""
+    """A tensor in the form in which torch pickles it; None for other types."""
     if isinstance(value, Scalar):
         raise TypeError("a 0-d tensor needs a storage: see Storages.scalar")
     if isinstance(value, Tensor):
         ordered = Foreign(Global("collections.OrderedDict"))
-        place = (value.offset, value.shape, value.strides, False, ordered)
+        layout = (value.offset, value.shape, value.strides, False, ordered)
         storage = _storage(value)
         if value.dtype in STORAGE_CLASSES:
-            return Foreign(Global("torch._utils._rebuild_tensor_v2"), (storage, *place))
+            return Foreign(Global("torch._utils._rebuild_tensor_v2"), (storage, *layout))
         dtype = Global(f"torch.{TORCH_NAMES[value.dtype]}")
-        return Foreign(Global("torch._utils._rebuild_tensor_v3"), (storage, *place, dtype))
+        return Foreign(Global("torch._utils._rebuild_tensor_v3"), (storage, *layout, dtype))
     return None
 
 
@@ -107,41 +107,42 @@ def _storage(tensor: Tensor) -> Persistent:
 
 
 def _zip(name: str, members: list[tuple[str, int, bytes | None]]) -> Shell:
-    """STORED members at aligned offsets, then the directory, in zip64 form as torch has it."""
+    """STORED members at aligned offsets, then the directory in zip64 form, as torch writes it."""
     parts: list[tuple[int, bytes]] = []
     directory = b""
-    here = 0
+    header = 0
     for member, length, data in members:
         crc = zlib.crc32(data) if data is not None else 0
         inside = member.encode()
         wide = struct.pack("<HHQQ", 1, 16, length, length) if length >= 0xFFFFFFFF else b""
         size = min(length, 0xFFFFFFFF)
-        start = here + 30 + len(inside) + len(wide) + 4
+        start = header + 30 + len(inside) + len(wide) + 4
         padding = -start % ALIGNMENT
         extra = wide + struct.pack("<HH", 0x4246, padding) + b"Z" * padding  # "FB", as torch pads
         head = struct.pack(
             "<IHHHHHIIIHH",
             *(0x04034B50, 20, 0x800, 0, 0, 0x21, crc, size, size, len(inside), len(extra)),
         )
-        parts.append((here, head + inside + extra + (data or b"")))
-        directory += _entry(inside, crc, length, here)
-        here = start + padding + length
+        parts.append((header, head + inside + extra + (data or b"")))
+        directory += _entry(inside, crc, length, header)
+        header = start + padding + length
+    begin = header  # of the directory
     end = struct.pack(
-        "<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, *(2 * [len(members)]), len(directory), here
+        "<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, *(2 * [len(members)]), len(directory), begin
     )
-    locator = struct.pack("<IIQI", 0x07064B50, 0, here + len(directory), 1)
+    locator = struct.pack("<IIQI", 0x07064B50, 0, begin + len(directory), 1)
     last = struct.pack(
         "<IHHHHIIH",
         *(0x06054B50, 0, 0, *(2 * [min(len(members), 0xFFFF)])),
-        *(len(directory), min(here, 0xFFFFFFFF), 0),
+        *(len(directory), min(begin, 0xFFFFFFFF), 0),
     )
     tail = directory + end + locator + last
-    parts.append((here, tail))
-    return Shell(name, here + len(tail), tuple(parts))
+    parts.append((begin, tail))
+    return Shell(name, begin + len(tail), tuple(parts))
 
 
 def _entry(name: bytes, crc: int, length: int, offset: int) -> bytes:
-    """One entry of the directory; what does not fit 32 bits goes to its zip64 field."""
+    """One entry of the directory; values beyond 32 bits go to its zip64 field."""
     wide = b"".join(
         struct.pack("<Q", value) for value in (length, length, offset) if value >= 0xFFFFFFFF
     )
@@ -163,16 +164,16 @@ def seal_records(manifest: Manifest, outcome: Any) -> None:
     by_file: dict[str, dict[int, int]] = {}
     for record in manifest.records:
         extent = record.extent
-        found = outcome.records.get(extent)
-        if found is None:  # a file that got no tensor: what it does not know is padding
-            found = record.crc or crc_of_zeros(extent.length)
-        by_file.setdefault(extent.file, {})[extent.offset] = found
+        crc = outcome.records.get(extent)
+        if crc is None:  # no tensor was written there: the record is known, or it is padding
+            crc = record.crc or crc_of_zeros(extent.length)
+        by_file.setdefault(extent.file, {})[extent.offset] = crc
     for file, crcs in by_file.items():
         state_checksums(Extent(file, 0, os.path.getsize(file)), crcs)
 
 
 def state_checksums(within: Extent, crcs: Mapping[int, int]) -> None:
-    """Writes the CRC-32 of a zip's members, by the offset of their data, into a finished file."""
+    """Writes the CRC-32 of a zip's members into a filled file; `crcs` go by the data's offset."""
     file = os.open(within.file, os.O_RDWR)
     try:
         for member in read_directory(file, within).values():

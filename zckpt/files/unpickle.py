@@ -1,9 +1,9 @@
-"""A pickle as plain data: nothing is imported, nothing is called.
+"""Reads a pickle as plain data: imports nothing, calls nothing that the pickle names.
 
-The standard Unpickler with a guarded `find_class` would be half as long, but it calls what it
-finds, sets attributes on it, and lets a hostile memo index or nested key exhaust memory or the C
-stack. Here every opcode either builds plain data or leaves an inert record (see inert.py).
-`table` maps the dotted names of globals to functions that may build a value from the arguments.
+The standard Unpickler with a guarded `find_class` would be half as long. But it calls the classes
+that it resolves and sets attributes on them, and a hostile memo index or nested key can exhaust
+memory or the C stack. Here every opcode either builds plain data or leaves an inert record (see
+inert.py). `table` maps the dotted names of globals to functions that build a value from arguments.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ BUILTINS: dict[str, Build] = {
 
 
 def _octets(data: Any) -> bytes | list[int] | tuple[int, ...]:
-    if not isinstance(data, (bytes, list, tuple)):  # a number would ask for that much memory
-        raise CorruptCheckpoint("a pickle makes bytes of something that holds none")
+    if not isinstance(data, (bytes, list, tuple)):  # bytes(number) would allocate that many
+        raise CorruptCheckpoint("a pickle builds bytes from a value that has none")
     return data
 
 
@@ -61,17 +61,19 @@ def _key(value: Any) -> Hashable:
         depth += 1
         if depth > MAX_KEY_DEPTH or sum(map(len, nested)) > MAX_KEY_ITEMS:
             raise CorruptCheckpoint("a pickle nests a dictionary key too deeply")
-        nested = [item for held in nested for item in held if isinstance(item, (tuple, frozenset))]
+        nested = [
+            item for outer in nested for item in outer if isinstance(item, (tuple, frozenset))
+        ]
     if not isinstance(value, Hashable):
         raise CorruptCheckpoint("a pickle uses a list or dictionary as a key")
     return value
 
 
 class Unpickler:
-    """Reads one pickle of `data` from `start`; afterwards `position` is the byte behind it.
+    """Reads one pickle of `data` from `start`; afterwards `position` is the first byte after it.
 
     `persistent` turns a persistent id (torch: a storage) into a value. Raises CorruptCheckpoint
-    for anything that is not a well-formed pickle.
+    if the pickle is not well-formed.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Unpickler:
         except struct.error as error:
             raise CorruptCheckpoint("a pickle ends early") from error
         if self.stack or self.marked:
-            raise CorruptCheckpoint("a pickle leaves values behind")
+            raise CorruptCheckpoint("a pickle ends with more than one value")
         return value
 
     # -- bytes
@@ -142,7 +144,7 @@ class Unpickler:
         """Everything above the topmost mark, removing both."""
         items = self.stack
         if not self.marked:
-            raise CorruptCheckpoint("a pickle closes what it never opened")
+            raise CorruptCheckpoint("a pickle has a closing mark without an opening one")
         self.stack = self.marked.pop()
         return items
 
@@ -154,28 +156,28 @@ class Unpickler:
 
     def call(self, function: Any, arguments: Any) -> Any:
         if not isinstance(arguments, tuple):
-            raise CorruptCheckpoint("a pickle calls with something that is no tuple")
+            raise CorruptCheckpoint("a pickle calls a function with arguments that are not a tuple")
         if isinstance(function, Global):
             build = self.table.get(function.name)
             if build is not None:
                 return self.build(build, arguments)
         elif not isinstance(function, Foreign):
-            raise CorruptCheckpoint("a pickle calls something that is no function")
+            raise CorruptCheckpoint("a pickle calls a value that is not a function")
         return Foreign(function, arguments)
 
     def new(self, cls: Any, arguments: Any, keywords: Any = None) -> Any:
         if not isinstance(cls, (Global, Foreign)) or not isinstance(arguments, tuple):
-            raise CorruptCheckpoint("a pickle makes an object of something that is no class")
+            raise CorruptCheckpoint("a pickle builds an object from a value that is not a class")
         if not isinstance(keywords, (dict, type(None))) or not all(
             isinstance(key, str) for key in keywords or ()
         ):
-            raise CorruptCheckpoint("a pickle makes an object with malformed keywords")
+            raise CorruptCheckpoint("a pickle builds an object with malformed keywords")
         if isinstance(cls, Global) and cls.name in self.table and not keywords:
             return self.build(self.table[cls.name], arguments)
         return Foreign(cls, arguments, None, "new", keywords or {})
 
     def build(self, build: Build, arguments: tuple[Any, ...]) -> Any:
-        # each may copy an argument that the memo gives again and again
+        # each may copy an argument that the memo supplies repeatedly
         self.copied += sum(
             len(item) for item in arguments if isinstance(item, (str, bytes, tuple, list, dict))
         )
@@ -209,7 +211,7 @@ def _bytes(form: str, size: int) -> Callable[[Unpickler], None]:
 
 
 def _string(form: str, size: int) -> Callable[[Unpickler], None]:
-    # Python 2's str; torch's own storage keys of that time are ASCII
+    # str of Python 2; torch's storage keys of that time are ASCII
     return _push(lambda self: str(self.take(self.number(form, size)), "latin1"))
 
 
@@ -222,7 +224,7 @@ def _long(form: str, size: int) -> Callable[[Unpickler], None]:
 def _tuple(count: int) -> Callable[[Unpickler], None]:
     def operate(self: Unpickler) -> None:
         if len(self.stack) < count:
-            raise CorruptCheckpoint("a pickle takes more than it put")
+            raise CorruptCheckpoint("a pickle takes more values than it has put on the stack")
         self.stack[-count:] = [tuple(self.stack[-count:])]
 
     return operate
@@ -276,7 +278,7 @@ def _extend(target: Any, items: list[Any]) -> None:
     elif isinstance(target, Foreign):
         target.appended.extend(items)
     else:
-        raise CorruptCheckpoint("a pickle appends to something that is no list")
+        raise CorruptCheckpoint("a pickle appends to a value that is not a list")
 
 
 def _set_items(target: Any, flat: list[Any]) -> None:
@@ -286,7 +288,7 @@ def _set_items(target: Any, flat: list[Any]) -> None:
     elif isinstance(target, Foreign):
         target.items.extend(pairs)
     else:
-        raise CorruptCheckpoint("a pickle sets items of something that is no dictionary")
+        raise CorruptCheckpoint("a pickle sets items of a value that is not a dictionary")
 
 
 def _setitem(self: Unpickler) -> None:
@@ -305,9 +307,9 @@ def _additems(self: Unpickler) -> None:
 
 
 def _dict(self: Unpickler) -> None:
-    flat, made = self.pop_mark(), {}  # type: ignore[var-annotated]
-    _set_items(made, flat)
-    self.stack.append(made)
+    flat, value = self.pop_mark(), {}  # type: ignore[var-annotated]
+    _set_items(value, flat)
+    self.stack.append(value)
 
 
 def _build(self: Unpickler) -> None:
@@ -317,7 +319,7 @@ def _build(self: Unpickler) -> None:
         target.state = state
     elif isinstance(target, OrderedDict) and isinstance(state, dict) and "_metadata" in state:
         target._metadata = state["_metadata"]  # type: ignore[attr-defined]  # of a module's state_dict
-    # else: attributes of a plain value, which are not data
+    # else: attributes of a plain value, which zckpt does not keep
 
 
 def _reduce(self: Unpickler) -> None:
@@ -349,7 +351,7 @@ def _obj(self: Unpickler) -> None:
 def _stack_global(self: Unpickler) -> None:
     name, module = self.stack.pop(), self.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
-        raise CorruptCheckpoint("a pickle names a global by something that is no text")
+        raise CorruptCheckpoint("a pickle names a global by a value that is not a text")
     self.stack.append(self.named(module, name))
 
 
@@ -374,7 +376,7 @@ def _refuse(self: Unpickler) -> None:
 def _python2_string(self: Unpickler) -> str:
     line = self.line()
     if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1]:
-        raise CorruptCheckpoint("a pickle holds a malformed string")
+        raise CorruptCheckpoint("a pickle has a malformed string")
     return codecs.escape_decode(line[1:-1])[0].decode("latin1")
 
 

@@ -81,7 +81,10 @@ class Format(Protocol):
 
     def refuse(self, options: Options) -> None:
         """Raises WrongOption for an option that the writer does not understand."""
-        options.only(self.name, self.options, self.dialects, self.reasons)
+        from ..training.options import Accepted
+
+        names = tuple(self.options)
+        Accepted(self.name, names, self.dialects, self.reasons).check(options)
 
     def lay_out(self, source: Manifest, options: Options) -> Layout:
         """The files of the target, without tensors. Raises before the first byte is written."""

@@ -1,10 +1,10 @@
-"""What a running model computes: recorded, compared with another run, streamed from a checkpoint.
+"""Records what a running model computes, compares two runs, and streams weights from a checkpoint.
 
     with probe.record(model, "run_a", step=7, optimizer=optimizer): train()
     with probe.stream(model, "checkpoint"): model(batch)
 
 Recording and streaming need torch (`pip install 'zckpt[torch]'`); reading and comparing runs do
-not. No engine is imported: DeepSpeed's and FSDP2's models are modules with hooks, as ours are.
+not. No engine is imported: models of DeepSpeed and FSDP2 are ordinary modules with hooks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # on use: torch is needed by some of them only
+    # imported on use, because only some of them need torch
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

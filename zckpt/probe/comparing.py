@@ -1,13 +1,13 @@
-"""The first big difference of two recorded runs, and what its place means.
+"""Where two recorded runs first differ much, and what that place says about the cause.
 
-Records are aligned by step, batch, kind and key, and looked at in the order of the first run. Equal
-checksums are equal bytes. Else the distance is the largest change of samples, extremes, mean and
-std against the root mean square of the tensor, or the number itself where that is larger: what a
-change means depends neither on the scale of a tensor nor on how far out its extremes are.
+Records are aligned by step, batch, kind and key, in the order of the first run. Equal checksums are
+equal bytes. Otherwise the distance is the largest change of samples, extremes, mean and std,
+divided by the root mean square of the tensor, or by the number itself if that is larger. So neither
+the scale of a tensor nor its extremes influence what a distance means.
 
-Big is what is above the tolerance of its type; or, where two runs of the original were recorded,
-above four times the noise between them. As long as those two are equal bit for bit, every
-difference is big.
+A difference is big if it exceeds the tolerance of its type. If two runs of the original were
+recorded, it is big if it exceeds four times the noise between them. While these two runs are equal
+bit for bit, every difference is big.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import Any
 from ..core.dtypes import FLOATS
 from ..errors import MissingData, listed
 from . import runs
-from .runs import Record, Run
+from .runs import Run, TensorRecord
 
 TOLERANCES = {"F64": 1e-10, "F32": 1e-5, "F16": 4e-3, "BF16": 3e-2}
-"""A few times what another order of sums makes of one layer's output; of others, none."""
-NOISE = 4  # times what was measured of one pair of runs
+"""A few times the effect of another order of sums on one layer's output. Other types: 0."""
+NOISE = 4  # times the noise between one pair of runs
 
 Report = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One record of both runs: how far they are apart, and what of it is still no finding."""
+    """One record of both runs: their distance, and the distance that is tolerated."""
 
     rank: int
     number: int
-    a: Record
-    b: Record
+    a: TensorRecord
+    b: TensorRecord
     distance: float
     tolerated: float
     what: str
@@ -52,9 +52,9 @@ def compare(
     b: str | os.PathLike[str],
     noise: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """What `zckpt probe-diff --json` prints. `noise` is a second run of what `a` is a run of.
+    """The report of `zckpt probe-diff --json`. `noise` is a second run of the program of `a`.
 
-    Raises MissingData where the runs share no record.
+    Raises MissingData if the runs share no record.
     """
     first, second = runs.read(a), runs.read(b)
     third = None if noise is None else runs.read(noise)
@@ -66,7 +66,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
     if not events:
         raise MissingData(
             f"{a.path} and {b.path} share no record",
-            hint=f"steps {_range(a.steps)} and {_range(b.steps)}; keys as "
+            hint=f"steps {_range(a.steps)} and {_range(b.steps)}; keys such as "
             f"{_example(a)} and {_example(b)}",
         )
     floor = 0.0
@@ -78,16 +78,16 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
     notes = [*a.notes, *b.notes, *(noise.notes if noise else ())]
     if a.world != b.world:
         notes.append(
-            f"{a.world} processes against {b.world}: sums in another order, so only a tolerance "
-            "can be asked for"
+            f"{a.world} processes against {b.world}: sums have another order, so equality can "
+            "only be up to a tolerance"
         )
     if differing and not big and noise is None:
-        notes.append("whether that is noise, a second run of the original tells: --noise")
+        notes.append("to see whether this is noise, record the original again: --noise RUN")
     blind = [event.a for event in events if not _has_numbers(event.a) or not _has_numbers(event.b)]
     if blind:
         notes.append(
-            f"{len(blind)} records hold a shape and no numbers, as {_name(blind[0])}: they were "
-            "compared by that alone"
+            f"{len(blind)} records have a shape but no numbers, such as {_name(blind[0])}: only "
+            "their shapes were compared"
         )
     one_sided = sorted(set(a.ranks) ^ set(b.ranks))
     if one_sided:
@@ -104,8 +104,8 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         "differing": len(differing),
         "steps": steps,
         "ranks": sorted({event.rank for event in events}),
-        "first": _told(differing[0], steps) if differing else None,
-        "big": _told(big, steps) if big else None,
+        "first": _described(differing[0], steps) if differing else None,
+        "big": _described(big, steps) if big else None,
         "only_a": only_a,
         "only_b": only_b,
         "notes": list(dict.fromkeys(notes)),
@@ -114,20 +114,20 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
 
 
 def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
-    """Events of both, by step and then in the order of `a`; what one run alone has of their common
-    steps."""
+    """Events of both runs, by step and then in the order of `a`, and the records of their common
+    steps that only one run has."""
     events: list[Event] = []
     only_a, only_b = dict[str, None](), dict[str, None]()
     steps = set(a.steps) & set(b.steps)
     for rank in sorted(set(a.ranks) & set(b.ranks)):
         theirs = {record.place: record for record in b.ranks[rank]}
         ours = {record.place for record in a.ranks[rank]}
-        for place, record in enumerate(a.ranks[rank]):
+        for number, record in enumerate(a.ranks[rank]):
             other = theirs.get(record.place)
             if other is not None:
                 distance, what = apart(record, other)
                 tolerated = TOLERANCES.get(record.dtype, 0.0)
-                events.append(Event(rank, place, record, other, distance, tolerated, what))
+                events.append(Event(rank, number, record, other, distance, tolerated, what))
             elif record.step in steps:
                 only_a[_name(record)] = None
         for record in b.ranks[rank]:
@@ -138,21 +138,21 @@ def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
 
 
 def above_noise(events: Sequence[Event], a: Run, noise: Run) -> tuple[list[Event], float]:
-    """The events with what the noise makes tolerable; the largest noise of all."""
+    """The events with the tolerance that follows from the noise, and the largest noise."""
     measured = {
         (event.rank, event.a.place): event.distance for event in aligned(a, noise)[0]
     }  # fmt: skip
     reached: dict[tuple[int, str, str], float] = {}
-    found, floor = [], 0.0
+    judged, floor = [], 0.0
     for event in events:
-        here = measured.get((event.rank, event.a.place))
+        distance = measured.get((event.rank, event.a.place))
         key = event.rank, event.a.kind, event.a.key
-        reached[key] = max(reached.get(key, 0.0), here or 0.0)
-        floor = max(floor, here or 0.0)
+        reached[key] = max(reached.get(key, 0.0), distance or 0.0)
+        floor = max(floor, distance or 0.0)
         tolerated = NOISE * reached[key]
-        if floor > 0 or here is None:  # a tensor may have been equal by chance
+        if floor > 0 or distance is None:  # the two tensors may be equal by chance
             tolerated = max(tolerated, TOLERANCES.get(event.a.dtype, 0.0))
-        found.append(
+        judged.append(
             Event(
                 event.rank,
                 event.number,
@@ -163,15 +163,15 @@ def above_noise(events: Sequence[Event], a: Run, noise: Run) -> tuple[list[Event
                 event.what,
             )
         )
-    return found, floor
+    return judged, floor
 
 
 SMALLEST = 5e-324
-"""The distance of tensors whose bytes differ, in nothing that was recorded of them."""
+"""The distance of tensors with different bytes but equal recorded numbers."""
 
 
-def apart(a: Record, b: Record) -> tuple[float, str]:
-    """How far two tensors are apart, and what tells it."""
+def apart(a: TensorRecord, b: TensorRecord) -> tuple[float, str]:
+    """The distance of two tensors, and the number that shows it."""
     if a.shape != b.shape:
         return math.inf, f"shape {list(a.shape)} against {list(b.shape)}"
     if a.dtype != b.dtype:
@@ -212,8 +212,8 @@ def _apart(one: float, other: float, scale: float) -> float:
     return distance / scale if scale and math.isfinite(distance) else math.inf
 
 
-def _scale(record: Record) -> float:
-    """The root mean square; of dumps without a norm, and past float64, that of their samples."""
+def _scale(record: TensorRecord) -> float:
+    """The root mean square; that of the samples if there is no norm, or it exceeds float64."""
     numbers = record.numbers
     norm = float(numbers.get("norm") or 0.0)
     if norm and math.isfinite(norm):
@@ -226,19 +226,19 @@ def _scale(record: Record) -> float:
     return max((abs(float(value)) for value in extremes if value is not None), default=0.0)
 
 
-# -- what it means
+# -- the meaning of a difference
 
 
 def meaning(event: Event, steps: Sequence[int]) -> str:
-    """What a first difference at this place says about the two runs."""
+    """What the first difference says about the two runs, if it is this event."""
     record = event.a
-    where = steps.index(record.step)
+    position = steps.index(record.step)
     if not math.isfinite(event.distance) and event.what.startswith(("shape", "type")):
         return "the models or their precisions differ"
     if record.dtype not in FLOATS and record.kind == "forward":
         return "other integers: the data differ"
     later_batch = record.batch not in ("0", "eval 0")
-    if where == 0 and not later_batch:
+    if position == 0 and not later_batch:
         if record.kind == "parameter":
             return "this weight differs before the first update: it was not restored"
         if record.kind == "forward":
@@ -247,12 +247,12 @@ def meaning(event: Event, steps: Sequence[int]) -> str:
                 "`zckpt diff` of the two checkpoints names the tensors"
             )
         return "forwards are equal, the first backward is not: loss scale, masks or dropout"
-    if where == 0:
+    if position == 0:
         return (
             "the first batch is equal, a later one of the same step is not: order of the data, or "
             "random state"
         )
-    if where == 1 and steps[1] - steps[0] == 1 and not later_batch:
+    if position == 1 and steps[1] - steps[0] == 1 and not later_batch:
         if record.kind == "backward":
             return "the second forward is equal, its backward is not: loss scale or random state"
         return (
@@ -260,19 +260,18 @@ def meaning(event: Event, steps: Sequence[int]) -> str:
             "weights in this module differ; `zckpt diff` of the two checkpoints names them"
         )
     return (
-        "equal over updates: order of the data, random state, a schedule, or sums that are not "
-        "made in the same order"
+        "equal over updates: order of the data, random state, a schedule, or sums in another order"
     )
 
 
 def heat(events: Sequence[Event], steps: Sequence[int]) -> Report:
-    """The largest distance of each module in each step; null where it was not recorded."""
-    places = {step: place for place, step in enumerate(steps)}
+    """The largest distance of each module in each step; None if it was not recorded."""
+    columns = {step: column for column, step in enumerate(steps)}
     rows: dict[str, list[float | None]] = {}
     for event in events:
         row = rows.setdefault(event.a.module, [None] * len(steps))
-        place = places[event.a.step]
-        row[place] = max(row[place] or 0.0, event.distance)
+        column = columns[event.a.step]
+        row[column] = max(row[column] or 0.0, event.distance)
     return {
         "steps": list(steps),
         "modules": list(rows),
@@ -283,11 +282,11 @@ def heat(events: Sequence[Event], steps: Sequence[int]) -> Report:
 
 
 def number(value: float) -> float | str:
-    """As JSON can hold it."""
+    """The number in a form that JSON can represent."""
     return value if math.isfinite(value) else "inf"
 
 
-def _told(event: Event, steps: Sequence[int]) -> Report:
+def _described(event: Event, steps: Sequence[int]) -> Report:
     return {
         "rank": event.rank,
         "step": event.a.step,
@@ -304,12 +303,12 @@ def _told(event: Event, steps: Sequence[int]) -> Report:
     }
 
 
-def _has_numbers(record: Record) -> bool:
-    """Not of tensors on meta, sparse ones, or such that an engine had let go."""
+def _has_numbers(record: TensorRecord) -> bool:
+    """False for tensors on meta, sparse ones, and those that an engine has released."""
     return not math.prod(record.shape) or not {"crc32", "mean"}.isdisjoint(record.numbers)
 
 
-def _name(record: Record) -> str:
+def _name(record: TensorRecord) -> str:
     return f"step {record.step}, batch {record.batch}, {record.kind} {record.key}"
 
 

@@ -1,4 +1,4 @@
-"""Two runs to look at: a heat map of steps and modules, and texts to be compared line by line."""
+"""Shows two runs: a heat map of steps and modules, and texts for a line-by-line comparison."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from html import escape
 from typing import Any
 
 from ..errors import TargetExists
-from .runs import Record, Run
+from .runs import Run, TensorRecord
 
-SHADES = " .:-=+*#%@"  # a character per decade, from a bit to a hundredth and more
+SHADES = " .:-=+*#%@"  # one character per power of ten
 FAINTEST, STRONGEST = -9, -1  # powers of ten
 ROWS, COLUMNS = 40, 64
 
@@ -19,7 +19,7 @@ Cell = float | None
 
 
 def shade(distance: Cell) -> int:
-    """0 where nothing differs, to 9; -1 where nothing was recorded."""
+    """The index of a shade: 0 for equal tensors, up to 9; -1 if nothing was recorded."""
     if distance is None:
         return -1
     if not distance:
@@ -29,8 +29,8 @@ def shade(distance: Cell) -> int:
 
 
 def drawn(heat: dict[str, Any], columns: int | None = None) -> Iterator[str]:
-    """Lines for a terminal, of at most `columns` where names can be cut: a module a line, in the
-    order of the forward, a column a step."""
+    """Lines for a terminal: one per module, in the order of the forward, with a column per step.
+    Names are cut so that lines have at most `columns` characters, if possible."""
     names, rows, steps = _fitting(heat)
     if columns is not None:
         names = [_cut(name, max(16, columns - len(rows[0]) - 3)) for name in names]
@@ -42,7 +42,7 @@ def drawn(heat: dict[str, Any], columns: int | None = None) -> Iterator[str]:
 
 
 def _cut(name: str, most: int) -> str:
-    """Its end, which tells modules apart."""
+    """The end of the name, where modules' names differ."""
     return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
@@ -51,7 +51,7 @@ def _legend() -> str:
 
 
 def _fitting(heat: dict[str, Any]) -> tuple[list[str], list[list[Cell]], list[int]]:
-    """At most ROWS lines of COLUMNS: the worst of neighbours stands for them."""
+    """At most ROWS lines of COLUMNS: neighbours become one cell with the largest distance."""
     names, steps = list(heat["modules"]), list(heat["steps"])
     rows = [[_cell(value) for value in row] for row in heat["distances"]]
     each = -(-len(steps) // COLUMNS)
@@ -67,8 +67,8 @@ def _fitting(heat: dict[str, Any]) -> tuple[list[str], list[list[Cell]], list[in
             for place in range(0, len(names), each)
         ]
         names = [
-            held[0] if len(held) == 1 else f"{held[0]} ... {held[-1]}"
-            for held in (names[place : place + each] for place in range(0, len(names), each))
+            some[0] if len(some) == 1 else f"{some[0]} ... {some[-1]}"
+            for some in (names[place : place + each] for place in range(0, len(names), each))
         ]
     return names, rows, steps
 
@@ -88,7 +88,7 @@ COLOURS = (
 
 
 def svg(report: dict[str, Any]) -> str:
-    """The same as a file for a browser; a cell says its module, step and distance."""
+    """The heat map as an SVG file; a cell's tooltip has its module, step and distance."""
     heat, size, left, top = report["map"], 14, 320, 40
     names, steps = heat["modules"], heat["steps"]
     width, height = left + size * len(steps) + 20, top + size * len(names) + 30
@@ -118,24 +118,24 @@ def svg(report: dict[str, Any]) -> str:
 
 
 def _shown(name: str) -> str:
-    """As XML can hold it, which has no control characters."""
+    """The name in a form that XML can represent: XML allows no control characters."""
     return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name))
 
 
 def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> list[str]:
-    """One text for each step and run, in the order of the first run; gives their paths.
+    """Writes one text for each step and run, in the order of the first run; returns their paths.
 
-    Raises TargetExists where the directory is there.
+    Raises TargetExists if the directory exists.
     """
     if os.path.lexists(directory):
-        raise TargetExists(f"{directory} is there already", hint="name a new directory")
+        raise TargetExists(f"{directory} exists already", hint="name a new directory")
     order: dict[tuple[int, Any], None] = {}
     for _, run in named:
         for rank, records in run.ranks.items():
             order |= dict.fromkeys((rank, record.place) for record in records)
     written = []
     for name, run in named:
-        held = {
+        records_by_place = {
             (rank, record.place): record
             for rank, records in run.ranks.items()
             for record in records
@@ -147,20 +147,20 @@ def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> list[str]:
             with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
                 for rank, place in order:
                     if place[0] == step:
-                        file.write(_text(rank, place, held.get((rank, place))))
+                        file.write(_text(rank, place, records_by_place.get((rank, place))))
             written.append(path)
     return written
 
 
-def _text(rank: int, place: tuple[int, str, str, str], record: Record | None) -> str:
+def _text(rank: int, place: tuple[int, str, str, str], record: TensorRecord | None) -> str:
     step, batch, kind, key = place
     head = f"{kind} {key}  rank {rank} step {step} batch {batch}\n"
     if record is None:
         return f"{head}  not recorded\n\n"
     lines = [f"  {record.dtype} {list(record.shape)}"]
     for keys in (("min", "max", "mean", "std", "norm"), ("nan", "inf", "negative", "zero")):
-        told = [f"{key} {_short(record.numbers[key])}" for key in keys if key in record.numbers]
-        lines += [f"  {'  '.join(told)}"] if told else []
+        values = [f"{key} {_short(record.numbers[key])}" for key in keys if key in record.numbers]
+        lines += [f"  {'  '.join(values)}"] if values else []
     if "crc32" in record.numbers:
         lines.append(f"  crc32 {record.numbers['crc32']}")
     samples = record.numbers.get("samples", ())

@@ -1,16 +1,16 @@
-"""A run as it happens: statistics of activations, gradients and parameters, one line a tensor.
+"""Records a run: statistics of activations, gradients and parameters, one line per tensor.
 
     run_a/rank_00000/records.jsonl    a header, then a line for each tensor, in the order of events
 
-A record is known by its step (completed updates before it, as the checkpoint counts), its batch
+A record's identity is its step (completed updates before it, as the checkpoint counts), its batch
 (forwards of the root within the step) and its key: path of the module, number of its call, path of
-the tensor in what it returned: `encoder.2.attn#0/out[0]`.
+the tensor in the output: `encoder.2.attn#0/out[0]`.
 
-Gradients are taken by hooks of tensors, not by an identity autograd function as ONNX Runtime does:
-what such a function returns is a view that may not be changed in place, so `relu_(linear(x))`
-would fail, or train on something else. A hook of a tensor receives the gradient of its value before
-a later change in place, adds no node to the graph, and cannot change a value. (Of an output that is
-a view and is changed in place later, torch keeps no gradient; then there is no record of one.)
+Gradients come from hooks of tensors. ONNX Runtime uses an identity autograd function: its output is
+a view that must not be changed in place, so `relu_(linear(x))` would fail or train on other values.
+A tensor's hook gets the gradient of the value before later changes in place, adds no node to the
+graph, and cannot change a value. (If an output is a view and is changed in place later, torch
+keeps no gradient, and there is no record of one.)
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import __version__
 from ..errors import TargetExists, WrongOption
+from ..version import __version__
 from .runs import RECORDS, VERSION, rank_folder
 from .statistics import Measurer, holds_bytes
 from .subscribers import ROOT, Place, Subscriber, in_backward, modules, subscribe, used_by
@@ -57,19 +57,20 @@ def record(
 ) -> Iterator[Recorder]:
     """Records every forward and backward of `model` into `directory`, until the block ends.
 
-    `step` is the completed updates when the block begins, or a function that says how many are
-    completed now. Of a number, `optimizer` counts on (a torch optimizer, which is stepped once an
-    update), or calls of `next_step()` on what the block is given. A DeepSpeed engine needs none of
-    these: it is asked. For the Trainer of Hugging Face: `step=lambda: trainer.state.global_step`.
+    `step` is the number of completed updates when the block begins, or a function that returns the
+    current number. If it is a number, `optimizer` (a torch optimizer that steps once per update)
+    increases it. If your optimizer is not a `torch.optim.Optimizer`, call `recorder.next_step()`
+    after each update. A DeepSpeed engine needs neither: it has the number itself. For the Trainer
+    of Hugging Face: `step=lambda: trainer.state.global_step`.
 
-    Only `ranks` record (all, if None), steps in [start_step, end_step); the modules' `parameters`
-    too where asked, once a step. `samples` elements are kept of each tensor; what is not row-major
-    on the CPU is copied there `bucket` elements at a time, since the CRC-32 is made there: a GPU
-    that is full needs no more. `subscribers` run outside this recorder. Values and gradients stay
-    what they are, bit for bit.
+    Only `ranks` record (None: all), for steps in [start_step, end_step). With `parameters`, the
+    modules' parameters are recorded once per step. `samples` elements of each tensor are kept. The
+    CRC-32 is computed on the CPU: other tensors are copied there, `bucket` elements at a time, so
+    a full GPU needs no further memory. `subscribers` run outside this recorder. Values and
+    gradients do not change, bit for bit.
 
-    Raises TargetExists where this rank has recorded into `directory`, unless `overwrite`, and
-    WrongOption for another `device` to measure on than the CPU.
+    Raises TargetExists if this rank has recorded into `directory` before, unless `overwrite`, and
+    WrongOption if `device` is not the CPU.
     """
     if torch.device(device).type != "cpu":
         raise WrongOption(f"statistics are computed on the CPU, not on {device}")
@@ -112,16 +113,16 @@ def record(
         if not recorder.called:
             warnings.warn(
                 f"nothing was recorded in {directory}: the model itself was not called; record the "
-                "module that is",
+                "module that your program calls",
                 stacklevel=3,
             )
 
 
 def inspect(name: str, tensor: Tensor) -> Tensor:
-    """Records a tensor within a forward, by a name of its own, and gives it back unchanged.
+    """Records a tensor inside a forward under `name`, and returns it unchanged.
 
-    Its gradient too, if it has one. Where nothing records, or in what torch.compile compiles, it
-    does nothing.
+    Records its gradient too, if it has one. Does nothing without an active recorder, and in code
+    that torch.compile compiles.
     """
     if not torch.compiler.is_compiling():
         for recorder in _active:
@@ -130,7 +131,7 @@ def inspect(name: str, tensor: Tensor) -> Tensor:
 
 
 class _Clock:
-    """Completed updates: what a function says, or a number that is counted on."""
+    """Completed updates: from a function, or a number that increases."""
 
     def __init__(self, source: int | Callable[[], int]) -> None:
         self.source = source
@@ -140,7 +141,9 @@ class _Clock:
 
     def advance(self) -> None:
         if callable(self.source):
-            raise WrongOption("step= is a function that counts by itself: next_step() has no place")
+            raise WrongOption(
+                "step= is a function that counts updates itself: do not call next_step()"
+            )
         self.source += 1
 
 
@@ -152,22 +155,23 @@ def _steps_of(model: nn.Module, step: int | Callable[[], int] | None) -> int | C
         return lambda: engine.global_steps - getattr(engine, "skipped_steps", 0)
     raise WrongOption(
         "the step at which the recording begins is not known",
-        hint="step= is the completed updates: that of the checkpoint, or 0",
+        hint="give step=, the number of completed updates: the checkpoint's step, or 0",
     )
 
 
 @contextmanager
 def _counted(optimizer: Any, clock: _Clock) -> Iterator[None]:
-    """Counts the optimizer's steps; Accelerate's wraps the one that knows when it steps.
+    """Counts the optimizer's steps; those of Accelerate's wrapper are its inner optimizer's.
 
-    DeepSpeed's wrap one too, but step it once for each group.
+    DeepSpeed's optimizers wrap one too, but step it once for each group.
     """
     wrapped = type(optimizer).__module__.startswith("accelerate.")
     inner = optimizer.optimizer if wrapped else optimizer
     if not isinstance(inner, torch.optim.Optimizer):
         raise WrongOption(
-            f"{type(optimizer).__name__} is no optimizer of torch, whose steps can be counted",
-            hint="step=lambda: ... says how many updates are completed",
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer, so its steps cannot be "
+            "counted",
+            hint="give step=lambda: ..., which returns the number of completed updates",
         )
     handle = inner.register_step_post_hook(lambda *about: clock.advance())
     try:
@@ -184,7 +188,7 @@ def _rank_and_world() -> tuple[int, int]:
 
 @contextmanager
 def _opened(directory: str, rank: int, overwrite: bool) -> Iterator[Any]:
-    """This rank's file, flushed line by line: of a run that dies, what was written can be read."""
+    """This rank's file, flushed line by line, so that the file of a run that dies is readable."""
     folder = os.path.join(directory, rank_folder(rank))
     if overwrite:
         shutil.rmtree(folder, ignore_errors=True)
@@ -192,14 +196,14 @@ def _opened(directory: str, rank: int, overwrite: bool) -> Iterator[Any]:
         os.makedirs(folder)
     except FileExistsError as error:
         raise TargetExists(
-            f"{folder} is there already", hint="record into another directory, or overwrite=True"
+            f"{folder} exists already", hint="record into another directory, or overwrite=True"
         ) from error
     with open(os.path.join(folder, RECORDS), "x", buffering=1, encoding="utf-8") as file:
         yield file
 
 
 class _Output:
-    """Where records go, and who measures them."""
+    """Measures tensors and writes their records to a file."""
 
     def __init__(self, file: Any, measurer: Measurer) -> None:
         self.file, self.measurer = file, measurer
@@ -209,7 +213,7 @@ class _Output:
 
 
 class Recorder(Subscriber):
-    """What `record` gives to its block."""
+    """The recorder of a block of `record`."""
 
     def __init__(
         self,
@@ -237,12 +241,12 @@ class Recorder(Subscriber):
         self._recording = False
 
     def next_step(self) -> None:
-        """An update is completed: what follows belongs to the next step."""
+        """Call after an update: later records belong to the next step."""
         if isinstance(self._clock, _Clock):
             self._clock.advance()
 
     def close(self) -> None:
-        """Ends the recording; gradients that come later are not recorded."""
+        """Ends the recording; later gradients are not recorded."""
         self._release()
         self._output = None
         self._recording = False
@@ -252,7 +256,7 @@ class Recorder(Subscriber):
             self._of_leaves.pop().remove()
 
     def _begin(self) -> None:
-        """A forward of the root: a new batch, of this step or the next."""
+        """Begins a forward of the root: a new batch, of this step or the next."""
         self._release()
         self.called = True
         step, evaluating = self._clock(), not torch.is_grad_enabled()
@@ -283,14 +287,15 @@ class Recorder(Subscriber):
         return output
 
     def _take_parameters(self, place: Place, released: bool) -> None:
-        """Once a step: before the forward, or after it those that an engine gathers only then, as
-        one does that was put around a module whose recording had begun."""
+        """Records parameters once per step, before the forward. If an engine wrapped the module
+        after the recording began, it all-gathers them later: they are recorded after the forward.
+        """
         for below, module in used_by(place.module):
             path = ".".join(filter(None, ("" if place.is_root else place.path, below)))
             self._take_own(place, path, module, released and not below)
 
     def _take_others(self, root: Place) -> None:
-        """Once a step, what no call has shown: weights that are not used, or used from afar."""
+        """Records, once per step, parameters of modules that were not called."""
         for path, module in modules(root.module).items():
             self._take_own(root, "" if path == ROOT else path, module, released=False)
 
@@ -299,8 +304,8 @@ class Recorder(Subscriber):
             return
         for name, parameter in module.named_parameters(recurse=False):
             whole = f"{path}.{name}" if path else name
-            here = not hasattr(parameter, "to_local") and holds_bytes(parameter)
-            if ((here and parameter.numel()) or released) and not self._seen[
+            is_local = not hasattr(parameter, "to_local") and holds_bytes(parameter)
+            if ((is_local and parameter.numel()) or released) and not self._seen[
                 self._step, "parameter", whole
             ]:
                 self._write("parameter", whole, parameter)
@@ -310,7 +315,7 @@ class Recorder(Subscriber):
         return tensor
 
     def inspect(self, name: str, tensor: Tensor) -> None:
-        """A tensor by a name of its own."""
+        """Records a tensor under `name`."""
         recomputed = in_backward()
         if recomputed:
             self._inspected_again[name] += 1
@@ -329,15 +334,15 @@ class Recorder(Subscriber):
             self._take_gradient(key, tensor)
 
     def _take_gradient(self, key: str, tensor: Tensor) -> None:
-        """Of a recomputed tensor too: where the first forward ran without gradients (reentrant
-        checkpointing) only this one has any, elsewhere it never gets one."""
+        """Also for a recomputed tensor. If the first forward ran without gradients (reentrant
+        checkpointing), only the recomputed one gets a gradient; otherwise it never gets one."""
         step, batch = self._step, self._batch
 
         def hook(gradient: Tensor) -> None:
             self._write("backward", key, gradient, step, batch)
 
         handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        if tensor.is_leaf:  # others take their hooks along with the graph
+        if tensor.is_leaf:  # hooks of other tensors are freed with the graph
             self._of_leaves.append(handle)
 
     def _write(

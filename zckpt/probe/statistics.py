@@ -1,10 +1,10 @@
-"""Statistics of a tensor of a running model: numbers, CRC-32 and samples of its row-major bytes.
+"""Measures a tensor of a running model: numbers, CRC-32 and samples of its row-major bytes.
 
-The bytes are measured where they lie, by numpy, in parts that several threads share: 1.1 ns an
-element, against 4 to 8 for reductions of torch in float64 on a CPU. What is not row-major, or on a
-GPU, passes through a bucket of bounded size. Modules hand on what others gave them: where a tensor
-lies in the place of one that was measured, its CRC-32, which takes a twentieth of the rest, tells
-whether the numbers are known already.
+numpy measures the bytes in place, in parts that several threads share: 1.1 ns an element, against
+4 to 8 ns for torch's reductions in float64 on a CPU. Tensors that are not row-major, or are on a
+GPU, pass through a bucket of bounded size. Modules often return the tensor that they got. So if a
+tensor has the address of one that was measured before, its CRC-32 shows whether the numbers are
+known; the CRC-32 takes a twentieth of the time of all numbers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..proof.stats import Statistics, measure, told
 NAMES = {getattr(torch, kind): name for name, kind in TORCH_NAMES.items() if hasattr(torch, kind)}
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 TAKEN = {**UNSIGNED, torch.bool: torch.uint8}
-"""Types in whose place torch takes elements of others."""
+"""Types that torch cannot take elements of, and the types used instead."""
 PART = 1 << 18  # elements that one thread measures at a time
-KEPT = 8  # tensors whose numbers are remembered
+KEPT = 8  # tensors; the cache of measured numbers
 
 
 class Measurer:
-    """Measures tensors with some threads; `bucket` elements are copied at a time, at most."""
+    """Measures tensors with `threads` threads; copies at most `bucket` elements at a time."""
 
     def __init__(self, bucket: int, samples: int, threads: int) -> None:
         self.bucket = bucket
@@ -44,11 +44,11 @@ class Measurer:
             self._pool.shutdown()
 
     def describe(self, tensor: Tensor) -> dict[str, Any]:
-        """What a record says of a tensor; shape and type alone where there are no bytes."""
+        """The record of a tensor; only shape and type if it has no bytes."""
         tensor = tensor.detach()
-        if hasattr(tensor, "to_local"):  # a DTensor: what this rank holds
+        if hasattr(tensor, "to_local"):  # a DTensor: this rank's part
             tensor = tensor.to_local()
-        if tensor.is_nested:  # whose rows differ in length: all of them, one after the other
+        if tensor.is_nested:  # its rows differ in length; values() joins them
             tensor = tensor.values()
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         about: dict[str, Any] = {"dtype": dtype, "shape": list(tensor.shape)}
@@ -69,11 +69,11 @@ class Measurer:
         if known and known["crc32"] == f"{self._crc(views):08x}":
             return known
         numbers, crc = Statistics(), 0
-        for part, (own, found) in zip(
+        for part, (own, part_numbers) in zip(
             views, self._each(lambda part: _measured(part, dtype), views), strict=True
         ):
             crc = combine(crc, own, len(part))
-            numbers.add(found)
+            numbers.add(part_numbers)
         self._known[place] = self._described(tensor, dtype, crc, numbers)
         self._known.move_to_end(place)
         if len(self._known) > KEPT:
@@ -90,9 +90,9 @@ class Measurer:
         numbers, crc = Statistics(), 0
         for bucket in buckets(tensor, self.bucket):
             view = raw(bucket.cpu())
-            own, found = _measured(view, dtype)
+            own, bucket_numbers = _measured(view, dtype)
             crc = combine(crc, own, len(view))
-            numbers.add(found)
+            numbers.add(bucket_numbers)
         return self._described(tensor, dtype, crc, numbers)
 
     def _described(
@@ -102,14 +102,14 @@ class Measurer:
         return known | {"crc32": f"{crc:08x}", "samples": self._strided(tensor)}
 
     def _strided(self, tensor: Tensor) -> list[Any]:
-        """Elements at equal distances, from the first on."""
+        """Elements at equal distances, beginning with the first."""
         count = tensor.numel()
         if not count or not self.samples or NAMES.get(tensor.dtype) not in NUMBERS:
             return []
         places = torch.arange(0, count, -(-count // self.samples), device=tensor.device)
         kind = tensor.dtype
-        held = tensor.view(TAKEN.get(kind, kind))
-        values = (held if held.dim() else held.view(1)).take(places).tolist()
+        takeable = tensor.view(TAKEN.get(kind, kind))
+        values = (takeable if takeable.dim() else takeable.view(1)).take(places).tolist()
         if kind in UNSIGNED:
             values = [value % (1 << 8 * tensor.element_size()) for value in values]
         return [told(value) for value in values]
@@ -119,28 +119,32 @@ class Measurer:
 
 
 def _measured(view: memoryview, dtype: str) -> tuple[int, Statistics]:
-    """CRC-32 and numbers, of types that have any."""
+    """CRC-32 and numbers; empty numbers for types without any."""
     return crc32(view), measure(view, dtype) if dtype in NUMBERS else Statistics()
 
 
 def holds_bytes(tensor: Tensor) -> bool:
-    """Whether there is memory behind it: not of what is on `meta`, sparse, only traced or mapped,
-    or a parameter that its engine has let go."""
+    """Whether a tensor has memory: not if it is on `meta`, sparse, or only traced or mapped, and
+    not if it is a parameter that its engine has released."""
     if tensor.device.type == "meta" or tensor.layout is not torch.strided:
         return False
     try:
-        held = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         end = (tensor.storage_offset() + last + 1) * tensor.element_size()
-        return not tensor.numel() or (held.data_ptr() != 0 and held.nbytes() >= end)
-    except (NotImplementedError, RuntimeError, ValueError):  # the last where a Lazy module waits
+        return not tensor.numel() or (storage.data_ptr() != 0 and storage.nbytes() >= end)
+    except (
+        NotImplementedError,
+        RuntimeError,
+        ValueError,
+    ):  # ValueError: a Lazy module without shapes
         return False
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, for as long as that lives.
+    """The bytes of a contiguous tensor on the CPU, valid while the tensor lives.
 
-    Not by `numpy()`, which makes the storage one that cannot be resized, as FSDP2 has to.
+    `numpy()` is not used: it forbids resizing the storage, and FSDP2 must resize it.
     """
     size = tensor.numel() * tensor.element_size()
     if not size:

@@ -1,12 +1,13 @@
-"""A forward of a model whose weights stay in a checkpoint's files, of any format.
+"""Runs a model's forward with weights that stay in a checkpoint's files, of any format.
 
-Before a module's forward its own parameters and buffers are read, through the manifest, from
-wherever their elements lie; after it they are let go. So memory is that of the largest module (and
-of what the modules around it own), not of the model, which may be on torch's `meta` device.
+Before a module's forward its own parameters and buffers are read, through the manifest, from the
+files that have their elements; after it their memory is released. So the needed memory is that of
+the largest module (and of the tensors of the modules around it), not that of the model. The model
+may be on torch's `meta` device.
 
-In place of what is not read there is an `_Absent`: torch multiplies a tensor on the CPU by one on
-`meta` (F.linear, torch 2.13) and gives numbers from anywhere, and a model that is not on `meta`
-would go on with weights of its own.
+A tensor that is not loaded is replaced by an `_Absent`. Otherwise torch would multiply a tensor on
+the CPU by one on `meta` (F.linear, torch 2.13) and return arbitrary numbers, and a model that is
+not on `meta` would compute with its own weights.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..training.names import Renames, matched, plain, renamed
 from .statistics import NAMES, raw
 from .subscribers import LISTS, WHOLE, Place, Subscriber, is_compiled, subscribe, unwrapped
 
-SCRATCH = 8 << 20  # bytes, in which small pieces of many ranks are put together
+SCRATCH = 8 << 20  # bytes; small pieces of many ranks are joined there
 
 
 @contextmanager
@@ -48,16 +49,17 @@ def stream(
 ) -> Iterator[None]:
     """Within the block, forwards of `model` take their weights from `checkpoint`.
 
-    Weights are what the module held when it was saved (slot `param`); or, where that is missing or
-    of another type than the model's, the masters, rounded. They are put on `device`, by default
-    where the model's own are, or on the CPU for those on `meta`. Modules of the classes `whole`,
-    and those of torch that need it, are loaded with all that is below them. `rename` are the pairs
-    (regex, replacement) of `--rename`. Weights get no gradients. CRC-32 of records are checked.
+    Weights are the values that the module had when it was saved (slot `param`). If these are
+    missing or have another type than the model's, weights are the masters, rounded. They are put on
+    `device`; the default is the device of the model's own weight, or the CPU if that is on `meta`.
+    Modules of the classes `whole`, and torch's own that need it, are loaded with all modules below
+    them. `rename` are pairs (regex, replacement) as in `--rename`. Weights get no gradients. The
+    CRC-32 of records is checked.
 
-    Raises MissingData, which lists names of both sides, where the checkpoint lacks a tensor of the
-    model; and within a forward, where a weight is used while its module is not called, as an
-    embedding's in an output layer. CorruptCheckpoint, within a forward or as the block ends, where
-    bytes are not what their file states.
+    Raises MissingData, which lists names of both sides, if the checkpoint lacks a tensor of the
+    model. A forward raises it if a weight is used while its module is not called, for example an
+    embedding's weight in an output layer. A forward, or the end of the block, raises
+    CorruptCheckpoint if bytes contradict their file.
     """
     manifest = (
         checkpoint
@@ -75,7 +77,7 @@ def stream(
 
 
 class _Absent(Tensor):
-    """Shape and type of a weight that is not read now. Meeting numbers raises MissingData."""
+    """Shape and type of a weight that is not loaded; using it with numbers raises MissingData."""
 
     path = "a weight"
 
@@ -83,7 +85,7 @@ class _Absent(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is Tensor.__deepcopy__:  # which is given what was copied before
+        if function is Tensor.__deepcopy__:  # called with copies that were made before
             return args[0]
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         absent = [each for each in given if isinstance(each, cls)]
@@ -92,18 +94,18 @@ class _Absent(Tensor):
                 f"{absent[0].path} is used while its module is not called",
                 hint="name the class of the module that uses it in whole=",
             )
-        made = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if isinstance(made, cls) and absent:
-            made.path = absent[0].path
-        return made
+        result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if isinstance(result, cls) and absent:
+            result.path = absent[0].path
+        return result
 
 
 class _Weight:
-    """A tensor of the model: where it is kept, and what is there outside of forwards."""
+    """A tensor of the model: its dictionary in the module, and its value outside of forwards."""
 
-    def __init__(self, held: dict[str, Any], name: str, path: str) -> None:
-        self.held, self.name, self.path = held, name, path
-        self.original: Tensor = held[name]
+    def __init__(self, tensors: dict[str, Any], name: str, path: str) -> None:
+        self.tensors, self.name, self.path = tensors, name, path
+        self.original: Tensor = tensors[name]
         meta = torch.empty(self.original.shape, dtype=self.original.dtype, device="meta")
         self.absent: Any = meta.as_subclass(_Absent)
         self.absent.path = path
@@ -111,7 +113,7 @@ class _Weight:
         self.put(self.absent)
 
     def put(self, tensor: Tensor) -> None:
-        self.held[self.name] = tensor
+        self.tensors[self.name] = tensor
 
 
 class _Streamer(Subscriber):
@@ -132,7 +134,7 @@ class _Streamer(Subscriber):
         self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         key = id(place.module)
-        self._loaded[key] = self._loaded.get(key, 0) + 1  # so that a failure below is undone
+        self._loaded[key] = self._loaded.get(key, 0) + 1  # first, so that a failure below is undone
         if self._loaded[key] == 1:
             for weight in self._own.get(key, ()):
                 weight.put(self._load(self._sources[weight.path], weight.original))
@@ -151,7 +153,7 @@ class _Streamer(Subscriber):
             weight.put(weight.absent)
 
     def finish(self) -> None:
-        """Checks records of which little was not read: what lies between tensors."""
+        """Checks records that were read almost whole; reads the bytes between their tensors."""
         self._gatherer.ledger.finish(self._reader)
 
     def close(self) -> None:
@@ -161,16 +163,16 @@ class _Streamer(Subscriber):
         self._reader.close()
 
     def _load(self, entry: Entry, like: Tensor) -> Tensor:
-        made = torch.empty(entry.shape, dtype=like.dtype)
-        self._fill(entry, raw(made), NAMES[like.dtype])
+        tensor = torch.empty(entry.shape, dtype=like.dtype)
+        self._fill(entry, raw(tensor), NAMES[like.dtype])
         self._read.add(entry.name)
         device = self._device or (like.device if like.device.type != "meta" else None)
-        made = made if device is None else made.to(device)
+        tensor = tensor if device is None else tensor.to(device)
         is_parameter = isinstance(like, nn.Parameter)
-        return nn.Parameter(made, requires_grad=False) if is_parameter else made
+        return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
     def _fill(self, entry: Entry, view: memoryview, dtype: str) -> None:
-        check = entry.name not in self._read  # what is read again counts once
+        check = entry.name not in self._read  # a tensor that is read again counts once
         if dtype == entry.dtype:
             self._gatherer.gather([Wanted(entry, 0, entry.numel, 0, check)], view)
             return
@@ -185,23 +187,23 @@ class _Streamer(Subscriber):
 def _owned(
     model: nn.Module, whole: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[nn.Module, list[tuple[dict[str, Any], str, str]]]]:
-    """Each module with the tensors that it needs: where it keeps each, by which name, its path."""
+    """Each module with the tensors that it needs: dictionary, name in it, and path of each."""
 
     def own(module: nn.Module, path: str) -> Iterator[tuple[dict[str, Any], str, str]]:
         persistent = set(module._buffers) - module._non_persistent_buffers_set
-        for held, names in (
+        for tensors, names in (
             (module._parameters, module._parameters),
             (module._buffers, persistent),
         ):
             for name in names:
-                if held[name] is not None:
-                    yield held, name, f"{path}.{name}" if path else name
+                if tensors[name] is not None:
+                    yield tensors, name, f"{path}.{name}" if path else name
 
     def below(module: nn.Module, path: str, seen: set[int]) -> Iterator[Any]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        held = list(own(module, path))
+        needed = list(own(module, path))
         children = [
             (child, f"{path}.{name}" if path else name) for name, child in module.named_children()
         ]
@@ -209,8 +211,8 @@ def _owned(
         for child, at in children:
             if everything or isinstance(child, LISTS):
                 for _, more in below(child, at, seen):
-                    held += more
-        yield module, held
+                    needed += more
+        yield module, needed
         for child, at in children:
             yield from below(child, at, seen)
 
@@ -222,40 +224,42 @@ def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
     wanted: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     lost = []
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, held in module.named_buffers(recurse=False):
+        for name, buffer in module.named_buffers(recurse=False):
             whole = f"{path}.{name}" if path else name
             if name not in module._non_persistent_buffers_set:
-                wanted[whole] = held
-            elif held.device.type == "meta":
+                wanted[whole] = buffer
+            elif buffer.device.type == "meta":
                 lost.append(whole)
     if lost:
         raise MissingData(
             f"buffers that no checkpoint holds are on meta: {listed(lost)}",
-            hint="make the modules that compute them on the CPU",
+            hint="create the modules that compute them on the CPU",
         )
     owners = {name: name for name in {entry.parameter for entry in manifest.entries.values()}}
     for owner, parameter in manifest.parameters.items():
         owners |= {alias: owner for alias in parameter.aliases if alias not in owners}
     known = {plain(name) for name in owners}
-    asked: dict[int, str] = {}  # one name of each tied tensor, if possible one that is held
-    for name, held in wanted.items():
-        if id(held) not in asked or plain(asked[id(held)]) not in known:
-            asked[id(held)] = name
-    found = matched(list(asked.values()), list(owners))
+    chosen: dict[int, str] = {}  # one name of each tied tensor, if possible one of the checkpoint
+    for name, tensor in wanted.items():
+        if id(tensor) not in chosen or plain(chosen[id(tensor)]) not in known:
+            chosen[id(tensor)] = name
+    names = matched(list(chosen.values()), list(owners))
     return {
-        name: _source(manifest, owners[found[asked[id(held)]]], name, held)
-        for name, held in wanted.items()
+        name: _source(manifest, owners[names[chosen[id(tensor)]]], name, tensor)
+        for name, tensor in wanted.items()
     }
 
 
-def _source(manifest: Manifest, owner: str, name: str, held: Tensor) -> Entry:
-    """The weight itself, or the master that it is to be rounded from."""
-    dtype = NAMES.get(held.dtype)
+def _source(manifest: Manifest, owner: str, name: str, tensor: Tensor) -> Entry:
+    """The entry of the weight itself, or of the master, which is then rounded."""
+    dtype = NAMES.get(tensor.dtype)
     entry = manifest.entries.get(f"{owner}/param")
     if entry is None or entry.dtype != dtype:
         entry = manifest.entries.get(f"{owner}/master", entry)
     if entry is None:
         raise MissingData(f"{manifest.root} holds states of {owner}, but no weight")
-    if entry.shape != tuple(held.shape):
-        raise MissingData(f"{name} has shape {tuple(held.shape)}, in the checkpoint {entry.shape}")
+    if entry.shape != tuple(tensor.shape):
+        raise MissingData(
+            f"{name} has shape {tuple(tensor.shape)}, in the checkpoint {entry.shape}"
+        )
     return entry

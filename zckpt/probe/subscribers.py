@@ -1,15 +1,15 @@
-"""Who is told of every forward of every module, and may change what goes in and out.
+"""Calls subscribers at every forward of every module; they may change inputs and outputs.
 
     before a module's forward    subscribers in the order of registration
-    after it                     in the reverse order, as contexts are left
+    after it                     subscribers in the reverse order
 
-Hooks are appended before the forward and prepended after it. So ours run inside those that an
-engine registered earlier: DeepSpeed's stage 3 and FSDP2 have gathered the parameters before our
-first hook, and release them after our last.
+The hooks of zckpt are appended before the forward and prepended after it. So they run inside the
+hooks that an engine registered earlier: DeepSpeed's stage 3 and FSDP2 all-gather the parameters
+before zckpt's first hook, and release them after its last.
 
-Nothing is left behind: hooks go when the block is left, by whatever way, also from deep copies that
-were made in it. A module that torch.compile compiled is seen from outside, without its children,
-whose calls are fused away.
+All hooks are removed at the end of the block, also after an exception, and also from deep copies
+that were made inside the block. A module that torch.compile compiled is seen only from outside: the
+calls of its children are fused.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from torch import Tensor, nn
 
 ROOT = "(model)"
 WRAPPERS = frozenset({"module", "_forward_module", "_orig_mod"})
-"""Attributes under which engines and torch keep the model that they wrap."""
+"""Attributes in which engines and torch store the model that they wrap."""
 WITHIN = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 ENGINES = ("torch", "deepspeed", "accelerate", "lightning", "lightning_fabric")
 
 LISTS = (nn.ParameterList, nn.ParameterDict)
-"""Modules that are never called: theirs are weights of the module around them."""
+"""Modules that are never called; the module around them uses their weights."""
 WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules of torch whose forward uses weights of their children without calling them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One call of a module: its `path` in the model, and the how manieth `call` of this forward.
+    """One call of a module: its `path` in the model, and the number of the `call` in this forward.
 
-    `recomputed` where activation checkpointing calls it again, within the backward.
+    `recomputed` is true if activation checkpointing calls it again, during the backward.
     """
 
     module: nn.Module
@@ -58,9 +58,9 @@ class Place:
 
 
 class Subscriber:
-    """Told of modules and of the tensors that go in and out of them. Override what is needed.
+    """Gets modules, and the tensors of their inputs and outputs. Override the methods you need.
 
-    What a method returns takes the place of what it was given. Tensors are found in tuples, lists,
+    The value that a method returns replaces its argument. Tensors may be inside tuples, lists,
     mappings and dataclasses; `path` says where: `in[0]`, `in.mask`, `out`, `out.logits`.
     """
 
@@ -81,7 +81,7 @@ class Subscriber:
 
 @contextmanager
 def subscribe(model: nn.Module, *subscribers: Subscriber) -> Iterator[None]:
-    """Tells the subscribers of every forward of `model` and its modules, until the block ends."""
+    """Calls the subscribers at forwards of `model` and its modules, until the block ends."""
     hooks = _Hooks(subscribers)
     try:
         for path, module in modules(model).items():
@@ -92,12 +92,12 @@ def subscribe(model: nn.Module, *subscribers: Subscriber) -> Iterator[None]:
 
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by their path in the model that engines and compilers may have wrapped."""
+    """Modules by their path in the model, without the wrappers of engines and compilers."""
     return dict(_modules(unwrapped(model), ROOT))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model in an engine's own module, as DeepSpeed's and DistributedDataParallel's."""
+    """The model inside an engine's module, such as DeepSpeed's and DistributedDataParallel's."""
     while type(model).__module__.partition(".")[0] in ENGINES and not is_compiled(model):
         children = dict(model.named_children())
         if len(children) != 1 or not WRAPPERS.issuperset(children):
@@ -111,20 +111,20 @@ def _modules(
 ) -> Iterator[tuple[str, nn.Module]]:
     seen = set() if seen is None else seen
     if id(module) in seen or type(module).__name__ == "RecursiveScriptModule":
-        return  # TorchScript's have no hooks
+        return  # TorchScript's modules have no hooks
     seen.add(id(module))
     yield path, module
     if is_compiled(module):
         return
     for name, child in module.named_children():
         below = path if name in WITHIN else name if path == ROOT else f"{path}.{name}"
-        for found, held in _modules(child, below, seen):
-            if found != path:  # what torch wraps is seen from outside
-                yield found, held
+        for inner_path, inner in _modules(child, below, seen):
+            if inner_path != path:  # a module that torch wraps is seen from outside
+                yield inner_path, inner
 
 
 def used_by(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module and what it uses without calling it, by the path within it."""
+    """A module and the modules that it uses without calling them, by their paths within it."""
     if isinstance(module, WHOLE):
         yield from module.named_modules()
         return
@@ -135,14 +135,14 @@ def used_by(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether its calls run what torch.compile made of it."""
+    """Whether its calls run code that torch.compile compiled."""
     return type(module).__name__ == "OptimizedModule" or bool(
         getattr(module, "_compiled_call_impl", None)
     )
 
 
 class _Hooks:
-    """The hooks of one block, and how often each module was called."""
+    """The hooks of one block, and the number of calls of each module."""
 
     def __init__(self, subscribers: Sequence[Subscriber]) -> None:
         self.before = {
@@ -172,9 +172,9 @@ class _Hooks:
     def remove(self) -> None:
         while self.handles:
             self.handles.pop().remove()
-        for held in self.copies:
-            for number in [number for number, hook in held.items() if hook is _silent]:
-                del held[number]
+        for hooks in self.copies:
+            for number in [number for number, hook in hooks.items() if hook is _silent]:
+                del hooks[number]
 
     def _pre(
         self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -186,17 +186,17 @@ class _Hooks:
                 self.again.clear()
             self.calls[path] += 1
         place = Place(module, path, self._call(path, recomputed), recomputed)
-        made_args, made_kwargs = args, kwargs
+        new_args, new_kwargs = args, kwargs
         for each in self.before["pre_forward_module"]:
-            made_args, made_kwargs = each.pre_forward_module(place, made_args, made_kwargs)
+            new_args, new_kwargs = each.pre_forward_module(place, new_args, new_kwargs)
         for each in self.before["pre_forward_tensor"]:
 
             def change(where: str, tensor: Tensor, each: Subscriber = each) -> Tensor:
                 return each.pre_forward_tensor(place, where, tensor)
 
-            made_args = mapped(made_args, "in", change)
-            made_kwargs = mapped(made_kwargs, "in", change)
-        return None if made_args is args and made_kwargs is kwargs else (made_args, made_kwargs)
+            new_args = mapped(new_args, "in", change)
+            new_kwargs = mapped(new_kwargs, "in", change)
+        return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
 
     def _post(
         self,
@@ -210,38 +210,38 @@ class _Hooks:
         place = Place(module, path, self._call(path, recomputed), recomputed)
         if recomputed:
             self.again[path] += 1
-        made = output
+        new_output = output
         for each in self.after["post_forward_module"]:
-            made = each.post_forward_module(place, args, made)
+            new_output = each.post_forward_module(place, args, new_output)
         for each in self.after["post_forward_tensor"]:
 
             def change(where: str, tensor: Tensor, each: Subscriber = each) -> Tensor:
                 return each.post_forward_tensor(place, where, tensor)
 
-            made = mapped(made, "out", change)
-        return None if made is output else made
+            new_output = mapped(new_output, "out", change)
+        return None if new_output is output else new_output
 
     def _call(self, path: str, recomputed: bool) -> int:
-        """The backward recomputes calls last to first."""
+        """The number of a call; the backward recomputes calls from last to first."""
         return max(0, self.calls[path] - 1 - (self.again[path] if recomputed else 0))
 
 
 class _Hook:
-    """A hook of one module, which copies of that module do not have."""
+    """A hook of one module; copies of the module get `_silent` instead."""
 
     def __init__(self, hooks: _Hooks, module: nn.Module, path: str, method: str) -> None:
         self.hooks, self.module, self.path = hooks, module, path
         self.run = getattr(hooks, method)
 
     def __call__(self, module: nn.Module, *about: Any) -> Any:
-        if module is not self.module:  # a replica that shares our hooks
+        if module is not self.module:  # a replica that shares these hooks
             return None
         return self.run(module, self.path, *about)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        for held in (self.module._forward_pre_hooks, self.module._forward_hooks):
-            if id(held) in memo:  # the dictionary that is being filled
-                self.hooks.copies.append(memo[id(held)])
+        for hooks in (self.module._forward_pre_hooks, self.module._forward_hooks):
+            if id(hooks) in memo:  # the copy's dictionary, which is being filled
+                self.hooks.copies.append(memo[id(hooks)])
         return _silent
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -253,7 +253,7 @@ def _silence() -> Callable[..., None]:
 
 
 def _silent(*about: Any) -> None:
-    """What a copy of a hook does."""
+    """The hook of a copied module: does nothing."""
 
 
 def overrides(subscriber: Subscriber, method: str) -> bool:
@@ -261,16 +261,16 @@ def overrides(subscriber: Subscriber, method: str) -> bool:
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine is running this: a forward is a recomputation then."""
+    """Whether the autograd engine runs this code: a forward is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def mapped(value: Any, path: str, change: Callable[[str, Tensor], Tensor]) -> Any:
-    """`value` with its tensors changed; itself, the same object, where none was."""
+    """`value` with its tensors changed; the same object if no tensor changed."""
     if isinstance(value, Tensor):
         return change(path, value)
     if isinstance(value, (tuple, list)):
-        items = [mapped(item, f"{path}[{place}]", change) for place, item in enumerate(value)]
+        items = [mapped(item, f"{path}[{number}]", change) for number, item in enumerate(value)]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -278,17 +278,17 @@ def mapped(value: Any, path: str, change: Callable[[str, Tensor], Tensor]) -> An
         named = {key: mapped(item, f"{path}.{key}", change) for key, item in value.items()}
         if all(named[key] is item for key, item in value.items()):
             return value
-        made: Any = copy.copy(value)
+        changed: Any = copy.copy(value)
         for key, item in named.items():
-            made[key] = item
-        return made
+            changed[key] = item
+        return changed
     if is_dataclass(value) and not isinstance(value, type):
-        held = {field.name: getattr(value, field.name, None) for field in fields(value)}
-        named = {key: mapped(item, f"{path}.{key}", change) for key, item in held.items()}
-        if all(named[key] is item for key, item in held.items()):
+        values = {field.name: getattr(value, field.name, None) for field in fields(value)}
+        named = {key: mapped(item, f"{path}.{key}", change) for key, item in values.items()}
+        if all(named[key] is item for key, item in values.items()):
             return value
-        made = copy.copy(value)
+        changed = copy.copy(value)
         for key, item in named.items():
-            object.__setattr__(made, key, item)
-        return made
+            object.__setattr__(changed, key, item)
+        return changed
     return value

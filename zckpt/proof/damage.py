@@ -24,21 +24,21 @@ PADDING = ", in padding: harmless, no tensor lies there"
 SURE = 4 << 20  # bytes; in more, damage of many bits looks like one bit more often than 1 in 100
 
 
-Held = list[tuple[Entry, Extent, int]]
-"""Entries with bytes in a record: each piece's own extent and first element."""
+Contents = list[tuple[Entry, Extent, int]]
+"""The pieces of entries in a record: each with its own extent and its first element."""
 
 
-def holders(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, Held]:
-    """What lies in each of the extents, which are records: none overlaps another.
+def contents_of(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, Contents]:
+    """The contents of each record in `extents`, none of which overlap.
 
-    In one pass over all fragments: at a large dp these are millions.
+    Takes one pass over all fragments: at a large dp there are millions of them.
     """
-    found: dict[Extent, Held] = {extent: [] for extent in extents}
+    contents: dict[Extent, Contents] = {extent: [] for extent in extents}
     by_file: dict[str, list[Extent]] = {}
-    for extent in sorted(found, key=lambda extent: extent.offset):
+    for extent in sorted(contents, key=lambda extent: extent.offset):
         by_file.setdefault(extent.file, []).append(extent)
-    starts = {file: [extent.offset for extent in held] for file, held in by_file.items()}
-    for entry in (*manifest.entries.values(), *manifest.replicas) if found else ():
+    starts = {file: [extent.offset for extent in records] for file, records in by_file.items()}
+    for entry in (*manifest.entries.values(), *manifest.replicas) if contents else ():
         for fragment in entry.fragments:
             piece = fragment.extent
             if piece.file not in by_file:
@@ -48,66 +48,67 @@ def holders(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, Held]
                 record = by_file[piece.file][place]
                 if record.offset + record.length <= piece.offset:
                     break
-                found[record].append((entry, piece, fragment.start))
+                contents[record].append((entry, piece, fragment.start))
                 place -= 1
-    return found
+    return contents
 
 
-def meaning(manifest: Manifest, found: Damage, held: Held) -> Report:
-    """What a record's wrong CRC-32 means: the flipped bit, if it is one, and whose it is."""
-    extent, stated = found.record.extent, found.record.crc
+def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
+    """What a record's wrong CRC-32 means: which bit is flipped, if it is one, of which tensor."""
+    extent, stated = damage.record.extent, damage.record.crc
     assert stated is not None
-    about: Report = {
+    line: Report = {
         "file": extent.file,
         "offset": extent.offset,
         "length": extent.length,
         "stated": f"{stated:08x}",
-        "found": f"{found.found:08x}",
-        "tensors": list(dict.fromkeys(entry.name for entry, _, _ in held)),
+        "found": f"{damage.found:08x}",
+        "tensors": list(dict.fromkeys(entry.name for entry, _, _ in contents)),
         "harmless": False,
     }
     what = f"{os.path.relpath(extent.file, manifest.root)} is damaged"
-    flipped = flipped_bit(stated, found.found, extent.length)
+    flipped = flipped_bit(stated, damage.found, extent.length)
     if flipped is None:
-        names = listed(about["tensors"]) or "no tensor"
-        return about | {
+        names = listed(line["tensors"]) or "no tensor"
+        return line | {
             "message": f"{what}: the CRC-32 of {extent.length} bytes at {extent.offset}, which "
             f"hold {names}, is not the one that the file states"
         }
     place, bit = extent.offset + flipped[0], flipped[1]
-    about["flipped"] = {"byte": place, "bit": bit}
+    line["flipped"] = {"byte": place, "bit": bit}
     what += f", as if bit {bit} of byte {place} were flipped"
-    for entry, piece, start in held:
+    for entry, piece, start in contents:
         if piece.offset <= place < piece.offset + piece.length:
             element = start + (place - piece.offset) // SIZES[entry.dtype]
             if extent.length <= SURE:
-                about |= {"tensors": [entry.name], "element": element}
+                line |= {"tensors": [entry.name], "element": element}
             else:
-                what += " (if one alone is)"
-            return about | {"message": f"{what}, in element {element} of {entry.name}"}
-    padding = bool(held) and extent.offset > 0  # a whole file's record begins at 0
-    about |= {"tensors": [], "harmless": padding}
-    return about | {"message": what + (PADDING if padding else ", outside every tensor")}
+                what += " (if only one is)"
+            return line | {"message": f"{what}, in element {element} of {entry.name}"}
+    padding = bool(contents) and extent.offset > 0  # a whole file's record begins at 0
+    line |= {"tensors": [], "harmless": padding}
+    return line | {"message": what + (PADDING if padding else ", outside every tensor")}
 
 
 def not_zero(outcome: Outcome, manifest: Manifest) -> list[str]:
-    """Padding that is not zero, of DeepSpeed's stages 1 and 2: elsewhere it may hold anything.
+    """Notes on padding that is not zero, for DeepSpeed's stages 1 and 2.
 
-    Stage 3 leaves there what was in memory; ONNX Runtime has stale parts of weights instead.
+    Other padding may contain anything: stage 3 leaves there what was in memory, ONNX Runtime stale
+    parts of weights.
     """
     if manifest.source.get("zero_stage") == 3 or manifest.format != "deepspeed":
         return []
-    told = {found.record.extent for found in outcome.damage}
+    damaged = {damage.record.extent for damage in outcome.damage}
     return [
         f"{os.path.relpath(extent.file, manifest.root)}: the {extent.length} bytes of padding at "
         f"{extent.offset} are not all zero: harmless, no tensor lies there"
         for record, extent in outcome.beside
-        if record.extent not in told
+        if record.extent not in damaged
     ]
 
 
 def other_padding(a: Manifest, b: Manifest, outcome: Outcome) -> list[str]:
-    """Records of equal files that state different CRCs although all tensors in them are equal."""
+    """Notes on records that state different CRCs although all tensors in them are equal."""
     known = {
         (os.path.relpath(record.extent.file, b.root), record.extent.offset, record.extent.length):
         record.crc
@@ -127,18 +128,20 @@ def other_padding(a: Manifest, b: Manifest, outcome: Outcome) -> list[str]:
     return [
         f"{names[extent]}: the {extent.length} bytes at {extent.offset} differ in padding alone: "
         "harmless, no tensor lies there"
-        for extent, held in holders(a, names).items()
-        if held and {entry.name for entry, _, _ in held} <= equal
+        for extent, contents in contents_of(a, names).items()
+        if contents and {entry.name for entry, _, _ in contents} <= equal
     ]
 
 
 def uncovered(manifest: Manifest) -> list[str]:
-    """Tensors whose fragments do not cover every element exactly once, or lie in each other."""
-    found = []
+    """Tensors whose fragments do not cover every element once, or overlap with others."""
+    problems = []
     taken: dict[str, list[tuple[int, int, str]]] = {}
     for entry in manifest.entries.values():
         if not _covers(entry):
-            found.append(f"the fragments of {entry.name} do not cover its {entry.numel} elements")
+            problems.append(
+                f"the fragments of {entry.name} do not cover its {entry.numel} elements"
+            )
         if entry.slot in ("param", "state"):  # buffers may share memory
             continue
         for fragment in entry.fragments if isinstance(entry.fragments, Runs) else ():
@@ -149,8 +152,8 @@ def uncovered(manifest: Manifest) -> list[str]:
         places.sort()
         for (_, stop, name), (start, _, other) in pairwise(places):
             if start < stop:
-                found.append(f"{name} and {other} overlap in {file}")
-    return found
+                problems.append(f"{name} and {other} overlap in {file}")
+    return problems
 
 
 def _covers(entry: Entry) -> bool:
@@ -164,25 +167,26 @@ def _covers(entry: Entry) -> bool:
             for rank, flat in enumerate(fragments.flats[: len(fragments)])
         )
     if isinstance(fragments, Runs):
-        here = 0
+        reached = 0
         for fragment in fragments:
-            if fragment.start != here or fragment.extent.length != (fragment.stop - here) * size:
+            length = (fragment.stop - reached) * size
+            if fragment.start != reached or fragment.extent.length != length:
                 return False
-            here = fragment.stop
-        return here == entry.numel
-    return True  # the lines of a strided tensor are its shape's by construction
+            reached = fragment.stop
+        return reached == entry.numel
+    return True  # the runs of a strided tensor come from its shape
 
 
 def digest(result: Result, manifest: Manifest) -> list[Report]:
-    """Tensors whose CRC-32 is not what the manifest states."""
-    found = []
+    """Tensors whose CRC-32 is not the one that the manifest states."""
+    problems = []
     for entry, crc in zip((result.match.a, result.match.b), result.digests, strict=True):
         stated = manifest.entries.get(entry.name) if entry else None
         if entry is None or entry is not stated or entry.digest is None or crc is None:
             continue
         if crc == entry.digest:
             continue
-        about: Report = {
+        line: Report = {
             "tensor": entry.name,
             "stated": f"{entry.digest:08x}",
             "found": f"{crc:08x}",
@@ -190,9 +194,7 @@ def digest(result: Result, manifest: Manifest) -> list[Report]:
         what = f"{entry.name} is damaged: its CRC-32 is not the one that the manifest states"
         flipped = flipped_bit(entry.digest, crc, entry.length) if entry.length <= SURE else None
         if flipped:
-            about["element"] = flipped[0] // SIZES[entry.dtype]
-            what = (
-                f"{entry.name} is damaged, as if a bit of element {about['element']} were flipped"
-            )
-        found.append({**about, "message": what})
-    return found
+            line["element"] = flipped[0] // SIZES[entry.dtype]
+            what = f"{entry.name} is damaged, as if a bit of element {line['element']} were flipped"
+        problems.append({**line, "message": what})
+    return problems

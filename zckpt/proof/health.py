@@ -1,7 +1,7 @@
-"""What the numbers in a checkpoint look like, and which of them are dead or impossible.
+"""Statistics of all tensors of a checkpoint, and which numbers are dead or impossible.
 
-Every tensor is streamed once, as `compare` streams, and measured where it passes: memory does not
-grow with the checkpoint. The CRC-32 of records is checked on the way.
+Every tensor is read once, part by part, and each part is measured in its buffer: memory does not
+grow with the checkpoint. The CRC-32 of records is checked at the same time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from threading import Lock
 from typing import Any
 
@@ -17,24 +16,27 @@ from ..core.copy import chunk_size
 from ..core.dtypes import FLOATS, NUMBERS, SIZES
 from ..core.fileio import Buffer, Reader, files_per_thread
 from ..core.manifest import Entry, Manifest
+from ..core.patterns import matching
 from ..core.pieces import Gatherer, Ledger, Wanted
+from ..core.resources import DEFAULT_COPYING, Begin, Copying
 from ..core.threads import share
-from ..errors import WrongOption
 from . import damage
 from .stats import Statistics, measure
 
-Progress = Callable[[int], None]
 Report = dict[str, Any]
 
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"})
-"""Sums of squares: none is negative, and after a step none is zero where a gradient was."""
+"""Sums of squares: never negative, and not zero after a step with a gradient."""
 WEIGHTS = frozenset({"param", "master"})
 
 
 @dataclass(slots=True)
 class _Total:
-    """One tensor's statistics so far. Parts are added in their order, whichever thread was first,
-    so that the last digits are the same every time. The histogram is kept short in the end."""
+    """One tensor's statistics so far.
+
+    Parts are added in the order of elements, whichever thread was first, so that the last digits
+    are the same every time. A complete tensor keeps only the used part of its histogram.
+    """
 
     numel: int
     statistics: Statistics = field(default_factory=Statistics)
@@ -55,30 +57,25 @@ class _Total:
 def measure_all(
     manifest: Manifest,
     pattern: str | None = None,
-    *,
-    jobs: int = 4,
-    memory: int = 256 << 20,
-    begin: Callable[[int], Progress] | None = None,
+    copying: Copying = DEFAULT_COPYING,
+    begin: Begin | None = None,
 ) -> Report:
-    """Statistics of every tensor whose name matches the glob, and what is wrong with them.
+    """Statistics of every tensor whose name matches the glob, and their problems.
 
-    Without a glob of all but slot `state`, which holds random states and the like.
-    Complex and 8-bit float numbers are named in `not_computed`. Raises WrongOption where no name
-    matches.
+    Without a glob: of all but slot `state`, which has random states and the like. Complex and 8-bit
+    float tensors are listed in `not_computed`. Raises WrongOption if no name matches.
     """
-    entries = [
-        entry
-        for entry in manifest.entries.values()
-        if (pattern is None and entry.slot != "state") or fnmatchcase(entry.name, pattern or "")
-    ]
-    if not entries and pattern is not None:
-        raise WrongOption(
-            f"no tensor matches {pattern!r}", hint="names are parameter/slot, as '*/exp_avg'"
-        )
+    if pattern is None:
+        entries = [entry for entry in manifest.entries.values() if entry.slot != "state"]
+    else:
+        entries = matching(manifest.entries.values(), pattern)
     measured = [entry for entry in entries if entry.dtype in NUMBERS]
     totals = {entry.name: _Total(entry.numel) for entry in measured}
     ledger = Ledger(manifest.records, collect=True)
-    chunk = chunk_size(manifest.dp, jobs, memory)  # a buffer a thread, and as much to gather with
+    jobs = copying.jobs
+    chunk = chunk_size(
+        manifest.dp, jobs, copying.memory
+    )  # a buffer a thread, and as much to gather with
     keep_open, lock = files_per_thread(jobs), Lock()
     size = sum(entry.length for entry in measured)
     progress = begin(size) if begin else None
@@ -108,7 +105,7 @@ def measure_all(
         checked, unchecked = ledger.finish(reader)
     finally:
         reader.close()
-    found = {name: total.statistics for name, total in totals.items()}
+    statistics = {name: total.statistics for name, total in totals.items()}
     return {
         "step": manifest.step,
         "tensors": [_line(entry, totals[entry.name]) for entry in measured],
@@ -120,7 +117,7 @@ def measure_all(
         "problems": [
             *_damage(manifest, ledger),
             *({"tensor": None, "message": line} for line in manifest.warnings),
-            *_problems(manifest, measured, found),
+            *_problems(manifest, measured, statistics),
         ],
         "bytes": size,
         "records": {"checked": checked, "unchecked": unchecked},
@@ -128,36 +125,36 @@ def measure_all(
 
 
 def _tasks(entries: Sequence[Entry], chunk: int) -> Iterator[list[Wanted]]:
-    """Parts that fit together into `chunk` bytes; slot by slot, as neighbours lie in files."""
+    """Parts that together fit into `chunk` bytes; slot by slot, as they are stored in files."""
     slots: dict[str, list[Entry]] = {}
     for entry in entries:
         slots.setdefault(entry.slot, []).append(entry)
-    for held in slots.values():
+    for neighbours in slots.values():
         wanted: list[Wanted] = []
-        here = 0
-        for entry in held:
+        end = 0
+        for entry in neighbours:
             size, start = SIZES[entry.dtype], 0
-            here = -(-here // size) * size
+            end = -(-end // size) * size
             while start < entry.numel:
-                stop = min(entry.numel, start + (chunk - here) // size)
+                stop = min(entry.numel, start + (chunk - end) // size)
                 if stop > start:
-                    wanted.append(Wanted(entry, start, stop, here))
-                    here, start = wanted[-1].end, stop
-                if chunk - here < size:
+                    wanted.append(Wanted(entry, start, stop, end))
+                    end, start = wanted[-1].end, stop
+                if chunk - end < size:
                     yield wanted
-                    wanted, here = [], 0
+                    wanted, end = [], 0
         if wanted:
             yield wanted
 
 
-def _line(entry: Entry, found: _Total) -> Report:
+def _line(entry: Entry, total: _Total) -> Report:
     return {
         "tensor": entry.name,
         "dtype": entry.dtype,
         "shape": list(entry.shape),
         "elements": entry.numel,
-        **found.statistics.report(),
-        "histogram": found.magnitudes,
+        **total.statistics.report(),
+        "histogram": total.magnitudes,
     }
 
 
@@ -165,26 +162,28 @@ def _line(entry: Entry, found: _Total) -> Report:
 
 
 def _damage(manifest: Manifest, ledger: Ledger) -> Iterator[Report]:
-    """Records that are not what their files state."""
-    held = damage.holders(manifest, ledger.damage)
-    for extent, wrong in ledger.damage.items():
-        about = damage.meaning(manifest, wrong, held[extent])
-        if not about["harmless"]:
-            yield {"tensor": next(iter(about["tensors"]), None), "message": about["message"]}
+    """Records that do not have the CRC-32 that their file states."""
+    contents = damage.contents_of(manifest, ledger.damage)
+    for extent, item in ledger.damage.items():
+        line = damage.meaning(manifest, item, contents[extent])
+        if not line["harmless"]:
+            yield {"tensor": next(iter(line["tensors"]), None), "message": line["message"]}
 
 
 def _problems(
-    manifest: Manifest, entries: Sequence[Entry], found: dict[str, Statistics]
+    manifest: Manifest, entries: Sequence[Entry], statistics: dict[str, Statistics]
 ) -> Iterator[Report]:
-    """In the order of the manifest: what cannot be, or does nothing."""
+    """Numbers that are impossible or do nothing, in the order of the manifest."""
     for entry in entries:
         if entry.slot != "state":
-            for message in _told(manifest, entry, found):
+            for message in _problems_of(manifest, entry, statistics):
                 yield {"tensor": entry.name, "message": f"{entry.name} {message}"}
 
 
-def _told(manifest: Manifest, entry: Entry, found: dict[str, Statistics]) -> Iterator[str]:
-    numbers = found[entry.name]
+def _problems_of(
+    manifest: Manifest, entry: Entry, statistics: dict[str, Statistics]
+) -> Iterator[str]:
+    numbers = statistics[entry.name]
     if entry.dtype in FLOATS and numbers.nan:
         yield f"has {numbers.nan:,} NaN of {entry.numel:,} elements"
     if entry.dtype in FLOATS and numbers.inf:
@@ -200,10 +199,12 @@ def _told(manifest: Manifest, entry: Entry, found: dict[str, Statistics]) -> Ite
             yield f"has {count:,} negative elements, which sums of squares never have"
         if dead and step:
             yield f"is all zero after step {step}: no gradient has reached {entry.parameter}"
-    if entry.slot == "max_exp_avg_sq" and (other := found.get(f"{entry.parameter}/exp_avg_sq")):
+    if entry.slot == "max_exp_avg_sq" and (
+        other := statistics.get(f"{entry.parameter}/exp_avg_sq")
+    ):
         clean = not (numbers.nan or numbers.inf or other.nan or other.inf)
         if clean and _is_below(numbers, other):
-            yield "is below exp_avg_sq, of which it is the maximum over time"
+            yield "is below exp_avg_sq, although it is its maximum over time"
     if entry.slot in WEIGHTS and sum(count > 1 for count in entry.shape) > 1:
         if dead:
             yield "is all zero"
@@ -212,7 +213,7 @@ def _told(manifest: Manifest, entry: Entry, found: dict[str, Statistics]) -> Ite
 
 
 def _is_below(maximum: Statistics, now: Statistics) -> bool:
-    """Whether some element must be: an elementwise maximum has no smaller extreme, sum or norm."""
+    """Whether some element must be below: a maximum has no smaller extreme, mean or norm."""
     return (
         maximum.min < now.min
         or maximum.max < now.max

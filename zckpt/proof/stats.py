@@ -1,4 +1,4 @@
-"""Statistics of numbers that arrive in blocks: what one pass over a tensor's bytes tells of it.
+"""Statistics of a tensor in one pass over its bytes, block by block.
 
 A block that stays in the processor's cache is widened to float64, summed, and squared; where the
 mean is most of the squares (weights far from zero), distances from it are squared instead. Blocks
@@ -6,7 +6,7 @@ are merged as Chan, Golub and LeVeque merge them. That is exact to the last digi
 squares would cancel, and where sums in the tensor's own type would overflow (float16). Integers
 past 2**53 lose digits, but in min and max.
 
-Everything is told of the finite numbers; NaN and infinities are counted beside them.
+All statistics are over the finite numbers; NaN and infinities are only counted.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..core.dtypes import FLOATS
 BLOCK = 1 << 17  # elements: 1 MiB as float64, in a core's L2; threads meet at each block's edges
 ROW = 1 << 13  # elements; of more than 10,000 OpenBLAS makes a dot product with all processors
 CANCELLED = 0.05
-"""Part of the squares that must be left of them without the mean's, to be exact to 14 digits."""
-EXPONENTS = 2048  # of a float64, which hold those of every narrower type
+"""Part of the squares that must remain after the mean is removed, to be exact to 14 digits."""
+EXPONENTS = 2048  # of a float64; they include those of every narrower type
 BIAS = 1023
 
 
 @dataclass(slots=True)
 class Statistics:
-    """Of `finite` numbers, of which `negative`, `zero` and `positive` are counts, and of others.
+    """Counts of numbers, and statistics of the finite ones.
 
     `spread` is the square root of the summed squared distances from the mean, `norm` that of the
     summed squares. `histogram[e]` counts magnitudes by the exponent of a float64, where asked for.
@@ -51,7 +51,7 @@ class Statistics:
     histogram: Any = field(default=None, repr=False)
 
     def add(self, other: Statistics) -> None:
-        """Those of further numbers."""
+        """Adds the statistics of further numbers."""
         if other.finite:
             count = self.finite + other.finite
             half = other.mean / 2 - self.mean / 2  # the whole may overflow
@@ -64,8 +64,8 @@ class Statistics:
         for key in COUNTS:
             setattr(self, key, getattr(self, key) + getattr(other, key))
         if other.histogram is not None:
-            held = self.histogram
-            self.histogram = other.histogram if held is None else held + other.histogram
+            own = self.histogram
+            self.histogram = other.histogram if own is None else own + other.histogram
 
     @property
     def inf(self) -> int:
@@ -81,7 +81,7 @@ class Statistics:
         return self.spread / math.sqrt(self.finite - 1) if self.finite > 1 else None
 
     def report(self) -> dict[str, Any]:
-        """As JSON; None (null) where there is no finite number to tell it of."""
+        """As JSON; None (null) if there is no finite number."""
         some = self.finite > 0
         return {
             "min": self.min if some else None,
@@ -100,7 +100,7 @@ class Statistics:
     def magnitudes(self) -> dict[str, Any] | None:
         """`counts[i]` numbers have a magnitude in [2**(first + i), 2**(first + i + 1)).
 
-        Zeros are not among them. None where nothing was counted.
+        Zeros are not counted. None if nothing was counted.
         """
         used: Any = [] if self.histogram is None else np.flatnonzero(self.histogram)
         if not len(used):
@@ -121,59 +121,59 @@ COUNTS = (
 
 
 def told(number: float) -> float | str:
-    """As JSON can hold it: "inf" is text."""
+    """A number as JSON can express it: "inf" is text."""
     return number if math.isfinite(number) else str(number)
 
 
 def measure(view: Any, dtype: str, histogram: bool = False) -> Statistics:
-    """Those of the row-major little-endian elements in `view`.
+    """The statistics of the row-major little-endian elements in `view`.
 
-    Raises KeyError for a type that has no numbers here (complex, float8).
+    Raises KeyError for complex and float8 types.
     """
     values = np.frombuffer(view, numpy_type(dtype)) if len(view) else np.empty(0)
-    found = Statistics()
+    statistics = Statistics()
     wide = np.empty(min(BLOCK, len(values)))
     with np.errstate(invalid="ignore"):  # a signalling NaN
         for start in range(0, len(values), BLOCK):
             block = values[start : start + BLOCK]
-            found.add(_measure(block, dtype, wide[: len(block)], histogram))
-    return found
+            statistics.add(_measure(block, dtype, wide[: len(block)], histogram))
+    return statistics
 
 
 def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
-    """Those of a block; `wide` is memory for as many float64."""
-    if dtype in ("BF16", "F16"):  # the one is unknown to numpy, the other slow
+    """The statistics of a block; `wide` is memory for as many float64."""
+    if dtype in ("BF16", "F16"):  # numpy does not know BF16, and is slow with F16
         values = widen(values) if dtype == "BF16" else values.astype(np.float32)
     np.copyto(wide, values)
     count = len(values)
-    found = Statistics()
+    statistics = Statistics()
     low, high = values.min(), values.max()
     if dtype not in FLOATS:
         low, high = int(low), int(high)
     elif not (math.isfinite(low) and math.isfinite(high)):
-        found.nan = int(np.count_nonzero(np.isnan(wide)))
-        found.positive_inf = int(np.count_nonzero(wide == math.inf))
-        found.negative_inf = int(np.count_nonzero(wide == -math.inf))
+        statistics.nan = int(np.count_nonzero(np.isnan(wide)))
+        statistics.positive_inf = int(np.count_nonzero(wide == math.inf))
+        statistics.negative_inf = int(np.count_nonzero(wide == -math.inf))
         wide = values = wide[np.isfinite(wide)]
         count = len(wide)
         if not count:
-            return found
+            return statistics
         low, high = float(wide.min()), float(wide.max())
     else:
         low, high = float(low), float(high)
-    found.finite, found.min, found.max = count, low, high
-    found.negative = int(np.count_nonzero(values < 0)) if low < 0 else 0
-    found.zero = int(np.count_nonzero(values == 0)) if low <= 0 <= high else 0
-    found.positive = count - found.negative - found.zero
+    statistics.finite, statistics.min, statistics.max = count, low, high
+    statistics.negative = int(np.count_nonzero(values < 0)) if low < 0 else 0
+    statistics.zero = int(np.count_nonzero(values == 0)) if low <= 0 <= high else 0
+    statistics.positive = count - statistics.negative - statistics.zero
     if histogram:
         exponents = wide.view(np.uint64) >> np.uint64(52)
         exponents &= np.uint64(EXPONENTS - 1)
-        found.histogram = np.bincount(exponents.view(np.int64), minlength=EXPONENTS)
-        found.histogram[0] -= found.zero  # what is left are subnormal float64
+        statistics.histogram = np.bincount(exponents.view(np.int64), minlength=EXPONENTS)
+        statistics.histogram[0] -= statistics.zero  # only subnormal float64 remain
     scale = max(abs(low), abs(high))
     if low == high:
-        found.mean, found.norm = float(low), abs(float(low)) * math.sqrt(count)
-        return found
+        statistics.mean, statistics.norm = float(low), abs(float(low)) * math.sqrt(count)
+        return statistics
     factor = 1.0
     if not 1e-140 < scale < 1e140:  # squares would overflow, or vanish
         factor = math.ldexp(1.0, -max(math.frexp(scale)[1], -1000))
@@ -183,13 +183,13 @@ def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
     apart = squares - count * mean * mean
     if apart < squares * CANCELLED:
         wide -= mean
-        left = float(np.add.reduce(wide)) / count  # by which a mean of large numbers is rounded
-        apart = _squares(wide) - count * left * left
-        mean += left
-    found.mean = mean / factor
-    found.spread = math.sqrt(apart) / factor
-    found.norm = math.sqrt(squares) / factor
-    return found
+        rest = float(np.add.reduce(wide)) / count  # the rounding error of a mean of large numbers
+        apart = _squares(wide) - count * rest * rest
+        mean += rest
+    statistics.mean = mean / factor
+    statistics.spread = math.sqrt(apart) / factor
+    statistics.norm = math.sqrt(squares) / factor
+    return statistics
 
 
 def _squares(wide: Any) -> float:

@@ -1,4 +1,4 @@
-"""Where two checkpoints say different things that are no tensors: steps, groups, states."""
+"""Differences between two checkpoints that are not tensors: steps, groups, states."""
 
 from __future__ import annotations
 
@@ -12,59 +12,64 @@ Report = dict[str, Any]
 
 
 def _parameters(a: Manifest, b: Manifest) -> Iterator[tuple[str, Parameter, Parameter]]:
-    """What both hold, by the name in `a`; a tied weight may have another name in `b`."""
+    """Parameters of both, by the name in `a`; a tied weight may have another name in `b`."""
     theirs = {
-        name: held
-        for held_name, held in b.parameters.items()
-        for name in (held_name, *held.aliases)
+        name: parameter
+        for owner, parameter in b.parameters.items()
+        for name in (owner, *parameter.aliases)
     }
-    for name, held in a.parameters.items():
-        for known in (name, *held.aliases):
-            if known in theirs:
-                yield name, held, theirs[known]
+    for owner, parameter in a.parameters.items():
+        for name in (owner, *parameter.aliases):
+            if name in theirs:
+                yield owner, parameter, theirs[name]
                 break
 
 
 def steps(a: Manifest, b: Manifest) -> list[Report]:
     """Steps that differ, one line per pair of steps.
 
-    None where only one side tells a step, though it tells those of others.
+    A step of one side alone is a difference only if the other side has steps of other parameters.
     """
-    telling = [any(held.step is not None for held in side.parameters.values()) for side in (a, b)]
-    found: dict[tuple[Any, Any], Report] = {}
+    have_steps = [
+        any(parameter.step is not None for parameter in side.parameters.values()) for side in (a, b)
+    ]
+    lines: dict[tuple[Any, Any], Report] = {}
     for name, ours, theirs in _parameters(a, b):
         pair = ours.step, theirs.step
-        silent = any(step is None and not tells for step, tells in zip(pair, telling, strict=True))
-        if silent or pair[0] == pair[1]:
+        unknown = any(step is None and not has for step, has in zip(pair, have_steps, strict=True))
+        if unknown or pair[0] == pair[1]:
             continue
-        line = found.setdefault(
+        line = lines.setdefault(
             pair, {"parameter": name, "parameters": 0, "a": pair[0], "b": pair[1]}
         )
         line["parameters"] += 1
-    return list(found.values())
+    return list(lines.values())
 
 
 def scalars(a: Manifest, b: Manifest) -> list[Report]:
     """States of one number, as NAdam's `mu_product`, that differ in value, type or shape.
 
-    A line has `a_type`, `a_shape` and so on where these differ. What one side keeps of no parameter
-    is no difference.
+    A line has `a_type`, `a_shape` and so on if these differ. A state that one side has for no
+    parameter at all is not a difference.
     """
-    kept = [{key for held in side.parameters.values() for key in held.scalars} for side in (a, b)]
-    found = []
+    keys = [
+        {key for parameter in side.parameters.values() for key in parameter.scalars}
+        for side in (a, b)
+    ]
+    lines = []
     for name, ours, theirs in _parameters(a, b):
-        for key in sorted(kept[0] & kept[1] & {*ours.scalars, *theirs.scalars}):
+        for key in sorted(keys[0] & keys[1] & {*ours.scalars, *theirs.scalars}):
             one, other = ours.scalars.get(key), theirs.scalars.get(key)
             values = [None if each is None else to_json(each.value) for each in (one, other)]
             line = {"parameter": name, "scalar": key, "a": values[0], "b": values[1]}
             kinds = _kinds(one, other)
             if kinds or not alike(*values):
-                found.append({**line, **kinds})
-    return found
+                lines.append({**line, **kinds})
+    return lines
 
 
 def _kinds(a: Scalar | None, b: Scalar | None) -> Report:
-    """Types and shapes, where they differ."""
+    """Types and shapes, if they differ."""
     if a is None or b is None or (a.dtype, a.shape) == (b.dtype, b.shape):
         return {}
     return {
@@ -85,62 +90,62 @@ def trainable(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def forms(a: Manifest, b: Manifest) -> list[Report]:
-    """What files say of weights that they do not hold, where both say it and differ.
+    """What files state about frozen weights that they leave out, if both state it and differ.
 
     DeepSpeed's `frozen_param_fragments` is None in a save without frozen parameters. An empty
     dictionary in its place says that the model has none, and an engine whose model has some stops.
     """
-    told = [(side.state.get("engine") or {}).get("excludes_frozen") for side in (a, b)]
-    if None in told or told[0] == told[1]:
+    statements = [(side.state.get("engine") or {}).get("excludes_frozen") for side in (a, b)]
+    if None in statements or statements[0] == statements[1]:
         return []
     one, other = (
         "None (saved without frozen parameters)" if excludes else "all frozen parameters"
-        for excludes in told
+        for excludes in statements
     )
     return [{"group": None, "key": "frozen_param_fragments", "a": one, "b": other}]
 
 
 def groups(a: Manifest, b: Manifest) -> list[Report]:
-    """Hyper-parameters that both hold, and which parameters belong to which group."""
+    """Hyper-parameters that both have, and which parameters belong to which group."""
     if a.groups is None or b.groups is None:
         return []
-    found: list[Report] = []
+    lines: list[Report] = []
     if len(a.groups) != len(b.groups):
-        found.append({"group": None, "key": "groups", "a": len(a.groups), "b": len(b.groups)})
-    kept = [{key for group in side for key in group} for side in (a.groups, b.groups)]
+        lines.append({"group": None, "key": "groups", "a": len(a.groups), "b": len(b.groups)})
+    keys = [{key for group in side for key in group} for side in (a.groups, b.groups)]
     for place, (ours, theirs) in enumerate(zip(a.groups, b.groups, strict=False)):
         one, other = _hyper(ours), _hyper(theirs)
-        found += [
+        lines += [
             {"group": place, "key": key, "a": one.get(key), "b": other.get(key)}
             for key in {**one, **other}
-            # what one side keeps for no group is another engine's
-            if key in kept[0] & kept[1] and not alike(one.get(key), other.get(key))
+            # a key that one side has in no group belongs to another engine
+            if key in keys[0] & keys[1] and not alike(one.get(key), other.get(key))
         ]
-    found += [
+    lines += [
         {"group": None, "key": f"group of {name}", "a": ours.group, "b": theirs.group}
         for name, ours, theirs in _parameters(a, b)
         if ours.group != theirs.group
     ]
-    return found
+    return lines
 
 
 def _hyper(group: dict[str, Any]) -> Report:
     """Hyper-parameters as JSON, 0-d tensors (a capturable optimizer's lr) by value."""
     return plain_group(
-        {key: held.value if isinstance(held, Scalar) else held for key, held in group.items()}
+        {key: item.value if isinstance(item, Scalar) else item for key, item in group.items()}
     )
 
 
 def states(a: Manifest, b: Manifest) -> list[Report]:
-    """Counters, schedulers, loss scalers and client states of which both hold any.
+    """Counters, schedulers, loss scalers and client states, of the kinds that both have.
 
-    What they say of their engine (version, stage, size) is left out: that may differ.
+    Facts about the engine (version, stage, size) are left out: they may differ.
     """
-    found: list[Report] = []
+    lines: list[Report] = []
     for key in ("counters", "lr_scheduler", "optimizer", "client_state"):
         if a.state.get(key) is not None and b.state.get(key) is not None:
-            found += _states(to_json(a.state[key]), to_json(b.state[key]), key)
-    return found
+            lines += _states(to_json(a.state[key]), to_json(b.state[key]), key)
+    return lines
 
 
 def _states(a: Any, b: Any, path: str) -> Iterator[Report]:
@@ -148,7 +153,7 @@ def _states(a: Any, b: Any, path: str) -> Iterator[Report]:
         for key in a:
             if key in b:
                 yield from _states(a[key], b[key], f"{path}.{key}")
-            elif path != "optimizer":  # stages keep different things there
+            elif path != "optimizer":  # the keys there depend on the stage
                 yield {"key": f"{path}.{key}", "only": "a"}
         for key in b:
             if key not in a and path != "optimizer":
@@ -161,7 +166,7 @@ def _states(a: Any, b: Any, path: str) -> Iterator[Report]:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Equal; a NaN equals itself, and a tuple the list that JSON makes of it."""
+    """Whether two values are equal; NaN equals NaN, and a tuple equals the list in JSON."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(alike, a, b))
     return bool(a == b) or (a != a and b != b)

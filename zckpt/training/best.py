@@ -1,8 +1,8 @@
-"""The best checkpoint of a Trainer's run, which every later one names by its path.
+"""Which checkpoint of a Trainer's run is the best, and how later checkpoints refer to it.
 
-`trainer_state.json` says where the best checkpoint lies: with `load_best_model_at_end` the Trainer
-loads it when training ends. Written anew in another layout it lies elsewhere, and the path has to
-follow (transformers 5.23).
+Every checkpoint's `trainer_state.json` has the path of the best one. With `load_best_model_at_end`
+the Trainer loads that path when training ends. A converted run lies at another path, so the
+path must be rewritten (transformers 5.23).
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ CHOICES = ("all", "best-and-last")
 
 
 def best_of(siblings: Iterable[Sibling]) -> str | None:
-    """The path of the best checkpoint, as a checkpoint's trainer_state.json has it."""
+    """The path of the best checkpoint, from a checkpoint's trainer_state.json."""
     path = (json_of(siblings, STATE) or {}).get(KEY)
     return path if isinstance(path, str) and path else None
 
 
 def is_best(siblings: Iterable[Sibling]) -> bool:
-    """Whether a checkpoint is the best one itself."""
+    """Whether the checkpoint with these siblings is itself the best one."""
     state = json_of(siblings, STATE) or {}
     match = CHECKPOINT.fullmatch(os.path.basename(os.path.normpath(str(state.get(KEY)))))
     return match is not None and int(match[1]) == state.get("global_step")
 
 
 def pointing_to(siblings: Iterable[Sibling], path: str) -> Shell:
-    """trainer_state.json with another path of the best checkpoint, as the Trainer writes it."""
+    """trainer_state.json with a new path of the best checkpoint, in the Trainer's own form."""
     state = {**(json_of(siblings, STATE) or {}), KEY: path}
     text = (json.dumps(state, indent=2, sort_keys=True) + "\n").encode()
     return Shell(STATE, len(text), ((0, text),))
 
 
 def warning(best: str) -> str:
-    """What a user of `load_best_model_at_end` has to know where one checkpoint alone is written."""
+    """The warning for a single checkpoint that is converted without the best one."""
     return (
-        f"{STATE} names the best checkpoint {best}, which is not written here: with "
-        "load_best_model_at_end the Trainer loads it at the end. Take it along: zckpt reshard "
+        f"{STATE} names the best checkpoint {best}, which is not written: with "
+        "load_best_model_at_end the Trainer loads it at the end. To convert both: zckpt reshard "
         f"{os.path.dirname(best) or '.'} DST --checkpoints best-and-last"
     )
 
 
 def chosen(run: str, which: str) -> list[str]:
-    """The checkpoints of a run directory that are meant, oldest first.
+    """The checkpoints of a run directory that `which` selects, oldest first.
 
-    Raises NotACheckpoint where there are none, or the best one is not there.
+    Raises NotACheckpoint if there are none, or if the best one is missing.
     """
     with os.scandir(run) as items:
         names = [item.name for item in items if item.is_dir() and CHECKPOINT.fullmatch(item.name)]
     names.sort(key=_number)
     if not names:
         raise NotACheckpoint(
-            f"{run} holds no checkpoint-N folder",
+            f"{run} contains no checkpoint-N folder",
             hint="--checkpoints takes a Trainer's output directory",
         )
     if which == "all":
@@ -76,7 +76,7 @@ def chosen(run: str, which: str) -> list[str]:
     if name not in names:
         raise NotACheckpoint(
             f"{last} names the best checkpoint {best}, but {run} has no {name}",
-            hint="put it there, or choose one checkpoint and write it alone",
+            hint="copy it there, or convert a single checkpoint",
         )
     return sorted({name, names[-1]}, key=_number)
 

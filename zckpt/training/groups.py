@@ -1,9 +1,10 @@
-"""Parameter groups as the target's optimizer has them, where the source's optimizer has others.
+"""Which parameter groups the target's optimizer expects, if they differ from the source's.
 
     DeepSpeed       drops groups without a trainable parameter (0.19.8)
-    the Trainer     makes two, of decayed weights and of the others, and one may be empty (5.23)
+    the Trainer     makes two: decayed weights, and the others; one may be empty (5.23)
 
-A scheduler's state has an item for each group: it changes with them, in the trainer's own file too.
+A scheduler's state has one item per group, so it changes with the groups. This includes the
+trainer's own scheduler file.
 """
 
 from __future__ import annotations
@@ -20,36 +21,37 @@ from ..files.torchfile import TorchFile
 from ..files.torchshell import Storages, shell
 from .trainers import SCHEDULERS, TRANSFORMERS, program_of
 
-# names of weights that the Trainer does not decay (transformers 5.23)
+# names of weights without weight decay in the Trainer (transformers 5.23)
 NOT_DECAYED = re.compile(r".*(?:bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.))", re.IGNORECASE)
 
 
 def without_empty_groups(manifest: Manifest) -> tuple[Manifest, list[Shell]]:
     """The groups that DeepSpeed keeps: those with a trainable parameter (0.19.8).
 
-    The Trainer's second group is empty under LoRA: no adapter's weight is left undecayed.
+    Under LoRA the Trainer's second group is empty: all of an adapter's weights are decayed.
     """
     groups = manifest.groups
     if groups is None:
         return manifest, []
-    used = {held.group or 0 for held in manifest.parameters.values() if held.trainable}
-    kept = [place for place in range(len(groups)) if place in used]
+    parameters = manifest.parameters.items()
+    used = {parameter.group or 0 for _, parameter in parameters if parameter.trainable}
+    kept = [number for number in range(len(groups)) if number in used]
     if len(kept) in (0, len(groups)):
         return manifest, []
-    numbers = {place: number for number, place in enumerate(kept)}
+    renumbered = {old: new for new, old in enumerate(kept)}
     members = {
-        name: numbers[held.group or 0]
-        for name, held in manifest.parameters.items()
-        if held.trainable
+        name: renumbered[parameter.group or 0]
+        for name, parameter in parameters
+        if parameter.trainable
     }
-    return _regrouped(manifest, tuple(groups[place] for place in kept), members, kept)
+    return _regrouped(manifest, tuple(groups[number] for number in kept), members, kept)
 
 
 def with_trainers_groups(manifest: Manifest) -> tuple[Manifest, list[Shell]]:
-    """The two groups of a Trainer's optimizer, where DeepSpeed had one alone.
+    """The two groups that a Trainer's optimizer has, if DeepSpeed stored only one.
 
-    transformers makes one of decayed weights and one of the others (5.23). DeepSpeed drops the
-    second where it is empty, and makes one of all where the ds_config has the optimizer.
+    transformers makes one group of decayed weights and one of the others (5.23). DeepSpeed drops
+    the second group if it is empty. If the ds_config has the optimizer, all weights are one group.
     """
     groups = manifest.groups
     engine = (manifest.state.get("engine") or {}).get("name")
@@ -59,13 +61,12 @@ def with_trainers_groups(manifest: Manifest) -> tuple[Manifest, list[Shell]]:
     (group,) = groups
     members = {
         name: int(bool(NOT_DECAYED.match(name)))
-        for name, held in manifest.parameters.items()
-        if held.trainable
+        for name, parameter in manifest.parameters.items()
+        if parameter.trainable
     }
     second = group if any(members.values()) else {**group, "weight_decay": 0.0}
-    warning = (
-        "the source has one parameter group, transformers' Trainer makes two: the second is "
-        + ("of biases and norms" if any(members.values()) else "empty")
+    warning = "the source has one parameter group, transformers' Trainer makes two: the second " + (
+        "has biases and norms" if any(members.values()) else "is empty"
     )
     manifest = replace(manifest, warnings=(*manifest.warnings, warning))
     return _regrouped(manifest, (group, second), members, [0, 0])
@@ -77,19 +78,19 @@ def _regrouped(
     members: dict[str, int],
     origins: Sequence[int],
 ) -> tuple[Manifest, list[Shell]]:
-    """The manifest with other groups, made of those at `origins`, and schedulers that fit them."""
+    """The manifest with new groups, copied from those in `origins`, and fitting schedulers."""
     count = len(manifest.groups or ())
     state = dict(manifest.state)
     if isinstance(state.get("lr_scheduler"), dict):
         state["lr_scheduler"] = _rescheduled(state["lr_scheduler"], count, origins)
     shells = []
     for item in manifest.siblings:
-        if item.name in SCHEDULERS and (made := _scheduler_of(item)) is not None:
-            value = _rescheduled(made, count, origins)
+        if item.name in SCHEDULERS and (scheduler := _scheduler_of(item)) is not None:
+            value = _rescheduled(scheduler, count, origins)
             shells.append(shell(item.name, value, Storages()))
     parameters = {
-        name: replace(held, group=members.get(name, held.group))
-        for name, held in manifest.parameters.items()
+        name: replace(parameter, group=members.get(name, parameter.group))
+        for name, parameter in manifest.parameters.items()
     }
     order = sorted(parameters, key=lambda name: members.get(name, len(groups)))
     return replace(
@@ -101,9 +102,9 @@ def _regrouped(
 
 
 def _rescheduled(scheduler: dict[str, Any], count: int, origins: Sequence[int]) -> dict[str, Any]:
-    """A torch scheduler's state for other groups: its lists have an item per group."""
+    """A torch scheduler's state for new groups: its lists have one item per group."""
     return {
-        key: [value[place] for place in origins]
+        key: [value[number] for number in origins]
         if isinstance(value, list) and len(value) == count
         else value
         for key, value in scheduler.items()
@@ -111,7 +112,7 @@ def _rescheduled(scheduler: dict[str, Any], count: int, origins: Sequence[int]) 
 
 
 def _scheduler_of(item: Sibling) -> dict[str, Any] | None:
-    """The state in a trainer's scheduler file; None where it is more than plain values."""
+    """The state in a trainer's scheduler file; None if it has more than plain values."""
     try:
         value = TorchFile(item.path).value
     except (ZckptError, OSError):

@@ -1,6 +1,6 @@
-"""Hyper-parameters that an optimizer needs in every group, with its own defaults.
+"""Which hyper-parameters an optimizer needs in every group, and their defaults.
 
-torch 2.13, DeepSpeed 0.19.8. What a source never stored is taken from here, with a warning.
+torch 2.13, DeepSpeed 0.19.8. If a source did not store one, its default is taken, with a warning.
 """
 
 from __future__ import annotations
@@ -70,26 +70,26 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def plain_name(name: str) -> str:
-    """An optimizer's name in lower case, without the words for who implements it."""
+    """An optimizer's name in lower case, without the words for its implementation."""
     return re.sub(r"^(deepspeed|fused|cpu)+", "", name.lower())
 
 
 def are_inferred(source: Manifest) -> bool:
-    """Whether the hyper-parameters are what a config and a scheduler say.
+    """Whether the hyper-parameters come from a config and a scheduler, not from groups.
 
-    DeepSpeed's elastic files hold none (0.19.8).
+    DeepSpeed's elastic files store none (0.19.8).
     """
     return bool((source.state.get("engine") or {}).get("elastic"))
 
 
 def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
-    """Every group with `--group-defaults`, which go behind what the source holds.
+    """Every group, completed with `--group-defaults`.
 
-    They go before what was inferred.
+    Stored hyper-parameters take precedence over `--group-defaults`, inferred ones do not.
     """
-    count = 1 + max((held.group or 0 for held in source.parameters.values()), default=0)
+    count = 1 + max((item.group or 0 for item in source.parameters.values()), default=0)
     groups: Sequence[dict[str, Any]] = source.groups or [{}] * count
-    given = [options.defaults_of(place, len(groups)) for place in range(len(groups))]
+    given = [options.defaults_of(number, len(groups)) for number in range(len(groups))]
     pairs = zip(groups, given, strict=True)
     if are_inferred(source):
         return [{**group, **own} for group, own in pairs]
@@ -97,7 +97,7 @@ def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
 
 
 def torch_groups(source: Manifest, options: Options) -> tuple[list[dict[str, Any]], list[str]]:
-    """Every group with all keys that torch's own optimizer has, and warnings of what is assumed.
+    """Every group with all keys of torch's own optimizer, and warnings about assumed values.
 
     Adam of DeepSpeed and Apex decays weights as AdamW does, unless its config says otherwise.
     """
@@ -114,16 +114,16 @@ def torch_groups(source: Manifest, options: Options) -> tuple[list[dict[str, Any
     }
     warnings = []
     if assumed:
-        told = ", ".join(f"{key}={value}" for key, value in assumed.items())
+        values = ", ".join(f"{key}={value}" for key, value in assumed.items())
         warnings.append(
-            f"hyper-parameters that the source does not hold are {name}'s defaults: {told}"
+            f"hyper-parameters that the source does not hold are {name}'s defaults: {values}"
         )
     return [_typed({**needed, **group}) for group in groups], warnings
 
 
 def _likely(groups: Sequence[Mapping[str, Any]] | None) -> str:
-    """The optimizer whose states tell nothing: by its groups; AdamW where these are no other's."""
-    own = {"amsgrad", "bias_correction"}  # torch's Adam, and those of DeepSpeed and Apex
+    """The optimizer by its groups, if its states do not show it: AdamW unless they contradict."""
+    own = {"amsgrad", "bias_correction"}  # of torch's Adam; of DeepSpeed's and Apex's
     known = all("lr" not in group or own & group.keys() for group in groups or ())
     return "AdamW" if known else "unknown"
 
@@ -137,7 +137,7 @@ def _adam_w_mode(source: Manifest) -> bool:
 
 
 def _typed(group: dict[str, Any]) -> dict[str, Any]:
-    """`betas` is a tuple, as torch has it; a config that was JSON made a list of it."""
+    """`betas` as a tuple, as in torch; it is a list if it comes from a JSON config."""
     return {
         key: tuple(value) if key == "betas" and isinstance(value, Sequence) else value
         for key, value in group.items()

@@ -1,39 +1,39 @@
-"""What a user asks of a writer; every format takes what it knows."""
+"""The options of a conversion, and which of them a format accepts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from dataclasses import fields as dataclass_fields
-from types import MappingProxyType
 from typing import Any
 
 from ..core.dtypes import OPTIONS as DTYPES
 from ..errors import WrongOption
+from .steps import WRITTEN
 
 MAX_DP = 1 << 16
 FILE_SIZE = 8 << 30
 DCP_LAYOUTS = ("nested", "flat")
 DIALECTS = ("hdf5", "l2", "safetensors", "accelerate")
-OPTIMIZERS = ("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam")
+OPTIMIZERS = tuple(WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Raises WrongOption for what none can be.
+    """What a user asks of a conversion. Raises WrongOption for values that no format accepts.
 
-    `dtype` (fp32, bf16, fp16) is what the module's weights become, made of the masters. `dp`,
-    `stage` and `optimizer` are the source's where they are None; `config` is a ds_config that
-    replaces the source's; `group_defaults` are hyper-parameters that the source does not hold: for
-    all groups by name, for one group under its number ({"eps": 1e-8, 1: {"weight_decay": 0.0}}), or
-    a list with a dictionary for each group;
-    `param_names` is the order of the module's parameters, where the source does not tell it;
-    `dcp_layout` says how a target of torch.distributed.checkpoint names the optimizer's state
-    (None: as the source, or nested). `rename` are pairs of a regular expression and what names
-    become by it, one after the other. `tie` are pairs of a tied weight's second name and of the
-    name that the source has for it. `model_config` is a configuration of transformers or PEFT, or
-    a folder with one. `dialect` is the kind of a target's files: hdf5 or l2 of
-    ONNX Runtime's, safetensors of gathered ones, accelerate of torch.distributed.checkpoint's.
+    `dtype` (fp32, bf16, fp16) is the type of the module weights, cast from the masters. If `dp`,
+    `stage` and `optimizer` are None, the source's values are kept. `config` is a ds_config that
+    replaces the source's. `group_defaults` are hyper-parameters that the source does not store: by
+    name for all groups, under a group's number for one group ({"eps": 1e-8, 1: {"weight_decay":
+    0.0}}), or a list with one dictionary per group. `param_names` is the order of the module's
+    parameters, for sources that do not state it. `dcp_layout` says how a target of
+    torch.distributed.checkpoint names the optimizer's state (None: as the source does, or nested).
+    `rename` are pairs of a regular expression and its replacement, applied in order. `tie` are
+    pairs of a tied weight's second name and the name that the source has for it. `model_config` is
+    a configuration of transformers or PEFT, or a folder with one. `dialect` is the kind of the
+    target's files: hdf5 or l2 (ONNX Runtime), safetensors (gathered), accelerate
+    (torch.distributed.checkpoint).
     """
 
     weights_only: bool = False
@@ -73,18 +73,18 @@ class Options:
             if not numbered and not isinstance(key, str):
                 raise WrongOption(
                     f"group_defaults has the key {key!r}",
-                    hint="a name of a hyper-parameter, or a group's number with a dictionary",
+                    hint="use the name of a hyper-parameter, or a group's number with a dictionary",
                 )
 
     def _given(self) -> dict[Any, Any]:
-        """`group_defaults` as a dictionary; a list is one by the groups' numbers."""
+        """`group_defaults` as a dictionary; the keys of a list are the groups' numbers."""
         given = self.group_defaults
         return dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
 
     def defaults_of(self, group: int, count: int) -> dict[str, Any]:
-        """The `group_defaults` of one group of `count`: its own, and those for all groups.
+        """The `group_defaults` of one of `count` groups: its own, and those for all groups.
 
-        Raises WrongOption where one is given for a group that the source does not have.
+        Raises WrongOption if one is given for a group that the source does not have.
         """
         given = self._given()
         numbers = [key for key in given if isinstance(key, int)]
@@ -99,41 +99,48 @@ class Options:
 
     @property
     def module_dtype(self) -> str | None:
-        """`dtype` as safetensors names it."""
+        """`dtype` under its name in safetensors."""
         return None if self.dtype is None else DTYPES[self.dtype]
 
-    def only(
-        self,
-        target: str,
-        fields: Collection[str],
-        dialects: Collection[str] = (),
-        reasons: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """Raises WrongOption if an option is given that the format `target` does not understand.
-
-        `fields` are the names of those that it understands, beside the names of parameters and
-        `weights_only`, which every format does. `dialects` are the values of `dialect`. `reasons`
-        say, by field, why the target has no use for one.
-        """
-        given = [f.name for f in dataclass_fields(self) if getattr(self, f.name) != _default(f)]
-        for name in given:
-            if name in (*fields, *EVERYWHERE) or (name == "dialect" and dialects):
-                continue
-            word = WORDS.get(name, f"--{name.replace('_', '-')}")
-            raise WrongOption(
-                f"{word} does not apply to --to {target}",
-                hint=": ".join(["leave it out", *filter(None, [{**REASONS, **reasons}.get(name)])]),
-            )
-        if self.dialect is not None and self.dialect not in dialects:
-            raise WrongOption(
-                f"--dialect {self.dialect} does not apply to --to {target}",
-                hint=f"its dialects are {', '.join(dialects)}",
-            )
+    def given(self) -> list[str]:
+        """The names of the options that differ from their defaults."""
+        return [f.name for f in dataclass_fields(self) if getattr(self, f.name) != _default(f)]
 
     @property
     def file_size(self) -> int:
         """The largest safetensors or `.distcp` file, in bytes."""
         return FILE_SIZE if self.max_file_size is None else self.max_file_size
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The options that a format accepts as a target: data that the format declares once.
+
+    `names` are fields of Options, in addition to those of `EVERYWHERE`. `dialects` are the accepted
+    values of `dialect`. `reasons` says, by field, why the format does not accept an option.
+    """
+
+    target: str
+    names: tuple[str, ...] = ()
+    dialects: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, options: Options) -> None:
+        """Raises WrongOption if an option is given that the format does not accept."""
+        for name in options.given():
+            if name in (*self.names, *EVERYWHERE) or (name == "dialect" and self.dialects):
+                continue
+            word = WORDS.get(name, f"--{name.replace('_', '-')}")
+            reason = self.reasons.get(name) or REASONS.get(name)
+            raise WrongOption(
+                f"{word} does not apply to --to {self.target}",
+                hint=f"leave it out: {reason}" if reason else "leave it out",
+            )
+        if options.dialect is not None and options.dialect not in self.dialects:
+            raise WrongOption(
+                f"--dialect {options.dialect} does not apply to --to {self.target}",
+                hint=f"its dialects are {', '.join(self.dialects)}",
+            )
 
 
 EVERYWHERE = ("weights_only", "rename", "tie", "param_names")

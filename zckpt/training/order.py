@@ -1,8 +1,8 @@
-"""The order of the module's parameters, where a source does not tell it.
+"""In which order the module has its parameters, if the source does not state it.
 
-DeepSpeed's flat buffers hold parameters in the order in which the program gives them to the
-optimizer, without names: files in another order would load into the wrong weights. ONNX Runtime
-keeps weights by name, and no order.
+DeepSpeed's flat buffers store parameters without names, in the order in which the program gives
+them to the optimizer. Files in another order would load into the wrong weights. ONNX Runtime stores
+weights by name, without an order.
 """
 
 from __future__ import annotations
@@ -16,68 +16,70 @@ from .names import RENAME
 
 
 def is_known(manifest: Manifest) -> bool:
-    """Whether the parameters stand in the order in which the module has them."""
+    """Whether the manifest has the parameters in the module's order."""
     return (manifest.state.get("engine") or {}).get("ordered") is not False
 
 
 def need_order(manifest: Manifest) -> None:
-    """Raises MissingData where the order is not known."""
+    """Raises MissingData if the order is not known."""
     if not is_known(manifest):
         raise MissingData(
-            f"{manifest.root} keeps weights by name, not in the order of the module's parameters, "
-            "by which this target is loaded",
+            f"{manifest.root} stores weights by name, without the order of the module's "
+            "parameters, and this target is loaded by that order",
             hint="give it with --param-names FILE (the names of model.named_parameters(), one per "
             "line), or write --to deepspeed-universal, which is loaded by name",
         )
 
 
 def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
-    """The same with its parameters in the order of `names`.
+    """The manifest with its parameters in the order of `names`.
 
-    Of a source that does not tell them apart, frozen weights that are not named are buffers.
-    Raises WrongOption unless all trainable parameters are named, and nothing else than weights of
-    the source.
+    If the source does not separate buffers from frozen weights, unnamed frozen weights become
+    buffers. Raises WrongOption unless `names` has all trainable parameters and only weights of the
+    source.
     """
-    places = {name: place for place, name in enumerate(names)}
-    trained = [name for name, held in manifest.parameters.items() if held.trainable]
-    lacking = [name for name in trained if name not in places]
-    aliases = {alias for held in manifest.parameters.values() for alias in held.aliases}
-    known = {*manifest.parameters, *manifest.buffers, *aliases}
+    parameters = manifest.parameters
+    positions = {name: position for position, name in enumerate(names)}
+    trained = [name for name, parameter in parameters.items() if parameter.trainable]
+    lacking = [name for name in trained if name not in positions]
+    aliases = {alias for parameter in parameters.values() for alias in parameter.aliases}
+    known = {*parameters, *manifest.buffers, *aliases}
     unknown = [name for name in names if name not in known]
-    twice = [name for place, name in enumerate(names) if places[name] != place]
+    twice = [name for position, name in enumerate(names) if positions[name] != position]
     wrong = [
-        what.format(listed(told, 4))
-        for what, told in (
+        complaint.format(listed(wrong_names, 4))
+        for complaint, wrong_names in (
             ("does not name {} of the source", lacking),
             ("names {}, which the source does not hold", unknown),
             ("names {} twice", twice),
         )
-        if told
+        if wrong_names
     ]
     if wrong:
         hint = RENAME if lacking and unknown else ""
         raise WrongOption(f"--param-names {'; it '.join(wrong)}", hint=hint)
 
-    def place(name: str) -> tuple[bool, int]:
-        held = manifest.parameters.get(name)
-        return held is None or not held.trainable, places.get(name, len(places))
+    def position_of(name: str) -> tuple[bool, int]:
+        parameter = parameters.get(name)
+        return parameter is None or not parameter.trainable, positions.get(name, len(positions))
 
-    # a list that names more than the optimizer's parameters names all, and buffers are the rest
+    # if the list names a frozen parameter, it names all parameters, and the rest are buffers
     guessed = (manifest.state.get("engine") or {}).get("guessed")
-    tells = guessed and any(name not in trained for name in names)
+    is_complete = guessed and any(name not in trained for name in names)
     buffers = [
         name
-        for name, held in manifest.parameters.items()
-        if not (held.trainable or name in places) and (tells or not is_known(manifest))
+        for name, parameter in parameters.items()
+        if not (parameter.trainable or name in positions)
+        and (is_complete or not is_known(manifest))
     ]
-    order = [name for name in sorted(manifest.parameters, key=place) if name not in buffers]
-    entries = sorted(manifest.entries.values(), key=lambda entry: place(entry.parameter))
+    order = [name for name in sorted(parameters, key=position_of) if name not in buffers]
+    entries = sorted(manifest.entries.values(), key=lambda entry: position_of(entry.parameter))
     state = dict(manifest.state)
     if isinstance(state.get("engine"), dict):
         state["engine"] = {**state["engine"], "ordered": True}
     return replace(
         manifest,
-        parameters={name: manifest.parameters[name] for name in order},
+        parameters={name: parameters[name] for name in order},
         buffers=(*manifest.buffers, *buffers),
         entries={entry.name: entry for entry in entries},
         state=state,

@@ -1,11 +1,11 @@
-"""How PEFT calls an adapter's weights: in the module, and in the files that it saves.
+"""How PEFT names an adapter's weights, in the module and in saved files.
 
     in the module       base_model.model.layers.0.q_proj.lora_A.default.weight
     saved               base_model.model.layers.0.q_proj.lora_A.weight
 
-`default` is the name of the adapter. PEFT leaves it out of `adapter_model.safetensors`, and
-accelerate of the model's folder of FSDP2; optimizers and DeepSpeed know the module's names. So does
-a manifest: reading puts the adapter's name in, writing such files takes it out (PEFT 0.21).
+`default` is the name of the adapter. PEFT omits it in `adapter_model.safetensors`, and accelerate
+in the model's folder of FSDP2. Optimizers, DeepSpeed and manifests have the module's names: reading
+adds the adapter's name, and writing such files removes it (PEFT 0.21).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ ADAPTER = "default"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 CONFIG = "adapter_config.json"
 SAVED_WHOLE = f".modules_to_save.{ADAPTER}."
-"""In the name of a copy of a module that is trained whole, as a new head."""
-# what holds one tensor or module for each adapter
+"""In the names of a module's copy that is trained whole, for example a new head."""
+# modules and parameters that have one tensor or module per adapter
 TUNERS = re.compile(
     r"(?P<tuner>base_model\..*\.(?:lora_(?:A|B|E|embedding_A|embedding_B|magnitude_vector)|ia3_l"
     r"|hada_[wt][12](?:_[ab])?|lokr_[wt][12](?:_[ab])?|oft_[Rr]|boft_[Rs]|vera_lambda_[bd]"
@@ -28,7 +28,7 @@ TUNERS = re.compile(
 
 
 def saved_name(name: str) -> str:
-    """The name in PEFT's files of a parameter of the module; other names stay as they are."""
+    """The name of a module's parameter in PEFT's files; other names stay as they are."""
     if SAVED_WHOLE in name:
         return name.replace(SAVED_WHOLE, ".")
     if name.endswith(f".{ADAPTER}"):
@@ -37,7 +37,7 @@ def saved_name(name: str) -> str:
     if not front.endswith(f".{ADAPTER}"):
         return name
     front = front.removesuffix(f".{ADAPTER}")
-    # DoRA's vector was no module once, and is saved as then
+    # DoRA's vector was a parameter before it became a module; its saved name is still the old one
     return front if front.endswith(".lora_magnitude_vector") else f"{front}.{last}"
 
 
@@ -47,7 +47,7 @@ def is_adapters(name: str) -> bool:
 
 
 def is_adapter_alone(names: Collection[str]) -> bool:
-    """Whether these are parameters of an adapter, without the model that it is put on."""
+    """Whether these are parameters of an adapter without its base model."""
     based = any(".base_layer." in name for name in names)
     return not based and any(map(is_adapters, names))
 
@@ -55,14 +55,14 @@ def is_adapter_alone(names: Collection[str]) -> bool:
 def module_names(
     saved: Collection[str], known: Iterable[str] = (), config: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """The module's name of every saved one, where that is another.
+    """The module's name of every saved one, if the two differ.
 
-    `known` are names of the module, as an optimizer has them; `config` is adapter_config.json.
+    `known` are names of the module, from an optimizer; `config` is adapter_config.json.
     """
     of_module = {saved_name(name): name for name in known if is_adapters(name)}
     whole = (config or {}).get("modules_to_save") or ()
     names = {name: of_module.get(name) or _module_name(name, whole) for name in saved}
-    return {name: made for name, made in names.items() if made != name}
+    return {name: full for name, full in names.items() if full != name}
 
 
 def _module_name(saved: str, whole: Sequence[str]) -> str:
@@ -73,7 +73,7 @@ def _module_name(saved: str, whole: Sequence[str]) -> str:
             rest = ".weight"
         return f"{match['tuner']}.{ADAPTER}{rest}"
     for module in whole:
-        front, found, last = saved.rpartition(f".{module}.")
-        if found:
+        front, separator, last = saved.rpartition(f".{module}.")
+        if separator:
             return f"{front}.{module}{SAVED_WHOLE}{last}"
     return saved

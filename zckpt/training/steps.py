@@ -1,4 +1,4 @@
-"""The step ledger: every place that says how many updates an optimizer has done, and which is true.
+"""Where each optimizer keeps its step (completed updates), in which type, and which place is true.
 
     optimizer                                     in the state       in the group
     torch Adam, AdamW, NAdam, Adagrad, RMSprop    0-d float32        -
@@ -11,31 +11,88 @@
                                                   completed + 1      -
     SGD, most Lions                               -                  -
 
-So: a step in the state is true; without one, the group's is; engine counters and schedulers never
-are (skipped fp16 steps; DeepSpeed before 0.13.2 made one update too many).
+Reading: a step in the state is true. If the state has none, the group's step is true. Counters of
+engines and of schedulers are never true: fp16 training skips updates, and DeepSpeed before 0.13.2
+made one update too many. Writing: `WRITTEN` says where the target's optimizer looks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 from ..core.inert import Scalar
-from ..core.manifest import Manifest
+from ..core.manifest import Manifest, Sighting
 from ..errors import InconsistentCheckpoint, WrongOption
 
 Step = float | int
 
 KEEP = "keep"
-"""The policy that leaves every parameter its own step, where a format keeps them apart."""
+"""The policy that keeps a step of its own for every parameter, if the format can store them."""
 
 STALLS = {"BF16": 256, "F16": 2048}
-"""Where adding one no longer changes a step that is kept in low precision."""
+"""The step at which adding one changes nothing, because the type is too narrow."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlace:
+    """Where an optimizer keeps its step, and in which type.
+
+    `where` is `state` or `group`. `kind` is a dtype (a tensor of `shape`), `int` or `float`.
+    `stale` is what the groups contain although the step of the state is true; None for nothing.
+    A capturable FusedAdam, and DeepSpeed's elastic loading, make tensors of shape [1].
+    """
+
+    where: str = "state"
+    kind: str = "F32"
+    shape: tuple[int, ...] = ()
+    stale: Any = None
+
+    def number(self, step: Step) -> Scalar:
+        """The step in the type and shape of this place."""
+        return Scalar(step, self.kind, self.shape)
+
+    def to_state(self) -> dict[str, Any]:
+        """The value of `state.optimizer.step` in a manifest (`stale` is `group_step` beside it)."""
+        shape = {"shape": list(self.shape)} if self.shape else {}
+        return {"in": self.where, "type": self.kind, **shape}
+
+    @classmethod
+    def of_state(cls, optimizer: Mapping[str, Any]) -> StepPlace:
+        """The place that `state.optimizer` of a manifest states; torch's if it states none."""
+        stated = optimizer.get("step") or {}
+        return cls(
+            stated.get("in", "state"),
+            stated.get("type", "F32"),
+            tuple(stated.get("shape", ())),
+            optimizer.get("group_step"),
+        )
+
+
+WRITTEN = {
+    "torch": StepPlace("state", "F32"),
+    "deepspeed-fused-adam": StepPlace("state", "int", stale=0),
+    "deepspeed-cpu-adam": StepPlace("state", "int"),
+    "apex-fused-adam": StepPlace("group", "int"),
+}
+"""Where each class of `--optimizer` looks for its step."""
+
+SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
+"""Counters in the state of torch's schedulers."""
+
+
+def counter_sightings(
+    where: str, counters: Mapping[str, Any], keys: Iterable[str]
+) -> list[Sighting]:
+    """The counters `keys` of an engine or a scheduler, which are never a true step."""
+    numbers = [(key, step_of(counters.get(key))) for key in keys]
+    return [Sighting(f"{where}, {key}", step, False) for key, step in numbers if step is not None]
 
 
 def step_of(value: Any) -> Step | None:
-    """A step by value: from a 0-d tensor or a number; whole numbers become int."""
+    """The step that a 0-d tensor or a number states; whole numbers become int."""
     number = value.value if isinstance(value, Scalar) else value
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return None
@@ -45,23 +102,23 @@ def step_of(value: Any) -> Step | None:
 
 
 def kind_of(value: Any) -> str:
-    """The type a step was kept in: a dtype (0-d tensor), `int` or `float`."""
+    """The type of a stored step: a dtype (0-d tensor), `int` or `float`."""
     return value.dtype if isinstance(value, Scalar) else type(value).__name__
 
 
 def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step | None:
-    """The one step that all places say, or what `policy` (max, min or a number) makes of them.
+    """The step that all places state, or what `policy` (max, min or a number) makes of them.
 
-    `keep` decides between parameters, not between places of one. Raises InconsistentCheckpoint when
-    they disagree and no policy decides.
+    `keep` concerns different parameters, not several places of one parameter. Raises
+    InconsistentCheckpoint if places differ and no policy decides.
     """
     values = {step for _, step in places}
     if len(values) <= 1:
         return values.pop() if values else None
     if policy in (None, KEEP):
-        told = [f"{step} ({_some(where for where, s in places if s == step)})" for step in values]
+        lines = [f"{step} ({_some(where for where, s in places if s == step)})" for step in values]
         raise InconsistentCheckpoint(
-            f"the optimizer's step differs: {', '.join(sorted(told))}",
+            f"the optimizer's step differs: {', '.join(sorted(lines))}",
             hint="files of different saves may be mixed; if not, choose: --step-policy max|min|N",
         )
     if policy in ("max", "min"):
@@ -70,39 +127,39 @@ def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step
 
 
 def check_policy(policy: str | None) -> None:
-    """Raises WrongOption for a policy that is none of max, min, keep or a number."""
+    """Raises WrongOption for a policy other than max, min, keep or a number."""
     if policy not in (None, "max", "min", KEEP) and not (policy and policy.isdecimal()):
         raise WrongOption(f"--step-policy {policy!r} is none of max, min, keep or a number")
 
 
 def _some(places: Iterable[str]) -> str:
-    listed = list(places)
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+    names = list(places)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def infer_optimizer(keys: Iterable[str], group: Mapping[str, Any] | None) -> str | None:
-    """The optimizer's usual name from the keys of its state and of a group; None when unsure."""
-    have, hyper = set(keys) - {"step"}, group or {}
-    if "mu_product" in have:
+    """The optimizer's usual name from the keys of its state and of a group; None if unsure."""
+    slots, hyper = set(keys) - {"step"}, group or {}
+    if "mu_product" in slots:
         return "NAdam"
-    if {"exp_avg", "exp_avg_sq"} <= have:
-        # RAdam keeps the same, and is told by what Adam has and it has not
+    if {"exp_avg", "exp_avg_sq"} <= slots:
+        # RAdam has the same state; its groups lack `amsgrad`, which Adam's have
         if {"decoupled_weight_decay", "maximize"} <= hyper.keys() and "amsgrad" not in hyper:
             return "RAdam"
         return "AdamW" if hyper.get("decoupled_weight_decay") else "Adam"
-    if "square_avg" in have:
-        return "Adadelta" if "acc_delta" in have else "RMSprop"
-    if have == {"sum"}:
+    if "square_avg" in slots:
+        return "Adadelta" if "acc_delta" in slots else "RMSprop"
+    if slots == {"sum"}:
         return "Adagrad"
-    if have == {"momentum_buffer"}:
+    if slots == {"momentum_buffer"}:
         return "Muon" if {"use_muon", "ns_steps"} & hyper.keys() else "SGD"
-    if have == {"exp_avg"}:
+    if slots == {"exp_avg"}:
         return "Lion"
-    return "SGD" if not have and "dampening" in hyper else None
+    return "SGD" if not slots and "dampening" in hyper else None
 
 
 def stalled(step: Step, kind: str, where: str) -> str | None:
-    """A warning about a step that low precision has stopped."""
+    """A warning if the step has reached the limit of its type and no longer grows."""
     if STALLS.get(kind) == step:
         return (
             f"the step of {where} is {step} in {kind}, where adding 1 changes nothing: "
@@ -112,10 +169,10 @@ def stalled(step: Step, kind: str, where: str) -> str | None:
 
 
 def never_stepped(manifest: Manifest, digests: Mapping[str, int]) -> str | None:
-    """A warning where step is 1 and every moment is zero: an update that was none.
+    """A warning if the step is 1 and every moment is zero: the one update changed nothing.
 
-    DeepSpeed before 0.13.2 made one with zero gradients when it started. `digests` are those of a
-    copy's target, by entry name.
+    DeepSpeed before 0.13.2 makes such an update with zero gradients when it starts. `digests` are
+    those of a copy's target, by entry name.
     """
     from ..core.checksum import crc_of_zeros
 

@@ -1,8 +1,8 @@
-"""Which names of a model are one weight, where its file has only one of them.
+"""Which names of a model are tied (one weight), if a file has only one of them.
 
-`save_pretrained` writes a tied weight once, and the program that resumes asks for both names. The
-tie is taken from config.json beside the file, with the names that each class of transformers ties
-(ties.json, made of transformers 5.23), or from `--tie NAME=NAME`. Without either it is not guessed.
+`save_pretrained` writes a tied weight once, but the program that resumes asks for both names. zckpt
+takes the tie from config.json beside the file, with the names that each class of transformers ties
+(ties.json, generated from transformers 5.23), or from `--tie NAME=NAME`. It never guesses a tie.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ HEAD = re.compile(
 
 
 def stated(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:
-    """Second names of tied weights and the names of their owners, as config.json states them.
+    """Second names of tied weights with their owners' names, as config.json states them.
 
-    Only ties of which the file has the owner alone.
+    Only ties whose owner is among the file's `names`, and whose second name is not.
     """
-    here = set(names)
+    stored = set(names)
     pairs = of_config(config or {}).items()
-    return {alias: owner for alias, owner in pairs if alias not in here and owner in here}
+    return {alias: owner for alias, owner in pairs if alias not in stored and owner in stored}
 
 
 def of_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """All names that a configuration ties, and the names that it ties them to."""
+    """All second names that a configuration ties, with the names of their owners."""
     classes = config.get("architectures")
     if not isinstance(classes, list) or not classes:
         return {}
     pairs, default = _of_class(str(classes[0]))
     if config.get("tie_word_embeddings", default):
         return pairs
-    # T5 shares its input embeddings, whether or not its head is tied to them
+    # T5 shares its input embeddings even if its head is not tied to them
     return {
         alias: owner
         for alias, owner in pairs.items()
@@ -55,7 +55,7 @@ def of_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _of_class(name: str) -> tuple[dict[str, str], bool]:
-    """The names that a class of transformers ties, and whether it does so by default."""
+    """The names that a class of transformers ties, and whether it ties them by default."""
     table = json.loads(files(__package__).joinpath("ties.json").read_text("utf-8"))
     for line in table["ties"]:
         if name in line["classes"]:
@@ -64,9 +64,9 @@ def _of_class(name: str) -> tuple[dict[str, str], bool]:
 
 
 def with_ties(manifest: Manifest, pairs: Iterable[tuple[str, str]]) -> Manifest:
-    """The manifest with further names of its parameters: pairs of a second name and the owner's.
+    """The manifest with second names for its parameters; `pairs` are (second name, owner's name).
 
-    Raises WrongOption where the owner is unknown, or the second name is a weight of its own.
+    Raises WrongOption if the owner is unknown, or if the second name is a separate weight.
     """
     parameters = dict(manifest.parameters)
     module = list(manifest.state.get("module") or ())
@@ -75,12 +75,12 @@ def with_ties(manifest: Manifest, pairs: Iterable[tuple[str, str]]) -> Manifest:
         if parameter is None:
             raise WrongOption(
                 f"--tie {alias}={owner}: the source has no weight {owner}",
-                hint=f"its weights are {listed(list(parameters), 5)}",
+                hint=f"the source's weights are {listed(list(parameters), 5)}",
             )
         if alias in parameters or alias in manifest.buffers:
             raise WrongOption(
-                f"--tie {alias}={owner}: the source has a weight {alias} of its own",
-                hint="leave --tie out: both names are written",
+                f"--tie {alias}={owner}: the source has a separate weight {alias}",
+                hint="leave out --tie: both names are written",
             )
         if alias not in parameter.aliases:
             parameters[owner] = replace(parameter, aliases=(*parameter.aliases, alias))
@@ -90,14 +90,15 @@ def with_ties(manifest: Manifest, pairs: Iterable[tuple[str, str]]) -> Manifest:
 
 
 def likely(manifest: Manifest) -> tuple[str, str] | None:
-    """A tie that the source may have lost: an embedding, but no head. Names alone say no more."""
-    aliases = {alias for held in manifest.parameters.values() for alias in held.aliases}
-    names = [*manifest.parameters, *aliases, *manifest.buffers]
-    inside = [name for name in manifest.parameters if EMBEDDING.fullmatch(name)]
-    if len(inside) != 1 or any(HEAD.fullmatch(name) for name in names):
+    """A tie that the source may have lost: its names have an embedding, but no head."""
+    parameters = manifest.parameters
+    aliases = {alias for parameter in parameters.values() for alias in parameter.aliases}
+    names = [*parameters, *aliases, *manifest.buffers]
+    embeddings = [name for name in parameters if EMBEDDING.fullmatch(name)]
+    if len(embeddings) != 1 or any(HEAD.fullmatch(name) for name in names):
         return None
-    (owner,) = inside
-    # a model without a head has no prefix in front of its layers, but wrappers put theirs
+    (owner,) = embeddings
+    # a model without a head has no prefix before its layers, except those of wrappers
     front = PEFT if owner.startswith(PEFT) else ""
     if not owner.removeprefix(front).startswith(("model.", "transformer.")):
         return None

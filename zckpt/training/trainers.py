@@ -1,9 +1,9 @@
-"""Which program saved a directory, and what that program looks for when it resumes.
+"""Which trainer program saved a directory, and which files it needs to resume.
 
     transformers    trainer_state.json, scheduler.pt, rng_state*.pth: its Trainer, and TRL's
     accelerate      random_states_R.pkl, scheduler.bin: Accelerator.save_state
 
-They put these files beside an engine's own, as siblings, and wrap every engine in the same way.
+These programs store their files beside the engine's files (siblings), for every engine alike.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..core.manifest import Sibling
 TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 HUGGING_FACE = "huggingface/"
-MAX_JSON = 16 << 20  # bytes of a sibling that is read
-# what from_pretrained of models, tokenizers and processors looks for, and code of a model's own
+MAX_JSON = 16 << 20  # bytes; larger siblings are not read
+# files for from_pretrained of models, tokenizers and processors, and a model's own code
 LOADED = re.compile(
     r"(?:adapter_|generation_|preprocessor_|processor_|image_processor_|video_preprocessor_)?"
     r"config\.json|configuration_\w+\.py|(?:modeling|tokenization|processing|image_processing)_\w+"
@@ -47,20 +47,20 @@ def program_of(siblings: Iterable[Sibling]) -> str | None:
 
 
 def json_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
-    """A JSON object among the siblings; None where there is none that can be read."""
+    """The JSON object in the sibling `name`; None if the file is missing or cannot be read."""
     item = next((each for each in siblings if each.name == name and each.size <= MAX_JSON), None)
     if item is None:
         return None
     try:
         with open(item.path, encoding="utf-8") as file:
-            made = json.load(file)
+            content = json.load(file)
     except (OSError, ValueError, RecursionError):
         return None
-    return made if isinstance(made, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def fresh_scheduler(step: int, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The state of a torch LambdaLR after `step` updates, which is what transformers makes."""
+    """The state of a torch LambdaLR after `step` updates: transformers makes such schedulers."""
     rates = [number(group.get("lr")) for group in groups]
     return {
         "base_lrs": [number(group.get("initial_lr", group.get("lr"))) for group in groups],
@@ -73,28 +73,28 @@ def fresh_scheduler(step: int, groups: Sequence[dict[str, Any]]) -> dict[str, An
 
 
 def number(value: Any) -> Any:
-    """A 0-d tensor, as of a capturable optimizer's learning rate, by value."""
+    """A 0-d tensor (a capturable optimizer's learning rate) by value; others unchanged."""
     return value.value if isinstance(value, Scalar) else value
 
 
 def files_to_load_by(siblings: Iterable[Sibling]) -> list[Sibling]:
-    """Configuration, tokenizer and processor: what from_pretrained needs beside the weights.
+    """The files that from_pretrained needs beside the weights: configuration, tokenizer, processor.
 
-    Of a folder `huggingface`, as verl has it, they stand without that folder's name.
+    verl stores them in a folder `huggingface`; its name is removed from theirs.
     """
-    found: dict[str, Sibling] = {}
+    by_name: dict[str, Sibling] = {}
     for item in siblings:
         name = item.name.removeprefix(HUGGING_FACE)
         if LOADED.fullmatch(name):
-            found.setdefault(name, replace(item, name=name))
-    return list(found.values())
+            by_name.setdefault(name, replace(item, name=name))
+    return list(by_name.values())
 
 
 def beside(root: str, own: Collection[str]) -> tuple[list[Sibling], list[str]]:
-    """Files of a directory that are no part of its checkpoint, and what of it is left out.
+    """Files of a directory that do not belong to its checkpoint, and lines about what is left out.
 
-    `own` are paths of the checkpoint's files and folders. A folder comes along where it has nothing
-    but configuration and tokenizer, as verl's `huggingface`; others are named.
+    `own` are paths of the checkpoint's files and folders. A folder is copied if it has only
+    configuration and tokenizer files (verl's `huggingface`); other folders are left out and listed.
     """
     siblings: list[Sibling] = []
     left_out: list[str] = []
@@ -107,12 +107,12 @@ def beside(root: str, own: Collection[str]) -> tuple[list[Sibling], list[str]]:
             siblings.append(Sibling(item.name, item.path, item.stat().st_size))
         elif item.is_dir():
             with os.scandir(item.path) as inside:
-                held = sorted(inside, key=lambda each: each.name)
-            if held and all(each.is_file() and LOADED.fullmatch(each.name) for each in held):
+                files = sorted(inside, key=lambda file: file.name)
+            if files and all(file.is_file() and LOADED.fullmatch(file.name) for file in files):
                 siblings += [
-                    Sibling(f"{item.name}/{each.name}", each.path, each.stat().st_size)
-                    for each in held
+                    Sibling(f"{item.name}/{file.name}", file.path, file.stat().st_size)
+                    for file in files
                 ]
             else:
-                left_out.append(f"{item.name}/: a folder that is no part of the checkpoint")
+                left_out.append(f"{item.name}/: a folder that is not part of the checkpoint")
     return siblings, left_out

@@ -179,5 +179,5 @@ def test_accelerates_ranks(tmp_path: Path) -> None:
 def test_no_format_takes_the_files_of_another(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", trained_pair())
     for path in (folder, folder / "model.pt", EXAMPLE):
-        known = [item.name for item in formats.TABLE if item.load().detect(str(path))]
+        known = [item.name for item in formats.FORMATS if item.detect(str(path))]
         assert known == ["deepspeed" if path == EXAMPLE else "gathered"]

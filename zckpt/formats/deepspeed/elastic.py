@@ -46,7 +46,7 @@ def _keeps_numbers_as_tensors(target: DeepSpeedTarget) -> bool:
     buffers, place = target.buffers, target.step_place
     types = {number.dtype for buffer in buffers for number in buffer.scalars.values()}
     if place.where == "state" and any(buffer.step is not None for buffer in buffers):
-        types.add(place.type)
+        types.add(place.kind)
     return bool(types - PYTHON_NUMBERS.keys())
 
 

@@ -238,11 +238,11 @@ class _RankedBuffer:
 
     def _steps(
         self, group: int, states: Sequence[Mapping[str, Any]], policy: str | None
-    ) -> tuple[list[Sighting], dict[str, Any] | None, list[str]]:
+    ) -> tuple[list[Sighting], steps.StepPlace | None, list[str]]:
         """Every place that states this buffer's step; the first of them is the truth (steps.py)."""
         elastic = [state.get("base_optimizer_state_step") for state in self.ranks.states]
         sightings: list[Sighting] = []
-        kept: dict[str, Any] | None = None
+        kept: steps.StepPlace | None = None
         warnings: list[str] = []
         for where, what, values in (
             ("state", f"state of flat group {self.place}", self._kept_steps(states)),
@@ -269,11 +269,9 @@ class _RankedBuffer:
                 continue
             sightings.append(Sighting(what, step, truth))
             if truth:
-                kept = {"in": where, "type": kinds[0]}
                 first = values[0]
-                # of shape [1]: a capturable FusedAdam's, and what elastic files are loaded to
-                if isinstance(first, (Scalar, Tensor)) and first.shape:
-                    kept["shape"] = list(first.shape)
+                shape = first.shape if isinstance(first, (Scalar, Tensor)) else ()
+                kept = steps.StepPlace(where, kinds[0], shape)
                 if warning := steps.stalled(step, kinds[0], what):
                     warnings.append(warning)
         return sightings, kept, warnings

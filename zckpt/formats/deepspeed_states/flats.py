@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...core.fragments import Fragments
 from ...core.inert import Scalar
@@ -34,7 +33,7 @@ class FlatBuffer:
     shapes: Mapping[str, tuple[int, ...]]
     slots: Sequence[BufferSlot]
     step: steps.Step | None
-    step_kept: dict[str, Any] | None
+    step_kept: steps.StepPlace | None
     scalars: Mapping[str, Scalar]
     sightings: Sequence[Sighting]
     left_out: Sequence[str]

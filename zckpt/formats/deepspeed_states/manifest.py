@@ -155,13 +155,12 @@ def _elastic_groups(
 
 def _counters(ranks: EngineStates) -> list[Sighting]:
     """Engine counters and schedulers: never true (skipped fp16 steps, warm starts)."""
-    counters = {f"engine, {key}": ranks.model.get(key) for key in ("global_steps", "skipped_steps")}
+    counters = steps.counter_sightings("engine", ranks.model, ("global_steps", "skipped_steps"))
     scheduler = ranks.model.get("lr_scheduler")
     if isinstance(scheduler, dict):
-        for key in ("last_epoch", "_step_count", "last_batch_iteration"):
-            counters[f"lr_scheduler, {key}"] = scheduler.get(key)
-    counted = [(where, steps.step_of(value)) for where, value in counters.items()]
-    return [Sighting(where, step, False) for where, step in counted if step is not None]
+        keys = (*steps.SCHEDULER_COUNTERS, "last_batch_iteration")
+        counters += steps.counter_sightings("lr_scheduler", scheduler, keys)
+    return counters
 
 
 def _state(
@@ -187,7 +186,7 @@ def _state(
     }
     kept = [buffer.step_kept for buffer in buffers if buffer.step_kept]
     stale = None
-    if kept and kept[0]["in"] == "state":
+    if kept and kept[0].where == "state":
         stale = ranks.groups(0)[0].get("step", ranks.first.get("base_optimizer_state_step"))
     of_model = {
         key: tensors.kept(value, key, ranks.models[0])
@@ -203,7 +202,11 @@ def _state(
         "counters": {key: ranks.model.get(key) for key in COUNTERS},
         "module": list(tensors.module),
         **of_model,
-        "optimizer": {**optimizer, "step": kept[0] if kept else None, "group_step": stale},
+        "optimizer": {
+            **optimizer,
+            "step": kept[0].to_state() if kept else None,
+            "group_step": stale,
+        },
     }
 
 

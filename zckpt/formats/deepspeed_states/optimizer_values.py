@@ -59,7 +59,7 @@ def numbers(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -
 
 def typed_step(target: DeepSpeedTarget, step: steps.Step, storages: Storages) -> Any:
     """A step in the type, and as a tensor in the shape, that the target's optimizer expects."""
-    return _number(Scalar(step, target.step_place.type, target.step_shape), storages)
+    return _number(target.step_place.number(step), storages)
 
 
 def group_step(

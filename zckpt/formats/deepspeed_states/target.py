@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...core.dtypes import SIZES
 from ...core.inert import Scalar
@@ -46,14 +46,6 @@ class TargetBuffer:
     scalars: Mapping[str, Scalar]
     slots: Mapping[str, str]  # optimizer states and their dtypes
     master: str  # the masters' dtype
-
-
-class StepPlace(NamedTuple):
-    """Where the target's optimizer keeps its step."""
-
-    where: str  # "state" or "group"
-    type: str
-    stale: Any  # what `step` of the groups is where the true one is in the state
 
 
 class DeepSpeedTarget:
@@ -262,26 +254,10 @@ class DeepSpeedTarget:
         }
 
     @property
-    def step_place(self) -> StepPlace:
-        """Where the target's optimizer looks for its step."""
+    def step_place(self) -> steps.StepPlace:
+        """Where the target's optimizer looks for its step: as its class does, or as the source."""
         name = adam_class(self.engine, self.source)
-        if name:
-            return {
-                "torch": StepPlace("state", "F32", None),
-                "deepspeed-cpu-adam": StepPlace("state", "int", None),
-                "deepspeed-fused-adam": StepPlace("state", "int", 0),
-                "apex-fused-adam": StepPlace("group", "int", None),
-            }[name]
-        step = self.optimizer_state.get("step") or {}
-        stale = self.optimizer_state.get("group_step")
-        return StepPlace(step.get("in", "state"), step.get("type", "F32"), stale)
-
-    @property
-    def step_shape(self) -> tuple[int, ...]:
-        """The shape of a step that is a tensor: the source's, unless another class is asked for."""
-        if adam_class(self.engine, self.source):
-            return ()
-        return tuple((self.optimizer_state.get("step") or {}).get("shape", ()))
+        return steps.WRITTEN[name] if name else steps.StepPlace.of_state(self.optimizer_state)
 
     def thawed(self, value: Any, storages: Storages) -> Any:
         """`value` of the source's state, with tensors in the place of their names."""

@@ -87,7 +87,7 @@ class ParameterFolders:
                 warnings: list[str] = []
                 if kept and sightings:
                     stalled = [
-                        steps.stalled(line.step, kept["type"], line.where) for line in sightings
+                        steps.stalled(line.step, kept.kind, line.where) for line in sightings
                     ]
                     warnings = [warning for warning in stalled if warning]
                 buffers.append(
@@ -191,13 +191,13 @@ class ParameterFolders:
 
     def _steps(
         self, place: int, group: int, names: Sequence[str], policy: str | None
-    ) -> tuple[dict[str, steps.Step], list[Sighting], dict[str, Any] | None]:
+    ) -> tuple[dict[str, steps.Step], list[Sighting], steps.StepPlace | None]:
         """Steps by name, every place that states one, and where and how the true one is kept."""
         states = self.merged.states
         common = states.flat_states(place)[0].get("step")
         in_group = states.groups(group)[0].get("step")
         by_name: dict[str, steps.Step] = {}
-        kept: dict[str, Any] | None = None
+        kept: steps.StepPlace | None = None
         for name in names:
             file = self.by_path.get(os.path.join(self.root, name, "step.pt"))
             stored = self._tensor(file)[0] if file else common
@@ -225,9 +225,7 @@ def _number(file: TorchFile, value: Any) -> Any:
     return file.scalar(value) if isinstance(value, Tensor) and value.numel == 1 else value
 
 
-def _kept(where: str, stored: Any, value: Any) -> dict[str, Any]:
+def _kept(where: str, stored: Any, value: Any) -> steps.StepPlace:
     """Where a step stood, and in what type (flats.py)."""
-    kept: dict[str, Any] = {"in": where, "type": steps.kind_of(value)}
-    if isinstance(stored, Tensor) and stored.shape:
-        kept["shape"] = list(stored.shape)
-    return kept
+    shape = stored.shape if isinstance(stored, Tensor) else ()
+    return steps.StepPlace(where, steps.kind_of(value), shape)

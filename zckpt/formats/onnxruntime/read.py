@@ -327,10 +327,9 @@ def _steps(
 
 
 def _counters(save: Save) -> list[Sighting]:
-    """ORTTrainer's own counters, which its learning rate schedule follows."""
+    """ORTTrainer's own, which drive its schedule of learning rates."""
     counters = save.state.get("train_step_info") or {}
-    stated = [(f"train_step_info, {key}", steps.step_of(value)) for key, value in counters.items()]
-    return [Sighting(where, step, False) for where, step in stated if step is not None]
+    return steps.counter_sightings("train_step_info", counters, counters)
 
 
 def _state(save: Save, collected: _Entries) -> dict[str, Any]:

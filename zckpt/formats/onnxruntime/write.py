@@ -83,7 +83,7 @@ class TargetWeight:
 
 
 class OnnxRuntimeWriter:
-    """One conversion to ONNX Runtime's files; everything is decided when it is made."""
+    """One conversion to ONNX Runtime's files; the constructor decides everything."""
 
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source
@@ -227,8 +227,8 @@ class OnnxRuntimeWriter:
         source, state = self.source, self.source.state
         if source.groups and self.states:
             self.left_out.append(
-                "hyper-parameters (learning rate, betas, weight decay, ...): ONNX Runtime stores "
-                "none; set them in the program that resumes"
+                "hyper-parameters (learning rate, betas, weight decay, ...): ONNX Runtime does "
+                "not store them; set them in the program that resumes"
             )
         tied = [alias for about in source.parameters.values() for alias in about.aliases]
         if tied:

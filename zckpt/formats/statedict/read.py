@@ -363,7 +363,7 @@ class _Manifest:
             state["optimizer"] = {"other": self._kept(self.other, "optimizer.other")}
         if len(self.step_kinds) == 1 and self.step_kinds != {"F32"}:
             (kind,) = self.step_kinds
-            state.setdefault("optimizer", {})["step"] = {"in": "state", "type": kind}
+            state.setdefault("optimizer", {})["step"] = steps.StepPlace("state", kind).to_state()
         return state
 
     def _group_step(self) -> str | None:
@@ -375,9 +375,9 @@ class _Manifest:
         return kinds.pop() if len(kinds) == 1 else None
 
     def _sight_scheduler(self, scheduler: Mapping[str, Any]) -> None:
-        for key in ("last_epoch", "_step_count"):
-            if (step := steps.step_of(scheduler.get(key))) is not None:
-                self.sightings.append(Sighting(f"lr_scheduler, {key}", step, False))
+        self.sightings += steps.counter_sightings(
+            "lr_scheduler", scheduler, steps.SCHEDULER_COUNTERS
+        )
 
     def _kept(self, value: Any, path: str) -> Any:
         """`value` with its tensors as entries of slot `state`; 0-d ones by value."""

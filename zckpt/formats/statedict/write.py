@@ -17,6 +17,7 @@ from ...errors import MissingData, WrongOption, listed
 from ...training import peft
 from ...training.optimizers import torch_groups
 from ...training.options import Options
+from ...training.steps import StepPlace
 from .tree import Path, dotted
 
 OF_TORCH = (
@@ -223,7 +224,7 @@ class StateDicts:
         slots = [slot for slot in source.slots if slot not in ("param", "master", "state")]
         kept = source.state.get("optimizer") or {}
         own = self.engine.get("name") == "torch"
-        kind = (kept.get("step") or {}).get("type", "F32") if own else "F32"
+        kind = StepPlace.of_state(kept if own else {}).kind
         other = kept.get("other") or {}
         for name, parameter in source.parameters.items():
             state: dict[str, Any] = {}

@@ -1,0 +1,139 @@
+"""Universal checkpoints: what every reader promises, and damaged or hostile manifests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from zckpt import errors
+
+from ..contract import FormatContract
+from .conftest import manifest_of
+
+
+class TestContract(FormatContract):
+    format = "universal"
+
+    @pytest.fixture
+    def checkpoint(self, universal: Path) -> Path:
+        return universal
+
+
+class TestRefusals:
+    def change(self, universal: Path, **changes: Any) -> None:
+        text = json.dumps(manifest_of(universal) | changes)
+        (universal / "manifest.json").write_text(text)
+
+    def test_an_unknown_version(self, universal: Path) -> None:
+        self.change(universal, zckpt=2)
+        with pytest.raises(errors.UnsupportedCheckpoint, match="version 2"):
+            zckpt.read(universal)
+
+    def test_unknown_keys_are_ignored(self, universal: Path) -> None:
+        self.change(universal, comment={"by": "someone"})
+        assert zckpt.read(universal).step == 7
+
+    def test_a_flipped_bit(self, universal: Path, tmp_path: Path) -> None:
+        path = universal / "exp_avg.safetensors"
+        data = bytearray(path.read_bytes())
+        data[5000] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(errors.CorruptCheckpoint, match=r"embedding.weight/exp_avg is damaged"):
+            zckpt.convert(universal, tmp_path / "again")
+        assert not (tmp_path / "again").exists()
+        assert not (tmp_path / "again.partial").exists()
+
+    def test_a_missing_file(self, universal: Path) -> None:
+        (universal / "exp_avg.safetensors").unlink()
+        with pytest.raises(errors.CorruptCheckpoint, match="exp_avg"):
+            zckpt.read(universal)
+
+    def test_a_short_file(self, universal: Path) -> None:
+        path = universal / "exp_avg.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(errors.CorruptCheckpoint, match="bytes"):
+            zckpt.read(universal)
+
+    @pytest.mark.parametrize("name", ["/etc/passwd", "../run/latest", "a/../../b"])
+    def test_files_outside(self, name: str, universal: Path) -> None:
+        self.change(universal, files={name: {"size": 1, "crc32": "00000000"}})
+        with pytest.raises(errors.CorruptCheckpoint, match="outside"):
+            zckpt.read(universal)
+
+    @pytest.mark.parametrize(
+        "text",
+        ['{"zckpt": ', "{", '{"zckpt": 1}', "[" * 100_000, '{"zckpt": 1, "entries": 3}', "\xff"],
+    )
+    def test_a_malformed_manifest(
+        self, text: str, universal: Path, zckpt: Callable[..., Any]
+    ) -> None:
+        (universal / "manifest.json").write_text(text)
+        ended = zckpt("inspect", "--from", "universal", universal)
+        assert ended.code == 1
+        assert ended.err.startswith("Error: ")
+        assert len(ended.err.splitlines()) <= 2
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            None,
+            {"format": "deepspeed", "dp": "x"},
+            {"format": "deepspeed", "dp": -3},
+            {"format": "deepspeed", "zero_stage": "two"},
+            {"format": "deepspeed", "tag": "../../elsewhere"},
+            {"format": "deepspeed", "tag": ".."},
+        ],
+    )
+    def test_a_source_that_none_can_be(
+        self, source: Any, universal: Path, zckpt: Callable[..., Any]
+    ) -> None:
+        self.change(universal, source=source)
+        for command in (["inspect", universal], ["reshard", universal, universal.parent / "run"]):
+            assert zckpt(*command).code == 1
+        assert sorted(path.name for path in universal.parent.iterdir()) == ["universal"]
+
+    @pytest.mark.parametrize("keep", [slice(1), slice(1, None), slice(0)])
+    def test_fragments_that_do_not_cover(self, keep: slice, universal: Path) -> None:
+        extent = zckpt.read(universal).entries["fc1.bias/master"].fragments[0].extent
+        listed = [
+            {
+                "file": "master.safetensors",
+                "offset": extent.offset + start * 4,
+                "length": (stop - start) * 4,
+                "start": start,
+                "stop": stop,
+            }
+            for start, stop in ((0, 10), (10, 29))
+        ]
+        manifest = manifest_of(universal)
+        manifest["entries"]["fc1.bias/master"]["fragments"] = listed[keep]
+        (universal / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(errors.CorruptCheckpoint, match=r"fc1.bias/master"):
+            zckpt.read(universal)
+
+    def test_files_beside_it_do_not_disturb(self, universal: Path) -> None:
+        (universal / "notes.safetensors").write_text("junk")
+        (universal / "master-old.safetensors").write_text("junk")
+        assert zckpt.read(universal).step == 7
+
+    def test_fragments_may_be_listed(self, universal: Path) -> None:
+        manifest = manifest_of(universal)
+        entry = zckpt.read(universal).entries["fc1.bias/master"]
+        extent = entry.fragments[0].extent
+        manifest["entries"]["fc1.bias/master"]["fragments"] = [
+            {
+                "file": "master.safetensors",
+                "offset": extent.offset + start * 4,
+                "length": (stop - start) * 4,
+                "start": start,
+                "stop": stop,
+            }
+            for start, stop in ((0, 10), (10, 29))
+        ]
+        (universal / "manifest.json").write_text(json.dumps(manifest))
+        assert len(zckpt.read(universal).entries["fc1.bias/master"].fragments) == 2

@@ -1,0 +1,115 @@
+"""How the values of options are written: sizes, names, pairs, rules."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import click
+
+UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
+UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
+
+
+class Size(click.ParamType[int]):
+    """Bytes: 256MiB, 8GiB, 500MB, 1000000."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", value.upper())
+        if not match or match[2] not in UNITS:
+            self.fail(f"{value!r} is not a size: write 256MiB, 8GiB, 500MB or 1000000", param, ctx)
+        return int(float(match[1]) * UNITS[match[2]])
+
+
+class Pairs(click.ParamType[dict[Any, Any]]):
+    """lr=3e-4,betas=[0.9,0.95],fused=null: names and JSON values; 1:lr=3e-4 is for group 1."""
+
+    name = "pairs"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> dict[Any, Any]:
+        if isinstance(value, dict):
+            return value
+        number, colon, text = value.partition(":")
+        if not (colon and number.strip().isdecimal()):
+            number, text = "", value
+        try:
+            # a comma within brackets belongs to a value
+            pairs = [pair.partition("=") for pair in re.split(r",(?![^\[]*\])", text)]
+            values = {key.strip(): json.loads(item) for key, _, item in pairs}
+        except json.JSONDecodeError:
+            values = {}
+        if not values or not all(key.isidentifier() for key in values):
+            self.fail(f"{value!r} is not a list such as lr=3e-4,weight_decay=0.1", param, ctx)
+        for key, item in values.items():
+            values[key] = tuple(item) if isinstance(item, list) else item
+        return {int(number): values} if number else values
+
+
+class Config(click.ParamType[dict[str, Any]]):
+    """A JSON file with one object."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        try:
+            with open(value, encoding="utf-8") as file:
+                config = json.load(file)
+        except (OSError, ValueError) as error:
+            self.fail(f"{value} cannot be read: {error}", param, ctx)
+        if not isinstance(config, dict):
+            self.fail(f"{value} is not a JSON object", param, ctx)
+        return config
+
+
+class Names(click.ParamType[tuple[str, ...]]):
+    """A file of names, one per line, or a JSON list of them."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            with open(value, encoding="utf-8") as file:
+                text = file.read()
+            names = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
+        except (OSError, ValueError) as error:
+            self.fail(f"{value} cannot be read: {error}", param, ctx)
+        if not names or not all(isinstance(name, str) for name in names):
+            self.fail(f"{value} is not a list of names, one per line or as JSON", param, ctx)
+        return tuple(name.strip() for name in names if name.strip())
+
+
+class Rename(click.ParamType[tuple[str, str]]):
+    """REGEX=REPL; the last `=` separates."""
+
+    name = "rule"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        regex, equals, replacement = value.rpartition("=")
+        if not equals:
+            self.fail(f"{value!r} is not of the form REGEX=REPL", param, ctx)
+        return regex, replacement
+
+
+class Tie(click.ParamType[tuple[str, str]]):
+    """NAME=NAME: a tied weight's second name, and the one that the source has."""
+
+    name = "tie"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        alias, _, owner = value.partition("=")
+        if not alias or not owner:
+            self.fail(f"{value!r} is not of the form NAME=NAME", param, ctx)
+        return alias, owner

@@ -1,0 +1,82 @@
+"""The five steps of a conversion: shells, read them back, join, copy, seal and rename.
+
+    1. shells      the target's files, with their headers and with holes where tensors go
+    2. read back   the target format's own reader says which bytes of the shells are which elements
+    3. join        every element of the target gets its place in the source
+    4. copy        bytes move, and every one is hashed on the way
+    5. seal        checksums go into the files; then one rename makes the directory the target
+
+This module knows no format: its caller passes the layout, the reader and the function that seals.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+
+from ..errors import NotEnoughSpace
+from . import fileio, plan
+from .copy import Outcome, chunk_size, copy
+from .manifest import Manifest
+from .resources import Begin, Copying
+from .staging import Layout, Staging
+
+ReadShells = Callable[[str], Manifest]
+"""Reads the manifest of the shells in a directory."""
+Seal = Callable[[str, Manifest, Outcome], None]
+"""Completes the files in a directory, given the manifest of its shells and the copy's outcome."""
+
+
+def files_of(layout: Layout) -> dict[str, int]:
+    """Names and sizes of all files that a layout writes."""
+    shells = {shell.name: shell.size for shell in layout.shells()}
+    return shells | {name: sibling.size for name, sibling in layout.siblings}
+
+
+def memory_of(source: Manifest, copying: Copying) -> int:
+    """Bytes of all buffers that a conversion of `source` allocates."""
+    return 2 * copying.jobs * chunk_size(source.dp, copying.jobs, copying.memory)
+
+
+def convert(
+    source: Manifest,
+    target: str,
+    layout: Layout,
+    read_shells: ReadShells,
+    seal: Seal,
+    copying: Copying,
+    begin: Begin | None,
+) -> Outcome:
+    """Writes `source` as the directory `target`, laid out as `layout` says.
+
+    If an error is raised, there is no `target`. Raises NotEnoughSpace, CorruptCheckpoint if the
+    source's bytes do not have the checksums that its files state, MissingData, OSError.
+    """
+    size = sum(files_of(layout).values())
+    try:
+        with Staging(target) as staging:
+            staging.lay(layout.shells())
+            shells = read_shells(staging.path)
+            pairs = plan.join(source, shells, layout.from_masters)
+            outcome = copy(
+                pairs,
+                source,
+                shells,
+                jobs=copying.jobs,
+                memory=copying.memory,
+                io=fileio.write_mode(copying.io, size),
+                progress=begin(size) if begin else None,
+            )
+            for name, sibling in layout.siblings:
+                path = os.path.join(staging.path, name)
+                outcome.files[path] = staging.copy(sibling.path, name)
+            seal(staging.path, shells, outcome)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise NotEnoughSpace(
+                f"the filesystem of {target} is full ({error.strerror})",
+                hint=f"{size / 1e9:.3f} GB are needed; nothing was left behind",
+            ) from error
+        raise
+    return outcome

@@ -1,0 +1,89 @@
+"""What a checkpoint contains, as the JSON that `zckpt inspect` prints. Reads no tensor."""
+
+from __future__ import annotations
+
+import os
+from math import prod
+from typing import Any
+
+from .inert import plain_group, to_json
+from .manifest import Entry, Manifest
+from .patterns import matching
+
+Report = dict[str, Any]
+
+
+def inspect(manifest: Manifest) -> Report:
+    """What a checkpoint contains, as `zckpt inspect --json` prints it."""
+    return {
+        "zckpt": 1,
+        "command": "inspect",
+        **manifest.source,
+        "format": manifest.format,
+        "written_by": manifest.source.get("format"),
+        "path": manifest.root,
+        "step": manifest.step,
+        "complete": True,  # reading an incomplete checkpoint is an error
+        "optimizer": manifest.optimizer,
+        "parameters": len(manifest.parameters),
+        "elements": sum(prod(parameter.shape) for parameter in manifest.parameters.values()),
+        "slots": {
+            slot: {
+                "tensors": len(entries),
+                "dtype": ", ".join(sorted({entry.dtype for entry in entries})),
+                "elements": sum(entry.numel for entry in entries),
+                "bytes": sum(entry.length for entry in entries),
+            }
+            for slot, entries in manifest.slots.items()
+        },
+        "groups": None
+        if manifest.groups is None
+        else [plain_group(group) for group in manifest.groups],
+        "steps": [
+            {"where": line.where, "step": line.step, "truth": line.truth} for line in manifest.steps
+        ],
+        "files": len(manifest.files),
+        "bytes": sum(os.path.getsize(file) for file in manifest.files),
+        "problems": list(manifest.warnings),
+        "left_out": list(manifest.left_out),
+        "inferred": list(manifest.inferred),
+    }
+
+
+def tensors(manifest: Manifest, pattern: str, fragments: bool = False) -> list[Report]:
+    """One report for each tensor whose name (`parameter/slot`) matches the glob.
+
+    `fragments` adds where its bytes are. Raises WrongOption if no name matches.
+    """
+    return [_tensor(entry, fragments) for entry in matching(manifest.entries.values(), pattern)]
+
+
+def _tensor(entry: Entry, fragments: bool) -> Report:
+    report: Report = {
+        "tensor": entry.name,
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "elements": entry.numel,
+        "count": len(entry.fragments),
+    }
+    if entry.digest is not None:
+        report["crc32"] = f"{entry.digest:08x}"
+    if fragments:
+        report["fragments"] = [
+            {
+                "start": fragment.start,
+                "stop": fragment.stop,
+                "file": fragment.extent.file,
+                "offset": fragment.extent.offset,
+                "length": fragment.extent.length,
+                "count": fragment.count,
+                "stride": fragment.stride,
+            }
+            for fragment in entry.fragments
+        ]
+    return report
+
+
+def state(manifest: Manifest) -> Any:
+    """Everything that is not a tensor, as tagged JSON."""
+    return to_json(manifest.state)

@@ -1,0 +1,32 @@
+"""How much a command may use to move bytes: threads, memory, and the way it writes files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import WrongOption
+
+Progress = Callable[[int], None]
+"""Is called with the number of bytes that were processed since the last call."""
+Begin = Callable[[int], Progress]
+"""Is called once with the number of bytes to come; returns the function to report them to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """`jobs` threads, `memory` bytes for all buffers, `io`: auto, direct or buffered writes."""
+
+    jobs: int = 4
+    memory: int = 256 << 20
+    io: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.memory < 2 * self.jobs << 20:
+            raise WrongOption(
+                f"{self.jobs} jobs need {2 * self.jobs} MiB of memory",
+                hint="raise --memory, or lower --jobs",
+            )
+
+
+DEFAULT_COPYING = Copying()

@@ -1,0 +1,23 @@
+"""How results look: tables, progress bars and JSON. The only module that knows rich.
+
+Data go to stdout, everything else to stderr. On a terminal rich draws tables and bars. Without one,
+tables are plain columns that grep and awk can read, there are no bars, and rich is not imported.
+"""
+
+from .checkpoint import converted as converted
+from .checkpoint import layout as layout
+from .checkpoint import steps as steps
+from .checkpoint import summary as summary
+from .checkpoint import tensors as tensors
+from .findings import differing as differing
+from .findings import probed as probed
+from .findings import statistics as statistics
+from .findings import verified as verified
+from .terminal import can_save as can_save
+from .terminal import document as document
+from .terminal import progress as progress
+from .terminal import safe as safe
+from .terminal import save as save
+from .terminal import save_text as save_text
+from .terminal import table as table
+from .terminal import warn as warn

@@ -1,0 +1,132 @@
+"""How a checkpoint is printed: what it contains (`inspect`), and what a conversion wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..core.manifest import Entry, Manifest
+from ..core.patterns import matching
+from .terminal import brief, cell, checked, safe, size, table, warn
+
+BAR = 48  # characters
+RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def summary(report: dict[str, Any], quiet: bool) -> None:
+    """The first page of `inspect`."""
+    stage = report.get("zero_stage")
+    facts = [
+        ("checkpoint", report["path"]),
+        ("format", f"{report['format']}" + (f", ZeRO stage {stage}" if stage else "")),
+        ("written by", f"{report['written_by']} {report.get('version') or ''}"),
+        *([("dialect", report["dialect"])] if report.get("dialect") else []),
+        ("data-parallel size", str(report.get("dp") or "-")),
+        ("tag", report.get("tag")),
+        ("step", cell(report["step"])),
+        ("optimizer", report["optimizer"]),
+        ("parameters", f"{report['parameters']:,} ({report['elements']:,} elements)"),
+        ("files", f"{report['files']:,} ({size(report['bytes'])})"),
+    ]
+    table(("", ""), facts)
+    print()
+    table(
+        ("slot", "dtype", "tensors", "elements", "bytes"),
+        [
+            (slot, s["dtype"], s["tensors"], s["elements"], s["bytes"])
+            for slot, s in report["slots"].items()
+        ],
+    )
+    for place, group in enumerate(report["groups"] or ()):
+        values = ", ".join(
+            f"{key} {brief(value)}" for key, value in group.items() if value is not None
+        )
+        print(f"\ngroup {place}: {safe(values)}")
+    if report["groups"] is None:
+        print("\nno hyper-parameters are stored")
+    warn(report["problems"], quiet)
+
+
+def steps(manifest: Manifest) -> None:
+    """Every place that stores a step, and whether it is used."""
+    rows = [
+        (line.step, "true" if line.truth else "not used", line.where) for line in manifest.steps
+    ]
+    table(("step", "", "where"), rows)
+    if not manifest.steps:
+        print("no place in this checkpoint holds a step")
+
+
+def tensors(listed: Sequence[dict[str, Any]]) -> None:
+    """One line per tensor."""
+    table(
+        ("tensor", "dtype", "shape", "elements", "fragments"),
+        [
+            (
+                t["tensor"],
+                t["dtype"],
+                "x".join(map(str, t["shape"])) or "scalar",
+                t["elements"],
+                t["count"],
+            )
+            for t in listed
+        ],
+    )
+
+
+def layout(manifest: Manifest, pattern: str) -> None:
+    """A bar per tensor: which file holds which of its elements."""
+    chosen = matching(manifest.entries.values(), pattern)
+    used = {fragment.extent.file for entry in chosen for fragment in entry.fragments}
+    files = [file for file in manifest.files if file in used]
+    marks = {file: RANKS[place % len(RANKS)] for place, file in enumerate(files)}
+    for file, mark in marks.items():
+        print(f"{mark} = {safe(file)}")
+    print()
+    rows = [(entry.name, _bar(entry, marks), _ranges(entry, marks)) for entry in chosen]
+    table(("tensor", "elements, first to last", "where"), rows)
+
+
+def _bar(entry: Entry, marks: dict[str, str]) -> str:
+    width = min(BAR, entry.numel)
+    bar = ""
+    for place in range(width):
+        first = place * entry.numel // width
+        fragment = next(iter(entry.fragments.overlapping(first, first + 1)), None)
+        bar += marks[fragment.extent.file] if fragment else "?"
+    return bar
+
+
+def _ranges(entry: Entry, marks: dict[str, str]) -> str:
+    shown = []
+    for place, fragment in enumerate(entry.fragments):
+        if place == 4:
+            shown.append(f"and {len(entry.fragments) - 4} more")
+            break
+        shown.append(f"{marks[fragment.extent.file]}:{fragment.start}-{fragment.stop}")
+    return " ".join(shown)
+
+
+def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) -> None:
+    """What a conversion did, or would do; `shown` are warnings that were printed already."""
+    warn([line for line in report["warnings"] if line not in shown], quiet)
+    if quiet:
+        return
+    where = safe(report["target"])
+    if report.get("dry_run"):
+        print(f"{where} would be {safe(report['about'])}")
+        print(f"{size(report['bytes'])} in {len(report['files'])} files:")
+        for name in report["files"]:
+            print(f"  {safe(name)}")
+        print(f"memory {size(report['memory'])}, free space {size(report['free'])}")
+        return
+    step = "" if report["step"] is None else f", step {report['step']}"
+    print(
+        f"{where}: {report['tensors']:,} tensors, {size(report['bytes'])}{step}, "
+        f"{report['seconds']:.1f} s" + checked(report["records"])
+    )
+    print(f"written: {safe(report['about'])}")
+    for line in report["left_out"]:
+        print(f"left out: {safe(line)}")
+    if report["records"]["unchecked"]:
+        print(f"{report['records']['unchecked']:,} source records could not be checked (no CRC-32)")

@@ -1,0 +1,235 @@
+"""How the findings of `verify`, `diff`, `stats` and `probe-diff` are printed."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..core.inert import PYTHON_NUMBERS
+from ..errors import listed
+from .terminal import brief, checked, safe, size, table, warn
+
+
+def verified(report: dict[str, Any], quiet: bool) -> None:
+    """The report of `verify`."""
+    findings = [*_findings(report)]
+    path, other = safe(report["path"]), report["against"]
+    if not quiet or findings:
+        step = "" if report.get("step") is None else f", step {report['step']}"
+        about = f"{report['tensors']:,} tensors, {size(report['bytes'])} read{step}"
+        about += f", {report['seconds']:.1f} s" + checked(report.get("records"))
+        if report["gathered"]:
+            about += f", gathered on {report['device']} by {report['world']} processes"
+        relation = f"equals {safe(other)}" if other else "is consistent"
+        if findings:
+            relation = f"differs from {safe(other)}" if other else "contradicts itself"
+        if findings and not any(report.get(key) for key in DIFFERENCES):
+            relation = f"has the same bytes as {safe(other)}, but this proves nothing"
+        print(f"{path} {relation}: {about}")
+    _differences(report["differences"])
+    for line in findings:
+        print(line)
+    if not quiet:
+        _one_sided(report, path, other)
+        for line in report.get("notes", ()):
+            print(f"note: {safe(line)}")
+        for side, names in report.get("inferred", {}).items():
+            if names:
+                where = path if side == "a" else safe(other)
+                print(f"names inferred in {where}: {safe(listed(names))}")
+
+
+def differing(report: dict[str, Any], quiet: bool) -> None:
+    """The report of `diff`."""
+    if report["equal"]:
+        if not quiet:
+            print(f"nothing differs: {report['tensors']:,} tensors, {report['seconds']:.1f} s")
+    else:
+        count = len(report["differences"])
+        print(f"{count:,} of {report['tensors']:,} tensors differ, {report['seconds']:.1f} s")
+    if report["first"]:
+        print(f"first: {safe(report['first'])}\nworst: {safe(report['worst'])}")
+    _differences(report.get("results", report["differences"]), all_lines=True)
+    for line in _findings(report):
+        print(line)
+    if not quiet:
+        _one_sided(report, report["a"], report["b"])
+
+
+DIFFERENCES = ("differences", "problems", "steps", "scalars", "groups", "states")
+
+
+def _findings(report: dict[str, Any]) -> Iterator[str]:
+    """Everything that is not a difference of tensors, line by line."""
+    for line in (*report.get("problems", ()), *report.get("unproven", ())):
+        yield safe(line["message"])
+        if line.get("hint"):
+            yield f"  {safe(line['hint'])}"
+    for line in report.get("steps", ()):
+        yield f"step {line['a']} against {line['b']} of {line['parameters']:,} parameters"
+    for line in report.get("scalars", ()):
+        where = f"{line['parameter']}, {line['scalar']}"
+        a, b = (_number_as_kept(line, side) for side in "ab")
+        yield f"{safe(where)}: {a} against {b}"
+    for line in report.get("groups", ()):
+        where = line["key"] if line["group"] is None else f"group {line['group']}, {line['key']}"
+        yield f"{safe(where)}: {brief(line['a'])} against {brief(line['b'])}"
+    for line in report.get("states", ()):
+        if "only" in line:
+            yield safe(f"{line['key']}: only in {report[line['only']]}")
+            continue
+        yield safe(f"{line['key']}: {brief(line['a'])} against {brief(line['b'])}")
+    if report["differences"]:
+        names = {line["tensor"] for line in report["differences"]}
+        yield f"{len(names):,} tensors differ"
+
+
+def _number_as_kept(line: dict[str, Any], side: str) -> str:
+    """A number of a finding, with its type and shape if the two sides differ in these."""
+    kind = line.get(f"{side}_type")
+    if kind is None:
+        return str(line[side])
+    tensor = "" if kind in PYTHON_NUMBERS else f" tensor of shape {line[f'{side}_shape']}"
+    return f"{line[side]} ({safe(kind)}{tensor})"
+
+
+def _one_sided(report: dict[str, Any], a: object, b: object) -> None:
+    for where, names in ((a, report.get("only_a")), (b, report.get("only_b"))):
+        if names:
+            slots = ", ".join(dict.fromkeys(name.rpartition("/")[2] for name in names))
+            tensors = f"{len(names):,} tensors ({safe(slots)}), such as {safe(names[0])}"
+            print(f"only {safe(where)} has {tensors}")
+
+
+def _differences(lines: Sequence[dict[str, Any]], all_lines: bool = False) -> None:
+    """One line per tensor; only the first dozen unless `all_lines`."""
+    shown = lines if all_lines else lines[:12]
+    cosine = any("cosine" in line for line in shown)
+    rows = [
+        (_named(line), *(measured(line, key) for key in MEASURES), measured(line, "cosine"))
+        for line in shown
+        if "count" in line
+    ]
+    if rows:
+        heads = ("tensor", "differing", "first", "a", "b", "max abs", "max ulp", "cosine")
+        keep = len(heads) if cosine else len(heads) - 1
+        table(heads[:keep], [row[:keep] for row in rows])
+    for line in shown:
+        for key, word in (("shape", "shape"), ("dtype", "type"), ("crc32", "CRC-32")):
+            if f"a_{key}" in line:
+                values = f"{word} {line[f'a_{key}']} against {line.get(f'b_{key}')}"
+                print(f"{safe(line['tensor'])}: {values}")
+    if len(shown) < len(lines):
+        print(f"and {len(lines) - len(shown):,} more: --json lists them")
+
+
+def _named(line: dict[str, Any]) -> str:
+    return f"{line['tensor']} in {line['copy']}" if line.get("copy") else str(line["tensor"])
+
+
+MEASURES = ("count", "first", "a", "b", "max_abs", "max_ulp")
+
+
+def measured(line: dict[str, Any], key: str) -> object:
+    value = line.get(key)
+    if key == "count" and value == 0:
+        return "equal"
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def statistics(report: dict[str, Any], quiet: bool) -> None:
+    """The report of `stats`: a line per tensor."""
+    lines = report["tensors"]
+    rare = [key for key in ("nan", "inf") if any(line[key] for line in lines)]
+    shown = ("min", "max", "mean", "std", "norm", *rare, "negative", "zero", "positive")
+    table(
+        ("tensor", "dtype", "shape", *shown, "magnitudes"),
+        [
+            (
+                line["tensor"],
+                line["dtype"],
+                "x".join(map(str, line["shape"])) or "scalar",
+                *(measured(line, key) for key in shown),
+                _magnitudes(line["histogram"]),
+            )
+            for line in lines
+        ],
+    )
+    for line in report["not_computed"]:
+        print(f"{safe(line['tensor'])}: not computed of {line['dtype']}")
+    if not quiet:
+        step = "" if report["step"] is None else f", step {report['step']}"
+        print(
+            f"{len(lines):,} tensors, {size(report['bytes'])}{step}, {report['seconds']:.1f} s"
+            + checked(report["records"])
+        )
+    warn([line["message"] for line in report["problems"]], quiet)
+
+
+def probed(report: dict[str, Any], quiet: bool) -> None:
+    """The report of `probe-diff`."""
+    first, big, steps = report["first"], report["big"], report["steps"]
+    where = f"{report['records']:,} records of steps {steps[0]} to {steps[-1]}"
+    if len(report["ranks"]) > 1:
+        where += f" and {len(report['ranks'])} ranks"
+    if big:
+        print(f"first big difference: {_event(big)}")
+        print(f"  {big['meaning']}")
+    elif first:
+        print(f"no big difference in {where}")
+    elif not quiet:
+        print(f"no difference in {where}")
+    if first and first != big:
+        print(f"first difference: {_event(first)}\n  {first['meaning']}")
+    if not quiet:
+        if first:
+            print(f"{report['differing']:,} of {where} differ")
+        if report["noise"]:
+            print(
+                f"noise between {safe(report['a'])} and {safe(report['noise'])}: up to "
+                f"{_short(report['noise_floor'])}"
+            )
+        for side in ("a", "b"):
+            if names := report[f"only_{side}"]:
+                records = f"{len(names):,} records, such as {safe(names[0])}"
+                print(f"only {safe(report[side])} has {records}")
+        for line in report["notes"]:
+            print(f"note: {safe(line)}")
+        if first:
+            from ..probe.picture import drawn
+
+            print()
+            columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+            for line in drawn(report["map"], columns):
+                print(safe(line))
+
+
+def _event(event: dict[str, Any]) -> str:
+    rank = f", rank {event['rank']}" if event["rank"] else ""
+    return safe(
+        f"step {event['step']}, batch {event['batch']}{rank}, {event['kind']} of {event['key']}: "
+        f"{event['what']} (distance {_short(event['distance'])}, "
+        f"tolerated {_short(event['tolerated'])})"
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def _magnitudes(histogram: dict[str, Any] | None, width: int = 16) -> str | None:
+    """A sparkline of how many numbers have which magnitude, between its powers of two."""
+    if histogram is None:
+        return None
+    counts = histogram["counts"]
+    first, last = histogram["first"], histogram["first"] + len(counts)
+    each = -(-len(counts) // width)
+    sums = [sum(counts[place : place + each]) for place in range(0, len(counts), each)]
+    most = max(sums)
+    sparks = (SPARKS[-(-count * len(SPARKS) // most) - 1] if count else " " for count in sums)
+    return f"2^{first} {''.join(sparks)} 2^{last}"

@@ -1,0 +1,147 @@
+"""What every report is printed with: tables, progress bars, JSON, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import WrongOption
+
+
+def document(value: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(value, indent=2 if sys.stdout.isatty() else None, allow_nan=False))
+
+
+def safe(text: object) -> str:
+    """`text` without control characters: names in a checkpoint are not trusted."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Rows on stdout, numbers to the right: a table on a terminal, else columns for grep and awk.
+
+    The names in `heads` are empty for a list of facts.
+    """
+    cells = [[cell(value) for value in row] for row in rows]
+    right = [any(isinstance(row[i], (int, float)) for row in rows) for i in range(len(heads))]
+    if sys.stdout.isatty():
+        _drawn_table(heads, cells, right)
+    else:
+        _plain_columns([heads, *cells] if any(heads) else cells, right)
+
+
+def _drawn_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]
+) -> None:
+    """A table as wide as the terminal at most; longer cells continue on the next line."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, show_header=any(heads), show_edge=False)
+    for head, to_right in zip(heads, right, strict=True):
+        drawn.add_column(Text(head), justify="right" if to_right else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    Console(highlight=False).print(drawn)
+
+
+def _plain_columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> None:
+    """Columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [
+            text.rjust(width) if to_right else text.ljust(width)
+            for text, width, to_right in zip(line, widths, right, strict=True)
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else safe(value)
+
+
+def size(count: int) -> str:
+    """Bytes for people: 1.49 GB."""
+    number = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}" if unit != "B" else f"{count} B"
+        number /= 1000
+    return f"{number:.3f} TB"
+
+
+def warn(lines: Sequence[str], quiet: bool) -> None:
+    if not quiet and sys.stderr is not None:
+        for line in lines:
+            print(f"Warning: {safe(line)}", file=sys.stderr)
+
+
+def brief(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def checked(records: dict[str, int] | None) -> str:
+    return f", {records['checked']:,} records checked" if records and records["checked"] else ""
+
+
+def can_save(path: str) -> None:
+    """Raises WrongOption where no report could be written, before the work is done."""
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise WrongOption(f"{path} cannot be written", hint="name a file in a folder that is there")
+
+
+def save(path: str, report: dict[str, Any]) -> None:
+    """A report as a file, whole or not at all."""
+    save_text(path, json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+
+def save_text(path: str, text: str) -> None:
+    """A text as a file, whole or not at all."""
+    partial = f"{path}.{os.getpid()}.partial"
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        if os.path.lexists(partial):
+            os.unlink(partial)
+
+
+@contextmanager
+def progress(hidden: bool) -> Iterator[Callable[[int], Callable[[int], None]] | None]:
+    """A bar on stderr while bytes move, if that is a terminal."""
+    if hidden or sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress as rich_progress
+    from rich.console import Console
+
+    bar = rich_progress.Progress(
+        rich_progress.BarColumn(),
+        rich_progress.DownloadColumn(),
+        rich_progress.TransferSpeedColumn(),
+        rich_progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+
+        def begin(total: int) -> Callable[[int], None]:
+            task = bar.add_task("", total=total)
+            return lambda count: bar.advance(task, count)
+
+        yield begin

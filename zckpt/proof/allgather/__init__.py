@@ -1,0 +1,189 @@
+"""Does a checkpoint equal another one if its engine's own rule puts it together?
+
+Every process reads some ranks' parts of the flat buffers, and torch.distributed gathers them. The
+engine's rule (`formats/*/gather.py`, in the words of `core/partition.py`) cuts the parameters out,
+not our manifest: this shares only the parser of files with the copying. The other checkpoint is
+read through its manifest.
+
+A bucket is a range of columns of a (rank x element) matrix, over as many buffers as fit into
+memory. One coalesced all-gather fills a flat buffer that is allocated once, and tensors are
+compared as views of it. Two buckets are in flight: while one is moved, gathered and compared,
+threads read the next into pinned memory. Each process compares a share of the gathered whole.
+
+    world.py       which processes take part        readers.py     threads that read both sides
+    parts.py       what the ranks hold, by name     buffers.py     the memory of a bucket
+    gathering.py   bucket after bucket              elements.py    comparison of two blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...core.checksum import Cover
+from ...core.compare import Difference, Outcome, Result
+from ...core.dtypes import SIZES
+from ...core.manifest import Entry, Manifest
+from ...core.partition import (
+    Partition,
+    Partitioned,
+    Whole,
+)
+from ...core.plan import Match, match
+from ...core.resources import Begin
+from ...errors import MissingExtra
+from ..pairs import selected
+from ..report import findings, versions
+from ..verify import inferences, needs_weights, nothing_found, with_values
+
+try:
+    import torch
+    import torch.distributed as dist
+except ImportError as error:
+    raise MissingExtra(
+        "--gather needs torch, which is not installed", hint="pip install 'zckpt[torch]'"
+    ) from error
+from .gathering import Gathering
+from .parts import alone, by_kind, is_flat, named, spread
+from .world import Means, World, join_world, together_with_others
+
+Report = dict[str, Any]
+
+
+def verify_gathered(
+    manifest: Manifest,
+    parts: Sequence[Partition] | None,
+    other: Manifest,
+    pattern: str | None,
+    means: Means,
+    begin: Begin | None,
+) -> Report:
+    """Whether `other` equals what the ranks of `manifest` would gather.
+
+    `parts` are the ranks' parts by the engine's rule, or None if no engine gathers this format.
+    Every process of the world returns the same report, with its own `rank`. Raises WrongOption,
+    and MissingData if the two share no weights.
+    """
+    world = join_world(means.device)
+    try:
+        if parts is None:
+            parts = [alone(entry) for entry in manifest.entries.values() if entry.slot != "state"]
+        return _verify(world, manifest, parts, other, pattern, means, begin)
+    finally:
+        world.close()
+
+
+def _verify(
+    world: World,
+    manifest: Manifest,
+    parts: Sequence[Partition],
+    other: Manifest,
+    pattern: str | None,
+    means: Means,
+    begin: Begin | None,
+) -> Report:
+    parts, entries, copies = named(parts, manifest)
+    names = [name for name in manifest.entries if name in entries]  # in the order of the model
+    entries = {name: entries[name] for name in (*names, *entries)}
+    ours = replace(manifest, entries=entries, replicas=())
+    shared, only_a, only_b = match(ours, other)
+    matches = [(item.a.name, item) for item in shared if item.a.slot != "state"]
+    matches += [
+        (key, Match(entry, item.b, "bits" if _alike(entry, item.b) else "shapes", copy=True))
+        for key, entry in copies.items()
+        for item in shared
+        if item.a.name == entry.name and item.how == "bits" and item.b and not item.copy
+    ]
+    by_pattern = {id(item) for item in selected([item for _, item in matches], pattern)}
+    matches = [(key, item) for key, item in matches if id(item) in by_pattern]
+    if pattern is None:
+        needs_weights([item for _, item in matches], manifest.root, other.root)
+    total = sum(2 * item.b.length for _, item in matches if item.b) // world.size
+    progress = begin(total) if begin and not world.rank else None
+    gathering = Gathering(world, matches, means.jobs, progress)
+    try:
+        flat = [part for part in parts if isinstance(part, Partitioned)]
+        flat += [spread(part, world.size) for part in parts if is_flat(part)]
+        flat = [
+            part for part in flat if any(member.name in gathering.places for member in part.members)
+        ]
+        gathering.run(by_kind(flat), means.memory)
+        strided = [part for part in parts if isinstance(part, Whole) and part.strides]
+        for part in strided[world.rank :: world.size]:
+            gathering.compare_strided(part)
+    finally:
+        gathering.readers.close()
+    outcome = _of_all_processes(world, gathering)
+    report = findings(outcome, manifest, other)
+    report |= inferences([item for _, item in matches], manifest, other)
+    report["problems"] += _uncovered(outcome)
+    report["records"] = None  # gathering reads parts of records, so it checks no CRC of a record
+    if pattern is None:
+        report["problems"] += _not_gathered(manifest, entries)
+        one_sided = [
+            [name for name in names if not name.endswith("/state")] for names in (only_a, only_b)
+        ]
+        report = with_values(report, ours, other, *one_sided)
+    return {
+        **report,
+        "equal": nothing_found(report),
+        "device": str(world.device.type),
+        "world": world.size,
+        "rank": world.rank,
+        "versions": {**versions(manifest, other), "torch": torch.__version__},
+    }
+
+
+def _alike(a: Entry, b: Entry | None) -> bool:
+    return b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
+
+
+def _uncovered(outcome: Outcome) -> list[Report]:
+    """Tensors of which no bucket brought some elements."""
+    return [
+        {
+            "tensor": result.match.name,
+            "message": f"{result.match.name}: what the ranks hold does not cover its "
+            f"{result.match.a.numel} elements",
+        }
+        for result in outcome.results
+        if result.match.is_read and result.digests[1] is None
+    ]
+
+
+def _not_gathered(manifest: Manifest, gathered: Collection[str]) -> list[Report]:
+    """Tensors that our reader knows, but the engine's rule does not."""
+    return [
+        {"tensor": name, "message": f"{name} is not what the engine would gather"}
+        for name in manifest.entries
+        if name not in gathered and not name.endswith("/state")
+    ]
+
+
+def _of_all_processes(world: World, own: Gathering) -> Outcome:
+    """The outcome of all processes together; each of them gets it."""
+    mine = (own.differences, own.crcs, own.bytes)
+    everyone: list[Any] = [mine]
+    if world.size > 1:
+        everyone = [None] * world.size
+        with together_with_others():
+            dist.all_gather_object(everyone, mine)
+    differences: dict[int, Difference] = {}
+    covers: dict[tuple[int, int], Cover] = {}
+    for its_differences, its_crcs, _ in everyone:
+        for place, difference in its_differences.items():
+            differences.setdefault(place, Difference()).add(difference)
+        for (place, side), ranges in its_crcs.items():
+            item = own.matches[place]
+            entry = item.b if side else item.a
+            assert entry is not None
+            cover = covers.setdefault((place, side), Cover(entry.length))
+            for start, stop, crc in ranges:
+                cover.add(start * SIZES[entry.dtype], stop * SIZES[entry.dtype], crc)
+    results = []
+    for place, item in enumerate(own.matches):
+        sides = [covers.get((place, side)) for side in (0, 1)]
+        digests = [0 if not item.a.numel else cover.crc if cover else None for cover in sides]
+        results.append(Result(item, (digests[0], digests[1]), differences.get(place)))
+    return Outcome(results, bytes=sum(size for _, _, size in everyone))

@@ -1,0 +1,211 @@
+"""One process's work: it reads, gathers and compares bucket after bucket, two at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...core.checksum import crc32
+from ...core.compare import Difference
+from ...core.dtypes import SIZES
+from ...core.partition import (
+    Block,
+    Bucket,
+    Member,
+    Partitioned,
+    Whole,
+    buckets,
+    share_of,
+)
+from ...core.plan import Match
+from ...core.resources import Progress
+from .buffers import BucketBuffers
+from .elements import BITS, any_unequal, bytes_of, difference_of
+from .readers import BlockMatch, Readers, Seen, memory_of
+from .world import World
+
+GLOO = 32 << 20  # bytes; gloo needs more time per byte for larger messages
+ALIGNMENT = 8  # bytes, so that every tensor in a buffer can be viewed in its type
+
+
+@dataclass
+class Flight:
+    """A bucket that is being read, gathered or compared."""
+
+    bucket: Bucket
+    slot: BucketBuffers
+    items: list[BlockMatch]
+    reads: list[Future[Any]]
+    other_reads: list[Future[list[Seen]]]
+    seen: list[Seen] = field(default_factory=list)
+    flags: torch.Tensor | None = None
+
+
+class Gathering:
+    """The work of one process, and its findings: differences and CRCs by place in `matches`."""
+
+    def __init__(
+        self,
+        world: World,
+        matches: Sequence[tuple[str, Match]],
+        jobs: int,
+        progress: Progress | None,
+    ) -> None:
+        self.world = world
+        self.progress = progress
+        self.readers = Readers(jobs)
+        self.matches = [item for _, item in matches]
+        self.places: dict[str, list[int]] = {}
+        for place, (key, item) in enumerate(matches):
+            if item.is_read:
+                self.places.setdefault(key, []).append(place)
+        # no other side has the same bits, so these tensors need a CRC of their own
+        self.apart = {
+            places[0]
+            for places in self.places.values()
+            if all(self.matches[place].how != "bits" for place in places)
+        }
+        self.differences: dict[int, Difference] = {}
+        self.crcs: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        self.bytes = 0
+
+    def run(self, parts: Sequence[Partitioned], memory: int) -> None:
+        """All buckets, two in flight at a time."""
+        least = max((len(part.ranks) for part in parts), default=1) * self.world.size * 8
+        room, other = self._room(memory, least)
+        slots = [BucketBuffers(self.world, room, other) for _ in range(2)]
+        flights: list[Flight] = []
+        for number, bucket in enumerate(buckets(parts, room, self.world.size)):
+            if len(flights) == 2:
+                self._finish(flights.pop(0))
+            flights.append(self._read(bucket, slots[number % 2]))
+            if len(flights) == 2:
+                self._compare(flights[0])
+        for flight in flights:
+            if flight.flags is None:
+                self._compare(flight)
+            self._finish(flight)
+
+    def _room(self, memory: int, least: int) -> tuple[int, int]:
+        """Bytes of gathered rows, and of the other side, in each slot."""
+        most = 1.0
+        for places in self.places.values():
+            size = SIZES[self.matches[places[0]].a.dtype]
+            entries = [self.matches[place].b for place in places]
+            most = max(most, sum(SIZES[entry.dtype] for entry in entries if entry) / size)
+        cuda = self.world.device.type == "cuda"
+        near = self.world.transport != self.world.device
+        own = 1 / self.world.size if cuda and not near else 0
+        # rows, their copy on the device, own rows, the other side twice, a mask of the comparison
+        share = (most * (2 if cuda else 1) + 1) / self.world.size
+        room = int(memory / 2 / (1 + near + own + share))
+        if self.world.transport.type == "cpu":
+            room = min(room, GLOO)
+        room = max(room // 4096 * 4096, least)
+        return room, int(room * most / self.world.size)
+
+    def _read(self, bucket: Bucket, slot: BucketBuffers) -> Flight:
+        """Starts reading this process's rows, and its share of the other side."""
+        world = self.world
+        each = -(-bucket.rows // world.size)
+        read, _ = slot.own(bucket)
+        wanted = []
+        for row in range(world.rank * each, min((world.rank + 1) * each, bucket.rows)):
+            for segment in bucket.segments:
+                part = segment.part
+                stop = min(segment.stop, part.length(row))
+                if segment.start < stop:
+                    at = (row - world.rank * each) * bucket.width + segment.at
+                    extent = part.ranks[row].part(segment.start * bucket.size, stop * bucket.size)
+                    wanted.append((extent, at * bucket.size))
+        reads = self.readers.extents(wanted, memory_of(read))
+        items, end = [], 0
+        for block in share_of(bucket.blocks(), world.rank, world.size):
+            for place in self.places.get(block.member.name, ()):
+                item = BlockMatch(block, place, self.matches[place], end)
+                items.append(item)
+                end = -(-item.end // ALIGNMENT) * ALIGNMENT
+        if end > len(slot.other):  # alignment adds up over many small tensors
+            slot.grow(end)
+        others = self.readers.elements(items, memory_of(slot.other))
+        self.bytes += sum(extent.length for extent, _ in wanted)
+        return Flight(bucket, slot, items, reads, others)
+
+    def _compare(self, flight: Flight) -> None:
+        """Waits for the reads, then compares. On a GPU the comparison is only started."""
+        for read in flight.reads:
+            read.result()
+        flight.seen = [seen for read in flight.other_reads for seen in read.result()]
+        slot, end = flight.slot, max((item.end for item in flight.items), default=0)
+        self.bytes += end
+        with torch.cuda.stream(slot.stream) if slot.stream else nullcontext():
+            slot.move(flight.bucket, end)
+            flags = torch.zeros(len(flight.items), dtype=torch.bool, device=self.world.device)
+            for place, item in enumerate(flight.items):
+                a, b = slot.sides(flight.bucket, item)
+                flags[place] = any_unequal(a, b, item.match)
+            flight.flags = flags
+            if slot.done:
+                slot.done.record()
+
+    def _finish(self, flight: Flight) -> None:
+        """Collects what the comparison found. Only blocks that differ are measured."""
+        if flight.slot.done:
+            flight.slot.done.synchronize()
+        assert flight.flags is not None
+        differing = [
+            item
+            for item, flag in zip(flight.items, flight.flags.tolist(), strict=True)
+            if flag or item.match.how == "values"
+        ]
+        for item in differing:
+            a, b = flight.slot.sides(flight.bucket, item)
+            difference = difference_of(a, b, item)
+            self.differences.setdefault(item.place, Difference()).add(difference)
+        places = {id(item) for item in differing}
+        for item, start, stop, crc in flight.seen:
+            self._keep(item, 1, start, stop, crc)
+            if item.match.how == "bits" and id(item) not in places:
+                self._keep(item, 0, start, stop, crc)
+        for item in flight.items:
+            if item.place in self.apart or (item.match.how == "bits" and id(item) in places):
+                self._hash(flight.slot.sides(flight.bucket, item)[0], item)
+        if self.progress:
+            self.progress(sum(item.end - item.at for item in flight.items) * 2)
+
+    def _keep(self, item: BlockMatch, side: int, start: int, stop: int, crc: int) -> None:
+        self.crcs.setdefault((item.place, side), []).append((start, stop, crc))
+
+    def _hash(self, a: torch.Tensor, item: BlockMatch) -> None:
+        """Hashes a block whose bytes are not those of the other side."""
+        for lines, (start, stop) in zip(_lines(a, item.block), item.block.runs(), strict=True):
+            self._keep(item, 0, start, stop, crc32(bytes_of(lines)))
+
+    def compare_strided(self, part: Whole) -> None:
+        """Compares a tensor that is not row-major, in the processor's memory."""
+        data = torch.empty(part.extent.length, dtype=torch.uint8)
+        for read in self.readers.extents([(part.extent, 0)], memory_of(data)):
+            read.result()
+        assert part.strides is not None
+        a = data.view(BITS[SIZES[part.dtype]]).as_strided(part.shape, part.strides).reshape(1, -1)
+        block = Block(Member(part.name, part.shape, 0), 0, 1, 0, a.numel(), 0, 0)
+        for place in self.places.get(part.name, ()):
+            item = BlockMatch(block, place, self.matches[place], 0)
+            other = torch.empty(item.end, dtype=torch.uint8)
+            for seen in self.readers.elements([item], memory_of(other)):
+                for _, start, stop, crc in seen.result():
+                    self._keep(item, 1, start, stop, crc)
+            b = other.view(BITS[SIZES[item.other.dtype]]).view(1, -1)
+            self.differences.setdefault(place, Difference()).add(difference_of(a, b, item))
+            if item.match.how == "bits" or place in self.apart:
+                self._hash(a, item)
+
+
+def _lines(a: torch.Tensor, block: Block) -> list[torch.Tensor]:
+    """A block's rows, or the whole block if its rows are contiguous in the tensor."""
+    return [a] if len(block.runs()) == 1 else list(a)

@@ -1,0 +1,130 @@
+"""Threads that read both sides of a bucket into the memory of tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from ...core.checksum import crc32
+from ...core.dtypes import SIZES
+from ...core.fileio import Reader, files_per_thread
+from ...core.fragments import Extent
+from ...core.manifest import Entry
+from ...core.partition import (
+    Block,
+)
+from ...core.pieces import Gatherer, Ledger, Wanted
+from ...core.plan import Match
+
+READ = 8 << 20  # bytes that one thread reads at a time
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMatch:
+    """A block and one match of its tensor; the other side begins at byte `at` of a buffer."""
+
+    block: Block
+    place: int
+    match: Match
+    at: int
+
+    @property
+    def other(self) -> Entry:
+        assert self.match.b is not None
+        return self.match.b
+
+    @property
+    def end(self) -> int:
+        return self.at + self.block.numel * SIZES[self.other.dtype]
+
+
+class Readers:
+    """Threads that read parts of files into the memory of tensors."""
+
+    def __init__(self, jobs: int) -> None:
+        self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="zckpt")
+        self._own = threading.local()
+        self._keep = files_per_thread(jobs)
+
+    def _gatherer(self) -> Gatherer:
+        if not hasattr(self._own, "gatherer"):
+            self._own.gatherer = Gatherer(Reader(self._keep), Ledger(()), READ)
+        gatherer: Gatherer = self._own.gatherer
+        return gatherer
+
+    def extents(self, wanted: Sequence[tuple[Extent, int]], into: memoryview) -> list[Future[Any]]:
+        """Reads every extent to its byte of `into`."""
+        small = [
+            (extent.part(start, min(start + READ, extent.length)), at + start)
+            for extent, at in wanted
+            for start in range(0, extent.length, READ)
+        ]
+
+        def work(some: Sequence[tuple[Extent, int]]) -> None:
+            reader = self._gatherer().reader
+            for extent, at in some:
+                reader.read(extent, into[at : at + extent.length])
+
+        return [
+            self._pool.submit(work, some) for some in grouped(small, lambda item: item[0].length)
+        ]
+
+    def elements(self, items: Sequence[BlockMatch], into: memoryview) -> list[Future[list[Seen]]]:
+        """Reads the other side's elements of every item; the futures return their CRCs."""
+        wanted = [
+            (item, Wanted(item.other, first, min(first + step, stop), 0))
+            for item in items
+            for step in [max(1, READ // SIZES[item.other.dtype])]
+            for start, stop in item.block.runs()
+            for first in range(start, stop, step)
+        ]
+        end, placed, last = 0, [], None
+        for item, part in wanted:
+            start = end if item is last else item.at
+            placed.append((item, replace(part, at=start)))
+            end, last = placed[-1][1].end, item
+
+        def work(some: Sequence[tuple[BlockMatch, Wanted]]) -> list[Seen]:
+            self._gatherer().gather([part for _, part in some], into)
+            return [
+                (item, part.start, part.stop, crc32(into[part.at : part.end]))
+                for item, part in some
+            ]
+
+        return [
+            self._pool.submit(work, some)
+            for some in grouped(placed, lambda item: item[1].end - item[1].at)
+        ]
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+Seen = tuple[BlockMatch, int, int, int]
+"""An item, a range of its tensor's elements, and the CRC-32 of the other side's bytes there."""
+
+
+def grouped(listed: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Lists of neighbours, each about READ bytes long."""
+    some: list[T] = []
+    size = 0
+    for item in listed:
+        if some and size + length(item) > READ:
+            yield some
+            some, size = [], 0
+        some.append(item)
+        size += length(item)
+    if some:
+        yield some
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a tensor of bytes on the CPU."""
+    array: Any = tensor.numpy()
+    return memoryview(array)

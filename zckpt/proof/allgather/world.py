@@ -1,0 +1,84 @@
+"""Which processes gather together, and where their memory is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ...errors import ProcessFailed, WrongOption
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a process gathers with: its device (cuda, cpu, None), threads, bytes of buffers."""
+
+    device: str | None = None
+    jobs: int = 4
+    memory: int = 256 << 20
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those that gather; `transport` is where the gathered buffer lies."""
+
+    rank: int
+    size: int
+    device: torch.device
+    transport: torch.device
+    started: bool
+
+    def close(self) -> None:
+        if self.started:
+            dist.destroy_process_group()
+
+
+def join_world(asked: str | None) -> World:
+    """The processes that torchrun started, or this one alone.
+
+    NCCL gathers if every process has its own GPU. On the CPU, and if several processes share a GPU,
+    which NCCL refuses, gloo gathers in the processor's memory.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked == "cuda" and not gpus:
+        raise WrongOption("--device cuda, but torch finds no GPU", hint="use --device cpu")
+    cuda = bool(gpus) and asked != "cpu"
+    local = _stated("LOCAL_RANK", "SLURM_LOCALID", default=0)
+    device = torch.device("cuda", local % gpus) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    size = _stated("WORLD_SIZE", default=1)
+    started = size > 1 and not dist.is_initialized()
+    if started:
+        if "MASTER_ADDR" not in os.environ:
+            raise WrongOption(
+                f"WORLD_SIZE is {size}, but MASTER_ADDR does not say where they meet",
+                hint="start it with `torchrun --nproc-per-node N -m zckpt verify ...`, or unset "
+                "WORLD_SIZE",
+            )
+        own = _stated("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=size) <= gpus
+        dist.init_process_group("nccl" if cuda and own and dist.is_nccl_available() else "gloo")
+    if not dist.is_initialized():
+        return World(0, 1, device, device, started=False)
+    on_device = dist.get_backend() == "nccl"
+    transport = device if on_device else torch.device("cpu")
+    return World(dist.get_rank(), dist.get_world_size(), device, transport, started)
+
+
+def _stated(*names: str, default: int) -> int:
+    """The number in the first of these environment variables that is set."""
+    text = next((os.environ[name] for name in names if name in os.environ), "")
+    return int(text) if text.isdecimal() else default
+
+
+@contextmanager
+def together_with_others() -> Iterator[None]:
+    """For work of all processes together: raises ProcessFailed if another process failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ProcessFailed("another process of this gathering failed") from error

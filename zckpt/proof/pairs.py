@@ -1,0 +1,76 @@
+"""Which tensors a proof compares with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ..core.dtypes import FLOATS
+from ..core.manifest import Entry, Manifest
+from ..core.patterns import matching
+from ..core.plan import WIDE, Match, match
+
+WEIGHTS = {"param", "master"}
+
+
+def own_matches(manifest: Manifest) -> list[Match]:
+    """Every tensor once: with the master that it was rounded from, or alone; then its copies."""
+    entries = manifest.entries
+    weights = {
+        entry.parameter: entry
+        for entry in entries.values()
+        if entry.slot == "param" and entry.dtype in FLOATS
+    }
+    matches = []
+    for entry in entries.values():
+        if entry.slot == "master" and entry.parameter in weights:
+            weight = weights[entry.parameter]
+            if weight.shape == entry.shape and (entry.dtype in (*WIDE, weight.dtype)):
+                how = "bits" if weight.dtype == entry.dtype else "rounded"
+                matches.append(Match(entry, weight, how))
+    paired = {id(entry) for item in matches for entry in (item.a, item.b)}
+    matches += [Match(entry) for entry in entries.values() if id(entry) not in paired]
+    return matches + copies(manifest, entries)
+
+
+def copies(manifest: Manifest, entries: Mapping[str, Entry]) -> list[Match]:
+    """Further copies of tensors on other ranks, but not random states: each rank has its own."""
+    return [
+        Match(copy, entries[copy.name], copy=True)
+        for copy in manifest.replicas
+        if copy.slot != "state" and copy.name in entries
+    ]
+
+
+def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
+    """Tensors that both have, with further copies; names that only `a` or only `b` has."""
+    matches, only_a, only_b = match(a, b)
+    equals = [(item.a, item.b) for item in matches if item.b is not None and item.how == "bits"]
+    theirs = {ours.name: other for ours, other in equals}
+    ours = {other.name: entry for entry, other in equals}
+    matches += copies(a, theirs)
+    matches += [replace(item, a=item.b, b=item.a) for item in copies(b, ours) if item.b is not None]
+    return matches, only_a, only_b
+
+
+def selected(matches: Iterable[Match], pattern: str | None) -> list[Match]:
+    """The matches whose name matches the glob; raises WrongOption if there is none."""
+    return list(matches) if pattern is None else matching(matches, pattern)
+
+
+def missing(names: Sequence[str], owner: Manifest, other: Manifest) -> list[str]:
+    """Those of `names`, which only `owner` has, that `other` should have too: tensors were lost.
+
+    A tensor should be there if `other` has the same slot of other parameters. A trained weight
+    should be there in slot `param` or `master`; formats that keep only trained weights need no
+    others.
+    """
+    slots = {entry.slot for entry in other.entries.values()} - {"state"}
+    lost = []
+    for name in names:
+        parameter_name, _, slot = name.rpartition("/")
+        parameter = owner.parameters.get(parameter_name)
+        weight = slot in WEIGHTS and parameter is not None and parameter.trainable
+        if slot in slots or (weight and slots & WEIGHTS):
+            lost.append(name)
+    return lost

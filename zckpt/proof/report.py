@@ -1,0 +1,145 @@
+"""What a comparison found, as the lines of a report."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from ..core.compare import Difference, Outcome, Result
+from ..core.manifest import Entry, Manifest
+from ..errors import listed
+from ..version import __version__
+from . import damage
+
+Report = dict[str, Any]
+
+
+def findings(outcome: Outcome, a: Manifest, b: Manifest) -> Report:
+    """Differences of tensors, damage of files, and notes on what is harmless."""
+    buffers = {*a.buffers, *b.buffers}
+    differences, notes, cast = [], [], []
+    for result in outcome.results:
+        line = difference(result)
+        if line is None:
+            continue
+        if line.get("count") == 0:
+            cast.append(result.match.name)
+        elif result.match.copy and result.match.a.parameter in buffers:
+            notes.append(
+                f"the buffer {result.match.a.parameter} differs between ranks, as statistics that "
+                "are not synchronised do: rank 0's is taken"
+            )
+        else:
+            differences.append(line)
+    if cast:
+        notes.append(f"of another type, and equal by value: {listed(cast)}")
+    problems = []
+    for manifest in (a,) if a is b else (a, b):
+        damaged, harmless = _damage(outcome, manifest)
+        problems += damaged
+        notes += harmless
+    return {
+        "differences": differences,
+        "problems": problems,
+        "notes": list(dict.fromkeys(notes)),
+        "tensors": _count(outcome, alone=a is b),
+        "bytes": outcome.bytes,
+        "records": {"checked": outcome.checked, "unchecked": outcome.unchecked},
+        "digests": digests(outcome.results),
+    }
+
+
+def _damage(outcome: Outcome, manifest: Manifest) -> tuple[list[Report], list[str]]:
+    """Damaged tensors and records of one side, and notes on records damaged only in padding."""
+    problems = [line for result in outcome.results for line in damage.digest(result, manifest)]
+    notes = []
+    tensors = {line["tensor"] for line in problems}
+    files = {record.extent.file for record in manifest.records}
+    wrong = [item for item in outcome.damage if item.record.extent.file in files]
+    contents = damage.contents_of(manifest, (item.record.extent for item in wrong))
+    for item in wrong:
+        line = damage.meaning(manifest, item, contents[item.record.extent])
+        if line["harmless"]:
+            notes.append(line["message"])
+        elif not tensors.intersection(line["tensors"]):  # else the tensor is listed already
+            problems.append(line)
+    return problems, notes
+
+
+def _count(outcome: Outcome, alone: bool) -> int:
+    """The number of tensors that were read, or of pairs that were compared."""
+    matches = [result.match for result in outcome.results if not result.match.copy]
+    if alone:
+        return len({id(entry) for match in matches for entry in (match.a, match.b) if entry})
+    return len(matches)
+
+
+def difference(result: Result) -> Report | None:
+    """A line of `differences`; None if nothing differs."""
+    match, measured = result.match, result.difference
+    if match.b is None:
+        return None
+    line: Report = {"tensor": match.name}
+    for side, entry in (("a", match.a), ("b", match.b)):
+        if entry.name != match.name:
+            line["rounded" if match.how == "rounded" else f"{side}_tensor"] = entry.name
+    if match.copy:
+        line["copy"] = _file_of(match.a)
+    if match.how == "shapes":
+        return line | {"a_shape": list(match.a.shape), "b_shape": list(match.b.shape)}
+    if match.how in ("values", "types"):
+        line |= {"a_dtype": match.a.dtype, "b_dtype": match.b.dtype}
+    elif measured is None or not measured.count:
+        return None
+    if match.how == "types":
+        return line
+    measured = measured or Difference()
+    return line | {
+        "elements": match.a.numel,
+        "count": measured.count,
+        "first": measured.first,
+        "a": number(measured.a),
+        "b": number(measured.b),
+        "max_abs": number(measured.max_abs),
+        "max_ulp": measured.max_ulp,
+    }
+
+
+def _file_of(entry: Entry) -> str | None:
+    """The name of the file in which an entry begins."""
+    first = next(iter(entry.fragments), None)
+    return None if first is None else os.path.basename(first.extent.file)
+
+
+def number(value: float | int | None) -> float | int | str | None:
+    """A number as JSON can express it: "nan", "inf" and "-inf" are text."""
+    if value is None or math.isfinite(value):
+        return value
+    return str(float(value))
+
+
+def digests(results: Iterable[Result]) -> dict[str, Report]:
+    """CRC-32 of the row-major bytes of every tensor that was read, of both sides."""
+    lines: dict[str, Report] = {}
+    for result in results:
+        match = result.match
+        if match.copy:
+            continue
+        for side, entry, digest in zip("ab", (match.a, match.b), result.digests, strict=True):
+            if entry is not None and digest is not None:
+                line = {"dtype": entry.dtype, "shape": list(entry.shape)}
+                lines.setdefault(entry.name, line).setdefault(side, f"{digest:08x}")
+    return lines
+
+
+def versions(a: Manifest, b: Manifest | None) -> Report:
+    """The versions of zckpt and of the engines that wrote both sides."""
+    own = {"zckpt": __version__, "a": _engine(a)}
+    return own if b is None else {**own, "b": _engine(b)}
+
+
+def _engine(manifest: Manifest) -> Report:
+    source = manifest.source
+    return {key: source.get(key) for key in ("format", "version", "zero_stage", "dp", "tag")}

@@ -1,0 +1,114 @@
+"""What `verify --save-proof` keeps of a checkpoint, and how another one is compared with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from ..core import compare
+from ..core.compare import Result
+from ..core.fragments import Runs
+from ..core.inert import from_json, plain_group
+from ..core.manifest import Entry, Manifest, parameters_from_json, parameters_to_json
+from ..core.plan import Match, match
+from ..core.resources import DEFAULT_COPYING, Begin, Copying
+from ..errors import CorruptCheckpoint
+from .pairs import selected
+from .report import difference, findings
+from .verify import inferences, needs_weights, nothing_found, with_values
+
+Report = dict[str, Any]
+
+
+def about(manifest: Manifest) -> Report:
+    """What a report states of the checkpoint itself, beside the checksums of its tensors."""
+    groups = manifest.groups
+    return {
+        "step": manifest.step,
+        "held": {
+            "parameters": parameters_to_json(manifest.parameters),
+            "buffers": list(manifest.buffers),
+            "groups": None if groups is None else [plain_group(group) for group in groups],
+        },
+    }
+
+
+def is_proof(path: str) -> bool:
+    """Whether a path is a file that `--save-proof` wrote, and not a checkpoint."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        head = file.read(256)
+    return head.lstrip()[:1] == b"{" and b'"command": "verify"' in head
+
+
+def verify_proof(
+    manifest: Manifest,
+    path: str,
+    pattern: str | None = None,
+    copying: Copying = DEFAULT_COPYING,
+    begin: Begin | None = None,
+) -> Report:
+    """Whether a checkpoint still equals the one that was proven, by the CRC-32 of every tensor.
+
+    Raises CorruptCheckpoint if the file is not a proof, or if it proves a difference.
+    """
+    proven = _read_proof(path)
+    matches, only_a, only_b = match(manifest, proven)
+    comparable = [item for item in matches if item.how in ("bits", "shapes", "types")]
+    matches = selected(comparable, pattern)
+    if pattern is None:
+        needs_weights(matches, manifest.root, path)
+    alone = [Match(item.a) for item in matches]
+    outcome = compare.compare(
+        alone, manifest, manifest, jobs=copying.jobs, memory=copying.memory, begin=begin
+    )
+    report = findings(outcome, manifest, manifest) | inferences(matches, manifest, proven)
+    for item, result in zip(matches, outcome.results, strict=True):
+        assert item.b is not None
+        crc = result.digests[0]
+        if item.how != "bits":
+            line = difference(Result(item, (None, None), None))
+        elif crc != item.b.digest:
+            line = {"tensor": item.name, "a_crc32": f"{crc:08x}", "b_crc32": _hex(item.b.digest)}
+        else:
+            continue
+        report["differences"].append(line)
+    if pattern is None:
+        return with_values(report, manifest, proven, only_a, only_b)
+    return {**report, "equal": nothing_found(report)}
+
+
+def _hex(crc: int | None) -> str | None:
+    return None if crc is None else f"{crc:08x}"
+
+
+def _read_proof(path: str) -> Manifest:
+    """The checkpoint that was proven, as its proof describes it: tensors are checksums only."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            report = json.load(file)
+        if report["equal"] is not True:
+            raise CorruptCheckpoint(f"{path} proves a difference", hint="take a proof of equality")
+        description = report["held"]
+        entries = {
+            name: Entry(name, item["dtype"], tuple(item["shape"]), Runs([]), int(item["a"], 16))
+            for name, item in report["digests"].items()
+            if "a" in item
+        }
+        groups = description["groups"]
+        return Manifest(
+            root=path,
+            format="proof",
+            source=report["versions"]["a"],
+            entries=entries,
+            parameters=parameters_from_json(description["parameters"]),
+            buffers=tuple(description["buffers"]),
+            groups=None if groups is None else tuple(map(from_json, groups)),
+        )
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(
+            f"{path} is not a proof: {error!r}",
+            hint="`zckpt verify PATH --save-proof FILE` writes one",
+        ) from error

@@ -1,0 +1,46 @@
+"""How a path becomes a manifest: which checkpoint it means, and under which names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from . import formats
+from .core.manifest import Manifest
+from .training import steps
+from .training.names import Renames, called_as, names_of, renamed
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a user says about a checkpoint that is to be read; see `zckpt.read`.
+
+    `format` and `tag` choose one where the path has several, `step_policy` decides between steps
+    that disagree, `param_names` are for an optimizer that knows its parameters by number. With
+    `weights_only` such an optimizer may be left unread. `rename` are pairs of a regular expression
+    and its replacement.
+    """
+
+    format: str | None = None
+    tag: str | None = None
+    step_policy: str | None = None
+    param_names: Sequence[str] | None = None
+    weights_only: bool = False
+    rename: Renames = ()
+
+
+def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
+    """The manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor."""
+    steps.check_policy(reading.step_policy)
+    path = os.fspath(path)
+    names = None if reading.param_names is None else tuple(reading.param_names)
+    format = formats.recognise(path, reading.format, reading.tag)
+    manifest = format.read(path, reading.tag, reading.step_policy, names, reading.weights_only)
+    return renamed(manifest, reading.rename)
+
+
+def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:
+    """The checkpoint at `path` under the names of `first`, to be compared with it."""
+    other = read(path, Reading(param_names=reading.param_names))
+    return called_as(other, names_of(first))

@@ -1,0 +1,269 @@
+"""How a manifest becomes a checkpoint of another format or size, and the report about it.
+
+The target gets the source's tensors under the names and in the groups that its engine needs; what
+the target's format lays out is then written by `core.convert`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from . import formats
+from .core.manifest import Manifest
+from .core.resources import DEFAULT_COPYING, Begin, Copying
+from .errors import WrongOption
+from .reading import Reading, read
+from .training import steps, ties
+from .training.names import called_as, canonical, renamed
+from .training.options import Options
+from .training.order import in_order_of
+
+if TYPE_CHECKING:
+    from .core.copy import Outcome
+    from .core.staging import Layout, Shell
+    from .formats.format import Format
+
+Report = dict[str, Any]
+Tell = Callable[[Sequence[str]], None]
+"""Is called with the warnings of a conversion, before its first byte is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """How a conversion runs, and whom it informs.
+
+    A `dry_run` reports what would be written, and writes nothing.
+    """
+
+    copying: Copying = DEFAULT_COPYING
+    dry_run: bool = False
+    begin: Begin | None = None
+    tell: Tell | None = None
+
+
+def read_for(
+    target: str | os.PathLike[str],
+    source: str | os.PathLike[str],
+    reading: Reading,
+    options: Options,
+) -> Manifest:
+    """The source of a conversion; raises TargetExists before a large source is read."""
+    from .core.staging import refuse_existing, refuse_inside
+
+    refuse_existing(os.fspath(target))
+    refuse_inside(os.fspath(source), os.fspath(target))
+    names, weights_only = options.param_names, options.weights_only
+    return read(source, replace(reading, param_names=names, weights_only=weights_only))
+
+
+def write(
+    command: str,
+    manifest: Manifest,
+    target: str,
+    to: str,
+    options: Options,
+    running: Running,
+    best_in: str | None = None,
+) -> Report:
+    """Writes `manifest` as the directory `target` in format `to`; gives the command's report.
+
+    `best_in` is the directory in which a Trainer's best checkpoint will lie.
+    """
+    from .core import convert, staging
+
+    started = time.monotonic()
+    format = formats.named(to)
+    if not format.writes:
+        raise WrongOption(f"zckpt can read {to}, but not write it yet")
+    format.refuse(options)
+    source = _Source(*format.prepare(_named_for(format, manifest, options)))
+    layout = format.lay_out(source.manifest, options)
+    layout = replace(layout, shells=staging.remembered(layout.shells))
+    layout = _with_files(layout, source.files)
+    if format.is_resumed and not format.is_neutral:
+        layout = _pointing_to_the_best(layout, source.manifest, target, best_in)
+    layout = replace(layout, from_masters=layout.from_masters or options.dtype is not None)
+    files = convert.files_of(layout)
+    size = sum(files.values())
+    report = _report(command, source.manifest, target, format, layout, files)
+    if running.tell:
+        running.tell(report["warnings"])
+    if running.dry_run:
+        memory = convert.memory_of(source.manifest, running.copying)
+        return report | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}
+    staging.need_space(target, size)
+    formats.named(manifest.format).check(manifest)
+
+    def seal(path: str, shells: Manifest, outcome: Outcome) -> None:
+        if warning := steps.never_stepped(shells, outcome.digests):
+            report["warnings"].append(warning)
+            shells = replace(shells, warnings=(*shells.warnings, warning))
+        format.seal(path, shells, outcome)
+
+    outcome = convert.convert(
+        source.manifest, target, layout, format.read_shells, seal, running.copying, running.begin
+    )
+    return report | {
+        "tensors": len(outcome.digests),
+        "records": {"checked": outcome.checked, "unchecked": outcome.unchecked},
+        "seconds": round(time.monotonic() - started, 3),
+    }
+
+
+def _report(
+    command: str,
+    manifest: Manifest,
+    target: str,
+    format: Format,
+    layout: Layout,
+    files: dict[str, int],
+) -> Report:
+    """What can be said before the first byte is written."""
+    warnings = list(layout.warnings)
+    if not format.is_neutral and (tie := ties.likely(manifest)) is not None:
+        warnings.append(
+            f"the source has no output layer: if the model ties {tie[0]} to {tie[1]}, add --tie "
+            f"{tie[0]}={tie[1]}"
+        )
+    return {
+        "zckpt": 1,
+        "command": command,
+        "source": {**manifest.source, "path": manifest.root},
+        "format": format.name,
+        "target": target,
+        "about": layout.about,
+        "step": manifest.step,
+        "files": list(files),
+        "bytes": sum(files.values()),
+        "left_out": list(layout.left_out),
+        "warnings": warnings,
+        "inferred": list(manifest.inferred),
+    }
+
+
+# -- the source as the target's engine needs it
+
+
+def _named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
+    """The source under the names that the target needs, in the order that the user gives."""
+    origin = formats.family_of(str(manifest.source.get("format")))
+    if options.rename:
+        manifest = renamed(manifest, options.rename)
+    elif not format.is_neutral and format.family != origin:
+        manifest = canonical(manifest)
+    if options.param_names is not None:
+        named = called_as(manifest, options.param_names)
+        manifest = in_order_of(named, options.param_names)
+    return ties.with_ties(manifest, options.tie) if options.tie else manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A source, and files of its trainer that must be written anew because groups changed."""
+
+    manifest: Manifest
+    files: Sequence[Shell] = ()
+
+
+def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
+    """The layout with these files in place of the siblings of the same names."""
+    if not files:
+        return layout
+    unchanged, names = layout.shells, {file.name for file in files}
+    return replace(
+        layout,
+        shells=lambda: chain(unchanged(), files),
+        siblings=[pair for pair in layout.siblings if pair[0] not in names],
+    )
+
+
+def _pointing_to_the_best(
+    layout: Layout, manifest: Manifest, target: str, best_in: str | None
+) -> Layout:
+    """The layout whose trainer_state.json names the best checkpoint where it will be.
+
+    If the best checkpoint is another one, which is not written too, the layout gets a warning.
+    """
+    from .training import best
+
+    path = best.best_of(manifest.siblings)
+    if path is None:
+        return layout
+    if best_in:
+        path_of_best = os.path.join(os.path.abspath(best_in), os.path.basename(path))
+    elif best.is_best(manifest.siblings):
+        path_of_best = os.path.abspath(target)
+    else:
+        return replace(layout, warnings=[*layout.warnings, best.warning(path)])
+    return _with_files(layout, [best.pointing_to(manifest.siblings, path_of_best)])
+
+
+# -- several checkpoints of a run
+
+
+def write_run(
+    source: str,
+    target: str,
+    which: str,
+    running: Running,
+    write_one: Callable[[str, str, Running, str], Report],
+) -> Report:
+    """Several checkpoints of a Trainer's run, which appear together.
+
+    `which` is "all" or "best-and-last". `write_one` writes a checkpoint to a path; it also gets the
+    directory in which the best one will lie.
+    """
+    from .core import staging
+    from .training import best
+
+    if which not in best.CHOICES:
+        raise WrongOption(f"--checkpoints {which} is not one of {', '.join(best.CHOICES)}")
+    staging.refuse_existing(target)
+    staging.refuse_inside(source, target)
+    names = best.chosen(source, which)
+
+    def write_all(folder: str, running: Running) -> list[Report]:
+        return [
+            write_one(os.path.join(source, name), os.path.join(folder, name), running, target)
+            for name in names
+        ]
+
+    parent = os.path.dirname(os.path.abspath(target))
+    planned = os.path.join(parent, f"{os.path.basename(target)}.partial")
+    reports = write_all(planned, replace(running, dry_run=True))
+    total = sum(report["bytes"] for report in reports)
+    summary: Report = {
+        "zckpt": 1,
+        "command": "reshard",
+        "source": {"path": source},
+        "format": reports[0]["format"],
+        "target": target,
+        "about": f"{len(names)} checkpoints, each {reports[0]['about']}",
+        "step": reports[-1]["step"],
+        "files": [
+            os.path.join(name, file)
+            for name, report in zip(names, reports, strict=True)
+            for file in report["files"]
+        ],
+        "bytes": total,
+        "checkpoints": names,
+    }
+    for key in ("left_out", "warnings", "inferred"):
+        summary[key] = list(dict.fromkeys(line for report in reports for line in report[key]))
+    if running.dry_run:
+        memory = max(report["memory"] for report in reports)
+        return summary | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}
+    staging.need_space(target, total)
+    with staging.Staging(target) as staged:
+        reports = write_all(staged.path, replace(running, tell=None))
+    records = {key: sum(r["records"][key] for r in reports) for key in ("checked", "unchecked")}
+    return summary | {
+        "tensors": sum(report["tensors"] for report in reports),
+        "records": records,
+        "seconds": round(sum(report["seconds"] for report in reports), 3),
+    }
