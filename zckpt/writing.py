@@ -82,7 +82,9 @@ def write(
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
     format.refuse(options)
     source = _Source(*format.prepare(_named_for(format, manifest, options)))
-    layout = _with_files(format.lay_out(source.manifest, options), source.files)
+    layout = format.lay_out(source.manifest, options)
+    layout = replace(layout, shells=staging.remembered(layout.shells))
+    layout = _with_files(layout, source.files)
     if format.is_resumed and not format.is_neutral:
         layout = _pointing_to_the_best(layout, source.manifest, target, best_in)
     layout = replace(

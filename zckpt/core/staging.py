@@ -49,7 +49,7 @@ REMEMBERED = 64 << 20  # bytes of shells that are kept from the first pass for t
 
 
 def remembered(
-    shells: Callable[[], Iterable[Shell]], limit: int = REMEMBERED
+    shells: Callable[[], Iterator[Shell]], limit: int = REMEMBERED
 ) -> Callable[[], Iterator[Shell]]:
     """`shells`, made once if all of their bytes together fit into `limit`, else at every call.
 

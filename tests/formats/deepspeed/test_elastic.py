@@ -387,9 +387,9 @@ def test_the_command_line(to: str, tmp_path: Path, zckpt: Zckpt) -> None:
     ("word", "code", "says"),
     [
         ("1:lr=1.0", 2, "group 1, but the source has 1 group"),
-        ("x:lr=1.0", 2, "no list such as"),
-        ("0:lr", 2, "no list such as"),
-        ("lr=1.0=2", 2, "no list such as"),
+        ("x:lr=1.0", 2, "not a list such as"),
+        ("0:lr", 2, "not a list such as"),
+        ("lr=1.0=2", 2, "not a list such as"),
     ],
 )
 def test_wrong_groups(word: str, code: int, says: str, tmp_path: Path, zckpt: Zckpt) -> None:
