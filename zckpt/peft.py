@@ -26,6 +26,11 @@ TUNERS = re.compile(
     r"|trainable_tokens_delta))(?P<rest>\.[^.]+)?"
 )
 
+# the layer that has them, whose own weights are called `base_layer`
+ADAPTED = re.compile(
+    r"(?P<layer>base_model\..*?)\.(?:lora_|ia3_l|hada_|lokr_|oft_|boft_|vera_lambda)"
+)
+
 
 def saved_name(name: str) -> str:
     """The name in PEFT's files of a parameter of the module; other names stay as they are."""
@@ -47,9 +52,13 @@ def is_adapters(name: str) -> bool:
 
 
 def is_adapter_alone(names: Collection[str]) -> bool:
-    """Whether these are parameters of an adapter, without the model that it is put on."""
-    based = any(".base_layer." in name for name in names)
-    return not based and any(map(is_adapters, names))
+    """Whether these are parameters of an adapter, without the model that it is put on.
+
+    PEFT saves an adapted embedding with its base weights: a model has those of every layer.
+    """
+    adapted = {match["layer"] for name in names if (match := ADAPTED.match(name))}
+    based = {name.partition(".base_layer.")[0] for name in names if ".base_layer." in name}
+    return any(map(is_adapters, names)) and not (based and adapted <= based)
 
 
 def module_names(
