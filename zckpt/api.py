@@ -518,12 +518,16 @@ def _source_for(
 
     refuse_existing(os.fspath(target))  # before a large source is read
     refuse_inside(os.fspath(source), os.fspath(target))
+    names = options.param_names
+    if names is not None and options.rename:  # they are the names after renaming
+        held = read(source, format=format, tag=tag, step_policy=step_policy, weights_only=True)
+        names = naming.before(held, options.rename, names)
     return read(
         source,
         format=format,
         tag=tag,
         step_policy=step_policy,
-        param_names=options.param_names,
+        param_names=names,
         weights_only=options.weights_only,
     )
 

@@ -180,6 +180,20 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
     return _under(manifest, rewrite, changed)
 
 
+def before(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[str, ...]:
+    """What the manifest calls those that the rules give these names; others stay as they are."""
+    held = [*manifest.parameters, *manifest.buffers]
+    renamed_names = held
+    for regex, replacement in rules:
+        pattern = _compiled(regex)
+        try:
+            renamed_names = [pattern.sub(replacement, name) for name in renamed_names]
+        except (re.error, IndexError):
+            return tuple(names)  # `renamed` says what is wrong
+    former = dict(zip(renamed_names, held, strict=True))
+    return tuple(former.get(name, name) for name in names)
+
+
 def canonical(manifest: Manifest) -> Manifest:
     """Without wrappers' names: `module.` and `_forward_module.` where every name begins so.
 
