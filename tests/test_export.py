@@ -192,6 +192,17 @@ def test_options_that_do_not_apply(tmp_path: Path) -> None:
         zckpt.convert(EXAMPLE, tmp_path / "out", to="hf", stage=2)
 
 
+def test_options_of_reading_are_not_ignored(tmp_path: Path, zckpt: Program) -> None:
+    names = tmp_path / "names.txt"
+    names.write_text("fc1.weight")
+    refused = zckpt("export", EXAMPLE, tmp_path / "out", "--param-names", names)
+    assert refused.code == 2
+    assert "--param-names does not apply to export" in refused.err
+    refused = zckpt("export", EXAMPLE, tmp_path / "out", "--step-policy", "newest")
+    assert refused.code == 2
+    assert "newest" in refused.err
+
+
 def test_such_a_folder_is_read_as_weights_alone(tmp_path: Path) -> None:
     model = build("llama")
     source = saved(model, tmp_path / "run", "trainer")

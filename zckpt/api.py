@@ -316,6 +316,7 @@ def export(
     max_shard_size: int | None = None,
     format: str | None = None,
     tag: str | None = None,
+    step_policy: str | None = None,
     rename: naming.Renames = (),
     tie: naming.Renames = (),
     copying: Copying = DEFAULT_COPYING,
@@ -338,7 +339,7 @@ def export(
         tie=tuple(tie),
         model_config=None if config is None else os.fspath(config),
     )
-    manifest = _source_for(target, source, format, tag, None, asked)
+    manifest = _source_for(target, source, format, tag, step_policy, asked)
     where = os.fspath(target)
     return _write("export", manifest, where, "hf", asked, copying, dry_run, begin, tell)
 

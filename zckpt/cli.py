@@ -409,7 +409,11 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
     as_json, quiet, dry_run = (words.pop(key) for key in ("as_json", "quiet", "dry_run"))
     copying = api.Copying(*(words.pop(key) for key in ("jobs", "memory", "io")))
     if command == "export":  # there is no optimizer to read
-        del words["step_policy"], words["param_names"]
+        if words.pop("param_names") is not None:
+            raise WrongOption(
+                "--param-names does not apply to export",
+                hint="leave it out: no optimizer's state is written",
+            )
     else:
         words["stage"] = int(words["stage"]) if words["stage"] else None
         words["group_defaults"] = merged(words["group_defaults"])
