@@ -31,6 +31,11 @@ ADAPTED = re.compile(
     r"(?P<layer>base_model\..*?)\.(?:lora_|ia3_l|hada_|lokr_|oft_|boft_|vera_lambda)"
 )
 
+LORA = re.compile(
+    r"base_model\..*\.lora_(?:(?:[AB]|magnitude_vector)\.(?=[^.]+\.weight$)|embedding_[AB]\.)"
+    r"(?P<adapter>[^.]+)(?:\.weight)?"
+)
+
 
 def saved_name(name: str) -> str:
     """The name in PEFT's files of a parameter of the module; other names stay as they are."""
@@ -49,6 +54,12 @@ def saved_name(name: str) -> str:
 def is_adapters(name: str) -> bool:
     """Whether a parameter of the module belongs to an adapter."""
     return saved_name(name) != name
+
+
+def other_adapters(names: Iterable[str]) -> list[str]:
+    """The names of LoRA adapters other than `default`."""
+    found = {match["adapter"] for name in names if (match := LORA.fullmatch(name))}
+    return sorted(found - {ADAPTER})
 
 
 def is_adapter_alone(names: Collection[str]) -> bool:

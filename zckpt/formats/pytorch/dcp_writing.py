@@ -17,6 +17,7 @@ from typing import Any
 
 from ... import peft
 from ...dtypes import SIZES, TORCH_NAMES
+from ...errors import UnsupportedCheckpoint
 from ...fileio import align
 from ...inert import Foreign, Global, Scalar, Size, TensorName, map_values
 from ...manifest import Manifest
@@ -86,6 +87,12 @@ class Target:
         if self.options.dialect != "accelerate" and not before:
             return {"": list(dicts.items())}
         of_trainer = program_of(self.source.siblings) == TRANSFORMERS
+        if of_trainer and (others := peft.other_adapters(self.source.parameters)):
+            raise UnsupportedCheckpoint(
+                f"the source has the adapter {', '.join(others)}: of accelerate's folders zckpt "
+                f"writes those whose adapter is called {peft.ADAPTER}",
+                hint="choose --to deepspeed, or --to gathered --dialect safetensors",
+            )
         if engine.get("adapter") or (
             of_trainer and any(map(peft.is_adapters, self.source.parameters))
         ):
