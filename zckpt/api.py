@@ -153,6 +153,7 @@ def export(
     max_shard_size: int | None = None,
     format: str | None = None,
     tag: str | None = None,
+    step_policy: str | None = None,
     rename: Renames = (),
     tie: Renames = (),
     copying: Copying = DEFAULT_COPYING,
@@ -175,7 +176,7 @@ def export(
         tie=tuple(tie),
         model_config=None if config is None else os.fspath(config),
     )
-    manifest = read_for(target, source, Reading(format, tag), wanted)
+    manifest = read_for(target, source, Reading(format, tag, step_policy), wanted)
     running = Running(copying, dry_run, begin, tell)
     return write("export", manifest, os.fspath(target), "hf", wanted, running)
 

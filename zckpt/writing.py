@@ -19,7 +19,7 @@ from .core.resources import DEFAULT_COPYING, Begin, Copying
 from .errors import WrongOption
 from .reading import Reading, read
 from .training import steps, ties
-from .training.names import called_as, canonical, renamed
+from .training.names import called_as, canonical, former, renamed
 from .training.options import Options
 from .training.order import in_order_of
 
@@ -58,6 +58,9 @@ def read_for(
     refuse_existing(os.fspath(target))
     refuse_inside(os.fspath(source), os.fspath(target))
     names, weights_only = options.param_names, options.weights_only
+    if names is not None and options.rename:  # the user gives the names after renaming
+        weights = read(source, replace(reading, weights_only=True))
+        names = former(weights, options.rename, names)
     return read(source, replace(reading, param_names=names, weights_only=weights_only))
 
 
@@ -82,9 +85,7 @@ def write(
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
     format.refuse(options)
     source = _Source(*format.prepare(_named_for(format, manifest, options)))
-    layout = format.lay_out(source.manifest, options)
-    layout = replace(layout, shells=staging.remembered(layout.shells))
-    layout = _with_files(layout, source.files)
+    layout = _with_files(format.lay_out(source.manifest, options), source.files)
     if format.is_resumed and not format.is_neutral:
         layout = _pointing_to_the_best(layout, source.manifest, target, best_in)
     layout = replace(

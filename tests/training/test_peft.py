@@ -62,3 +62,14 @@ def test_other_names_stay() -> None:
     assert [peft.saved_name(name) for name in ("head.weight", "a")] == ["head.weight", "a"]
     module = "base_model.model.layer.lora_A.default.weight"
     assert peft.module_names([module]) == {}
+
+
+def test_an_adapter_is_told_from_its_model() -> None:
+    """PEFT saves an adapted embedding with its base weights; a model has those of every layer."""
+    front = "base_model.model"
+    adapter = [f"{front}.q.lora_A.default.weight", f"{front}.embedding.lora_embedding_A.default"]
+    embedding, layer = f"{front}.embedding.base_layer.weight", f"{front}.q.base_layer.weight"
+    assert peft.is_adapter_alone(adapter)
+    assert peft.is_adapter_alone([*adapter, embedding])
+    assert not peft.is_adapter_alone([*adapter, embedding, layer])
+    assert not peft.is_adapter_alone(["embedding.weight"])

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..core.dtypes import OPTIONS as DTYPES
-from ..errors import NotEnoughSpace
+from ..errors import NotEnoughSpace, WrongOption
 from ..version import __version__
 from .options import common, copying, moving, renaming, tying, writing
 from .parameters import Size
@@ -159,7 +159,11 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
     as_json, quiet, dry_run = (words.pop(key) for key in ("as_json", "quiet", "dry_run"))
     copying = api.Copying(*(words.pop(key) for key in ("jobs", "memory", "io")))
     if command == "export":  # it reads no optimizer
-        del words["step_policy"], words["param_names"]
+        if words.pop("param_names") is not None:
+            raise WrongOption(
+                "--param-names does not apply to export",
+                hint="leave it out: export writes no optimizer state",
+            )
     else:
         words["stage"] = int(words["stage"]) if words["stage"] else None
         words["group_defaults"] = merged(words["group_defaults"])

@@ -185,6 +185,20 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
     return _under(manifest, rewrite, changed)
 
 
+def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[str, ...]:
+    """The manifest's names of what `rules` rename to `names`; other names stay as they are."""
+    own_names = [*manifest.parameters, *manifest.buffers]
+    new_names = own_names
+    for regex, replacement in rules:
+        pattern = _compiled(regex)
+        try:
+            new_names = [pattern.sub(replacement, name) for name in new_names]
+        except (re.error, IndexError):
+            return tuple(names)  # `renamed` reports the error
+    by_new_name = dict(zip(new_names, own_names, strict=True))
+    return tuple(by_new_name.get(name, name) for name in names)
+
+
 def canonical(manifest: Manifest) -> Manifest:
     """The manifest without wrappers' names: no `module.` or `_forward_module.` before all names.
 

@@ -26,6 +26,16 @@ TUNERS = re.compile(
     r"|trainable_tokens_delta))(?P<rest>\.[^.]+)?"
 )
 
+# the layer that an adapter belongs to; its own weights are called `base_layer`
+ADAPTED = re.compile(
+    r"(?P<layer>base_model\..*?)\.(?:lora_|ia3_l|hada_|lokr_|oft_|boft_|vera_lambda)"
+)
+
+LORA = re.compile(
+    r"base_model\..*\.lora_(?:(?:[AB]|magnitude_vector)\.(?=[^.]+\.weight$)|embedding_[AB]\.)"
+    r"(?P<adapter>[^.]+)(?:\.weight)?"
+)
+
 
 def saved_name(name: str) -> str:
     """The name of a module's parameter in PEFT's files; other names stay as they are."""
@@ -46,10 +56,20 @@ def is_adapters(name: str) -> bool:
     return saved_name(name) != name
 
 
+def other_adapters(names: Iterable[str]) -> list[str]:
+    """The names of LoRA adapters other than `default`."""
+    adapters = {match["adapter"] for name in names if (match := LORA.fullmatch(name))}
+    return sorted(adapters - {ADAPTER})
+
+
 def is_adapter_alone(names: Collection[str]) -> bool:
-    """Whether these are parameters of an adapter without its base model."""
-    based = any(".base_layer." in name for name in names)
-    return not based and any(map(is_adapters, names))
+    """Whether these are parameters of an adapter without its base model.
+
+    PEFT saves an adapted embedding with its base weights; a base model has those of every layer.
+    """
+    adapted = {match["layer"] for name in names if (match := ADAPTED.match(name))}
+    based = {name.partition(".base_layer.")[0] for name in names if ".base_layer." in name}
+    return any(map(is_adapters, names)) and not (based and adapted <= based)
 
 
 def module_names(

@@ -192,6 +192,32 @@ def test_options_that_do_not_apply(tmp_path: Path) -> None:
         zckpt.convert(EXAMPLE, tmp_path / "out", to="hf", stage=2)
 
 
+def test_an_adapter_of_another_name(tmp_path: Path) -> None:
+    """PEFT leaves the adapter's name out of its files, whatever it is."""
+    front = "base_model.model.q"
+    model = {f"{front}.lora_{each}.second.weight": torch.ones(2, 2) for each in "AB"}
+    torch.save(model, tmp_path / "model.pt")
+    config = tmp_path / "adapter_config.json"
+    config.write_text("{}")
+    with pytest.raises(errors.WrongOption, match="the adapter second") as raised:
+        zckpt.export(tmp_path / "model.pt", tmp_path / "out", config=config)
+    regex, _, made = raised.value.hint.rpartition(" ")[2].strip("'").rpartition("=")
+    zckpt.export(tmp_path / "model.pt", tmp_path / "out", config=config, rename=[(regex, made)])
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert set(written) == {f"{front}.lora_{each}.weight" for each in "AB"}
+
+
+def test_options_of_reading_are_not_ignored(tmp_path: Path, zckpt: Program) -> None:
+    names = tmp_path / "names.txt"
+    names.write_text("fc1.weight")
+    refused = zckpt("export", EXAMPLE, tmp_path / "out", "--param-names", names)
+    assert refused.code == 2
+    assert "--param-names does not apply to export" in refused.err
+    refused = zckpt("export", EXAMPLE, tmp_path / "out", "--step-policy", "newest")
+    assert refused.code == 2
+    assert "newest" in refused.err
+
+
 def test_such_a_folder_is_read_as_weights_alone(tmp_path: Path) -> None:
     model = build("llama")
     source = saved(model, tmp_path / "run", "trainer")

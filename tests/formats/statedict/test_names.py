@@ -91,6 +91,23 @@ def test_sorted_names_give_no_name_to_a_number(tmp_path: Path, zckpt: Program) -
     assert_moments_are_right(tmp_path / "u", pair)
 
 
+def test_names_of_a_module_that_its_file_calls_otherwise(tmp_path: Path, zckpt: Program) -> None:
+    """transformers 5 saves some models under older names; --param-names has the module's."""
+    pair = trained(3)
+    source = save(tmp_path / "run", pair, "model.safetensors")
+    saved = {n.replace("layers.", "blocks."): t for n, t in pair[0].state_dict().items()}
+    save_file(saved, source / "model.safetensors")
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join(name for name, _ in pair[0].named_parameters()))
+    refused = zckpt("convert", source, tmp_path / "u", "--param-names", names)
+    assert refused.code == 1
+    assert "--rename" in refused.err
+    rule = ("--rename", r"^blocks\.=layers.")
+    done = zckpt("convert", source, tmp_path / "u", "--param-names", names, *rule)
+    assert done.code == 0, done.err
+    assert_moments_are_right(tmp_path / "u", pair)
+
+
 @pytest.mark.engines
 @pytest.mark.first
 def test_the_lines_for_a_trainer_write_its_names(tmp_path: Path, zckpt: Program) -> None:

@@ -21,6 +21,7 @@ from ...core.fragments import Extent
 from ...core.inert import Foreign, Scalar, TensorName, map_values
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
+from ...errors import UnsupportedCheckpoint
 from ...files.dcpfile import ItemBox, ItemLocation, Items, TensorItem, metadata, read_table
 from ...files.pickling import dumps
 from ...files.torchshell import ALIGNMENT, Storages, shell, state_checksums, thawed
@@ -85,6 +86,12 @@ class DcpWriter:
         if self.options.dialect != "accelerate" and not before:
             return {"": list(dicts.items())}
         of_trainer = program_of(self.source.siblings) == TRANSFORMERS
+        if of_trainer and (others := peft.other_adapters(self.source.parameters)):
+            raise UnsupportedCheckpoint(
+                f"the source has the adapter {', '.join(others)}: in accelerate's folders zckpt "
+                f"writes only an adapter called {peft.ADAPTER}",
+                hint="choose --to deepspeed, or --to gathered --dialect safetensors",
+            )
         if engine.get("adapter") or (
             of_trainer and any(map(peft.is_adapters, self.source.parameters))
         ):

@@ -41,6 +41,13 @@ class PretrainedWriter:
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source
         self.options = options
+        if others := peft.other_adapters(source.parameters):
+            raise WrongOption(
+                f"the source has the adapter {listed(others)}, and zckpt export writes the one "
+                f"that is called {peft.ADAPTER}",
+                hint="rename it, if it is the only one: --rename "
+                f"'\\.{others[0]}(\\.|$)=.{peft.ADAPTER}\\1'",
+            )
         self.adapter = any(map(peft.is_adapters, source.parameters))
         self.files = self._files_to_load_by()
         self.config = self._config()
