@@ -71,6 +71,7 @@ orders_of_shapes = st.lists(st.lists(st.one_of(st.none(), shapes), max_size=4), 
 @example([[A, A], [A]], [A, A, A])
 @example([[None, B]], [A, B, B])
 @example([[None, B]], [A, B])
+@example([[None, None]], [A, B])
 def test_names_in_the_modules_order_fit_in_one_way(
     orders: list[list[Any]], shapes_of_names: list[Any]
 ) -> None:

@@ -79,8 +79,12 @@ def match(
         )
     by_order = _by_order(orders, names)
     counts = Counter(shape for _, shape in names)
-    shapes = dict(names)
-    inferred = [name for order in by_order for name in order if counts[shapes[name]] > 1]
+    inferred = [
+        name
+        for order, own_names in zip(orders, by_order, strict=True)
+        for shape, name in zip(order, own_names, strict=True)
+        if shape is None or counts[shape] > 1
+    ]
     return MatchedNames(by_order, inferred)
 
 
