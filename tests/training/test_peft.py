@@ -64,6 +64,13 @@ def test_other_names_stay() -> None:
     assert peft.module_names([module]) == {}
 
 
+def test_an_embedding_needs_its_base_weight() -> None:
+    front = "base_model.model.embedding"
+    adapter = [f"{front}.lora_embedding_{each}.default" for each in "AB"]
+    assert peft.missing_bases(adapter) == [f"{front}.base_layer.weight"]
+    assert peft.missing_bases([*adapter, f"{front}.base_layer.weight"]) == []
+
+
 def test_an_adapter_is_told_from_its_model() -> None:
     """PEFT saves an adapted embedding with its base weights; a model has those of every layer."""
     front = "base_model.model"

@@ -31,6 +31,8 @@ ADAPTED = re.compile(
     r"(?P<layer>base_model\..*?)\.(?:lora_|ia3_l|hada_|lokr_|oft_|boft_|vera_lambda)"
 )
 
+EMBEDDING = re.compile(r"(?P<layer>base_model\..*)\.lora_embedding_[AB]\.")
+
 LORA = re.compile(
     r"base_model\..*\.lora_(?:(?:[AB]|magnitude_vector)\.(?=[^.]+\.weight$)|embedding_[AB]\.)"
     r"(?P<adapter>[^.]+)(?:\.weight)?"
@@ -60,6 +62,12 @@ def other_adapters(names: Iterable[str]) -> list[str]:
     """The names of LoRA adapters other than `default`."""
     adapters = {match["adapter"] for name in names if (match := LORA.fullmatch(name))}
     return sorted(adapters - {ADAPTER})
+
+
+def missing_bases(names: Collection[str]) -> list[str]:
+    """The base weights of adapted embeddings that `names` lack; PEFT saves them with an adapter."""
+    layers = {match["layer"] for name in names if (match := EMBEDDING.match(name))}
+    return sorted({f"{layer}.base_layer.weight" for layer in layers} - set(names))
 
 
 def is_adapter_alone(names: Collection[str]) -> bool:

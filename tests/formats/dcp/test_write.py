@@ -229,3 +229,27 @@ def test_extra_states_of_modules_arrive(through: str, tmp_path: Path) -> None:
     zckpt.convert(tmp_path / "between", tmp_path / "whole", to="gathered")
     whole = torch.load(tmp_path / "whole" / "model.pt", weights_only=False)
     assert whole["_extra_state"]["count"] == 5
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (["q.lora_A.second.weight", "q.lora_B.second.weight"], "the adapter second"),
+        (["e.lora_embedding_A.default", "e.lora_embedding_B.default"], "e.base_layer.weight"),
+    ],
+)
+def test_adapters_that_accelerate_would_not_load(
+    names: list[str], error: str, tmp_path: Path
+) -> None:
+    """From a Trainer's directory; both names the targets that work."""
+    source = tmp_path / "run"
+    source.mkdir()
+    model = {f"base_model.model.{name}": torch.ones(2, 2) for name in names}
+    torch.save(model, source / "model.pt")
+    parameters = [torch.nn.Parameter(tensor) for tensor in model.values()]
+    optimizer = torch.optim.AdamW(zip(model, parameters, strict=True))
+    torch.save(optimizer.state_dict(), source / "optim.pt")
+    (source / "trainer_state.json").write_text("{}")
+    with pytest.raises(errors.ZckptError, match=error) as raised:
+        zckpt.convert(source, tmp_path / "out", to="dcp", dialect="accelerate", dp=2)
+    assert "--to deepspeed" in raised.value.hint

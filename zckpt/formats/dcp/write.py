@@ -21,7 +21,7 @@ from ...core.fragments import Extent
 from ...core.inert import Foreign, Scalar, TensorName, map_values
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
-from ...errors import UnsupportedCheckpoint
+from ...errors import MissingData, UnsupportedCheckpoint, listed
 from ...files.dcpfile import ItemBox, ItemLocation, Items, TensorItem, metadata, read_table
 from ...files.pickling import dumps
 from ...files.torchshell import ALIGNMENT, Storages, shell, state_checksums, thawed
@@ -90,6 +90,13 @@ class DcpWriter:
             raise UnsupportedCheckpoint(
                 f"the source has the adapter {', '.join(others)}: in accelerate's folders zckpt "
                 f"writes only an adapter called {peft.ADAPTER}",
+                hint="choose --to deepspeed, or --to gathered --dialect safetensors",
+            )
+        weights = (*self.source.parameters, *self.source.buffers)
+        if of_trainer and (missing := peft.missing_bases(weights)):
+            raise MissingData(
+                f"the source lacks {listed(missing)}, which PEFT loads from accelerate's folders "
+                "with an adapted embedding",
                 hint="choose --to deepspeed, or --to gathered --dialect safetensors",
             )
         if engine.get("adapter") or (
