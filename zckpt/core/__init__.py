@@ -1,0 +1,21 @@
+"""Elements and bytes: what a checkpoint is, and how its bytes move. Knows no engine, no container.
+
+    manifest.py       one checkpoint: entries, parameters, groups
+    fragments.py      where the elements of a tensor lie: extents, runs, boxes
+    facts.py          the grid of ranks
+    inert.py          objects of classes that are never imported
+    dtypes.py         element types, and cast.py between them; checksum.py
+    fileio.py         reads and writes of files
+    pieces.py         elements from files into a buffer, records checked on the way
+    streaming.py      one pass over tensors
+    plan.py           the join of two manifests
+    copy.py           fills a target
+    compare.py        finds what differs, difference.py by how much
+    partition.py      how an engine cuts tensors, in the words of gather.py files
+    staging.py        a target appears whole or not at all
+    convert.py        the five steps of a conversion
+    loading.py        one tensor in memory
+    description.py    what `inspect` prints
+
+Start with manifest.py and fragments.py.
+"""

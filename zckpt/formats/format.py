@@ -1,14 +1,14 @@
 """What is a format? One engine's way to lay out a checkpoint in files, and what zckpt does with it.
 
-A format is a folder beside this file. Its class here below says what zckpt can do with it; the work
-is in modules that every such folder calls alike, and that are imported when they are needed:
+A format is a folder beside this file. Its class, in the folder's `__init__.py`, says what zckpt can
+do with it. The work is in modules with the same names in every folder, imported on use:
 
     files.py     which files make the checkpoint            detect, detect_weak
     read.py      the manifest of these files                read, read_shells, check
     write.py     the files of a target                      lay_out, seal
     gather.py    the engine's own rule for its pieces       partitions
 
-To add a format, write its folder and name its class in the table in `__init__.py`.
+To add a format, write its folder, and put its class into `FORMATS` in `__init__.py`.
 """
 
 from __future__ import annotations
