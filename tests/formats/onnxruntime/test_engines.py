@@ -176,6 +176,17 @@ class TestToDeepSpeed:
         zckpt.convert(source, tmp_path / "run", to="deepspeed-universal", optimizer="torch")
 
 
+@pytest.mark.parametrize("sample", sorted(path.name for path in DATA.glob("[hl]*__*")))
+@pytest.mark.parametrize("to", ["gathered", "dcp"])
+def test_torch_gets_files_of_its_own(sample: str, to: str, tmp_path: Path) -> None:
+    """ONNX Runtime's dialects are not those of torch's files."""
+    zckpt.convert(DATA / sample, tmp_path / "torch", to=to)
+    if to == "gathered":
+        weights = torch.load(tmp_path / "torch" / "model.pt")
+        assert set(weights) >= set(zckpt.read(DATA / sample).parameters)
+    assert zckpt.verify(DATA / sample, tmp_path / "torch")["equal"]
+
+
 def test_torch_goes_on(tmp_path: Path) -> None:
     """A model that ORT 1.16.3 trained, with torch's Adam: ORT's own next three steps."""
     zckpt.convert(REAL / "checkpoint.ortcp", tmp_path / "universal")

@@ -70,7 +70,8 @@ OF_TRAINERS = {
 def file_names(source: Manifest, options: Options) -> FileNames:
     """The names of the target's files: by `--dialect`, else as in a source of this format."""
     engine = source.state.get("engine") or {}
-    dialect = options.dialect or engine.get("dialect")
+    stated = engine.get("dialect")  # another format's dialects have other names
+    dialect = options.dialect or (stated if stated in PLAIN else None)
     program = program_of(source.siblings)
     names = PLAIN[dialect]
     if program is None:
