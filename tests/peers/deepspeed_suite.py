@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from .comparison import Results, ended, lost
+
 ROOT = Path(__file__).parent.parent.parent
 HOOKS = Path(__file__).parent / "deepspeed_hooks"
 FOLDER = "unit/checkpoint"
@@ -55,11 +57,9 @@ JUSTIFIED: dict[str, str] = {}
 
 
 @dataclass
-class Run:
-    """How every test ended (passed, failed, skipped), and what zckpt was used for."""
+class Run(Results):
+    """The results of one run, and what zckpt was used for."""
 
-    tests: dict[str, str] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
     events: list[dict[str, str]] = field(default_factory=list)
     retried: list[str] = field(default_factory=list)  # passed only the second time
 
@@ -73,20 +73,12 @@ class Comparison:
 
     def that(self, own: str, ours: str) -> list[str]:
         """Tests that ended so without zckpt and with it."""
-        return [
-            name
-            for name, end in self.own.tests.items()
-            if end == own and self.ours.tests.get(name, "missing") == ours
-        ]
+        return ended(self.own, self.ours, own, ours)
 
     @property
     def lost(self) -> list[str]:
         """What passes only without zckpt."""
-        return [
-            name
-            for name, end in self.own.tests.items()
-            if end == "passed" and self.ours.tests.get(name, "missing") != "passed"
-        ]
+        return lost(self.own, self.ours)
 
     @property
     def wrong(self) -> list[dict[str, str]]:

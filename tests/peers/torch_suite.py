@@ -22,10 +22,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from xml.etree import ElementTree
+
+from .comparison import Results, ended, lost
 
 ROOT = Path(__file__).parent.parent.parent
 REPLACED = Path(__file__).parent / "replaced"
@@ -47,11 +49,9 @@ JUSTIFIED = {
 
 
 @dataclass
-class Outcome:
-    """What each test of one run ended with: passed, failed or skipped; and how often was loaded."""
+class Outcome(Results):
+    """The results of one run; `loads` counts the loads by zckpt's reader."""
 
-    tests: dict[str, str] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
     loads: int = 0
 
 
@@ -64,20 +64,12 @@ class Comparison:
 
     def of(self, torch: str, zckpt: str) -> list[str]:
         """Tests that ended so with torch's reader and with zckpt's."""
-        return [
-            name
-            for name, end in self.torch.tests.items()
-            if end == torch and self.zckpt.tests.get(name, "failed") == zckpt
-        ]
+        return ended(self.torch, self.zckpt, torch, zckpt)
 
     @property
     def lost(self) -> list[str]:
         """What only torch's reader passes."""
-        return [
-            name
-            for name, end in self.torch.tests.items()
-            if end == "passed" and self.zckpt.tests.get(name, "failed") != "passed"
-        ]
+        return lost(self.torch, self.zckpt)
 
     @property
     def unjustified(self) -> list[str]:
