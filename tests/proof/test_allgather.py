@@ -103,27 +103,28 @@ def test_a_reader_with_the_wrong_order_is_found(
 
 def test_a_rank_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By whatever rule: what no rank brings was not compared."""
-    from zckpt.formats import deepspeed
-    from zckpt.formats.deepspeed import gather as gathering
+    from zckpt.formats.deepspeed import gather
+
+    partitions = gather.partitions
 
     def without_last(path: str) -> list[Partition]:
         return [
             replace(part, ranks=part.ranks[:-1])
             if isinstance(part, Partitioned) and len(part.ranks) > 1
             else part
-            for part in gathering.partitions(path)
+            for part in partitions(path)
         ]
 
     def without_moments(path: str) -> list[Partition]:
         return [
             part
-            for part in gathering.partitions(path)
+            for part in partitions(path)
             if not (isinstance(part, Partitioned) and part.members[0].name.endswith("/exp_avg"))
         ]
 
     zckpt.convert(EXAMPLE, tmp_path / "universal")
     for rule, said in ((without_last, "does not cover"), (without_moments, "engine would gather")):
-        monkeypatch.setattr(deepspeed.DeepSpeed, "partitions", staticmethod(rule))
+        monkeypatch.setattr(gather, "partitions", rule)
         report = zckpt.verify(EXAMPLE, tmp_path / "universal", gather=True)
         assert not report["equal"]
         assert any(said in problem["message"] for problem in report["problems"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import (
     AmbiguousCheckpoint,
@@ -12,23 +13,76 @@ from ..errors import (
     ZckptError,
     listed,
 )
-from .dcp import Dcp
-from .deepspeed import DeepSpeed
-from .deepspeed_universal import DeepSpeedUniversal
+from . import dcp, deepspeed, deepspeed_universal, gathered, hf, onnxruntime, universal
 from .format import Format
-from .gathered import Gathered
-from .hf import HuggingFace
-from .onnxruntime import OnnxRuntime
-from .universal import Universal
+
+if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format calls
+    from .dcp import files as dcp_files
+    from .dcp import read as dcp_read
+    from .dcp import write as dcp_write
+    from .deepspeed import files as deepspeed_files
+    from .deepspeed import gather as deepspeed_gather
+    from .deepspeed import read as deepspeed_read
+    from .deepspeed import write as deepspeed_write
+    from .deepspeed_universal import files as deepspeed_universal_files
+    from .deepspeed_universal import read as deepspeed_universal_read
+    from .deepspeed_universal import write as deepspeed_universal_write
+    from .format import (
+        CheckingReader,
+        Files,
+        Gatherer,
+        NumbersReader,
+        Reader,
+        WeakFiles,
+        Writer,
+    )
+    from .gathered import files as gathered_files
+    from .gathered import read as gathered_read
+    from .gathered import write as gathered_write
+    from .hf import read as hf_read
+    from .hf import write as hf_write
+    from .onnxruntime import files as onnxruntime_files
+    from .onnxruntime import gather as onnxruntime_gather
+    from .onnxruntime import read as onnxruntime_read
+    from .onnxruntime import write as onnxruntime_write
+    from .universal import files as universal_files
+    from .universal import read as universal_read
+    from .universal import write as universal_write
+
+    FILES: tuple[Files, ...] = (
+        deepspeed_files,
+        deepspeed_universal_files,
+        onnxruntime_files,
+        universal_files,
+    )
+    WEAK_FILES: tuple[WeakFiles, ...] = (dcp_files, gathered_files)
+    READERS: tuple[Reader, ...] = (
+        deepspeed_read,
+        deepspeed_universal_read,
+        universal_read,
+        hf_read,
+    )
+    CHECKING_READERS: tuple[CheckingReader, ...] = (onnxruntime_read,)
+    NUMBERS_READERS: tuple[NumbersReader, ...] = (dcp_read, gathered_read)
+    WRITERS: tuple[Writer, ...] = (
+        dcp_write,
+        deepspeed_write,
+        deepspeed_universal_write,
+        gathered_write,
+        hf_write,
+        onnxruntime_write,
+        universal_write,
+    )
+    GATHERERS: tuple[Gatherer, ...] = (deepspeed_gather, onnxruntime_gather)
 
 FORMATS: tuple[Format, ...] = (
-    DeepSpeed(),
-    DeepSpeedUniversal(),
-    OnnxRuntime(),
-    Dcp(),
-    Gathered(),
-    Universal(),
-    HuggingFace(),
+    deepspeed.FORMAT,
+    deepspeed_universal.FORMAT,
+    onnxruntime.FORMAT,
+    dcp.FORMAT,
+    gathered.FORMAT,
+    universal.FORMAT,
+    hf.FORMAT,
 )
 
 

@@ -1,20 +1,22 @@
 """What is a format? One engine's way to lay out a checkpoint in files, and what zckpt does with it.
 
-A format is a folder beside this file. Its class, in the folder's `__init__.py`, says what zckpt can
-do with it. The work is in modules with the same names in every folder, imported on use:
+A format is a folder beside this file. Its `__init__.py` says what zckpt can do
+with it, as a `Format`. The work is in modules with the same names in every folder:
 
     files.py     which files make the checkpoint            detect, detect_weak
     read.py      the manifest of these files                read, read_shells, check
     write.py     the files of a target                      lay_out, seal
     gather.py    the engine's own rule for its pieces       partitions
 
-To add a format, write its folder, and put its class into `FORMATS` in `__init__.py`.
+To add a format, write its folder, and put its `FORMAT` into `FORMATS` in `__init__.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     from ..core.manifest import Manifest
@@ -23,38 +25,111 @@ if TYPE_CHECKING:
     from ..training.options import Options
 
 
-class Format(Protocol):
-    """The functions of a format, with defaults for those that not every format needs."""
-
-    name: str
-    """What `--from` and `--to` call it."""
-    about: str
-    """One line for `zckpt formats`."""
-    family: str
-    """Formats of one family name parameters alike, so that `convert` keeps the source's names."""
-    reads: bool = True
-    writes: bool = True
-    is_neutral: bool = False
-    """It belongs to no engine: names, ties and best checkpoints are settled in the next target."""
-    is_resumed: bool = True
-    """A trainer resumes from what is written, and not only inference."""
-    options: frozenset[str] = frozenset()
-    """Fields of `Options` that the writer understands, beside those that every writer does."""
-    dialects: tuple[str, ...] = ()
-    """Values of `--dialect`."""
-    reasons: Mapping[str, str] = {}
-    """Why the writer has no use for an option, by the option's field: the hint of the refusal."""
+class Files(Protocol):
+    """`files.py` of a format."""
 
     def detect(self, path: str) -> list[str]:
-        """Tags of the checkpoints at `path`, the meant one alone if a file says which that is.
+        """Tags of the checkpoints at `path`; only the meant one if a file says which that is.
 
         A format without tags gives one empty tag. The list is empty for anything else.
         """
-        ...
+
+
+class WeakFiles(Files, Protocol):
+    """`files.py` of a format that also takes files which others have (weights alone)."""
 
     def detect_weak(self, path: str) -> list[str]:
-        """The same for files that others have too (weights alone); asked if `detect` never fits."""
-        return []
+        """As `detect`; asked only if no format detects anything."""
+
+
+class Reader(Protocol):
+    """`read.py` of a format."""
+
+    def read(self, path: str, tag: str | None, step_policy: str | None) -> Manifest:
+        """The checkpoint at `path`. Raises the ZckptError that says what is wrong."""
+
+
+class NumbersReader(Protocol):
+    """`read.py` of a format whose optimizers may know their parameters by number."""
+
+    def read(
+        self,
+        path: str,
+        tag: str | None,
+        step_policy: str | None,
+        param_names: tuple[str, ...] | None,
+        weights_only: bool,
+    ) -> Manifest:
+        """As `Reader.read`. `param_names` are the optimizer's parameters, in its order; with
+        `weights_only` they are not needed."""
+
+
+class CheckingReader(Reader, Protocol):
+    """`read.py` of a format in which bytes may contradict each other without any checksum."""
+
+    def check(self, manifest: Manifest) -> None:
+        """Raises if the bytes contradict each other. Reads all of them."""
+
+
+class Writer(Protocol):
+    """`write.py` of a format."""
+
+    def lay_out(self, source: Manifest, options: Options) -> Layout:
+        """The files of the target, without tensors. Raises before the first byte is written."""
+
+    def seal(self, root: str, manifest: Manifest, outcome: Any) -> None:
+        """Writes what is known when all tensors are in place: checksums."""
+
+
+class Gatherer(Protocol):
+    """`gather.py` of a format."""
+
+    def partitions(self, path: str) -> list[Partition]:
+        """What ranks all-gather, by the engine's own rule."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Format:
+    """What zckpt can do with one format, as data; its modules are imported when they are needed.
+
+    `name` is what `--from` and `--to` call it, `folder` is where its modules are, `about` is a line
+    of `zckpt formats`. Formats of one `family` name parameters alike, so that `convert` keeps the
+    source's names. `options` are the fields of `Options` that its writer understands, in addition
+    to those that every writer does; `dialects` are the values of `--dialect`; `reasons` say, by
+    field, why it has no use for an option.
+    """
+
+    name: str
+    folder: str
+    about: str
+    family: str
+    options: frozenset[str]
+    dialects: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    reads: bool = True
+    writes: bool = True
+    weak: bool = False
+    """`files.py` has `detect_weak`."""
+    numbers: bool = False
+    """`read.py` takes `param_names` and `weights_only`."""
+    checks: bool = False
+    """`read.py` has `check`."""
+    gathers: bool = False
+    """There is a `gather.py`."""
+    keeps_steps: bool = False
+    """A target may have steps that differ between parameters: reading it back keeps them."""
+    is_neutral: bool = False
+    """It belongs to no engine: names, ties and best checkpoints are settled in the next target."""
+    is_resumed: bool = True
+    """A trainer resumes from what is written; it is not for inference only."""
+    groups: str | None = None
+    """The function of training/groups.py that gives a source the groups of the target's engine."""
+
+    def detect(self, path: str) -> list[str]:
+        return cast(Files, self._module("files")).detect(path) if self.reads else []
+
+    def detect_weak(self, path: str) -> list[str]:
+        return cast(WeakFiles, self._module("files")).detect_weak(path) if self.weak else []
 
     def read(
         self,
@@ -64,40 +139,46 @@ class Format(Protocol):
         param_names: tuple[str, ...] | None = None,
         weights_only: bool = False,
     ) -> Manifest:
-        """The checkpoint at `path`. Raises the ZckptError that says what is wrong.
+        module = self._module("read")
+        if self.numbers:
+            reader = cast(NumbersReader, module)
+            return reader.read(path, tag, step_policy, param_names, weights_only)
+        return cast(Reader, module).read(path, tag, step_policy)
 
-        `param_names` name the parameters of an optimizer that knows them by number, in its order;
-        with `weights_only` they are not needed.
-        """
-        ...
+    def read_shells(self, path: str) -> Manifest:
+        """The manifest of files that were just laid out."""
+        from ..training.steps import KEEP
+
+        return self.read(path, step_policy=KEEP if self.keeps_steps else None)
 
     def check(self, manifest: Manifest) -> None:
-        """Raises if the bytes contradict each other, where only reading all of them shows it."""
-        return
-
-    def prepare(self, manifest: Manifest) -> tuple[Manifest, list[Shell]]:
-        """A source with the groups that the target's optimizer makes, and files that change so."""
-        return manifest, []
+        if self.checks:
+            cast(CheckingReader, self._module("read")).check(manifest)
 
     def refuse(self, options: Options) -> None:
         """Raises WrongOption for an option that the writer does not understand."""
         from ..training.options import Accepted
 
-        names = tuple(self.options)
-        Accepted(self.name, names, self.dialects, self.reasons).check(options)
+        Accepted(self.name, tuple(self.options), self.dialects, self.reasons).check(options)
+
+    def prepare(self, manifest: Manifest) -> tuple[Manifest, list[Shell]]:
+        """A source with the groups of the target's engine, and files that change with them."""
+        from ..training import groups
+
+        if self.groups is None:
+            return manifest, []
+        result: tuple[Manifest, list[Shell]] = getattr(groups, self.groups)(manifest)
+        return result
 
     def lay_out(self, source: Manifest, options: Options) -> Layout:
-        """The files of the target, without tensors. Raises before the first byte is written."""
-        raise NotImplementedError(f"{self.name} is not written")
-
-    def read_shells(self, path: str) -> Manifest:
-        """The manifest of files that were just laid out."""
-        return self.read(path)
+        return cast(Writer, self._module("write")).lay_out(source, options)
 
     def seal(self, root: str, manifest: Manifest, outcome: Any) -> None:
-        """Writes what is known when all tensors are in place: checksums."""
-        return
+        cast(Writer, self._module("write")).seal(root, manifest, outcome)
 
     def partitions(self, path: str) -> list[Partition] | None:
-        """What ranks all-gather, by the engine's own rule; None if files hold whole tensors."""
-        return None
+        """None if files have whole tensors."""
+        return cast(Gatherer, self._module("gather")).partitions(path) if self.gathers else None
+
+    def _module(self, name: str) -> Any:
+        return import_module(f".{self.folder}.{name}", __package__)

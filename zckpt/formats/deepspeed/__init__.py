@@ -18,58 +18,14 @@ What DeepSpeed's universal checkpoints share with these files is in formats/deep
 Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back to 0.5.10 are read.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 from ..format import Format
 
-if TYPE_CHECKING:
-    from ...core.manifest import Manifest
-    from ...core.partition import Partition
-    from ...core.staging import Layout, Shell
-    from ...training.options import Options
-
-
-class DeepSpeed(Format):
-    name = "deepspeed"
-    about = "DeepSpeed ZeRO-1, 2, 3, 0.5.10 to 0.19.8"
-    family = "deepspeed"
-    options = frozenset({"dp", "stage", "dtype", "config", "optimizer", "group_defaults"})
-
-    def detect(self, path: str) -> list[str]:
-        from .files import detect
-
-        return detect(path)
-
-    def read(
-        self,
-        path: str,
-        tag: str | None = None,
-        step_policy: str | None = None,
-        param_names: tuple[str, ...] | None = None,
-        weights_only: bool = False,
-    ) -> Manifest:
-        from .read import read
-
-        return read(path, tag, step_policy)
-
-    def prepare(self, manifest: Manifest) -> tuple[Manifest, list[Shell]]:
-        from ...training.groups import without_empty_groups
-
-        return without_empty_groups(manifest)
-
-    def lay_out(self, source: Manifest, options: Options) -> Layout:
-        from .write import lay_out
-
-        return lay_out(source, options)
-
-    def seal(self, root: str, manifest: Manifest, outcome: Any) -> None:
-        from .write import seal
-
-        seal(root, manifest, outcome)
-
-    def partitions(self, path: str) -> list[Partition]:
-        from .gather import partitions
-
-        return partitions(path)
+FORMAT = Format(
+    name="deepspeed",
+    folder="deepspeed",
+    about="DeepSpeed ZeRO-1, 2, 3, 0.5.10 to 0.19.8",
+    family="deepspeed",
+    options=frozenset({"dp", "stage", "dtype", "config", "optimizer", "group_defaults"}),
+    gathers=True,
+    groups="without_empty_groups",
+)

@@ -13,11 +13,6 @@ from ...training import peft
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def detect(path: str) -> list[str]:
-    """Nothing: such a folder is read as weights alone, by the format `gathered`."""
-    return []
-
-
 def find(folder: str) -> str:
     """The file of weights, or their index, that zckpt has written to a folder."""
     names = (WEIGHTS, INDEX, peft.WEIGHTS[0])

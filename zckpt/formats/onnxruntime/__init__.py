@@ -16,64 +16,16 @@
 Facts in this package are of onnxruntime-training 1.16.3 and its sources back to 1.3.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 from ..format import Format
 
-if TYPE_CHECKING:
-    from ...core.manifest import Manifest
-    from ...core.partition import Partition
-    from ...core.staging import Layout
-    from ...training.options import Options
-
-
-class OnnxRuntime(Format):
-    name = "onnxruntime"
-    about = "ONNX Runtime Training ZeRO-1, 1.3 to 1.16 (HDF5, .ort.pt)"
-    family = "onnxruntime"
-    options = frozenset({"dp", "dtype"})
-    dialects = ("hdf5", "l2")
-
-    def detect(self, path: str) -> list[str]:
-        from .files import detect
-
-        return detect(path)
-
-    def read(
-        self,
-        path: str,
-        tag: str | None = None,
-        step_policy: str | None = None,
-        param_names: tuple[str, ...] | None = None,
-        weights_only: bool = False,
-    ) -> Manifest:
-        from .read import read
-
-        return read(path, tag, step_policy)
-
-    def check(self, manifest: Manifest) -> None:
-        from .read import check
-
-        check(manifest)
-
-    def lay_out(self, source: Manifest, options: Options) -> Layout:
-        from .write import lay_out
-
-        return lay_out(source, options)
-
-    def seal(self, root: str, manifest: Manifest, outcome: Any) -> None:
-        from .write import seal
-
-        seal(root, manifest, outcome)
-
-    def read_shells(self, path: str) -> Manifest:
-        from ...training.steps import KEEP
-
-        return self.read(path, step_policy=KEEP)  # every weight may have its own step
-
-    def partitions(self, path: str) -> list[Partition]:
-        from .gather import partitions
-
-        return partitions(path)
+FORMAT = Format(
+    name="onnxruntime",
+    folder="onnxruntime",
+    about="ONNX Runtime Training ZeRO-1, 1.3 to 1.16 (HDF5, .ort.pt)",
+    family="onnxruntime",
+    options=frozenset({"dp", "dtype"}),
+    dialects=("hdf5", "l2"),
+    checks=True,
+    gathers=True,
+    keeps_steps=True,
+)
