@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from zckpt.core.facts import FlatBufferEngine, StepPlace
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.proof import values
@@ -63,7 +64,7 @@ def test_scalars_of_another_kind(other: Scalar, kinds: list[object]) -> None:
 
 def test_weights_that_were_left_out() -> None:
     left_out, kept, silent = (
-        manifest(state={"engine": {"excludes_frozen": excludes}})
+        manifest(engine=FlatBufferEngine("flats", None, None, None, False, excludes, {}))
         for excludes in (True, False, None)
     )
     (line,) = values.forms(left_out, kept)
@@ -99,11 +100,25 @@ def test_groups_of_other_number_and_members() -> None:
 
 
 def test_states() -> None:
-    a = manifest(state={"lr_scheduler": {"last_epoch": 3, "lrs": [1.0, 2.0]}, "engine": {"x": 1}})
-    b = manifest(state={"lr_scheduler": {"last_epoch": 4, "lrs": [1.0, 5.0]}, "engine": {"x": 2}})
+    a = manifest(state={"lr_scheduler": {"last_epoch": 3, "lrs": [1.0, 2.0]}, "module": ["a"]})
+    b = manifest(state={"lr_scheduler": {"last_epoch": 4, "lrs": [1.0, 5.0]}, "module": ["b"]})
     assert values.states(a, a) == []
     assert {line["key"]: (line["a"], line["b"]) for line in values.states(a, b)} == {
         "lr_scheduler.last_epoch": (3, 4),
         "lr_scheduler.lrs.1": (2.0, 5.0),
     }
     assert values.states(a, manifest()) == []
+
+
+def test_places_of_steps_are_part_of_the_state() -> None:
+    a, b = (
+        manifest(
+            engine=FlatBufferEngine("flats", None, None, None, False, None, {}),
+            step_place=StepPlace("state", kind),
+            state={"optimizer": {"clip_grad": 1.0}},
+        )
+        for kind in ("int", "F32")
+    )
+    assert values.states(a, a) == []
+    (line,) = values.states(a, b)
+    assert line == {"key": "optimizer.step.type", "a": "int", "b": "F32"}

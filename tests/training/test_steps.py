@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from zckpt.core.checksum import crc_of_zeros
+from zckpt.core.facts import StepPlace
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter, Sighting
@@ -139,25 +140,60 @@ def test_keep_decides_between_parameters_alone() -> None:
         steps.agree([("rank 0", 3), ("rank 1", 4)], steps.KEEP)
 
 
+def stated(where: str, **steps_by_owner: Any) -> steps.StatedSteps:
+    result = steps.StatedSteps(where)
+    for owner, value in steps_by_owner.items():
+        result.add(owner, value)
+    return result
+
+
 @pytest.mark.parametrize(
-    ("place", "state"),
+    ("in_states", "in_groups", "where"),
     [
-        (steps.StepPlace(), {"step": {"in": "state", "type": "F32"}}),
-        (
-            steps.StepPlace("state", "I64", (1,), 0),
-            {"step": {"in": "state", "type": "I64", "shape": [1]}, "group_step": 0},
-        ),
-        (steps.StepPlace("group", "int"), {"step": {"in": "group", "type": "int"}}),
+        ({"a": 7, "b": 8}, {"a": 0, "b": 0}, "state"),  # FusedAdam's groups are stale
+        ({}, {"a": 7, "b": 7}, "group"),  # Apex
+        ({"a": 7}, {}, "state"),
+        ({"a": None, "b": float("nan")}, {"a": 3}, "group"),  # neither is a step
     ],
 )
-def test_a_place_survives_in_the_state(place: steps.StepPlace, state: dict[str, Any]) -> None:
-    assert place.to_state() == state["step"]
-    assert steps.StepPlace.of_state(state) == place
+def test_a_step_in_the_state_is_true_else_the_groups(
+    in_states: dict[str, Any], in_groups: dict[str, Any], where: str
+) -> None:
+    states, groups = stated("state", **in_states), stated("group", **in_groups)
+    assert steps.believed(states, groups).where == where
 
 
-@pytest.mark.parametrize("state", [{}, {"step": None, "group_step": None}])
-def test_without_a_stated_place_it_is_that_of_torch(state: dict[str, Any]) -> None:
-    assert steps.StepPlace.of_state(state) == steps.WRITTEN["torch"]
+def test_of_several_kinds_of_groups_the_first_with_a_step_is_true() -> None:
+    elastic = stated("group", a=4)
+    assert steps.believed(stated("state"), stated("group"), elastic) is elastic
+
+
+@pytest.mark.parametrize(
+    ("policy", "settled"),
+    [
+        (None, {"a": 7, "b": 8}),
+        (steps.KEEP, {"a": 7, "b": 8}),
+        ("max", {"a": 8, "b": 8}),
+        ("min", {"a": 7, "b": 7}),
+        ("5", {"a": 5, "b": 5}),
+    ],
+)
+def test_a_policy_makes_one_step_of_several(policy: str | None, settled: dict[str, int]) -> None:
+    assert stated("state", a=7, b=8).settled(policy) == settled
+    assert stated("state").settled(policy) == {}
+
+
+def test_the_place_of_stated_steps_has_their_type_and_shape() -> None:
+    states = steps.StatedSteps("state")
+    assert states.place() is None
+    states.add("a", Scalar(3.0, "I64"), (1,))
+    assert states.place() == StepPlace("state", "I64", (1,))
+    assert stated("group", a=3).place() == StepPlace("group", "int")
+
+
+def test_onnx_runtime_counts_from_one() -> None:
+    assert steps.COUNTED.number(0) == Scalar(1, "I64", (1,))
+    assert steps.COUNTED.completed(8) == 7
 
 
 def test_every_class_of_the_option_has_a_place() -> None:

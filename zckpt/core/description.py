@@ -6,6 +6,7 @@ import os
 from math import prod
 from typing import Any
 
+from .facts import with_facts
 from .inert import plain_group, to_json
 from .manifest import Entry, Manifest
 from .patterns import matching
@@ -86,4 +87,4 @@ def _tensor(entry: Entry, fragments: bool) -> Report:
 
 def state(manifest: Manifest) -> Any:
     """Everything that is not a tensor, as tagged JSON."""
-    return to_json(manifest.state)
+    return to_json(with_facts(manifest.state, manifest.engine, manifest.step_place))

@@ -1,9 +1,302 @@
-"""Facts about a run that a format reads and the other rooms use: the grid of its ranks."""
+"""What does a checkpoint state about its run: which engine wrote it, and where its step stands?
+
+FlatBufferEngine   an engine whose ranks share flat buffers, and that keeps its configuration
+StateDictEngine    a program that saves state dicts under keys of its own
+GraphEngine        an engine that trains a graph, and knows weights by name alone
+StepPlace          where an optimizer keeps its step, and in which type
+Grid, Coordinate   the parallel axes, and the place of one rank in them
+
+`with_facts` and `facts_of` write these records into a manifest's JSON state, and read them again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .inert import Scalar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBufferEngine:
+    """An engine that cuts flat buffers over its ranks.
+
+    `dtype` is the type in which its module computes. `optimizer_class` is its wrapper around the
+    optimizer. If `elastic`, the files have no hyper-parameters: those of the manifest are inferred
+    from the configuration and the scheduler. `excludes_frozen` says whether the save left frozen
+    weights out; None if no file shows that. `ordered` is true if the user stated the order of the
+    parameters. `given` is true if the user stated the hyper-parameters of an elastic save.
+    """
+
+    name: str
+    version: str | None
+    optimizer_class: str | None
+    dtype: str | None
+    elastic: bool
+    excludes_frozen: bool | None
+    config: Mapping[str, Any]
+    ordered: bool | None = None
+    given: bool = False
+
+    def to_state(self) -> dict[str, Any]:
+        """The value of `state.engine` in a manifest."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            "class": self.optimizer_class,
+            "dtype": self.dtype,
+            "elastic": self.elastic,
+            "excludes_frozen": self.excludes_frozen,
+            "config": self.config,
+            **_ordered(self),
+            **({"hyper_parameters": "given"} if self.given else {}),
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> FlatBufferEngine:
+        """The inverse of `to_state`."""
+        return cls(
+            _text(state, "name") or "",
+            _text(state, "version"),
+            _text(state, "class"),
+            _text(state, "dtype"),
+            _flag(state, "elastic") or False,
+            _flag(state, "excludes_frozen"),
+            _dictionary(state, "config"),
+            _flag(state, "ordered"),
+            state.get("hyper_parameters") == "given",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StateDictEngine:
+    """A program that saves a model's and an optimizer's state dict.
+
+    `dtype` is the type of most weights. `model`, `optimizer` and `scheduler` are the keys that lead
+    to these state dicts; None if there is none. `layout` is the form of the optimizer's keys.
+    `folders` are those of model and optimizer, if each has one. If `guessed`, no file separates
+    buffers and frozen weights. If `adapter`, the model's state is an adapter alone. `whole` files
+    have a `dialect`; sharded storage has none.
+    """
+
+    name: str
+    dtype: str | None
+    model: tuple[Any, ...]
+    optimizer: tuple[Any, ...] | None
+    layout: str | None
+    scheduler: str | None
+    folders: tuple[str, ...] | None
+    guessed: bool
+    adapter: bool
+    whole: bool = False
+    dialect: str | None = None
+    ordered: bool | None = None
+
+    def to_state(self, group_step: str | None) -> dict[str, Any]:
+        """The value of `state.engine` in a manifest.
+
+        `group_step` is the type of a step that only groups keep; None if states keep it.
+        """
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "model": list(self.model),
+            "optimizer": None if self.optimizer is None else list(self.optimizer),
+            "layout": self.layout,
+            "scheduler": self.scheduler,
+            "folders": None if self.folders is None else list(self.folders),
+            "guessed": self.guessed,
+            "adapter": self.adapter,
+            "group_step": group_step,
+            **({"dialect": self.dialect} if self.whole else {}),
+            **_ordered(self),
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> StateDictEngine:
+        """The inverse of `to_state`."""
+        optimizer, folders = _list(state, "optimizer"), _list(state, "folders")
+        return cls(
+            _text(state, "name") or "",
+            _text(state, "dtype"),
+            tuple(_list(state, "model") or ()),
+            None if optimizer is None else tuple(optimizer),
+            _text(state, "layout"),
+            _text(state, "scheduler"),
+            None if folders is None else tuple(folders),
+            _flag(state, "guessed") or False,
+            _flag(state, "adapter") or False,
+            "dialect" in state,
+            _text(state, "dialect"),
+            _flag(state, "ordered"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GraphEngine:
+    """An engine that trains an exported graph, whose weights it knows by name.
+
+    `dtype` is the type of the 16-bit copies of weights, else F32; `moments` is that of optimizer
+    states. No file states the order of the module's parameters: `ordered` is true only if the user
+    did.
+    """
+
+    name: str
+    version: str | None
+    dialect: str | None
+    dtype: str | None
+    moments: str | None
+    ordered: bool | None = False
+
+    def to_state(self) -> dict[str, Any]:
+        """The value of `state.engine` in a manifest."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            "dialect": self.dialect,
+            "dtype": self.dtype,
+            "moments": self.moments,
+            **_ordered(self),
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> GraphEngine:
+        """The inverse of `to_state`."""
+        return cls(
+            _text(state, "name") or "",
+            _text(state, "version"),
+            _text(state, "dialect"),
+            _text(state, "dtype"),
+            _text(state, "moments"),
+            _flag(state, "ordered"),
+        )
+
+
+Engine = FlatBufferEngine | StateDictEngine | GraphEngine
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlace:
+    """Where an optimizer keeps its step, and in which type.
+
+    `where` is `state` or `group`. `kind` is a dtype (a tensor of `shape`), `int` or `float`.
+    `stale` is what the groups contain although the step of the state is true; None for nothing.
+    `first` is the number that stands there before any update.
+    """
+
+    where: str = "state"
+    kind: str = "F32"
+    shape: tuple[int, ...] = ()
+    stale: Any = None
+    first: int = 0
+
+    def number(self, step: float | int) -> Scalar:
+        """Completed updates in the type and shape of this place."""
+        return Scalar(step + self.first, self.kind, self.shape)
+
+    def completed(self, number: int) -> int:
+        """The completed updates that a number of this place stands for."""
+        return number - self.first
+
+    def to_state(self) -> dict[str, Any]:
+        """The value of `state.optimizer.step` in a manifest (`stale` is `group_step` beside it)."""
+        shape = {"shape": list(self.shape)} if self.shape else {}
+        return {"in": self.where, "type": self.kind, **shape}
+
+    @classmethod
+    def of_state(cls, optimizer: Mapping[str, Any]) -> StepPlace | None:
+        """The place that `state.optimizer` of a manifest states; None if it states none."""
+        stated = _dictionary(optimizer, "step")
+        if not stated:
+            return None
+        return cls(
+            _text(stated, "in") or "state",
+            _text(stated, "type") or "F32",
+            tuple(_list(stated, "shape") or ()),
+            optimizer.get("group_step"),
+        )
+
+
+def with_facts(
+    state: Mapping[str, Any], engine: Engine | None, place: StepPlace | None
+) -> dict[str, Any]:
+    """The `state` of a manifest's JSON: what the program saved, and the facts of its engine."""
+    if engine is None and place is None:
+        return dict(state)
+    if isinstance(engine, StateDictEngine):
+        in_group = place is not None and place.where == "group"
+        facts = engine.to_state(place.kind if place is not None and in_group else None)
+        result = {"engine": facts, **state}
+        if place is not None and not in_group:
+            result["optimizer"] = {**(state.get("optimizer") or {}), "step": place.to_state()}
+        return result
+    result = {**({} if engine is None else {"engine": engine.to_state()}), **state}
+    if isinstance(state.get("optimizer"), dict) and not isinstance(engine, GraphEngine):
+        result["optimizer"] = {
+            **state["optimizer"],
+            "step": None if place is None else place.to_state(),
+            "group_step": None if place is None else place.stale,
+        }
+    return result
+
+
+def facts_of(
+    state: Mapping[str, Any],
+) -> tuple[dict[str, Any], Engine | None, StepPlace | None]:
+    """The inverse of `with_facts`; raises TypeError for values of other types."""
+    rest = dict(state)
+    stated = _dictionary(rest, "engine")
+    rest.pop("engine", None)
+    engine: Engine | None = None
+    if "config" in stated:
+        engine = FlatBufferEngine.of_state(stated)
+    elif "model" in stated:
+        engine = StateDictEngine.of_state(stated)
+    elif stated:
+        engine = GraphEngine.of_state(stated)
+    optimizer = _dictionary(rest, "optimizer")
+    place = StepPlace.of_state(optimizer)
+    if isinstance(engine, StateDictEngine) and (kind := _text(stated, "group_step")) is not None:
+        place = StepPlace("group", kind)
+    if optimizer.keys() & {"step", "group_step"}:
+        kept = {key: item for key, item in optimizer.items() if key not in ("step", "group_step")}
+        if kept or not isinstance(engine, StateDictEngine):
+            rest["optimizer"] = kept
+        else:
+            del rest["optimizer"]
+    return rest, engine, place
+
+
+def _ordered(engine: Engine) -> dict[str, Any]:
+    """The key `ordered` of an engine that states it."""
+    return {} if engine.ordered is None else {"ordered": engine.ordered}
+
+
+def _text(state: Mapping[str, Any], key: str) -> str | None:
+    return _of_type(state, key, str)
+
+
+def _flag(state: Mapping[str, Any], key: str) -> bool | None:
+    return _of_type(state, key, bool)
+
+
+def _list(state: Mapping[str, Any], key: str) -> list[Any] | None:
+    return _of_type(state, key, list)
+
+
+def _dictionary(state: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return _of_type(state, key, dict) or {}
+
+
+def _of_type(state: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
+    """The value of a key; None if it is absent. Raises TypeError for a value of another type."""
+    value = state.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{key} is {value!r}, which is not a {kind.__name__}")
+    return value
 
 
 @dataclass(frozen=True, slots=True)

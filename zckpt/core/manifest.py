@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from .dtypes import NUMBERS, SIZES
+from .facts import Engine, StepPlace
 from .fragments import Fragments, Record
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
 
@@ -134,12 +135,15 @@ class Manifest:
     """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow.
 
     `source` says which engine wrote it: format, version, zero_stage, dp, tag.
-    `state` is everything that is not a tensor, as inert values. A tensor inside of it is the
-    `TensorName` of an entry with slot `state`.
+    `engine` are the facts of that engine, and `step_place` is where its optimizer keeps the step;
+    None if no file states that. `state` is everything else that is not a tensor, as inert values. A
+    tensor inside of it is the `TensorName` of an entry with slot `state`.
     `replicas` are further copies of entries in the same files. Writers fill them too.
     `left_out` names what has no meaning outside the source.
     `warnings` are sentences for the user.
     `inferred` are the parameters whose names no file states. Each got its name by its position.
+    `states_inferred` is false if the files could not state that. `zero_padding` is true if the
+    engine fills with zeros what lies between tensors.
     """
 
     root: str
@@ -150,6 +154,8 @@ class Manifest:
     buffers: tuple[str, ...] = ()
     groups: tuple[dict[str, Any], ...] | None = None
     optimizer: str | None = None
+    engine: Engine | None = None
+    step_place: StepPlace | None = None
     state: dict[str, Any] = field(default_factory=dict)
     steps: tuple[Sighting, ...] = ()
     records: tuple[Record, ...] = ()
@@ -159,6 +165,8 @@ class Manifest:
     left_out: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     inferred: tuple[str, ...] = ()
+    states_inferred: bool = True
+    zero_padding: bool = False
 
     @property
     def dp(self) -> int:

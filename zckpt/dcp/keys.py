@@ -19,6 +19,7 @@ from typing import Any
 
 from ..core.inert import TensorName
 from ..core.manifest import Entry, Manifest, slot_name
+from ..formats.statedict.keys import OPTIMIZER, keys_of
 from ..formats.statedict.tree import dotted
 from ..formats.statedict.write import flattened
 from ..training.names import Rule, by_plain_name, leading, names_of, plain
@@ -63,10 +64,9 @@ class KeyNames:
         self.numbers = numbers
         self.words = words
         self.weights = weights or {}
-        engine = manifest.state.get("engine") or {}
-        own = engine if engine.get("name") == "torch" else {}
-        self.model = _root(own.get("model", ["model"]))
-        self.optimizer = _root(own.get("optimizer") or ["optim"])
+        roots = keys_of(manifest.engine)
+        self.model = _root(roots.model)
+        self.optimizer = _root(roots.optimizer or OPTIMIZER)
         self.rules = {  # of the source's own keys: what precedes a name, and the name's rule
             "weight": ("", Rule(self.model, "")),
             "state": (f"{self.optimizer}state.", Rule("", "")),

@@ -91,12 +91,11 @@ def meaning(manifest: Manifest, damage: Damage, contents: Contents) -> Report:
 
 
 def not_zero(outcome: ComparisonOutcome, manifest: Manifest) -> list[str]:
-    """Notes on padding that is not zero, for DeepSpeed's stages 1 and 2.
+    """Notes on padding that is not zero although the engine fills it with zeros.
 
-    Other padding may contain anything: stage 3 leaves there what was in memory, ONNX Runtime stale
-    parts of weights.
+    Other padding may contain anything: what was in memory, or stale parts of weights.
     """
-    if manifest.source.get("zero_stage") == 3 or manifest.format != "deepspeed":
+    if not manifest.zero_padding:
         return []
     damaged = {damage.record.extent for damage in outcome.damage}
     return [

@@ -106,6 +106,7 @@ def _read_proof(path: str) -> Manifest:
             parameters=parameters_from_json(description["parameters"]),
             buffers=tuple(description["buffers"]),
             groups=None if groups is None else tuple(map(from_json, groups)),
+            states_inferred=False,
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..core.facts import FlatBufferEngine, with_facts
 from ..core.inert import Scalar, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
 
@@ -95,7 +96,10 @@ def forms(a: Manifest, b: Manifest) -> list[Report]:
     DeepSpeed's `frozen_param_fragments` is None in a save without frozen parameters. An empty
     dictionary in its place says that the model has none, and an engine whose model has some stops.
     """
-    statements = [(side.state.get("engine") or {}).get("excludes_frozen") for side in (a, b)]
+    statements = [
+        side.engine.excludes_frozen if isinstance(side.engine, FlatBufferEngine) else None
+        for side in (a, b)
+    ]
     if None in statements or statements[0] == statements[1]:
         return []
     one, other = (
@@ -142,9 +146,10 @@ def states(a: Manifest, b: Manifest) -> list[Report]:
     Facts about the engine (version, stage, size) are left out: they may differ.
     """
     lines: list[Report] = []
+    ours, theirs = (with_facts(side.state, side.engine, side.step_place) for side in (a, b))
     for key in ("counters", "lr_scheduler", "optimizer", "client_state"):
-        if a.state.get(key) is not None and b.state.get(key) is not None:
-            lines += _states(to_json(a.state[key]), to_json(b.state[key]), key)
+        if ours.get(key) is not None and theirs.get(key) is not None:
+            lines += _states(to_json(ours[key]), to_json(theirs[key]), key)
     return lines
 
 

@@ -21,8 +21,6 @@ from .report import difference, findings, versions
 
 Report = dict[str, Any]
 FINDINGS = ("differences", "problems", "steps", "scalars", "groups", "unproven")
-STATES_NO_INFERENCE = ("onnxruntime", "proof")
-"""Formats whose files cannot state that a name was inferred."""
 
 
 def verify_alone(
@@ -139,7 +137,7 @@ def inferences(matches: Iterable[Match], a: Manifest, b: Manifest) -> Report:
     If an optimizer's state has the same wrong name in both checkpoints, it is equal in both.
     """
     compared = {match.a.parameter for match in matches if match.a.slot not in (*WEIGHTS, "state")}
-    theirs = set(a.inferred if b.format in STATES_NO_INFERENCE else b.inferred)
+    theirs = set(b.inferred if b.states_inferred else a.inferred)
     shared = [name for name in a.inferred if name in compared and name in theirs]
     unproven = {
         "message": f"the names of {listed(shared, 4)} are inferred in both checkpoints: their "

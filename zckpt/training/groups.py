@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..core.facts import FlatBufferEngine
 from ..core.manifest import Manifest, Sibling
 from ..core.staging import Shell
 from ..errors import ZckptError
@@ -54,9 +55,9 @@ def with_trainers_groups(manifest: Manifest) -> tuple[Manifest, list[Shell]]:
     the second group if it is empty. If the ds_config has the optimizer, all weights are one group.
     """
     groups = manifest.groups
-    engine = (manifest.state.get("engine") or {}).get("name")
     of_trainer = program_of(manifest.siblings) == TRANSFORMERS
-    if not of_trainer or engine != "deepspeed" or groups is None or len(groups) != 1:
+    drops_empty = isinstance(manifest.engine, FlatBufferEngine)
+    if not of_trainer or not drops_empty or groups is None or len(groups) != 1:
         return manifest, []
     (group,) = groups
     members = {

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..core.facts import FlatBufferEngine
 from ..core.manifest import Manifest
 from .options import Options
 
@@ -79,7 +80,12 @@ def are_inferred(source: Manifest) -> bool:
 
     DeepSpeed's elastic files store none (0.19.8).
     """
-    return bool((source.state.get("engine") or {}).get("elastic"))
+    return isinstance(source.engine, FlatBufferEngine) and source.engine.elastic
+
+
+def are_given(source: Manifest) -> bool:
+    """Whether the user has stated the hyper-parameters of a source that stores none."""
+    return isinstance(source.engine, FlatBufferEngine) and source.engine.given
 
 
 def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
@@ -129,8 +135,7 @@ def _likely(groups: Sequence[Mapping[str, Any]] | None) -> str:
 
 
 def _adam_w_mode(source: Manifest) -> bool:
-    config = (source.state.get("engine") or {}).get("config")
-    params: Any = config if isinstance(config, dict) else {}
+    params: Any = source.engine.config if isinstance(source.engine, FlatBufferEngine) else {}
     for key in ("optimizer", "params", "adam_w_mode"):
         params = params.get(key) if isinstance(params, dict) else None
     return params is not False

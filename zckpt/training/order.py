@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..core.facts import StateDictEngine
 from ..core.manifest import Manifest
 from ..errors import MissingData, WrongOption, listed
 from .names import RENAME
@@ -17,7 +18,7 @@ from .names import RENAME
 
 def is_known(manifest: Manifest) -> bool:
     """Whether the manifest has the parameters in the module's order."""
-    return (manifest.state.get("engine") or {}).get("ordered") is not False
+    return manifest.engine is None or manifest.engine.ordered is not False
 
 
 def need_order(manifest: Manifest) -> None:
@@ -64,7 +65,8 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
         return parameter is None or not parameter.trainable, positions.get(name, len(positions))
 
     # if the list names a frozen parameter, it names all parameters, and the rest are buffers
-    guessed = (manifest.state.get("engine") or {}).get("guessed")
+    engine = manifest.engine
+    guessed = isinstance(engine, StateDictEngine) and engine.guessed
     is_complete = guessed and any(name not in trained for name in names)
     buffers = [
         name
@@ -74,13 +76,10 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     ]
     order = [name for name in sorted(parameters, key=position_of) if name not in buffers]
     entries = sorted(manifest.entries.values(), key=lambda entry: position_of(entry.parameter))
-    state = dict(manifest.state)
-    if isinstance(state.get("engine"), dict):
-        state["engine"] = {**state["engine"], "ordered": True}
     return replace(
         manifest,
         parameters={name: parameters[name] for name in order},
         buffers=(*manifest.buffers, *buffers),
         entries={entry.name: entry for entry in entries},
-        state=state,
+        engine=None if engine is None else replace(engine, ordered=True),
     )

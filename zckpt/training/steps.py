@@ -11,18 +11,20 @@
                                                   completed + 1      -
     SGD, most Lions                               -                  -
 
-Reading: a step in the state is true. If the state has none, the group's step is true. Counters of
-engines and of schedulers are never true: fp16 training skips updates, and DeepSpeed before 0.13.2
-made one update too many. Writing: `WRITTEN` says where the target's optimizer looks.
+Reading: a step in the state is true. If the state has none, the group's step is true (`believed`).
+Counters of engines and of schedulers are never true: fp16 training skips updates, and DeepSpeed
+before 0.13.2 made one update too many (`counter_sightings`). Writing: `WRITTEN` and `COUNTED` say
+where the target's optimizer looks, and in which type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
+from ..core.facts import StepPlace
 from ..core.inert import Scalar
 from ..core.manifest import Manifest, Sighting
 from ..errors import InconsistentCheckpoint, WrongOption
@@ -36,41 +38,6 @@ STALLS = {"BF16": 256, "F16": 2048}
 """The step at which adding one changes nothing, because the type is too narrow."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlace:
-    """Where an optimizer keeps its step, and in which type.
-
-    `where` is `state` or `group`. `kind` is a dtype (a tensor of `shape`), `int` or `float`.
-    `stale` is what the groups contain although the step of the state is true; None for nothing.
-    A capturable FusedAdam, and DeepSpeed's elastic loading, make tensors of shape [1].
-    """
-
-    where: str = "state"
-    kind: str = "F32"
-    shape: tuple[int, ...] = ()
-    stale: Any = None
-
-    def number(self, step: Step) -> Scalar:
-        """The step in the type and shape of this place."""
-        return Scalar(step, self.kind, self.shape)
-
-    def to_state(self) -> dict[str, Any]:
-        """The value of `state.optimizer.step` in a manifest (`stale` is `group_step` beside it)."""
-        shape = {"shape": list(self.shape)} if self.shape else {}
-        return {"in": self.where, "type": self.kind, **shape}
-
-    @classmethod
-    def of_state(cls, optimizer: Mapping[str, Any]) -> StepPlace:
-        """The place that `state.optimizer` of a manifest states; torch's if it states none."""
-        stated = optimizer.get("step") or {}
-        return cls(
-            stated.get("in", "state"),
-            stated.get("type", "F32"),
-            tuple(stated.get("shape", ())),
-            optimizer.get("group_step"),
-        )
-
-
 WRITTEN = {
     "torch": StepPlace("state", "F32"),
     "deepspeed-fused-adam": StepPlace("state", "int", stale=0),
@@ -78,6 +45,9 @@ WRITTEN = {
     "apex-fused-adam": StepPlace("group", "int"),
 }
 """Where each class of `--optimizer` looks for its step."""
+
+COUNTED = StepPlace("state", "I64", (1,), first=1)
+"""Where ONNX Runtime counts updates: its Adam once for each weight, its Lamb once for all."""
 
 SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 """Counters in the state of torch's schedulers."""
@@ -104,6 +74,46 @@ def step_of(value: Any) -> Step | None:
 def kind_of(value: Any) -> str:
     """The type of a stored step: a dtype (0-d tensor), `int` or `float`."""
     return value.dtype if isinstance(value, Scalar) else type(value).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class StatedSteps:
+    """The steps that places of one kind state.
+
+    `where` is `state` or `group`. `steps` are by what states them: a rank, or the parameter that
+    the place is for. `kinds` are their types, `shapes` those of tensors.
+    """
+
+    where: str
+    steps: dict[str, Step] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def add(self, owner: str, value: Any, shape: tuple[int, ...] = ()) -> None:
+        """Takes a stored number: a `Scalar` or Python's; ignores a value that states no step."""
+        if (step := step_of(value)) is not None:
+            self.steps[owner] = step
+            self.kinds[owner] = kind_of(value)
+            self.shapes[owner] = shape
+
+    def place(self) -> StepPlace | None:
+        """Where the first of them stands, and in which type; None without a step."""
+        owner = next(iter(self.steps), None)
+        if owner is None:
+            return None
+        return StepPlace(self.where, self.kinds[owner], self.shapes[owner])
+
+    def settled(self, policy: str | None) -> dict[str, Step]:
+        """The steps; one for all owners if `policy` is max, min or a number."""
+        if policy in (None, KEEP):
+            return self.steps
+        step = agree(list(self.steps.items()), policy)
+        return {} if step is None else dict.fromkeys(self.steps, step)
+
+
+def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
+    """The statements that are true: those of states, else those of the first groups with any."""
+    return next((stated for stated in (in_states, *in_groups) if stated.steps), in_states)
 
 
 def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step | None:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import zckpt
 from zckpt import errors
+from zckpt.core.facts import StateDictEngine
 
 from ..contract import FormatContract
 from .torch_dcp import DATA, alike, saved, whole
@@ -271,7 +272,9 @@ def test_an_average_is_not_the_model(called: str, tmp_path: Path) -> None:
     model, average = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
     state = {called: average.state_dict(), "net": model.state_dict()}
     dcp.save(state, checkpoint_id=tmp_path / "run")
-    assert zckpt.read(tmp_path / "run").state["engine"]["model"] == ["net"]
+    engine = zckpt.read(tmp_path / "run").engine
+    assert isinstance(engine, StateDictEngine)
+    assert engine.model == ("net",)
 
 
 def test_stage_3_tells_what_it_takes_for_frozen(tmp_path: Path) -> None:

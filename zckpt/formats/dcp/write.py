@@ -81,8 +81,8 @@ class DcpWriter:
 
     def _parts(self) -> dict[str, list[PathValue]]:
         """Items by folder: one for all, or Accelerate's for the model and for the optimizer."""
-        dicts, engine = self.dicts, self.source.state.get("engine") or {}
-        before = engine.get("folders")
+        dicts, keys = self.dicts, self.dicts.keys
+        before = keys.folders
         if self.options.dialect != "accelerate" and not before:
             return {"": list(dicts.items())}
         of_trainer = program_of(self.source.siblings) == TRANSFORMERS
@@ -99,9 +99,7 @@ class DcpWriter:
                 "with an adapted embedding",
                 hint="choose --to deepspeed, or --to gathered --dialect safetensors",
             )
-        if engine.get("adapter") or (
-            of_trainer and any(map(peft.is_adapters, self.source.parameters))
-        ):
+        if keys.adapter or (of_trainer and any(map(peft.is_adapters, self.source.parameters))):
             dicts.save_adapter_alone()  # as the Trainer does with PEFT and FSDP
         if not before:  # Accelerate's own keys
             dicts.model, dicts.optimizer = ("model",), ("optimizer",)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...core.inert import PYTHON_NUMBERS
 from ...errors import listed
-from ...training.optimizers import are_inferred
+from ...training.optimizers import are_given, are_inferred
 from .. import zero
 from ..deepspeed_states.target import DeepSpeedTarget
 
@@ -27,7 +27,7 @@ def is_elastic(target: DeepSpeedTarget) -> bool:
     engine, buffers = target.engine, target.buffers
     if not are_inferred(target.source) or target.options.group_defaults:
         return False
-    if "hyper_parameters" in engine.before or target.options.weights_only:
+    if are_given(target.source) or target.options.weights_only:
         return False
     if engine.partitioned or engine.wraps_bf16:
         return False

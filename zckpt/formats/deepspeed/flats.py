@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES
+from ...core.facts import StepPlace
 from ...core.fragments import Extent, Fragments, Runs, Slices, solid
 from ...core.inert import Scalar
 from ...core.manifest import Sighting, slot_name
@@ -126,10 +127,10 @@ class _RankedBuffer:
                     f"optimizer state {key!r} of {listed(list(self.shapes))} (flat group "
                     f"{self.place}): neither a number nor a tensor of the parameters' shapes"
                 )
-        sightings, kept, warnings = self._steps(group, states, step_policy)
+        sightings, place, warnings = self._steps(group, states, step_policy)
         step = next((line.step for line in sightings if line.truth), None)
         shapes = in_user_order(self.shapes, self.ranks)
-        return FlatBuffer(group, shapes, slots, step, kept, scalars, sightings, left_out, warnings)
+        return FlatBuffer(group, shapes, slots, step, place, scalars, sightings, left_out, warnings)
 
     # -- tensors
 
@@ -238,43 +239,45 @@ class _RankedBuffer:
 
     def _steps(
         self, group: int, states: Sequence[Mapping[str, Any]], policy: str | None
-    ) -> tuple[list[Sighting], steps.StepPlace | None, list[str]]:
-        """Every place that states this buffer's step; the first of them is the truth (steps.py)."""
-        elastic = [state.get("base_optimizer_state_step") for state in self.ranks.states]
-        sightings: list[Sighting] = []
-        kept: steps.StepPlace | None = None
-        warnings: list[str] = []
-        for where, what, values in (
-            ("state", f"state of flat group {self.place}", self._kept_steps(states)),
-            (
+    ) -> tuple[list[Sighting], StepPlace | None, list[str]]:
+        """Every place that states this buffer's step, on which all ranks must agree."""
+        groups = self.ranks.groups(group)
+        by_place = {
+            f"state of flat group {self.place}": ("state", self._kept_steps(states)),
+            f"param_groups[{group}]": ("group", [item.get("step") for item in groups]),
+            "base_optimizer_state_step": (
                 "group",
-                f"param_groups[{group}]",
-                [param_group.get("step") for param_group in self.ranks.groups(group)],
+                [state.get("base_optimizer_state_step") for state in self.ranks.states],
             ),
-            ("group", "base_optimizer_state_step", elastic),
-        ):
-            places, kinds = [], []
-            for rank, value in enumerate(values):
-                number = self.ranks.number(rank, value)
-                if (counted := steps.step_of(number)) is not None:
-                    places.append((f"rank {rank}, {what}", counted))
-                    kinds.append(steps.kind_of(number))
-            if 0 < len(places) < self.ranks.dp:
-                raise InconsistentCheckpoint(
-                    f"{self.ranks.directory.path}: only some ranks hold a step: {what}"
-                )
-            truth = kept is None
-            step = steps.agree(places, policy if truth else "max")
+        }
+        stated = {
+            what: self._stated(where, what, values) for what, (where, values) in by_place.items()
+        }
+        truth = steps.believed(*stated.values())
+        sightings: list[Sighting] = []
+        warnings: list[str] = []
+        for what, item in stated.items():
+            is_true = item is truth
+            step = steps.agree(list(item.steps.items()), policy if is_true else "max")
             if step is None:
                 continue
-            sightings.append(Sighting(what, step, truth))
-            if truth:
-                first = values[0]
-                shape = first.shape if isinstance(first, (Scalar, Tensor)) else ()
-                kept = steps.StepPlace(where, kinds[0], shape)
-                if warning := steps.stalled(step, kinds[0], what):
-                    warnings.append(warning)
-        return sightings, kept, warnings
+            sightings.append(Sighting(what, step, is_true))
+            kind = next(iter(item.kinds.values()))
+            if is_true and (warning := steps.stalled(step, kind, what)):
+                warnings.append(warning)
+        return sightings, truth.place(), warnings
+
+    def _stated(self, where: str, what: str, values: Sequence[Any]) -> steps.StatedSteps:
+        """What the ranks state in one place; raises if only some of them state a step."""
+        stated = steps.StatedSteps(where)
+        for rank, value in enumerate(values):
+            shape = value.shape if isinstance(value, (Scalar, Tensor)) else ()
+            stated.add(f"rank {rank}, {what}", self.ranks.number(rank, value), shape)
+        if 0 < len(stated.steps) < self.ranks.dp:
+            raise InconsistentCheckpoint(
+                f"{self.ranks.directory.path}: only some ranks hold a step: {what}"
+            )
+        return stated
 
 
 def _is_empty(value: Any) -> bool:

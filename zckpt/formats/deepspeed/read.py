@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...core.manifest import Manifest
 from ...errors import not_understood
 from ..deepspeed_states.manifest import manifest_of
@@ -20,12 +22,14 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     directory = locate(path, tag)
     try:
         ranks = open_ranks(directory, rank_files(directory))
-        return manifest_of(
+        manifest = manifest_of(
             ranks,
             list(flat_buffers(ranks, step_policy)),
             "deepspeed",
             ranks.effective_config(ranks.round_robin),
             ranks.module_dtype,
         )
+        # stages 1 and 2 fill up with zeros; stage 3 leaves what was in memory (0.19.8)
+        return replace(manifest, zero_padding=not ranks.partitioned)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise not_understood(directory.path, error) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...core.facts import FlatBufferEngine
 from ...core.manifest import Manifest
 from ...errors import WrongOption
 from ...training.options import Options
@@ -18,15 +19,17 @@ class TargetEngine:
     """Stage, type and options of the target's engine.
 
     They are the source's unless the user asks for others; a ds_config from the user replaces the
-    source's. "auto", as trainers' configs have it, counts as not stated. Raises WrongOption if
+    source's. `before` is the source's own engine, None if another kind of engine wrote it. "auto",
+    as trainers' configs have it, counts as not stated. Raises WrongOption if
     options and config contradict each other.
     """
 
     def __init__(self, source: Manifest, options: Options) -> None:
         self.options = options
-        stated = source.state.get("engine") or {}
-        self.before: dict[str, Any] = stated if stated.get("name") == "deepspeed" else {}
-        given = options.config if options.config is not None else self.before.get("config")
+        self.before = source.engine if isinstance(source.engine, FlatBufferEngine) else None
+        given: Mapping[str, Any] | None = options.config
+        if given is None and self.before is not None:
+            given = self.before.config
         self.known = given is not None
         for key in ("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "data_types"):
             if not isinstance((given or {}).get(key, {}), (dict, type(None))):
@@ -56,7 +59,7 @@ class TargetEngine:
 
     @property
     def same_dtype(self) -> bool:
-        return self.dtype == self.before.get("dtype")
+        return self.before is not None and self.dtype == self.before.dtype
 
     def option(self, *names: str) -> Any:
         """The config's value at these keys; None for "auto"."""
@@ -158,11 +161,11 @@ class TargetEngine:
             return asked
         if self.options.config is not None and stated:
             return stated
-        if self.before:
-            return str(self.before["dtype"])
+        if self.before is not None:
+            return str(self.before.dtype)
         dtypes = [entry.dtype for entry in source.entries.values() if entry.slot == "param"]
         # of another engine, which may have computed in 16 bits and stored none of that
-        dtypes.append(str((source.state.get("engine") or {}).get("dtype")))
+        dtypes.append(str(source.engine.dtype if source.engine else None))
         return next((dtype for dtype in dtypes if dtype in ("BF16", "F16")), "F32")
 
     def _config(self, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...core.facts import StepPlace
 from ...core.fragments import Fragments
 from ...core.inert import Scalar
 from ...core.manifest import Sighting
@@ -25,15 +26,14 @@ class BufferSlot:
 class FlatBuffer:
     """One flat buffer: its parameters in the user's order, and what all of them share.
 
-    `step_kept` says where the step stood and in what type; `sightings` are all places that state
-    it.
+    `step_place` is where the true step stands; `sightings` are all places that state one.
     """
 
     group: int
     shapes: Mapping[str, tuple[int, ...]]
     slots: Sequence[BufferSlot]
     step: steps.Step | None
-    step_kept: steps.StepPlace | None
+    step_place: StepPlace | None
     scalars: Mapping[str, Scalar]
     sightings: Sequence[Sighting]
     left_out: Sequence[str]

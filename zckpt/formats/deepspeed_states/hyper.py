@@ -7,7 +7,15 @@ from typing import Any
 
 from ...core.manifest import Manifest
 from ...errors import MissingData, WrongOption
-from ...training.optimizers import ADAM, DEFAULTS, TORCH, are_inferred, given_groups, plain_name
+from ...training.optimizers import (
+    ADAM,
+    DEFAULTS,
+    TORCH,
+    are_given,
+    are_inferred,
+    given_groups,
+    plain_name,
+)
 from ...training.options import Options
 from .engine import TargetEngine
 
@@ -54,7 +62,8 @@ def adam_class(engine: TargetEngine, source: Manifest) -> str | None:
 
 def _is_complete(engine: TargetEngine, source: Manifest) -> bool:
     """Whether groups are as an engine's optimizer wrote them."""
-    return source.groups is not None and bool(engine.before) and not are_inferred(source)
+    stored = source.groups is not None and not are_inferred(source)
+    return stored and engine.before is not None
 
 
 def complete_groups(
@@ -87,7 +96,7 @@ def complete_groups(
             "or write --weights-only",
         )
     for place, group in enumerate(groups):
-        if inferred and "hyper_parameters" not in engine.before:
+        if inferred and not are_given(source):
             scheduled = {key: group[key] for key in _scheduled(source) if key in group}
             group |= stated | scheduled | options.defaults_of(place, len(groups))
         for key, value in stated.items():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ...core.facts import FlatBufferEngine, StepPlace
 from ...core.manifest import Manifest, Sighting
 from ...files.torchfile import TorchFile
 from ...training import steps
@@ -70,7 +72,6 @@ def manifest_of(
     if not isinstance(stated, str):
         stated = steps.infer_optimizer(slots | scalars, groups[0] if groups else None)
     sightings = [line for buffer in buffers for line in buffer.sightings]
-    state = _state(ranks, buffers, tensors, config, module_dtype)
     return Manifest(
         root=ranks.directory.path,
         format=format,
@@ -83,7 +84,17 @@ def manifest_of(
         },
         groups=groups,
         optimizer=stated,
-        state=state,
+        engine=FlatBufferEngine(
+            "deepspeed",
+            ranks.version,
+            ranks.engine_class,
+            module_dtype,
+            ranks.elastic,
+            ranks.excludes_frozen,
+            config,
+        ),
+        step_place=_step_place(ranks, buffers),
+        state=_state(ranks, tensors),
         replicas=tuple(tensors.replicas),
         entries=tensors.entries,
         parameters=tensors.parameters,
@@ -163,31 +174,21 @@ def _counters(ranks: EngineStates) -> list[Sighting]:
     return sightings
 
 
-def _state(
-    ranks: EngineStates,
-    buffers: Sequence[FlatBuffer],
-    tensors: ManifestTensors,
-    config: dict[str, Any],
-    module_dtype: str,
-) -> dict[str, Any]:
+def _step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace | None:
+    """Where the base optimizer keeps its step, and what its groups state beside that."""
+    place = next((buffer.step_place for buffer in buffers if buffer.step_place), None)
+    if place is None or place.where == "group":
+        return place
+    stale = ranks.groups(0)[0].get("step", ranks.first.get("base_optimizer_state_step"))
+    return replace(place, stale=stale)
+
+
+def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
     """Everything that is not a parameter's tensor, so that an engine's files can be rewritten."""
-    of_engine = {
-        "name": "deepspeed",
-        "version": ranks.version,
-        "class": ranks.engine_class,
-        "dtype": module_dtype,
-        "elastic": ranks.elastic,
-        "excludes_frozen": ranks.excludes_frozen,
-        "config": config,
-    }
     optimizer = {
         key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
         for key, value in _optimizer_values(ranks.first).items()
     }
-    kept = [buffer.step_kept for buffer in buffers if buffer.step_kept]
-    stale = None
-    if kept and kept[0].where == "state":
-        stale = ranks.groups(0)[0].get("step", ranks.first.get("base_optimizer_state_step"))
     of_model = {
         key: tensors.kept(value, key, ranks.models[0])
         for key, value in _model_values(ranks.model).items()
@@ -198,15 +199,10 @@ def _state(
     for files in _alike(ranks.models[1:]):
         tensors.add_state_replicas(_model_values(files[0].value), files)
     return {
-        "engine": of_engine,
         "counters": {key: ranks.model.get(key) for key in COUNTERS},
         "module": list(tensors.module),
         **of_model,
-        "optimizer": {
-            **optimizer,
-            "step": kept[0].to_state() if kept else None,
-            "group_step": stale,
-        },
+        "optimizer": optimizer,
     }
 
 

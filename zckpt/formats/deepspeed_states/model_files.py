@@ -97,7 +97,8 @@ def _weights(target: DeepSpeedTarget, derives: bool, storages: Storages) -> dict
 
 def _frozen_dtype(target: DeepSpeedTarget, dtype: str) -> str:
     """A frozen weight changes its type with the module's."""
-    changes = target.engine.dtype != target.engine.before.get("dtype", dtype)
+    before = target.engine.before
+    changes = target.engine.dtype != (dtype if before is None else before.dtype)
     return target.engine.dtype if changes and dtype in FLOATS else dtype
 
 
@@ -113,7 +114,8 @@ def _frozen(
     if target.engine.stage == 1 or peft.is_adapter_alone(target.source.parameters):
         return None, None
     names = [name for name in target.frozen if name in weights]
-    has_none = target.engine.before.get("excludes_frozen") is False
+    before = target.engine.before
+    has_none = before is not None and before.excludes_frozen is False
     if not (names or has_none):
         return None, None
     shapes = OrderedDict((name, Size(target.frozen[name].shape)) for name in names)

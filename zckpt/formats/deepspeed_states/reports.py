@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...core.facts import StateDictEngine
 from ...errors import listed
 from ...training.trainers import TRANSFORMERS, program_of
 from .hyper import optimizer_name
@@ -37,7 +38,8 @@ def _of_guessed(target: DeepSpeedTarget) -> list[str]:
 
     DeepSpeed then refuses to load a buffer (its size in the module's state differs).
     """
-    guessed = (target.source.state.get("engine") or {}).get("guessed")
+    engine = target.source.engine
+    guessed = isinstance(engine, StateDictEngine) and engine.guessed
     named = target.options.param_names
     if not (guessed and target.engine.partitioned and target.frozen) or named:
         return []

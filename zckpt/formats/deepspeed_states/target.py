@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES
+from ...core.facts import StepPlace
 from ...core.inert import Scalar
 from ...core.manifest import Manifest, Parameter, Sibling
 from ...errors import InconsistentCheckpoint, MissingData, listed
@@ -242,7 +243,7 @@ class DeepSpeedTarget:
     @property
     def version(self) -> str:
         """The source's version of DeepSpeed, or that of the layout that is written."""
-        return str(self.engine.before.get("version", VERSION))
+        return str(self.engine.before.version if self.engine.before else VERSION)
 
     @property
     def counters(self) -> dict[str, Any]:
@@ -254,10 +255,17 @@ class DeepSpeedTarget:
         }
 
     @property
-    def step_place(self) -> steps.StepPlace:
-        """Where the target's optimizer looks for its step: as its class does, or as the source."""
+    def step_place(self) -> StepPlace:
+        """Where the target's optimizer looks for its step: as its class does, or as the source.
+
+        Groups of another program's optimizer say nothing about DeepSpeed's.
+        """
         name = adam_class(self.engine, self.source)
-        return steps.WRITTEN[name] if name else steps.StepPlace.of_state(self.optimizer_state)
+        place = steps.WRITTEN[name] if name else self.source.step_place
+        foreign = not name and self.engine.before is None
+        if place is None or (foreign and place.where == "group"):
+            return steps.WRITTEN["torch"]
+        return place
 
     def thawed(self, value: Any, storages: Storages) -> Any:
         """`value` of the source's state, with tensors in the place of their names."""

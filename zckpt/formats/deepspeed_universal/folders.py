@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from ...core.facts import StepPlace
 from ...core.inert import Scalar
 from ...core.manifest import Sighting, slot_name
 from ...errors import (
@@ -81,13 +82,15 @@ class ParameterFolders:
         buffers = []
         for place, shapes in enumerate(self.shapes):
             group = self.merged.group_of(place)
-            steps_by_name, sightings, kept = self._steps(place, group, list(shapes), step_policy)
+            steps_by_name, sightings, step_place = self._steps(
+                place, group, list(shapes), step_policy
+            )
             for name, shape in shapes.items():
                 slots, scalars, whole = self._slots(name, shape)
                 warnings: list[str] = []
-                if kept and sightings:
+                if step_place and sightings:
                     stalled = [
-                        steps.stalled(line.step, kept.kind, line.where) for line in sightings
+                        steps.stalled(line.step, step_place.kind, line.where) for line in sightings
                     ]
                     warnings = [warning for warning in stalled if warning]
                 buffers.append(
@@ -96,7 +99,7 @@ class ParameterFolders:
                         {name: whole},
                         slots,
                         steps_by_name.get(name),
-                        kept,
+                        step_place,
                         scalars,
                         sightings,
                         (),
@@ -191,41 +194,32 @@ class ParameterFolders:
 
     def _steps(
         self, place: int, group: int, names: Sequence[str], policy: str | None
-    ) -> tuple[dict[str, steps.Step], list[Sighting], steps.StepPlace | None]:
-        """Steps by name, every place that states one, and where and how the true one is kept."""
+    ) -> tuple[dict[str, steps.Step], list[Sighting], StepPlace | None]:
+        """Steps by name, every place that states one, and where the true one stands."""
         states = self.merged.states
         common = states.flat_states(place)[0].get("step")
-        in_group = states.groups(group)[0].get("step")
-        by_name: dict[str, steps.Step] = {}
-        kept: steps.StepPlace | None = None
+        of_group = _number(states.optimizers[0], states.groups(group)[0].get("step"))
+        in_states, in_group = steps.StatedSteps("state"), steps.StatedSteps("group")
         for name in names:
             file = self.by_path.get(os.path.join(self.root, name, "step.pt"))
             stored = self._tensor(file)[0] if file else common
-            value = _number(file or states.optimizers[0], stored)
-            if (step := steps.step_of(value)) is not None:
-                by_name[name] = step
-                kept = kept or _kept("state", stored, value)
-        if policy and (step := steps.agree(list(by_name.items()), policy)) is not None:
-            by_name = dict.fromkeys(by_name, step)
+            in_states.add(name, *_number(file or states.optimizers[0], stored))
+            in_group.add(name, *of_group)
+        truth = steps.believed(in_states, in_group)
+        by_name = truth.settled(policy)
         sightings = []
-        for step in dict.fromkeys(by_name.values()):
+        for step in dict.fromkeys(in_states.settled(policy).values()):
             with_it = [name for name in names if by_name.get(name) == step]
             whose = f"group {group}" if len(with_it) == len(names) else listed(with_it)
             sightings.append(Sighting(f"step of {whose}", step, True))
-        value = _number(states.optimizers[0], in_group)
-        if (step := steps.step_of(value)) is not None:
-            sightings.append(Sighting(f"param_groups[{group}]", step, not by_name))
-            if not by_name:
-                return dict.fromkeys(names, step), sightings, _kept("group", in_group, value)
-        return by_name, sightings, kept
+        if in_group.steps:
+            step = in_group.steps[names[0]]
+            sightings.append(Sighting(f"param_groups[{group}]", step, truth is in_group))
+        return by_name, sightings, truth.place()
 
 
-def _number(file: TorchFile, value: Any) -> Any:
-    """`value`; a tensor of one element by value."""
-    return file.scalar(value) if isinstance(value, Tensor) and value.numel == 1 else value
-
-
-def _kept(where: str, stored: Any, value: Any) -> steps.StepPlace:
-    """Where a step is kept, and in which type and shape."""
-    shape = stored.shape if isinstance(stored, Tensor) else ()
-    return steps.StepPlace(where, steps.kind_of(value), shape)
+def _number(file: TorchFile, value: Any) -> tuple[Any, tuple[int, ...]]:
+    """A stored number and its shape; a tensor of one element by value."""
+    if isinstance(value, Tensor) and value.numel == 1:
+        return file.scalar(value), value.shape
+    return value, ()

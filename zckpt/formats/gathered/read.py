@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...core.manifest import Manifest
 from ...errors import IncompleteCheckpoint, NotACheckpoint, listed, not_understood
 from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside
+from ..statedict.keys import keys_of
 from ..statedict.read import manifest
 from ..statedict.tree import SavedTree, leaves
 from ..statedict.weights import files_of_index, weights_of
 from . import distributed, local, ranked
 from .files import StateDictFiles, find
-
-if TYPE_CHECKING:
-    pass
 
 
 def read(
@@ -44,8 +42,8 @@ def read(
         if reader.saved.orders is not None:
             result = _in_order(result, param_names)
         # numbers are usual in these files: they do not say which layout --to dcp should write
-        engine = {**result.state["engine"], "layout": None, "dialect": reader.dialect}
-        return replace(result, state={**result.state, "engine": engine})
+        engine = replace(keys_of(result.engine), layout=None, whole=True, dialect=reader.dialect)
+        return replace(result, engine=engine)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise not_understood(path, error) from error
 

@@ -32,6 +32,7 @@ from ...files.torchshell import Storages, seal_records, shell
 from ...training import peft, trainers
 from ...training.options import Options
 from ...training.trainers import ACCELERATE, TRANSFORMERS, program_of
+from ..statedict.keys import keys_of
 from ..statedict.write import BlankTensor, StateDicts, left_out
 
 EXTRA = "extra.pt"
@@ -69,8 +70,7 @@ OF_TRAINERS = {
 
 def file_names(source: Manifest, options: Options) -> FileNames:
     """The names of the target's files: by `--dialect`, else as in a source of this format."""
-    engine = source.state.get("engine") or {}
-    stated = engine.get("dialect")  # another format's dialects have other names
+    stated = keys_of(source.engine).dialect
     dialect = options.dialect or (stated if stated in PLAIN else None)
     program = program_of(source.siblings)
     names = PLAIN[dialect]

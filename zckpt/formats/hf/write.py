@@ -150,7 +150,7 @@ class PretrainedWriter:
         """The type of `--dtype`, else the module's; masters without weights are rounded to that."""
         if name not in self.source.parameters or dtype not in FLOATS:
             return dtype
-        module = (self.source.state.get("engine") or {}).get("dtype")
+        module = self.source.engine.dtype if self.source.engine else None
         return self.options.module_dtype or (dtype if is_weight else str(module or dtype))
 
     # -- files

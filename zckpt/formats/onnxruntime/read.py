@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from ...core.facts import GraphEngine
 from ...core.fragments import Fragment, Runs, solid
 from ...core.manifest import Entry, Manifest, Parameter, Sighting
 from ...core.plan import Match
@@ -136,12 +136,14 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
             for name in collected.names
         },
         optimizer=save.optimizer,
-        state=_state(save, collected),
+        engine=_engine(save, collected),
+        state=save.state,
         steps=(*(line for _, line in sightings), *_counters(save)),
         records=tuple(save.records),
         replicas=(*collected.replicas, *save.copies),
         files=tuple(rank.path for rank in save.ranks),
         left_out=tuple(save.left_out),
+        states_inferred=False,
     )
 
 
@@ -295,7 +297,7 @@ def _check_dtype(rank: Rank, name: str, tensor: RankTensor, allowed: Sequence[st
 
 
 def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, Sighting]]:
-    """Completed updates by weight: one less than the stored counter, which begins with 1."""
+    """Completed updates by weight."""
     shared = any(rank.shared is not None for rank in save.ranks)
     if not shared and not any(rank.counts for rank in save.ranks):
         raise IncompleteCheckpoint(f"{save.root} holds moments, but no {COUNT} or {SHARED}")
@@ -303,7 +305,8 @@ def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, Sighting]]:
         for place, rank in enumerate(save.ranks):
             if rank.shared is None:
                 raise IncompleteCheckpoint(f"{rank.path} lacks {SHARED}, which every rank stores")
-            yield "", Sighting(f"{SHARED}, rank {place}", rank.shared - 1, True)
+            step = steps.COUNTED.completed(rank.shared)
+            yield "", Sighting(f"{SHARED}, rank {place}", step, True)
         return
     for name in by_name(owned):
         for share in owned[name]:
@@ -311,7 +314,7 @@ def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, Sighting]]:
             if name not in rank.counts:
                 raise IncompleteCheckpoint(f"{rank.path} lacks the {COUNT} of {name}")
             where = f"{COUNT} of {name}, rank {share.rank}"
-            yield name, Sighting(where, rank.counts[name] - 1, True)
+            yield name, Sighting(where, steps.COUNTED.completed(rank.counts[name]), True)
 
 
 def _steps(
@@ -332,18 +335,9 @@ def _counters(save: Save) -> list[Sighting]:
     return steps.counter_sightings("train_step_info", counters, counters)
 
 
-def _state(save: Save, collected: _Entries) -> dict[str, Any]:
-    """Everything that a writer needs to write the same files again."""
+def _engine(save: Save, collected: _Entries) -> GraphEngine:
+    """What the files show of the engine; they state no version."""
     moments = {entry.dtype for entry in collected.entries.values() if entry.slot == "exp_avg"}
-    return {
-        "engine": {
-            "name": "onnxruntime",
-            "version": None,
-            "dialect": save.dialect,
-            "dtype": save.mixed or "F32",
-            "moments": min(moments, default=None),
-            # no file states the order of the module's parameters: weights are sorted by name
-            "ordered": False,
-        },
-        **save.state,
-    }
+    return GraphEngine(
+        "onnxruntime", None, save.dialect, save.mixed or "F32", min(moments, default=None)
+    )

@@ -17,13 +17,13 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import FLOATS
-from ...core.inert import Scalar
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from ...files import hdf5shell
 from ...files.torchshell import Storages, seal_records, shell, thawed
 from ...training.options import Options
+from ...training.steps import COUNTED
 from .hdf5 import require_h5py
 from .legacy import HALVES, MODEL
 from .partition import Share, by_name, share_of, shares
@@ -33,7 +33,7 @@ PREFIX = "ORT_checkpoint"  # ONNX Runtime's own
 HALF_SUFFIXES = {dtype: suffix for suffix, dtype in HALVES.items()}
 ENGINE_NAMES = {short: name for name, short in OPTIMIZERS.items()}
 # keys of a manifest's state that the target holds: in every dialect, and in HDF5 files
-ENGINE = frozenset({"engine", "module", "counters"})
+ENGINE = frozenset({"module", "counters"})
 TRAINER = ("trainer_options", "train_step_info", "user_dict")
 # names that ONNX Runtime's aggregation of legacy files takes apart
 MISREAD = re.compile(r"_view_|_fp16|Moment_[12]_|Update_Count_|^Step")
@@ -70,7 +70,8 @@ class TargetWeight:
     """A weight of the target.
 
     `owned` are its shares, none if it is frozen. `apart` is true if its owners alone hold it.
-    `moments` are the dtypes of its optimizer states, by moment. `count` is what its counter stores.
+    `moments` are the dtypes of its optimizer states, by moment. `updates` is how many were
+    completed; None if no state is written.
     """
 
     name: str
@@ -79,7 +80,7 @@ class TargetWeight:
     owned: list[Share]
     apart: bool
     moments: dict[str, str]
-    count: int | None
+    updates: int | None
 
 
 class OnnxRuntimeWriter:
@@ -90,7 +91,7 @@ class OnnxRuntimeWriter:
         self.options = options
         self.dp = options.dp or source.dp
         self.dialect = options.dialect or "hdf5"
-        self.before: dict[str, Any] = source.state.get("engine") or {}
+        self.dtype_before = source.engine.dtype if source.engine else None
         self.left_out: list[str] = list(source.left_out)
         self.warnings: list[str] = list(source.warnings)
         self.half = self._half()
@@ -116,7 +117,7 @@ class OnnxRuntimeWriter:
 
     def _half(self) -> str | None:
         """The type of the 16-bit copies; None for an fp32 run."""
-        asked = self.options.module_dtype or self.before.get("dtype")
+        asked = self.options.module_dtype or self.dtype_before
         if asked is None:
             stored = {entry.dtype for entry in self.source.slots.get("param", ())}
             asked = next((dtype for dtype in ("BF16", "F16") if dtype in stored), "F32")
@@ -151,7 +152,7 @@ class OnnxRuntimeWriter:
         if weight is None:
             raise MissingData(f"the source holds no weights of {name}")
         # a mixed run may keep some weights in fp32; every rank holds these
-        mixed_before = self.before.get("dtype") in HALF_SUFFIXES
+        mixed_before = self.dtype_before in HALF_SUFFIXES
         kept = mixed_before and weight.slot == "param" and weight.dtype == "F32"
         moments = {}
         for moment, slot in SLOTS.items() if self.states else ():
@@ -162,7 +163,8 @@ class OnnxRuntimeWriter:
                 )
             moments[moment] = "F16" if entry.dtype == "F16" else "F32"
         apart = self.half is not None and not kept
-        return TargetWeight(name, "F32", parameter.shape, owned, apart, moments, self._count(name))
+        updates = self._updates(name)
+        return TargetWeight(name, "F32", parameter.shape, owned, apart, moments, updates)
 
     def _frozen(self, name: str) -> TargetWeight:
         """A frozen weight or a buffer: ONNX Runtime keeps these in fp32 and does not cut them."""
@@ -172,8 +174,8 @@ class OnnxRuntimeWriter:
         dtype = "F32" if entry.dtype in FLOATS - {"F64"} else entry.dtype
         return TargetWeight(name, dtype, entry.shape, [], False, {}, None)
 
-    def _count(self, name: str) -> int | None:
-        """The value of a weight's counter: one more than its completed updates."""
+    def _updates(self, name: str) -> int | None:
+        """The completed updates of a weight."""
         if not self.states:
             return None
         step = self.source.parameters[name].step
@@ -181,13 +183,13 @@ class OnnxRuntimeWriter:
             raise MissingData(
                 f"the number of updates of {name} must be a whole number; the source has {step}"
             )
-        return int(step) + 1
+        return int(step)
 
     def _check_steps(self) -> None:
-        counts = {weight.count for weight in self.weights if weight.count is not None}
-        if len(counts) <= 1:
+        updates = {weight.updates for weight in self.weights if weight.updates is not None}
+        if len(updates) <= 1:
             return
-        numbers = ", ".join(str(count - 1) for count in sorted(counts))
+        numbers = ", ".join(map(str, sorted(updates)))
         if self.optimizer == "LambOptimizer":
             raise InconsistentCheckpoint(
                 f"Lamb has one step for all weights, but the source has several: {numbers}",
@@ -241,8 +243,7 @@ class OnnxRuntimeWriter:
         known |= set(TRAINER) if self.dialect == "hdf5" else {"client_state"}
         optimizer = {f"optimizer.{k}": v for k, v in (state.get("optimizer") or {}).items()}
         for key, value in {**state, **optimizer}.items():
-            is_fact = key in ("optimizer", "optimizer.step", "optimizer.group_step")
-            if key not in known and not is_fact and value not in (None, {}, [], "", False):
+            if key not in known and key != "optimizer" and value not in (None, {}, [], "", False):
                 self.left_out.append(f"{key}: ONNX Runtime's files cannot hold it")
         numbers = {key for parameter in source.parameters.values() for key in parameter.scalars}
         self.left_out += [
@@ -303,12 +304,12 @@ class OnnxRuntimeWriter:
                 model[f"{moment}_{weight.name}{view}"] = storages.tensor(
                     dtype, _shape(weight, share)
                 )
-            if weight.count is not None and self.optimizer == "AdamOptimizer":
+            if weight.updates is not None and self.optimizer == "AdamOptimizer":
                 name = f"{COUNT}_{weight.name}{view}"
-                model[name] = storages.scalar(Scalar(weight.count, "I64", (1,)))
+                model[name] = storages.scalar(COUNTED.number(weight.updates))
         shared = self._shared_step()
         if shared is not None:
-            model[SHARED] = storages.scalar(Scalar(shared, "I64", (1,)))
+            model[SHARED] = storages.scalar(COUNTED.number(shared))
         part = f".ZeRO.{rank}.{self.dp - 1}" if self.dp > 1 else ""
         user = {
             key: thawed(value, self.source.entries, storages)
@@ -320,7 +321,7 @@ class OnnxRuntimeWriter:
     def _shared_step(self) -> int | None:
         if self.optimizer != "LambOptimizer" or not self.states:
             return None
-        return max(weight.count for weight in self.weights if weight.count is not None)
+        return max(weight.updates for weight in self.weights if weight.updates is not None)
 
     # -- HDF5
 
@@ -343,13 +344,13 @@ class OnnxRuntimeWriter:
                 moment: hdf5shell.EmptyDataset(dtype, _shape(weight, share))
                 for moment, dtype in weight.moments.items()
             }
-            if weight.count is not None and self.optimizer == "AdamOptimizer":
-                optimizer[COUNT] = [weight.count]
+            if weight.updates is not None and self.optimizer == "AdamOptimizer":
+                optimizer[COUNT] = [COUNTED.number(weight.updates).value]
             if optimizer:
                 states[weight.name] = optimizer
         shared = self._shared_step()
         if shared is not None:
-            states["shared_optimizer_state"] = {SHARED: [shared]}
+            states["shared_optimizer_state"] = {SHARED: [COUNTED.number(shared).value]}
         tree: dict[str, Any] = {"model": {"full_precision": model}}
         if self.states:
             tree["optimizer"] = states
@@ -376,9 +377,9 @@ class OnnxRuntimeWriter:
         kept = self.source.state.get("train_step_info")
         if isinstance(kept, dict) and kept:
             return kept
-        counts = [weight.count for weight in self.weights if weight.count is not None]
-        done = max(counts, default=1) - 1
-        return {"optimization_step": done, "step": done} if counts else {}
+        updates = [weight.updates for weight in self.weights if weight.updates is not None]
+        done = max(updates, default=0)
+        return {"optimization_step": done, "step": done} if updates else {}
 
 
 def _shape(weight: TargetWeight, share: Share) -> tuple[int, ...]:

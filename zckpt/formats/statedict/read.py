@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.dtypes import NUMBERS
+from ...core.facts import StateDictEngine, StepPlace
 from ...core.inert import PYTHON_NUMBERS, Scalar, TensorName, inside, map_values
 from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from ...errors import MissingData, UnsupportedCheckpoint, listed
@@ -31,8 +32,6 @@ from .tree import Leaf, Path, SavedTree, dotted
 from .twins import second_names
 
 SCHEDULERS = ("lr_scheduler", "scheduler")
-StepInType = tuple[steps.Step, str]
-"""Completed updates, and the type of number in which they were kept."""
 
 
 def manifest(
@@ -117,7 +116,7 @@ class _Manifest:
         self.buffers: list[str] = []
         self.other: dict[str, dict[str, Any]] = {}
         self.sightings: list[Sighting] = []
-        self.step_kinds: set[str] = set()
+        self.step_place: StepPlace | None = None
         self.aliases: dict[str, str] = {}
         self.warnings = list(saved.warnings)
 
@@ -129,7 +128,7 @@ class _Manifest:
         self._add_others(trained)
         self._add_aliases()
         groups = self._groups() if optimizer else None
-        state = self._state()
+        state, engine = self._state()
         keys = {key for state in (optimizer.state if optimizer else {}).values() for key in state}
         return Manifest(
             root=saved.root,
@@ -140,6 +139,8 @@ class _Manifest:
             buffers=tuple(self.buffers),
             groups=groups,
             optimizer=steps.infer_optimizer(keys, groups[0] if groups else None),
+            engine=engine,
+            step_place=self.step_place,
             state=state,
             steps=tuple(self.sightings),
             records=tuple(saved.records),
@@ -254,33 +255,25 @@ class _Manifest:
         """Completed updates by parameter; records every place that states them."""
         if self.optimizer is None:
             return {}
-        in_states: dict[str, StepInType] = {}
+        in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
         for name, state in self.optimizer.state.items():
-            if (step := _step(state.get("step"))) is not None:
-                in_states[name] = step
-        self.step_kinds = {kind for _, kind in in_states.values()}
-        self._sight(in_states, "state", True)
-        in_groups = {
-            name: step
-            for group, members in zip(self.optimizer.groups, self.optimizer.members, strict=True)
-            if (step := _step(group.get("step"))) is not None
-            for name in members
-        }
-        self._sight(in_groups, "group", not in_states)
-        true = {name: step for name, (step, _) in (in_states or in_groups).items()}
-        if self.step_policy not in (None, steps.KEEP):
-            agreed = steps.agree(list(true.items()), self.step_policy)
-            if agreed is not None:
-                true = dict.fromkeys(true, agreed)
-        return true
+            in_states.add(name, _step(state.get("step")))
+        for group, members in zip(self.optimizer.groups, self.optimizer.members, strict=True):
+            for name in members:
+                in_groups.add(name, _step(group.get("step")))
+        believed = steps.believed(in_states, in_groups)
+        self.step_place = self._step_place(believed)
+        for stated in (in_states, in_groups):
+            self._sight(stated, stated is believed)
+        return believed.settled(self.step_policy)
 
-    def _sight(self, stated: Mapping[str, StepInType], where: str, truth: bool) -> None:
+    def _sight(self, stated: steps.StatedSteps, truth: bool) -> None:
         """One line for each different step, not one for each parameter."""
-        names: dict[StepInType, list[str]] = {}
-        for name, step_in_type in stated.items():
-            names.setdefault(step_in_type, []).append(name)
+        names: dict[tuple[steps.Step, str], list[str]] = {}
+        for name, step in stated.steps.items():
+            names.setdefault((step, stated.kinds[name]), []).append(name)
         for (step, kind), members in names.items():
-            place = f"{where} of {listed(members, 1)}"
+            place = f"{stated.where} of {listed(members, 1)}"
             self.sightings.append(Sighting(place, step, truth))
             if truth and (warning := steps.stalled(step, kind, place)):
                 self.warnings.append(warning)
@@ -298,7 +291,7 @@ class _Manifest:
             for place, group in enumerate(self.optimizer.groups)
         )
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> tuple[dict[str, Any], StateDictEngine]:
         """Everything else, so that the state dicts can be written again."""
         rest = without(self.saved.tree, {self.path, self.optimizer_path})
         extra = {
@@ -310,20 +303,19 @@ class _Manifest:
             rest = {key: value for key, value in rest.items() if not is_extra(key)}
         scheduler = next((key for key in SCHEDULERS if isinstance(rest.get(key), dict)), None)
         dtypes = [self.entries[f"{name}/param"].dtype for name in self.parameters]
-        engine = {
-            "name": "torch",
-            "dtype": max(dtypes, key=dtypes.count, default="F32"),
-            "model": list(self.path),
-            "optimizer": None if self.optimizer_path is None else list(self.optimizer_path),
-            "layout": self.optimizer.layout if self.optimizer else None,
-            "scheduler": scheduler,
-            "folders": self.saved.folders,
-            "guessed": self.saved.stated is None,
-            "adapter": self.saved.adapter,
-            "group_step": self._group_step(),
-        }
+        folders = self.saved.folders
+        engine = StateDictEngine(
+            "torch",
+            max(dtypes, key=dtypes.count, default="F32"),
+            self.path,
+            self.optimizer_path,
+            self.optimizer.layout if self.optimizer else None,
+            scheduler,
+            None if folders is None else tuple(folders),
+            self.saved.stated is None,
+            self.saved.adapter,
+        )
         state: dict[str, Any] = {
-            "engine": engine,
             "module": list(dict.fromkeys((*self.model, *self.aliases, *extra))),
             "module_extra": extra,
         }
@@ -334,18 +326,16 @@ class _Manifest:
             state["client_state"] = self._kept(rest, "client_state")
         if self.other:
             state["optimizer"] = {"other": self._kept(self.other, "optimizer.other")}
-        if len(self.step_kinds) == 1 and self.step_kinds != {"F32"}:
-            (kind,) = self.step_kinds
-            state.setdefault("optimizer", {})["step"] = steps.StepPlace("state", kind).to_state()
-        return state
+        return state, engine
 
-    def _group_step(self) -> str | None:
-        """The type of a step that only groups keep (Apex and TransformerEngine's FusedAdam)."""
-        optimizer = self.optimizer
-        if optimizer is None or any("step" in state for state in optimizer.state.values()):
-            return None
-        kinds = {_step_value(group["step"])[1] for group in optimizer.groups if "step" in group}
-        return kinds.pop() if len(kinds) == 1 else None
+    def _step_place(self, believed: steps.StatedSteps) -> StepPlace | None:
+        """Where the optimizer keeps its step, if not as torch's own do; None if in several types.
+
+        Apex and TransformerEngine's FusedAdam keep one in groups alone.
+        """
+        kinds = set(believed.kinds.values())
+        usual = believed.where == "state" and kinds == {"F32"}
+        return None if usual or len(kinds) != 1 else StepPlace(believed.where, kinds.pop())
 
     def _sight_scheduler(self, scheduler: Mapping[str, Any]) -> None:
         self.sightings += steps.counter_sightings(
@@ -376,14 +366,8 @@ def _number(value: Any) -> Scalar:
     return Scalar(value, type(value).__name__)
 
 
-def _step_value(state: Any) -> tuple[Any, str]:
-    value = state.number() if isinstance(state, Leaf) else state
-    return value, steps.kind_of(value)
-
-
-def _step(state: Any) -> StepInType | None:
-    if state is None or (isinstance(state, Leaf) and state.numel != 1):
-        return None
-    value, kind = _step_value(state)
-    step = steps.step_of(value)
-    return None if step is None else (step, kind)
+def _step(state: Any) -> Any:
+    """The number that a state is; None for a tensor of several elements."""
+    if isinstance(state, Leaf):
+        return state.number() if state.numel == 1 else None
+    return state

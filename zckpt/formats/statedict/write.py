@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.dtypes import SIZES
+from ...core.facts import StepPlace
 from ...core.inert import Scalar, TensorName
 from ...core.manifest import Manifest, slot_key
 from ...errors import MissingData, WrongOption, listed
 from ...training import peft
 from ...training.optimizers import torch_groups
 from ...training.options import Options
-from ...training.steps import StepPlace
+from .keys import OPTIMIZER, keys_of
 from .tree import Path, dotted
 
 OF_TORCH = (
-    "engine", "module", "module_extra", "module_metadata",
-    "lr_scheduler", "client_state", "optimizer",
+    "module", "module_extra", "module_metadata", "lr_scheduler", "client_state", "optimizer",
 )  # fmt: skip
 
 
@@ -40,12 +40,11 @@ class StateDicts:
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source
         self.options = options
-        self.engine = source.state.get("engine") or {}
-        own = self.engine if self.engine.get("name") == "torch" else {}
-        self.model: Path = tuple(own.get("model", ("model",)))
-        self.optimizer: Path = tuple(own.get("optimizer") or ("optim",))
-        self.scheduler = own.get("scheduler") or "lr_scheduler"
-        self.layout = options.dcp_layout or own.get("layout") or "nested"
+        self.keys = keys_of(source.engine)
+        self.model: Path = self.keys.model
+        self.optimizer: Path = self.keys.optimizer or OPTIMIZER
+        self.scheduler = self.keys.scheduler or "lr_scheduler"
+        self.layout = options.dcp_layout or self.keys.layout or "nested"
         self.warnings = list(source.warnings)
         self.left_out = list(source.left_out)
         self.aliases = {
@@ -61,11 +60,14 @@ class StateDicts:
             self.groups, assumed = torch_groups(source, options)
             self.warnings += assumed
         self.names = {*source.parameters, *self.aliases, *source.buffers}
-        self._put_steps_in_groups(own.get("group_step"))
+        # the places of other engines' optimizers say nothing about torch's
+        own = source.step_place if source.engine is self.keys else None
+        self.step_place = own or StepPlace()
+        self._put_steps_in_groups()
         members = [name for place in range(len(self.groups)) for name in self.members(place)]
         self.numbers = {name: number for number, name in enumerate(members)}
 
-    def _put_steps_in_groups(self, kind: str | None) -> None:
+    def _put_steps_in_groups(self) -> None:
         """If the source's optimizer keeps one step per group, groups get it instead of states.
 
         Apex's FusedAdam starts again at 1 if its group has none.
@@ -75,10 +77,12 @@ class StateDicts:
             {step for name in self.members(place) if (step := parameters[name].step) is not None}
             for place in range(len(self.groups))
         ]
-        self.step_in_group = kind is not None and all(len(values) < 2 for values in steps)
+        in_group = self.step_place.where == "group"
+        self.step_in_group = in_group and all(len(values) < 2 for values in steps)
         if self.step_in_group:
+            kind = self.step_place.kind
             self.groups = [
-                group | ({"step": _number(values.pop(), str(kind))} if values else {})
+                group | ({"step": _number(values.pop(), kind)} if values else {})
                 for group, values in zip(self.groups, steps, strict=True)
             ]
 
@@ -220,8 +224,7 @@ class StateDicts:
         source = self.source
         slots = [slot for slot in source.slots if slot not in ("param", "master", "state")]
         kept = source.state.get("optimizer") or {}
-        own = self.engine.get("name") == "torch"
-        kind = StepPlace.of_state(kept if own else {}).kind
+        kind = self.step_place.kind if self.step_place.where == "state" else StepPlace().kind
         other = kept.get("other") or {}
         for name, parameter in source.parameters.items():
             state: dict[str, Any] = {}
@@ -276,10 +279,10 @@ def left_out(source: Manifest, options: Options) -> list[str]:
     """The parts of the source's state that torch's programs have no place for."""
     if options.weights_only:
         return []
-    kept = dict(source.state.get("optimizer") or {})
-    for key in ("other", "step", "group_step"):
-        kept.pop(key, None)
-    lost = [f"optimizer.{key}" for key, value in kept.items() if value is not None]
+    kept = source.state.get("optimizer") or {}
+    lost = [
+        f"optimizer.{key}" for key, value in kept.items() if key != "other" and value is not None
+    ]
     lost += [key for key, value in source.state.items() if value and key not in OF_TORCH]
-    engine = (source.state.get("engine") or {}).get("name")
+    engine = source.engine.name if source.engine else None
     return [f"{', '.join(lost)}: {engine}'s own"] if lost else []

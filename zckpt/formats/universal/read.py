@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES
+from ...core.facts import facts_of
 from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...core.inert import from_json
 from ...core.manifest import Entry, Manifest, Sibling, Sighting, parameters_from_json
@@ -76,7 +77,7 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
             )
         if "crc32" in stated:
             records.append(Record(Extent(full, 0, stated["size"]), int(stated["crc32"], 16)))
-    state = from_json(document["state"])
+    state, engine, step_place = facts_of(from_json(document["state"]))
     tuples = set(document.get("tuples", ()))
     groups = document["groups"]
     return Manifest(
@@ -98,6 +99,8 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
             for group in groups
         ),
         optimizer=document.get("optimizer"),
+        engine=engine,
+        step_place=step_place,
         state=state,
         steps=tuple(
             Sighting(line["where"], line["step"], line["truth"])

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...core import description
 from ...core.checksum import crc32
 from ...core.dtypes import FLOATS, SIZES
-from ...core.inert import plain_group, to_json
+from ...core.facts import FlatBufferEngine
+from ...core.inert import plain_group
 from ...core.manifest import (
     Entry,
     Manifest,
@@ -40,7 +42,7 @@ def select(source: Manifest, options: Options) -> Manifest:
     if options.weights_only:
         if not entries:
             raise MissingData(f"{source.root} holds no weights")
-        kept = ("engine", "module", "module_metadata", "module_extra")
+        kept = ("module", "module_metadata", "module_extra")
         entries |= {
             name: entry
             for name, entry in source.entries.items()
@@ -54,12 +56,13 @@ def select(source: Manifest, options: Options) -> Manifest:
                 for name, parameter in source.parameters.items()
             },
             groups=None,
+            step_place=None,
             state={key: value for key, value in source.state.items() if key in kept},
         )
-    state = dict(source.state)
-    if options.module_dtype and isinstance(state.get("engine"), dict):
-        state["engine"] = {**state["engine"], "dtype": options.module_dtype}
-    return replace(source, entries=entries, state=state)
+    engine = source.engine
+    if options.module_dtype and engine is not None:
+        engine = replace(engine, dtype=options.module_dtype)
+    return replace(source, entries=entries, engine=engine)
 
 
 def _weight(source: Manifest, entry: Entry, options: Options) -> Entry:
@@ -97,11 +100,11 @@ def with_defaults(source: Manifest, options: Options) -> Manifest:
         name: replace(parameter, group=(parameter.group or 0) if parameter.trainable else None)
         for name, parameter in source.parameters.items()
     }
-    state = dict(source.state)
-    if inferred:
-        state["engine"] = {**state["engine"], "hyper_parameters": "given"}
+    engine = source.engine
+    if isinstance(engine, FlatBufferEngine) and inferred:
+        engine = replace(engine, given=True)
     groups = tuple(given_groups(source, options))
-    return replace(source, parameters=parameters, groups=groups, state=state)
+    return replace(source, parameters=parameters, groups=groups, engine=engine)
 
 
 def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
@@ -164,7 +167,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         "left_out": list(manifest.left_out),
         "warnings": list(manifest.warnings),
         "inferred": list(manifest.inferred),
-        "state": to_json(manifest.state),
+        "state": description.state(manifest),
     }
 
 
