@@ -109,18 +109,18 @@ def recognise(path: str, name: str | None = None, tag: str | None = None) -> For
     """
     if not os.path.lexists(path):
         raise NotACheckpoint(f"{path} does not exist", hint=_neighbours(path))
-    found = {
+    tags_of = {
         item: tags for item in ([named(name)] if name else FORMATS) if (tags := item.detect(path))
     }
-    if not found:
-        found = _weak(path, name)
-    if len(found) > 1:
-        names = ", ".join(item.name for item in found)
+    if not tags_of:
+        tags_of = _weak(path, name)
+    if len(tags_of) > 1:
+        names = ", ".join(item.name for item in tags_of)
         raise AmbiguousCheckpoint(
             f"{path} holds checkpoints of several formats: {names}",
-            hint=f"choose with --from {next(iter(found)).name}",
+            hint=f"choose with --from {next(iter(tags_of)).name}",
         )
-    for item, tags in found.items():
+    for item, tags in tags_of.items():
         if len(tags) > 1 and tag is None:
             raise AmbiguousCheckpoint(
                 f"{path} holds {len(tags)} checkpoints and no file says which is meant: "
@@ -152,10 +152,10 @@ def _inside(path: str) -> list[str]:
         return []
     with os.scandir(path) as items:
         folders = [item.name for item in items if item.is_dir()]
-    found = [
+    checkpoints = [
         name for name in folders if any(item.detect(os.path.join(path, name)) for item in FORMATS)
     ]
-    return sorted(found, key=lambda name: (len(name), name))
+    return sorted(checkpoints, key=lambda name: (len(name), name))
 
 
 def _looks(path: str) -> str:
