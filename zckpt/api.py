@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .core.description import inspect as inspect
 from .core.description import state as state
@@ -23,13 +23,19 @@ from .errors import (
     WrongOption,
     ZckptError,
 )
+from .formats import hf
+from .formats.options import Keywords, options_of
 from .reading import Reading, read_other
 from .reading import read as read_manifest
 from .training.names import Renames
-from .training.options import Options
 from .writing import Running, Tell, read_for, write, write_run
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Path = str | os.PathLike[str]
+Options = Keywords
+"""The options of a conversion, as keyword arguments; `zckpt convert --help` describes them."""
 Report = dict[str, Any]
 
 
@@ -94,16 +100,16 @@ def convert(
     dry_run: bool = False,
     begin: Begin | None = None,
     tell: Tell | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Report:
     """Writes the checkpoint at `source` as a new directory `target`, in format `to`.
 
-    `options` are the fields of `Options`: dtype="bf16", weights_only=True, ... `begin` is called
-    with the number of bytes to come and returns a function that is called with the number of bytes
-    of every piece. `tell` is called with the warnings before the first byte is written. Raises a
-    ZckptError; then there is no `target`.
+    `options` are the options of `zckpt convert`: dtype="bf16", weights_only=True, ... `begin` is
+    called with the number of bytes to come and returns a function that is called with the number of
+    bytes of every piece. `tell` is called with the warnings before the first byte is written.
+    Raises a ZckptError; then there is no `target`.
     """
-    wanted = Options(**options)
+    wanted = options_of(options)
     manifest = read_for(target, source, Reading(format, tag, step_policy), wanted)
     running = Running(copying, dry_run, begin, tell)
     return write("convert", manifest, os.fspath(target), to, wanted, running)
@@ -122,7 +128,7 @@ def reshard(
     tell: Tell | None = None,
     checkpoints: str | None = None,
     best_in: str | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Report:
     """Writes the checkpoint at `source` for the engine that it came from: dp=16, stage=3, ...
 
@@ -130,7 +136,7 @@ def reshard(
     "best-and-last") `source` is a Trainer's output directory, and several of its checkpoints are
     written; `best_in` is the directory in which the best one will lie. Otherwise as `convert`.
     """
-    wanted = Options(**options)
+    wanted = options_of(options)
     reading = Reading(format, tag, step_policy)
     running = Running(copying, dry_run, begin, tell)
 
@@ -160,21 +166,25 @@ def export(
     dry_run: bool = False,
     begin: Begin | None = None,
     tell: Tell | None = None,
+    **options: Unpack[hf.Keywords],
 ) -> Report:
     """Writes a folder for `from_pretrained`: weights, configuration, tokenizer, and nothing else.
 
     `dtype` (fp32, bf16, fp16) is the type of the weights, by default the module's. `config` is a
     config.json (adapter_config.json of PEFT), or a folder with it and the tokenizer, for sources
-    that have none. `max_shard_size` is in bytes. Raises MissingData if there is no configuration;
-    otherwise as `convert`.
+    that have none. `max_shard_size` is in bytes. `options` are further ones of the format `hf`.
+    Raises MissingData if there is no configuration; otherwise as `convert`.
     """
-    wanted = Options(
-        weights_only=True,
-        dtype=dtype,
-        max_file_size=max_shard_size,
-        rename=tuple(rename),
-        tie=tuple(tie),
-        model_config=None if config is None else os.fspath(config),
+    wanted = options_of(
+        {
+            "weights_only": True,
+            "dtype": dtype,
+            "model_config": None if config is None else os.fspath(config),
+            "max_file_size": max_shard_size,
+            "tie": tuple(tie),
+            "rename": tuple(rename),
+            **options,
+        }
     )
     manifest = read_for(target, source, Reading(format, tag, step_policy), wanted)
     running = Running(copying, dry_run, begin, tell)

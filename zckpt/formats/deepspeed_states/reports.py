@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...errors import listed
+from ...training.options import PARAM_NAMES
 from ...training.trainers import TRANSFORMERS, program_of
 from .hyper import optimizer_name
 from .target import DeepSpeedTarget
@@ -38,7 +39,7 @@ def _of_guessed(target: DeepSpeedTarget) -> list[str]:
     DeepSpeed then refuses to load a buffer (its size in the module's state differs).
     """
     guessed = (target.source.state.get("engine") or {}).get("guessed")
-    named = target.options.param_names
+    named = target.options[PARAM_NAMES]
     if not (guessed and target.engine.partitioned and target.frozen) or named:
         return []
     return [

@@ -35,9 +35,12 @@ class BlankTensor:
 
 
 class StateDicts:
-    """The state dicts that a torch program would save: values and blank tensors by path."""
+    """The state dicts that a torch program would save: values and blank tensors by path.
 
-    def __init__(self, source: Manifest, options: Options) -> None:
+    `layout` is the form of the optimizer's keys, nested or flat; None is the source's, or nested.
+    """
+
+    def __init__(self, source: Manifest, options: Options, layout: str | None = None) -> None:
         self.source = source
         self.options = options
         self.engine = source.state.get("engine") or {}
@@ -45,7 +48,7 @@ class StateDicts:
         self.model: Path = tuple(own.get("model", ("model",)))
         self.optimizer: Path = tuple(own.get("optimizer") or ("optim",))
         self.scheduler = own.get("scheduler") or "lr_scheduler"
-        self.layout = options.dcp_layout or own.get("layout") or "nested"
+        self.layout = layout or own.get("layout") or "nested"
         self.warnings = list(source.warnings)
         self.left_out = list(source.left_out)
         self.aliases = {
