@@ -59,8 +59,10 @@ def read_for(
     refuse_inside(os.fspath(source), os.fspath(target))
     names, weights_only = options[PARAM_NAMES], options.weights_only
     if names is not None and options[RENAME]:  # the user gives the names after renaming
-        weights = read(source, replace(reading, weights_only=True))
-        names = former(weights, options[RENAME], names)
+        manifest = read(source, replace(reading, weights_only=True))
+        if not formats.named(manifest.format).numbers:  # its reader needs no names
+            return manifest
+        names = former(manifest, options[RENAME], names)
     return read(source, replace(reading, param_names=names, weights_only=weights_only))
 
 
