@@ -10,11 +10,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from . import formats
 from .core.description import inspect as inspect
 from .core.description import state as state
 from .core.description import tensors as tensors
 from .core.manifest import Manifest
-from .core.resources import DEFAULT_COPYING, Begin
+from .core.resources import DEFAULT_COPYING, Begin, Means
 from .core.resources import Copying as Copying
 from .errors import (
     CorruptCheckpoint,
@@ -242,7 +243,8 @@ def verify(
     try:
         if gather:
             assert against is not None
-            findings = _gather(path, against, reading, device, tensors, jobs, memory, begin)
+            means = Means(device, jobs, memory)
+            findings = _gather(path, against, reading, tensors, means, begin)
         else:
             findings = _verify(path, against, reading, tensors, Copying(jobs, memory), begin)
     except CONTRADICTIONS as error:
@@ -295,14 +297,11 @@ def _gather(
     path: Path,
     against: Path,
     reading: Reading,
-    device: str | None,
     pattern: str | None,
-    jobs: int,
-    memory: int,
+    means: Means,
     begin: Begin | None,
 ) -> Report:
     """The findings of a verification that all-gathers the parts that the engine's rule gives."""
-    from . import formats
     from .proof import saved
 
     manifest = read_manifest(path, reading)
@@ -310,10 +309,8 @@ def _gather(
         raise WrongOption("--gather compares with a checkpoint", hint="leave --gather out")
     other = read_other(against, manifest, reading)
     from .proof.allgather import verify_gathered
-    from .proof.allgather.world import Means
 
     parts = formats.named(manifest.format).partitions(manifest.root)
-    means = Means(device, jobs, memory)
     return saved.about(manifest) | verify_gathered(manifest, parts, other, pattern, means, begin)
 
 
