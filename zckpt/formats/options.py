@@ -15,7 +15,11 @@ from .format import Format
 
 
 class Keywords(shared.Keywords, deepspeed.Keywords, dcp.Keywords, hf.Keywords, total=False):
-    """The options of a conversion as keyword arguments, for type checkers and editors."""
+    """The options of a conversion as keyword arguments, for type checkers and editors.
+
+    The command line and the functions take every option that a `Format` lists, even if its type is
+    not known here.
+    """
 
 
 def declared(targets: Iterable[Format]) -> list[Option[Any]]:

@@ -152,10 +152,10 @@ class Keywords(TypedDict, total=False):
     dtype: str | None
     dialect: str | None
     group_defaults: GroupDefaults
-    max_file_size: int | None
+    max_file_size: int | None  # bytes
     param_names: Sequence[str] | None
-    tie: Renames
-    rename: Renames
+    tie: Renames  # pairs of a second name and the name that the source has
+    rename: Renames  # pairs of a regular expression and its replacement
 
 
 @dataclass(frozen=True, slots=True)
