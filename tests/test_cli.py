@@ -58,8 +58,11 @@ def test_no_command_is_answered_with_help(zckpt: Zckpt) -> None:
     assert "inspect" in ended.out
 
 
-def test_help_imports_neither_rich_nor_the_rest(zckpt_without: Callable[..., Result]) -> None:
-    ended = zckpt_without(("rich", "numpy", "torch", "zlib_ng"), "--help")
+@pytest.mark.parametrize("words", [["--help"], ["convert", "--help"], ["export", "--help"]])
+def test_help_imports_neither_rich_nor_the_rest(
+    words: list[str], zckpt_without: Callable[..., Result]
+) -> None:
+    ended = zckpt_without(("rich", "numpy", "torch", "zlib_ng"), *words)
     assert (ended.code, ended.err) == (0, "")
 
 

@@ -28,8 +28,8 @@ ARROWS = {
     "dcp": "api core errors files formats proof training",
     "probe": "api core errors proof training version",
     "display": "core errors probe",
-    "cli": "api core display errors formats probe training version",
-    "__init__": "api core dcp errors probe training version",
+    "cli": "api display errors formats probe training version",
+    "__init__": "api core dcp errors probe version",
     "__main__": "cli",
     "benchmarks": "api cli core dcp formats probe proof",
 }

@@ -21,11 +21,11 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from . import dcp as dcp
     from . import probe as probe
+    from .api import Options as Options
     from .api import convert, diff, export, inspect, load, read, reshard, stats, verify
     from .core.manifest import Manifest
     from .core.resources import Copying
     from .errors import ZckptError
-    from .training.options import Options
 
 _PUBLIC = {
     "read": "api",
@@ -39,7 +39,7 @@ _PUBLIC = {
     "stats": "api",
     "Copying": "core.resources",
     "Manifest": "core.manifest",
-    "Options": "training.options",
+    "Options": "api",
     "ZckptError": "errors",
 }
 _NEED_TORCH = ("dcp", "probe")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from . import formats
 from .core.description import inspect as inspect
 from .core.description import state as state
 from .core.description import tensors as tensors
 from .core.manifest import Manifest
-from .core.resources import DEFAULT_COPYING, Begin
+from .core.resources import DEFAULT_COPYING, Begin, Means
 from .core.resources import Copying as Copying
 from .errors import (
     CorruptCheckpoint,
@@ -23,13 +24,19 @@ from .errors import (
     WrongOption,
     ZckptError,
 )
+from .formats import hf
+from .formats.options import Keywords, options_of
 from .reading import Reading, read_other
 from .reading import read as read_manifest
 from .training.names import Renames
-from .training.options import Options
 from .writing import Running, Tell, read_for, write, write_run
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Path = str | os.PathLike[str]
+Options = Keywords
+"""The options of a conversion, as keyword arguments; `zckpt convert --help` describes them."""
 Report = dict[str, Any]
 
 
@@ -94,16 +101,16 @@ def convert(
     dry_run: bool = False,
     begin: Begin | None = None,
     tell: Tell | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Report:
     """Writes the checkpoint at `source` as a new directory `target`, in format `to`.
 
-    `options` are the fields of `Options`: dtype="bf16", weights_only=True, ... `begin` is called
-    with the number of bytes to come and returns a function that is called with the number of bytes
-    of every piece. `tell` is called with the warnings before the first byte is written. Raises a
-    ZckptError; then there is no `target`.
+    `options` are the options of `zckpt convert`: dtype="bf16", weights_only=True, ... `begin` is
+    called with the number of bytes to come and returns a function that is called with the number of
+    bytes of every piece. `tell` is called with the warnings before the first byte is written.
+    Raises a ZckptError; then there is no `target`.
     """
-    wanted = Options(**options)
+    wanted = options_of(options)
     manifest = read_for(target, source, Reading(format, tag, step_policy), wanted)
     running = Running(copying, dry_run, begin, tell)
     return write("convert", manifest, os.fspath(target), to, wanted, running)
@@ -122,7 +129,7 @@ def reshard(
     tell: Tell | None = None,
     checkpoints: str | None = None,
     best_in: str | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Report:
     """Writes the checkpoint at `source` for the engine that it came from: dp=16, stage=3, ...
 
@@ -130,7 +137,7 @@ def reshard(
     "best-and-last") `source` is a Trainer's output directory, and several of its checkpoints are
     written; `best_in` is the directory in which the best one will lie. Otherwise as `convert`.
     """
-    wanted = Options(**options)
+    wanted = options_of(options)
     reading = Reading(format, tag, step_policy)
     running = Running(copying, dry_run, begin, tell)
 
@@ -160,21 +167,25 @@ def export(
     dry_run: bool = False,
     begin: Begin | None = None,
     tell: Tell | None = None,
+    **options: Unpack[hf.Keywords],
 ) -> Report:
     """Writes a folder for `from_pretrained`: weights, configuration, tokenizer, and nothing else.
 
     `dtype` (fp32, bf16, fp16) is the type of the weights, by default the module's. `config` is a
     config.json (adapter_config.json of PEFT), or a folder with it and the tokenizer, for sources
-    that have none. `max_shard_size` is in bytes. Raises MissingData if there is no configuration;
-    otherwise as `convert`.
+    that have none. `max_shard_size` is in bytes. `options` are further ones of the format `hf`.
+    Raises MissingData if there is no configuration; otherwise as `convert`.
     """
-    wanted = Options(
-        weights_only=True,
-        dtype=dtype,
-        max_file_size=max_shard_size,
-        rename=tuple(rename),
-        tie=tuple(tie),
-        model_config=None if config is None else os.fspath(config),
+    wanted = options_of(
+        {
+            "weights_only": True,
+            "dtype": dtype,
+            "model_config": None if config is None else os.fspath(config),
+            "max_file_size": max_shard_size,
+            "tie": tuple(tie),
+            "rename": tuple(rename),
+            **options,
+        }
     )
     manifest = read_for(target, source, Reading(format, tag, step_policy), wanted)
     running = Running(copying, dry_run, begin, tell)
@@ -232,7 +243,8 @@ def verify(
     try:
         if gather:
             assert against is not None
-            findings = _gather(path, against, reading, device, tensors, jobs, memory, begin)
+            means = Means(device, jobs, memory)
+            findings = _gather(path, against, reading, tensors, means, begin)
         else:
             findings = _verify(path, against, reading, tensors, Copying(jobs, memory), begin)
     except CONTRADICTIONS as error:
@@ -285,14 +297,11 @@ def _gather(
     path: Path,
     against: Path,
     reading: Reading,
-    device: str | None,
     pattern: str | None,
-    jobs: int,
-    memory: int,
+    means: Means,
     begin: Begin | None,
 ) -> Report:
     """The findings of a verification that all-gathers the parts that the engine's rule gives."""
-    from . import formats
     from .proof import saved
 
     manifest = read_manifest(path, reading)
@@ -300,10 +309,8 @@ def _gather(
         raise WrongOption("--gather compares with a checkpoint", hint="leave --gather out")
     other = read_other(against, manifest, reading)
     from .proof.allgather import verify_gathered
-    from .proof.allgather.world import Means
 
     parts = formats.named(manifest.format).partitions(manifest.root)
-    means = Means(device, jobs, memory)
     return saved.about(manifest) | verify_gathered(manifest, parts, other, pattern, means, begin)
 
 

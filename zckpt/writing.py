@@ -20,7 +20,7 @@ from .errors import WrongOption
 from .reading import Reading, read
 from .training import steps, ties
 from .training.names import called_as, canonical, former, renamed
-from .training.options import Options
+from .training.options import PARAM_NAMES, RENAME, TIE, Options
 from .training.order import in_order_of
 
 if TYPE_CHECKING:
@@ -57,10 +57,12 @@ def read_for(
 
     refuse_existing(os.fspath(target))
     refuse_inside(os.fspath(source), os.fspath(target))
-    names, weights_only = options.param_names, options.weights_only
-    if names is not None and options.rename:  # the user gives the names after renaming
-        weights = read(source, replace(reading, weights_only=True))
-        names = former(weights, options.rename, names)
+    names, weights_only = options[PARAM_NAMES], options.weights_only
+    if names is not None and options[RENAME]:  # the user gives the names after renaming
+        manifest = read(source, replace(reading, weights_only=True))
+        if not formats.named(manifest.format).numbers:  # its reader needs no names
+            return manifest
+        names = former(manifest, options[RENAME], names)
     return read(source, replace(reading, param_names=names, weights_only=weights_only))
 
 
@@ -91,7 +93,7 @@ def write(
     layout = replace(
         layout,
         shells=staging.remembered(layout.shells),
-        from_masters=layout.from_masters or options.dtype is not None,
+        from_masters=layout.from_masters or options.module_dtype is not None,
     )
     files = convert.files_of(layout)
     size = sum(files.values())
@@ -164,14 +166,13 @@ def _report(
 def _named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
     """The source under the names that the target needs, in the order that the user gives."""
     origin = formats.family_of(str(manifest.source.get("format")))
-    if options.rename:
-        manifest = renamed(manifest, options.rename)
+    if options[RENAME]:
+        manifest = renamed(manifest, options[RENAME])
     elif not format.is_neutral and format.family != origin:
         manifest = canonical(manifest)
-    if options.param_names is not None:
-        named = called_as(manifest, options.param_names)
-        manifest = in_order_of(named, options.param_names)
-    return ties.with_ties(manifest, options.tie) if options.tie else manifest
+    if (names := options[PARAM_NAMES]) is not None:
+        manifest = in_order_of(called_as(manifest, names), names)
+    return ties.with_ties(manifest, options[TIE]) if options[TIE] else manifest
 
 
 @dataclass(frozen=True, slots=True)

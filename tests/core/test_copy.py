@@ -37,6 +37,7 @@ from zckpt.core.fragments import (
     solid,
 )
 from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.resources import DEFAULT_COPYING, Copying, Progress
 from zckpt.errors import CorruptCheckpoint
 
 CHUNK = 8192
@@ -231,9 +232,14 @@ class Job:
     target: Disk
     tensors: list[Tensor]
 
-    def copy(self, checked: bool = True, **options: Any) -> execute.CopyOutcome:
+    def copy(
+        self,
+        copying: Copying = DEFAULT_COPYING,
+        progress: Progress | None = None,
+        checked: bool = True,
+    ) -> execute.CopyOutcome:
         source, target = self.source.manifest(checked), self.target.manifest()
-        return execute.copy(plan.join(source, target), source, target, **options)
+        return execute.copy(plan.join(source, target), source, target, copying, progress)
 
     def check(self, outcome: execute.CopyOutcome) -> None:
         for path, data in self.target.files.items():
@@ -299,7 +305,7 @@ def test_random_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: i
     use_chunks(monkeypatch, chosen.choice([4096, 12288, 1 << 20]))
     job = prepare(tmp_path, seed, some_tensors(chosen, ANY, chosen.choice([1, 10, 40])))
     done: list[int] = []
-    outcome = job.copy(jobs=chosen.choice([1, 2, 4]), progress=done.append)
+    outcome = job.copy(Copying(jobs=chosen.choice([1, 2, 4])), done.append)
     job.check(outcome)
     assert sum(done) == outcome.bytes == sum(size for size, _ in outcome.files.values())
 
@@ -394,7 +400,7 @@ def test_random_casts(tmp_path: Path, seed: int) -> None:
 def test_every_way_of_writing_gives_the_same(tmp_path: Path, io: str) -> None:
     job = prepare(tmp_path, 3, some_tensors(random.Random(3), ANY, 30))
     try:
-        outcome = job.copy(io=io)
+        outcome = job.copy(Copying(io=io))
     except OSError as error:
         if io == "direct" and error.errno == errno.EINVAL:
             pytest.skip("this filesystem refuses O_DIRECT")
@@ -546,7 +552,7 @@ def test_a_failed_write_ends_the_copy(
     job = prepare(tmp_path, 3, some_tensors(random.Random(3), ANY, 30))
     write_fails(code)
     with pytest.raises(OSError, match=os.strerror(code)) as caught:
-        job.copy(jobs=jobs)
+        job.copy(Copying(jobs))
     assert caught.value.errno == code
     assert ended(job)
 
@@ -582,7 +588,7 @@ def test_a_target_that_is_gone_ends_the_copy(tmp_path: Path) -> None:
     job = prepare(tmp_path, 3, some_tensors(random.Random(3), ANY, 30))
     os.remove(sorted(job.target.files)[-1])
     with pytest.raises(FileNotFoundError):
-        job.copy(jobs=3)
+        job.copy(Copying(3))
     assert ended(job)
 
 
@@ -616,5 +622,5 @@ def test_an_interrupt_ends_the_copy(tmp_path: Path) -> None:
             _thread.interrupt_main()
 
     with pytest.raises(KeyboardInterrupt):
-        job.copy(progress=progress, jobs=2)
+        job.copy(Copying(2), progress)
     assert ended(job)

@@ -1,57 +1,91 @@
-"""Options: what a format declares to accept, and the refusal of all others."""
+"""Options: the values that every format refuses, and the refusal of what a target does not know."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from zckpt.errors import WrongOption
-from zckpt.training.options import Accepted, Options
+from zckpt.training.options import (
+    DIALECT,
+    DP,
+    DTYPE,
+    FILE_SIZE,
+    GROUP_DEFAULTS,
+    MAX_DP,
+    MAX_FILE_SIZE,
+    PARAM_NAMES,
+    RENAME,
+    TIE,
+    WEIGHTS_ONLY,
+    Option,
+    Options,
+    refuse,
+)
 
-WHOLE = Accepted("whole", ("dtype",), ("plain", "hdf5"), {"dp": "its files have no ranks"})
+CORES: Option[int | None] = Option(
+    "cores", "--cores", None, "Cores of the engine", kind="integer", reason="it is of one engine"
+)
+UNDERSTOOD = (WEIGHTS_ONLY, DTYPE, replace(DIALECT, choices=("plain", "hdf5")))
+
+
+def refused_by_whole(*given: tuple[Option[Any], Any]) -> None:
+    refuse(Options(given), "whole", UNDERSTOOD, {"dp": "its files have no ranks"})
+
+
+def test_understood_options_pass() -> None:
+    refused_by_whole()
+    refused_by_whole((DTYPE, "bf16"), (DIALECT, "hdf5"), (WEIGHTS_ONLY, True))
+
+
+def test_every_target_takes_other_names() -> None:
+    refused_by_whole((PARAM_NAMES, ("a",)), (TIE, (("a", "b"),)), (RENAME, (("a", "b"),)))
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("option", "value", "message", "hint"),
     [
-        {},
-        {"dtype": "bf16"},
-        {"dialect": "hdf5"},
-        {
-            "weights_only": True,
-            "rename": (("a", "b"),),
-            "tie": (("a", "b"),),
-            "param_names": ("a",),
-        },
+        (DP, 2, "--dp does not apply to --to whole", "leave it out: its files have no ranks"),
+        (CORES, 1, "--cores does not apply", "leave it out: it is of one engine"),
+        (GROUP_DEFAULTS, {"lr": 1.0}, "--group-defaults does not apply", "leave it out"),
+        (
+            DIALECT,
+            "l2",
+            "--dialect l2 does not apply to --to whole",
+            "its dialects are plain, hdf5",
+        ),
     ],
 )
-def test_accepted_options_pass(options: dict[str, Any]) -> None:
-    WHOLE.check(Options(**options))
-
-
-@pytest.mark.parametrize(
-    ("options", "message", "hint"),
-    [
-        ({"dp": 2}, "--dp does not apply to --to whole", "leave it out: its files have no ranks"),
-        ({"stage": 1}, "--stage does not", "leave it out: ZeRO stages are DeepSpeed's"),
-        ({"config": {}}, "--ds-config does not apply", "leave it out"),
-        ({"group_defaults": {"lr": 1.0}}, "--group-defaults does not apply", "leave it out"),
-        ({"dialect": "l2"}, "--dialect l2 does not apply", "its dialects are plain, hdf5"),
-    ],
-)
-def test_other_options_are_refused(options: dict[str, Any], message: str, hint: str) -> None:
+def test_other_options_are_refused(
+    option: Option[Any], value: Any, message: str, hint: str
+) -> None:
     with pytest.raises(WrongOption) as caught:
-        WHOLE.check(Options(**options))
+        refused_by_whole((option, value))
     assert caught.value.message.startswith(message)
     assert caught.value.hint == hint
 
 
-def test_without_dialects_the_option_itself_is_refused() -> None:
-    with pytest.raises(WrongOption, match="--dialect does not apply to --to other"):
-        Accepted("other").check(Options(dialect="hdf5"))
+def test_an_option_has_its_value_or_its_default() -> None:
+    options = Options(((DP, 3), (DTYPE, "bf16")))
+    assert (options[DP], options[DTYPE], options[TIE]) == (3, "bf16", ())
+    assert options[replace(DP, help="of another format")] == 3
+    assert (options.module_dtype, options.weights_only) == ("BF16", False)
+    assert options.file_size == FILE_SIZE
+    assert Options(((MAX_FILE_SIZE, 5),)).file_size == 5
 
 
-def test_given_options_differ_from_their_defaults() -> None:
-    assert Options().given() == []
-    assert Options(group_defaults={}, dtype="fp32").given() == ["dtype"]
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        (DP, 0, "a data-parallel size of 0"),
+        (DP, MAX_DP + 1, f"a data-parallel size of {MAX_DP + 1}"),
+        (DTYPE, "int8", "dtype 'int8' is none of fp32, bf16, fp16"),
+        (GROUP_DEFAULTS, {0: 1.0}, "group_defaults has the key 0"),
+    ],
+)
+def test_values_that_no_format_accepts(option: Option[Any], value: Any, message: str) -> None:
+    with pytest.raises(WrongOption) as caught:
+        Options(((option, value),))
+    assert caught.value.message == message

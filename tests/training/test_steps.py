@@ -13,7 +13,8 @@ from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter, Sighting
 from zckpt.errors import InconsistentCheckpoint
-from zckpt.training import options, steps
+from zckpt.formats.deepspeed_states.options import OPTIMIZER
+from zckpt.training import steps
 from zckpt.training.steps import agree, infer_optimizer, kind_of, never_stepped, stalled, step_of
 
 
@@ -197,7 +198,7 @@ def test_onnx_runtime_counts_from_one() -> None:
 
 
 def test_every_class_of_the_option_has_a_place() -> None:
-    assert tuple(steps.WRITTEN) == options.OPTIMIZERS
+    assert tuple(steps.WRITTEN) == OPTIMIZER.choices
 
 
 def test_torch_keeps_its_step_where_the_table_says() -> None:

@@ -9,11 +9,9 @@ from typing import Any
 
 import click
 
-from ..core.dtypes import OPTIONS as DTYPES
 from ..errors import NotEnoughSpace, WrongOption
 from ..version import __version__
-from .options import common, copying, moving, renaming, tying, writing
-from .parameters import Size
+from .options import common, copying, exporting, moving, renaming, writing
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -115,41 +113,29 @@ def reshard(source: str, target: str, **words: Any) -> None:
 @click.option(
     "--to", type=click.Choice(["hf"]), default="hf", show_default=True, help="The kind of folder."
 )
-@click.option(
-    "--dtype", type=click.Choice(list(DTYPES)), help="Type of the weights [default: the module's]"
-)
-@click.option(
-    "--config",
-    metavar="FILE|DIR",
-    help="config.json (for PEFT adapter_config.json), or a folder with it and the "
-    "tokenizer, if SRC "
-    "has none.",
-)
-@click.option(
-    "--max-shard-size",
-    type=Size(),
-    help="Split the weights into files of at most this size [default: 8GiB]",
-)
-@tying
-@renaming
+@exporting
 @copying
 @common
-def export(source: str, target: str, to: str, **words: Any) -> None:
+def export(
+    source: str,
+    target: str,
+    to: str,
+    model_config: str | None,
+    max_file_size: int | None,
+    param_names: tuple[str, ...] | None,
+    **words: Any,
+) -> None:
     """Write the weights of SRC as a folder for from_pretrained, and nothing else.
 
     DST gets the weights (of a PEFT run: the adapter), configuration, tokenizer and processor files.
     Files that only a trainer needs are left out.
     """
-    write("export", source, target, words)
-
-
-def merged(given: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
-    """All `--group-defaults` in one dictionary; a group's own values under its number."""
-    defaults: dict[Any, Any] = {}
-    for pairs in given:
-        for key, value in pairs.items():
-            defaults[key] = {**defaults.get(key, {}), **value} if isinstance(key, int) else value
-    return defaults
+    if param_names is not None:
+        raise WrongOption(
+            "--param-names does not apply to export",
+            hint="leave it out: export writes no optimizer state",
+        )
+    write("export", source, target, words, config=model_config, max_shard_size=max_file_size)
 
 
 def write(command: str, source: str, target: str, words: dict[str, Any], **more: Any) -> None:
@@ -158,16 +144,6 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
 
     as_json, quiet, dry_run = (words.pop(key) for key in ("as_json", "quiet", "dry_run"))
     copying = api.Copying(*(words.pop(key) for key in ("jobs", "memory", "io")))
-    if command == "export":  # it reads no optimizer
-        if words.pop("param_names") is not None:
-            raise WrongOption(
-                "--param-names does not apply to export",
-                hint="leave it out: export writes no optimizer state",
-            )
-    else:
-        words["stage"] = int(words["stage"]) if words["stage"] else None
-        words["group_defaults"] = merged(words["group_defaults"])
-    reading = {key: words.pop(key) for key in ("format", "tag", "step_policy") if key in words}
     shown: list[str] = []
 
     def tell(warnings: Sequence[str]) -> None:
@@ -178,7 +154,6 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
         report = getattr(api, command)(
             source,
             target,
-            **reading,
             **more,
             **words,
             copying=copying,

@@ -1,9 +1,10 @@
-"""How the values of options are written: sizes, names, pairs, rules."""
+"""How does a command line write the value of an option: a size, names, pairs, rules?"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -50,6 +51,28 @@ class Pairs(click.ParamType[dict[Any, Any]]):
         return {int(number): values} if number else values
 
 
+def merged(
+    _context: click.Context, _option: click.Parameter, given: Sequence[dict[Any, Any]]
+) -> dict[Any, Any]:
+    """Repeated pairs in one dictionary; a group's own values under its number."""
+    defaults: dict[Any, Any] = {}
+    for pairs in given:
+        for key, value in pairs.items():
+            defaults[key] = {**defaults.get(key, {}), **value} if isinstance(key, int) else value
+    return defaults
+
+
+def in_file(
+    type: click.ParamType[Any], path: str, parse: Callable[[str], Any], param: Any, ctx: Any
+) -> Any:
+    """What `parse` makes of a file's text; a usage error if it cannot be read or parsed."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return parse(file.read())
+    except (OSError, ValueError) as error:
+        return type.fail(f"{path} cannot be read: {error}", param, ctx)
+
+
 class Config(click.ParamType[dict[str, Any]]):
     """A JSON file with one object."""
 
@@ -58,14 +81,15 @@ class Config(click.ParamType[dict[str, Any]]):
     def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, Any]:
         if isinstance(value, dict):
             return value
-        try:
-            with open(value, encoding="utf-8") as file:
-                config = json.load(file)
-        except (OSError, ValueError) as error:
-            self.fail(f"{value} cannot be read: {error}", param, ctx)
+        config = in_file(self, value, json.loads, param, ctx)
         if not isinstance(config, dict):
             self.fail(f"{value} is not a JSON object", param, ctx)
         return config
+
+
+def names_in(text: str) -> Any:
+    """A JSON list, or the lines of a text."""
+    return json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
 
 
 class Names(click.ParamType[tuple[str, ...]]):
@@ -76,12 +100,7 @@ class Names(click.ParamType[tuple[str, ...]]):
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
         if isinstance(value, tuple):
             return value
-        try:
-            with open(value, encoding="utf-8") as file:
-                text = file.read()
-            names = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
-        except (OSError, ValueError) as error:
-            self.fail(f"{value} cannot be read: {error}", param, ctx)
+        names = in_file(self, value, names_in, param, ctx)
         if not names or not all(isinstance(name, str) for name in names):
             self.fail(f"{value} is not a list of names, one per line or as JSON", param, ctx)
         return tuple(name.strip() for name in names if name.strip())
@@ -113,3 +132,17 @@ class Tie(click.ParamType[tuple[str, str]]):
         if not alias or not owner:
             self.fail(f"{value!r} is not of the form NAME=NAME", param, ctx)
         return alias, owner
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "text": {},
+    "switch": {"is_flag": True},
+    "integer": {"type": int},
+    "size": {"type": Size()},
+    "json": {"type": Config()},
+    "names": {"type": Names()},
+    "pairs": {"type": Pairs(), "multiple": True, "callback": merged},
+    "rules": {"type": Rename(), "multiple": True},
+    "ties": {"type": Tie(), "multiple": True},
+}
+"""What click needs for each kind of a declared option."""

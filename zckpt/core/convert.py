@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..errors import NotEnoughSpace
 from . import fileio, plan
@@ -64,10 +65,8 @@ def convert(
                 pairs,
                 source,
                 shells,
-                jobs=copying.jobs,
-                memory=copying.memory,
-                io=fileio.write_mode(copying.io, size),
-                progress=begin(size) if begin else None,
+                replace(copying, io=fileio.write_mode(copying.io, size)),
+                begin(size) if begin else None,
             )
             for name, sibling in layout.siblings:
                 path = os.path.join(staging.path, name)

@@ -23,7 +23,8 @@ from .fragments import Extent, Runs, Slices
 from .manifest import Manifest
 from .pieces import CAST_BLOCK, SMALL, ElementReader, ReadRequest, RecordChecker
 from .plan import Chunk, Pair, TargetPiece
-from .streaming import Progress, chunk_size, finish, stream
+from .resources import DEFAULT_COPYING, Copying, Progress
+from .streaming import chunk_size, finish, stream
 
 
 @dataclass(slots=True)
@@ -314,22 +315,18 @@ def copy(
     pairs: Sequence[Pair],
     source: Manifest,
     target: Manifest,
-    *,
-    jobs: int = 4,
-    memory: int = 256 << 20,
-    io: str = "auto",
+    copying: Copying = DEFAULT_COPYING,
     progress: Progress | None = None,
 ) -> CopyOutcome:
     """Fills the target's files from the source; they exist already, with their final sizes.
 
-    `jobs` is the number of threads; `memory` bounds the bytes of all their buffers. Raises
-    CorruptCheckpoint if bytes of the source do not have the CRC-32 that its files state, or
+    Raises CorruptCheckpoint if bytes of the source do not have the CRC-32 that its files state, or
     OSError (a full disk).
     """
-    chunk = chunk_size(source.dp, jobs, memory)
-    running = _Copy(pairs, source, target, chunk, io, progress)
+    chunk = chunk_size(source.dp, copying.jobs, copying.memory)
+    running = _Copy(pairs, source, target, chunk, copying.io, progress)
     try:
-        stream(running.tasks, jobs, [running.checker], chunk, running.start)
+        stream(running.tasks, copying.jobs, [running.checker], chunk, running.start)
     except BaseException as error:
         running.close(error)
         raise

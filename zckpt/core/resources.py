@@ -1,4 +1,4 @@
-"""How much a command may use to move bytes: threads, memory, and the way it writes files."""
+"""What may a command use to move bytes: how many threads, how much memory, which device?"""
 
 from __future__ import annotations
 
@@ -30,3 +30,12 @@ class Copying:
 
 
 DEFAULT_COPYING = Copying()
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a process gathers with: its device (cuda, cpu, None), threads, bytes of buffers."""
+
+    device: str | None = None
+    jobs: int = 4
+    memory: int = 256 << 20

@@ -8,7 +8,8 @@ with it, as a `Format`. The work is in modules with the same names in every fold
     write.py     the files of a target                      lay_out, seal
     gather.py    the engine's own rule for its pieces       partitions
 
-To add a format, write its folder, and put its `FORMAT` into `FORMATS` in `__init__.py`.
+To add a format, write its folder, and put its `FORMAT` into `FORMATS` in `__init__.py`. To add an
+option to a format, declare it in the format's `__init__.py` and list it in its `FORMAT`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ..core.manifest import Manifest
     from ..core.partition import Partition
     from ..core.staging import Layout, Shell
-    from ..training.options import Options
+    from ..training.options import Option, Options
 
 
 class Files(Protocol):
@@ -94,17 +95,15 @@ class Format:
 
     `name` is what `--from` and `--to` call it, `folder` is where its modules are, `about` is a line
     of `zckpt formats`. Formats of one `family` name parameters alike, so that `convert` keeps the
-    source's names. `options` are the fields of `Options` that its writer understands, in addition
-    to those that every writer does; `dialects` are the values of `--dialect`; `reasons` say, by
-    field, why it has no use for an option.
+    source's names. `options` are those that its writer understands, in the order of `--help`;
+    `reasons` say, by an option's name, why it has no use for one.
     """
 
     name: str
     folder: str
     about: str
     family: str
-    options: frozenset[str]
-    dialects: tuple[str, ...] = ()
+    options: tuple[Option[Any], ...]
     reasons: Mapping[str, str] = field(default_factory=dict)
     reads: bool = True
     writes: bool = True
@@ -157,9 +156,9 @@ class Format:
 
     def refuse(self, options: Options) -> None:
         """Raises WrongOption for an option that the writer does not understand."""
-        from ..training.options import Accepted
+        from ..training.options import refuse
 
-        Accepted(self.name, tuple(self.options), self.dialects, self.reasons).check(options)
+        refuse(options, self.name, self.options, self.reasons)
 
     def prepare(self, manifest: Manifest) -> tuple[Manifest, list[Shell]]:
         """A source with the groups of the target's engine, and files that change with them."""

@@ -1,92 +1,212 @@
-"""The options of a conversion, and which of them a format accepts."""
+"""Which options can a conversion have, and which of them does a target understand?
+
+An option is declared once, as an `Option`: here if several formats share it, else in the folder of
+the one engine that understands it. The list in every `Format` says what its writer understands. The
+command line, the functions of Python and the refusals follow from these lists.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field
-from dataclasses import fields as dataclass_fields
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 from ..core.dtypes import OPTIONS as DTYPES
 from ..errors import WrongOption
-from .steps import WRITTEN
+
+if TYPE_CHECKING:
+    from .names import Renames
 
 MAX_DP = 1 << 16
 FILE_SIZE = 8 << 30
-DCP_LAYOUTS = ("nested", "flat")
-DIALECTS = ("hdf5", "l2", "safetensors", "accelerate")
-OPTIMIZERS = tuple(WRITTEN)
+
+Value = TypeVar("Value", covariant=True)
+GroupDefaults = Mapping[Any, Any] | Sequence[Mapping[str, Any]]
+"""Hyper-parameters that a source does not store: by name for all groups, under a group's number for
+one group ({"eps": 1e-8, 1: {"weight_decay": 0.0}}), or a list with one dictionary per group."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Option(Generic[Value]):
+    """The declaration of one option: what Python, the command line and messages need of it.
+
+    `name` is the keyword in Python, `flag` the option of the command line. `default` is the value
+    without it, and `usual` says in words what is done then. `help` is a sentence without its
+    period. `choices` are the allowed values. Where there are none, `kind` says how a command line
+    writes the value: a key of `KINDS` in cli/parameters.py. `check` raises WrongOption for a value
+    that no format accepts. `reason` says why the option does not apply to other formats.
+    """
+
+    name: str
+    flag: str
+    default: Value
+    help: str
+    kind: str = "text"
+    choices: tuple[Any, ...] = ()
+    usual: str = ""
+    metavar: str | None = None
+    check: Callable[[Any], None] | None = None
+    reason: str = ""
+
+
+def _check_dp(dp: int) -> None:
+    if dp < 1:
+        raise WrongOption(f"a data-parallel size of {dp}", hint="--dp is at least 1")
+    if dp > MAX_DP:
+        raise WrongOption(f"a data-parallel size of {dp}", hint=f"--dp is at most {MAX_DP}")
+
+
+def _by_group(given: GroupDefaults) -> dict[Any, Any]:
+    """`given` as a dictionary; the keys of a list are the groups' numbers."""
+    return dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+
+
+def _check_group_defaults(given: GroupDefaults) -> None:
+    for key, value in _by_group(given).items():
+        numbered = isinstance(key, int) and key >= 0 and isinstance(value, Mapping)
+        if not numbered and not isinstance(key, str):
+            raise WrongOption(
+                f"group_defaults has the key {key!r}",
+                hint="use the name of a hyper-parameter, or a group's number with a dictionary",
+            )
+
+
+# -- options that several formats understand
+
+DP: Option[int | None] = Option(
+    "dp",
+    "--dp",
+    None,
+    "Data-parallel size",
+    kind="integer",
+    usual="the source's",
+    check=_check_dp,
+)
+WEIGHTS_ONLY: Option[bool] = Option(
+    "weights_only", "--weights-only", False, "Write no optimizer state", kind="switch"
+)
+DTYPE: Option[str | None] = Option(
+    "dtype",
+    "--dtype",
+    None,
+    "Store module weights in this type, cast from the fp32 masters",
+    choices=tuple(DTYPES),
+)
+DIALECT: Option[str | None] = Option("dialect", "--dialect", None, "The kind of files to write")
+"""A format that has several kinds of files lists its own: `replace(DIALECT, choices=...)`."""
+GROUP_DEFAULTS: Option[GroupDefaults] = Option(
+    "group_defaults",
+    "--group-defaults",
+    {},
+    "Hyper-parameters that the source does not store, for all groups or for group N. May be "
+    "repeated",
+    kind="pairs",
+    metavar="[N:]K=V,...",
+    check=_check_group_defaults,
+)
+MAX_FILE_SIZE: Option[int | None] = Option(
+    "max_file_size",
+    "--max-file-size",
+    None,
+    "Split safetensors and .distcp files that would be larger",
+    kind="size",
+    usual="8GiB",
+)
+
+# -- options that need nothing of a writer: the source gets other names before it is written
+
+PARAM_NAMES: Option[Sequence[str] | None] = Option(
+    "param_names",
+    "--param-names",
+    None,
+    "Names of the parameters in the order of model.named_parameters(), one per line, for a source "
+    "that stores no order, or only their numbers",
+    kind="names",
+    metavar="FILE",
+)
+TIE: Option[Renames] = Option(
+    "tie",
+    "--tie",
+    (),
+    "A tied weight: its second name, which the source lacks, and its name in the source",
+    kind="ties",
+    metavar="NAME=NAME",
+)
+RENAME: Option[Renames] = Option(
+    "rename",
+    "--rename",
+    (),
+    "Rename parameters, as re.sub does. Repeat it for several rules; they apply in order",
+    kind="rules",
+    metavar="REGEX=REPL",
+)
+EVERYWHERE: tuple[Option[Any], ...] = (PARAM_NAMES, TIE, RENAME)
+"""Every target takes these."""
+
+
+class Keywords(TypedDict, total=False):
+    """The options of this module as keyword arguments, for type checkers and editors."""
+
+    dp: int | None
+    weights_only: bool
+    dtype: str | None
+    dialect: str | None
+    group_defaults: GroupDefaults
+    max_file_size: int | None  # bytes
+    param_names: Sequence[str] | None
+    tie: Renames  # pairs of a second name and the name that the source has
+    rename: Renames  # pairs of a regular expression and its replacement
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a user asks of a conversion. Raises WrongOption for values that no format accepts.
+    """What a user asks of a conversion: `options[DP]` is the value of `--dp`, or its default.
 
-    `dtype` (fp32, bf16, fp16) is the type of the module weights, cast from the masters. If `dp`,
-    `stage` and `optimizer` are None, the source's values are kept. `config` is a ds_config that
-    replaces the source's. `group_defaults` are hyper-parameters that the source does not store: by
-    name for all groups, under a group's number for one group ({"eps": 1e-8, 1: {"weight_decay":
-    0.0}}), or a list with one dictionary per group. `param_names` is the order of the module's
-    parameters, for sources that do not state it. `dcp_layout` says how a target of
-    torch.distributed.checkpoint names the optimizer's state (None: as the source does, or nested).
-    `rename` are pairs of a regular expression and its replacement, applied in order. `tie` are
-    pairs of a tied weight's second name and the name that the source has for it. `model_config` is
-    a configuration of transformers or PEFT, or a folder with one. `dialect` is the kind of the
-    target's files: hdf5 or l2 (ONNX Runtime), safetensors (gathered), accelerate
-    (torch.distributed.checkpoint).
+    `given` are the options that differ from their defaults. Raises WrongOption for a value that no
+    format accepts.
     """
 
-    weights_only: bool = False
-    dtype: str | None = None
-    max_file_size: int | None = None
-    dp: int | None = None
-    stage: int | None = None
-    config: dict[str, Any] | None = None
-    optimizer: str | None = None
-    group_defaults: Mapping[Any, Any] | Sequence[Mapping[str, Any]] = field(default_factory=dict)
-    param_names: tuple[str, ...] | None = None
-    dialect: str | None = None
-    dcp_layout: str | None = None
-    rename: tuple[tuple[str, str], ...] = ()
-    tie: tuple[tuple[str, str], ...] = ()
-    model_config: str | None = None
+    given: tuple[tuple[Option[Any], Any], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.dp is not None and self.dp < 1:
-            raise WrongOption(f"a data-parallel size of {self.dp}", hint="--dp is at least 1")
-        if self.dp is not None and self.dp > MAX_DP:
-            raise WrongOption(
-                f"a data-parallel size of {self.dp}", hint=f"--dp is at most {MAX_DP}"
-            )
-        for word, value, allowed in (
-            ("dtype", self.dtype, tuple(DTYPES)),
-            ("stage", self.stage, (1, 2, 3)),
-            ("optimizer", self.optimizer, OPTIMIZERS),
-            ("dialect", self.dialect, DIALECTS),
-            ("dcp-layout", self.dcp_layout, DCP_LAYOUTS),
-        ):
-            if value is not None and value not in allowed:
-                raise WrongOption(f"{word} {value!r} is none of {', '.join(map(str, allowed))}")
-
-        for key, value in self._given().items():
-            numbered = isinstance(key, int) and key >= 0 and isinstance(value, Mapping)
-            if not numbered and not isinstance(key, str):
+        for option, value in self.given:
+            if option.choices and value not in option.choices:
                 raise WrongOption(
-                    f"group_defaults has the key {key!r}",
-                    hint="use the name of a hyper-parameter, or a group's number with a dictionary",
+                    f"{option.flag.lstrip('-')} {value!r} is none of "
+                    f"{', '.join(map(str, option.choices))}"
                 )
+            if option.check is not None:
+                option.check(value)
 
-    def _given(self) -> dict[Any, Any]:
-        """`group_defaults` as a dictionary; the keys of a list are the groups' numbers."""
-        given = self.group_defaults
-        return dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+    def __getitem__(self, option: Option[Value]) -> Value:
+        for other, value in self.given:
+            if other.name == option.name:
+                result: Value = value
+                return result
+        return option.default
+
+    @property
+    def weights_only(self) -> bool:
+        return self[WEIGHTS_ONLY]
+
+    @property
+    def module_dtype(self) -> str | None:
+        """`--dtype` under its name in safetensors."""
+        dtype = self[DTYPE]
+        return None if dtype is None else DTYPES[dtype]
+
+    @property
+    def file_size(self) -> int:
+        """The largest safetensors or `.distcp` file, in bytes."""
+        size = self[MAX_FILE_SIZE]
+        return FILE_SIZE if size is None else size
 
     def defaults_of(self, group: int, count: int) -> dict[str, Any]:
-        """The `group_defaults` of one of `count` groups: its own, and those for all groups.
+        """The `--group-defaults` of one of `count` groups: its own, and those for all groups.
 
         Raises WrongOption if one is given for a group that the source does not have.
         """
-        given = self._given()
+        given = _by_group(self[GROUP_DEFAULTS])
         numbers = [key for key in given if isinstance(key, int)]
         if numbers and max(numbers) >= count:
             raise WrongOption(
@@ -97,56 +217,29 @@ class Options:
         shared = {key: value for key, value in given.items() if isinstance(key, str)}
         return {**shared, **given.get(group, {})}
 
-    @property
-    def module_dtype(self) -> str | None:
-        """`dtype` under its name in safetensors."""
-        return None if self.dtype is None else DTYPES[self.dtype]
 
-    def given(self) -> list[str]:
-        """The names of the options that differ from their defaults."""
-        return [f.name for f in dataclass_fields(self) if getattr(self, f.name) != _default(f)]
+def refuse(
+    options: Options,
+    target: str,
+    understood: Sequence[Option[Any]],
+    reasons: Mapping[str, str],
+) -> None:
+    """Raises WrongOption for an option or a value that the target does not understand.
 
-    @property
-    def file_size(self) -> int:
-        """The largest safetensors or `.distcp` file, in bytes."""
-        return FILE_SIZE if self.max_file_size is None else self.max_file_size
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The options that a format accepts as a target: data that the format declares once.
-
-    `names` are fields of Options, in addition to those of `EVERYWHERE`. `dialects` are the accepted
-    values of `dialect`. `reasons` says, by field, why the format does not accept an option.
+    `understood` are the options of its writer. `reasons` say, by an option's name, why the target
+    has no use for it.
     """
-
-    target: str
-    names: tuple[str, ...] = ()
-    dialects: tuple[str, ...] = ()
-    reasons: Mapping[str, str] = field(default_factory=dict)
-
-    def check(self, options: Options) -> None:
-        """Raises WrongOption if an option is given that the format does not accept."""
-        for name in options.given():
-            if name in (*self.names, *EVERYWHERE) or (name == "dialect" and self.dialects):
-                continue
-            word = WORDS.get(name, f"--{name.replace('_', '-')}")
-            reason = self.reasons.get(name) or REASONS.get(name)
+    known = {option.name: option for option in (*understood, *EVERYWHERE)}
+    for option, value in options.given:
+        if option.name not in known:
+            reason = reasons.get(option.name) or option.reason
             raise WrongOption(
-                f"{word} does not apply to --to {self.target}",
+                f"{option.flag} does not apply to --to {target}",
                 hint=f"leave it out: {reason}" if reason else "leave it out",
             )
-        if options.dialect is not None and options.dialect not in self.dialects:
+        choices = known[option.name].choices
+        if choices and value not in choices:
             raise WrongOption(
-                f"--dialect {options.dialect} does not apply to --to {self.target}",
-                hint=f"its dialects are {', '.join(self.dialects)}",
+                f"{option.flag} {value} does not apply to --to {target}",
+                hint=f"its {option.name}s are {', '.join(map(str, choices))}",
             )
-
-
-EVERYWHERE = ("weights_only", "rename", "tie", "param_names")
-WORDS = {"config": "--ds-config", "model_config": "--config"}
-REASONS = {"stage": "ZeRO stages are DeepSpeed's"}
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default_factory() if callable(field.default_factory) else field.default

@@ -13,7 +13,7 @@ import torch
 
 import zckpt
 from zckpt.errors import WrongOption
-from zckpt.training.options import Options
+from zckpt.formats.options import options_of
 
 from ...conftest import EXAMPLE, Result
 from ...engines import deepspeed
@@ -348,17 +348,17 @@ class TestOrdinaryEngine:
 
 
 def test_defaults_of_groups() -> None:
-    mixed = Options(group_defaults={"lr": 1.0, "eps": 2.0, 1: {"lr": 3.0}})
+    mixed = options_of({"group_defaults": {"lr": 1.0, "eps": 2.0, 1: {"lr": 3.0}}})
     assert mixed.defaults_of(0, 2) == {"lr": 1.0, "eps": 2.0}
     assert mixed.defaults_of(1, 2) == {"lr": 3.0, "eps": 2.0}
-    listed = Options(group_defaults=[{"lr": 1.0}, {"lr": 2.0}])
+    listed = options_of({"group_defaults": [{"lr": 1.0}, {"lr": 2.0}]})
     assert [listed.defaults_of(place, 2) for place in (0, 1)] == [{"lr": 1.0}, {"lr": 2.0}]
-    assert Options().defaults_of(0, 1) == {}
+    assert options_of({}).defaults_of(0, 1) == {}
     with pytest.raises(WrongOption, match=r"group 1, but the source has 1 group$"):
         mixed.defaults_of(0, 1)
     for wrong in ({-1: {"lr": 1.0}}, {0: 1.0}, {None: {}}):
         with pytest.raises(WrongOption, match="group_defaults has the key"):
-            Options(group_defaults=wrong)
+            options_of({"group_defaults": wrong})
 
 
 def without_hyper_parameters(target: Path) -> Path:

@@ -9,15 +9,52 @@
 Facts in this package are of torch 2.13.0 unless said otherwise.
 """
 
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypedDict
+
+from ...training.options import (
+    DIALECT,
+    DP,
+    DTYPE,
+    GROUP_DEFAULTS,
+    MAX_FILE_SIZE,
+    WEIGHTS_ONLY,
+    Option,
+)
 from ..format import Format
+
+LAYOUT: Option[str | None] = Option(
+    "dcp_layout",
+    "--dcp-layout",
+    None,
+    "The form of the keys",
+    choices=("nested", "flat"),
+    usual="the source's, or nested",
+)
+
+
+class Keywords(TypedDict, total=False):
+    """The options of this module as keyword arguments, for type checkers and editors."""
+
+    dcp_layout: str | None
+
 
 FORMAT = Format(
     name="dcp",
     folder="dcp",
     about="torch.distributed.checkpoint of FSDP1, FSDP2, plain torch",
     family="torch",
-    options=frozenset({"dp", "dtype", "dcp_layout", "max_file_size", "group_defaults"}),
-    dialects=("accelerate",),
+    options=(
+        DP,
+        WEIGHTS_ONLY,
+        DTYPE,
+        LAYOUT,
+        replace(DIALECT, choices=("accelerate",)),
+        GROUP_DEFAULTS,
+        MAX_FILE_SIZE,
+    ),
     weak=True,
     numbers=True,
     groups="with_trainers_groups",

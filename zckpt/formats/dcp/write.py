@@ -26,10 +26,11 @@ from ...files.dcpfile import ItemBox, ItemLocation, Items, TensorItem, metadata,
 from ...files.pickling import dumps
 from ...files.torchshell import ALIGNMENT, Storages, shell, state_checksums, thawed
 from ...training import peft
-from ...training.options import Options
+from ...training.options import DIALECT, DP, Options
 from ...training.trainers import TRANSFORMERS, program_of
 from ..statedict.tree import Path, dotted
 from ..statedict.write import BlankTensor, StateDicts, left_out
+from . import LAYOUT
 from .files import folders
 
 SMALL = 64 << 10  # bytes; a rank finds smaller pieces more slowly than it reads them
@@ -70,8 +71,8 @@ class DcpWriter:
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source
         self.options = options
-        self.world = options.dp or source.dp
-        self.dicts = StateDicts(source, options)
+        self.world = options[DP] or source.dp
+        self.dicts = StateDicts(source, options, options[LAYOUT])
         self.warnings = self.dicts.warnings
         self.left_out = self.dicts.left_out
         self.left_out += [*left_out(source, options), *self.dicts.collisions()]
@@ -83,7 +84,7 @@ class DcpWriter:
         """Items by folder: one for all, or Accelerate's for the model and for the optimizer."""
         dicts, keys = self.dicts, self.dicts.keys
         before = keys.folders
-        if self.options.dialect != "accelerate" and not before:
+        if self.options[DIALECT] != "accelerate" and not before:
             return {"": list(dicts.items())}
         of_trainer = program_of(self.source.siblings) == TRANSFORMERS
         if of_trainer and (others := peft.other_adapters(self.source.parameters)):

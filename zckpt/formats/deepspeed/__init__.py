@@ -18,6 +18,7 @@ What DeepSpeed's universal checkpoints share with these files is in formats/deep
 Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back to 0.5.10 are read.
 """
 
+from ..deepspeed_states.options import OPTIONS
 from ..format import Format
 
 FORMAT = Format(
@@ -25,7 +26,7 @@ FORMAT = Format(
     folder="deepspeed",
     about="DeepSpeed ZeRO-1, 2, 3, 0.5.10 to 0.19.8",
     family="deepspeed",
-    options=frozenset({"dp", "stage", "dtype", "config", "optimizer", "group_defaults"}),
+    options=OPTIONS,
     gathers=True,
     groups="without_empty_groups",
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ...core.inert import PYTHON_NUMBERS
 from ...errors import listed
 from ...training.optimizers import are_given, are_inferred
+from ...training.options import GROUP_DEFAULTS
 from .. import zero
 from ..deepspeed_states.target import DeepSpeedTarget
 
@@ -25,7 +26,7 @@ def is_elastic(target: DeepSpeedTarget) -> bool:
       with the partition's padding, unless there is none or the engine is elastic itself.
     """
     engine, buffers = target.engine, target.buffers
-    if not are_inferred(target.source) or target.options.group_defaults:
+    if not are_inferred(target.source) or target.options[GROUP_DEFAULTS]:
         return False
     if are_given(target.source) or target.options.weights_only:
         return False

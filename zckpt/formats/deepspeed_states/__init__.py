@@ -3,6 +3,7 @@
 Shared by the formats `deepspeed` (a partition per rank) and `deepspeed_universal` (a file per
 parameter); it is not a format itself.
 
+    options.py             the options of a conversion that only DeepSpeed's formats understand
     directories.py         which tags a run directory has, and the trainer's files around them
     states.py              what model and optimizer states say of the run
     flats.py               the record of one flat buffer

@@ -8,7 +8,8 @@ from typing import Any
 from ...core.facts import FlatBufferEngine
 from ...core.manifest import Manifest
 from ...errors import WrongOption
-from ...training.options import Options
+from ...training.options import DP, Options
+from .options import CONFIG, STAGE
 from .states import nested
 
 SUB_GROUP_SIZE = 10**9  # elements, the engine's default
@@ -27,7 +28,7 @@ class TargetEngine:
     def __init__(self, source: Manifest, options: Options) -> None:
         self.options = options
         self.before = source.engine if isinstance(source.engine, FlatBufferEngine) else None
-        given: Mapping[str, Any] | None = options.config
+        given: Mapping[str, Any] | None = options[CONFIG]
         if given is None and self.before is not None:
             given = self.before.config
         self.known = given is not None
@@ -47,7 +48,7 @@ class TargetEngine:
         size = nested(given, "zero_optimization", "sub_group_size")
         if isinstance(size, (int, float)) and size < 1:
             raise WrongOption(f"the ds_config's sub_group_size is {size}")
-        self.dp = options.dp or source.dp
+        self.dp = options[DP] or source.dp
         self.stage = self._stage(source, given or {})
         self.dtype = self._dtype(source, given or {})
         self.config = self._config(given or {})
@@ -134,10 +135,10 @@ class TargetEngine:
 
     def _stage(self, source: Manifest, config: Mapping[str, Any]) -> int:
         stated = nested(config, "zero_optimization", "stage")
-        asked = self.options.stage
+        asked = self.options[STAGE]
         if stated == 0 and asked is None:
             raise WrongOption("the ds_config says stage 0, which has no partitions to write")
-        if self.options.config is not None and None not in (asked, stated) and asked != stated:
+        if self.options[CONFIG] is not None and None not in (asked, stated) and asked != stated:
             raise WrongOption(f"--stage {asked}, but the ds_config says stage {stated}")
         stage = asked or stated or source.source.get("zero_stage") or 2
         if stage not in (1, 2, 3):
@@ -155,11 +156,11 @@ class TargetEngine:
         is_open = any("auto" in values for values in enabling.values()) and not enabled
         stated = None if is_open else (enabled or ["F32"])[0]
         asked = self.options.module_dtype
-        if asked and self.options.config is not None and stated not in (None, asked):
+        if asked and self.options[CONFIG] is not None and stated not in (None, asked):
             raise WrongOption(f"--dtype asks for {asked}, but the ds_config says {stated}")
         if asked:
             return asked
-        if self.options.config is not None and stated:
+        if self.options[CONFIG] is not None and stated:
             return stated
         if self.before is not None:
             return str(self.before.dtype)

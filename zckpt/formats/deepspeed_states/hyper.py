@@ -18,6 +18,7 @@ from ...training.optimizers import (
 )
 from ...training.options import Options
 from .engine import TargetEngine
+from .options import CONFIG, OPTIMIZER
 
 # what groups hold beside ADAM's, by the class that `--optimizer` asks for
 CLASSES: dict[str, dict[str, Any]] = {
@@ -53,9 +54,9 @@ def adam_class(engine: TargetEngine, source: Manifest) -> str | None:
     A DeepSpeed source's own files fit its own optimizer. If hyper-parameters are missing, or
     another ds_config is given, the ds_config says which class the engine makes.
     """
-    if engine.options.optimizer:
-        return engine.options.optimizer
-    if _is_complete(engine, source) and engine.options.config is None:
+    if engine.options[OPTIMIZER]:
+        return engine.options[OPTIMIZER]
+    if _is_complete(engine, source) and engine.options[CONFIG] is None:
         return None
     return engine.adam_class
 
@@ -76,7 +77,7 @@ def complete_groups(
     """
     options, name, adam = engine.options, optimizer_name(engine, source), adam_class(engine, source)
     inferred, complete = are_inferred(source), _is_complete(engine, source)
-    known = name in DEFAULTS or options.optimizer or options.weights_only
+    known = name in DEFAULTS or options[OPTIMIZER] or options.weights_only
     if source.groups is None and not inferred and not known:
         raise WrongOption(
             f"DeepSpeed's ZeRO does not support the source's optimizer, {source.optimizer}",
@@ -176,13 +177,13 @@ def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]
             hint="use the optimizer of the source, or --weights-only",
         )
     missing = [slot for slot in NEEDED.get(name, ()) if slot not in states]
-    if missing and states and (engine.optimizer or engine.options.optimizer):
+    if missing and states and (engine.optimizer or engine.options[OPTIMIZER]):
         raise WrongOption(
             f"the ds_config's optimizer {engine.optimizer or name} keeps {', '.join(missing)}, "
             f"which the source does not hold (it holds {listing})",
             hint="use the optimizer of the source, or --weights-only",
         )
-    if engine.options.optimizer and not {"exp_avg", "exp_avg_sq"} <= set(states):
+    if engine.options[OPTIMIZER] and not {"exp_avg", "exp_avg_sq"} <= set(states):
         raise WrongOption(
-            f"--optimizer {engine.options.optimizer} is an Adam; the source holds {listing}"
+            f"--optimizer {engine.options[OPTIMIZER]} is an Adam; the source holds {listing}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...core.facts import StateDictEngine
 from ...errors import listed
+from ...training.options import PARAM_NAMES
 from ...training.trainers import TRANSFORMERS, program_of
 from .hyper import optimizer_name
 from .target import DeepSpeedTarget
@@ -40,7 +41,7 @@ def _of_guessed(target: DeepSpeedTarget) -> list[str]:
     """
     engine = target.source.engine
     guessed = isinstance(engine, StateDictEngine) and engine.guessed
-    named = target.options.param_names
+    named = target.options[PARAM_NAMES]
     if not (guessed and target.engine.partitioned and target.frozen) or named:
         return []
     return [

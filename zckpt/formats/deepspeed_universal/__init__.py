@@ -10,6 +10,7 @@
 The model files are those of formats/deepspeed; both share formats/deepspeed_states.
 """
 
+from ..deepspeed_states.options import OPTIONS
 from ..format import Format
 
 FORMAT = Format(
@@ -17,6 +18,6 @@ FORMAT = Format(
     folder="deepspeed_universal",
     about="DeepSpeed's own universal checkpoints, for load_universal",
     family="deepspeed",
-    options=frozenset({"dp", "stage", "dtype", "config", "optimizer", "group_defaults"}),
+    options=OPTIONS,
     groups="without_empty_groups",
 )

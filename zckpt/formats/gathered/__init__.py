@@ -11,6 +11,9 @@
 Facts in this package are of torch 2.13.0 unless said otherwise.
 """
 
+from dataclasses import replace
+
+from ...training.options import DIALECT, DTYPE, GROUP_DEFAULTS, WEIGHTS_ONLY
 from ..format import Format
 
 FORMAT = Format(
@@ -18,8 +21,12 @@ FORMAT = Format(
     folder="gathered",
     about="files of torch.save, whole or one per rank: FSDP, ZeroRedundancyOptimizer, plain torch",
     family="torch",
-    options=frozenset({"dtype", "group_defaults"}),
-    dialects=("safetensors", "accelerate"),
+    options=(
+        WEIGHTS_ONLY,
+        DTYPE,
+        replace(DIALECT, choices=("safetensors", "accelerate")),
+        GROUP_DEFAULTS,
+    ),
     reasons={"dp": "whole files load on any number of ranks"},
     weak=True,
     numbers=True,

@@ -30,7 +30,7 @@ from ...files import safefile
 from ...files.torchfile import Tensor
 from ...files.torchshell import Storages, seal_records, shell
 from ...training import peft, trainers
-from ...training.options import Options
+from ...training.options import DIALECT, Options
 from ...training.trainers import ACCELERATE, TRANSFORMERS, program_of
 from ..statedict.keys import keys_of
 from ..statedict.write import BlankTensor, StateDicts, left_out
@@ -71,7 +71,7 @@ OF_TRAINERS = {
 def file_names(source: Manifest, options: Options) -> FileNames:
     """The names of the target's files: by `--dialect`, else as in a source of this format."""
     stated = keys_of(source.engine).dialect
-    dialect = options.dialect or (stated if stated in PLAIN else None)
+    dialect = options[DIALECT] or (stated if stated in PLAIN else None)
     program = program_of(source.siblings)
     names = PLAIN[dialect]
     if program is None:

@@ -7,14 +7,45 @@
 They are written only: a user reads such a folder as `gathered`, weights alone.
 """
 
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypedDict
+
+from ...training.options import DTYPE, MAX_FILE_SIZE, WEIGHTS_ONLY, Option
 from ..format import Format
+
+MODEL_CONFIG: Option[str | None] = Option(
+    "model_config",
+    "--config",
+    None,
+    "config.json (for PEFT adapter_config.json), or a folder with it and the tokenizer, if SRC has "
+    "none",
+    metavar="FILE|DIR",
+)
+
+
+class Keywords(TypedDict, total=False):
+    """The options of this module as keyword arguments, for type checkers and editors."""
+
+    model_config: str | None
+
 
 FORMAT = Format(
     name="hf",
     folder="hf",
     about="weights for from_pretrained of transformers and PEFT; read as gathered",
     family="hf",
-    options=frozenset({"dtype", "max_file_size", "model_config"}),
+    options=(
+        WEIGHTS_ONLY,
+        replace(DTYPE, help="Type of the weights", usual="the module's"),
+        MODEL_CONFIG,
+        replace(
+            MAX_FILE_SIZE,
+            flag="--max-shard-size",
+            help="Split the weights into files of at most this size",
+        ),
+    ),
     reasons={"dp": "a folder for from_pretrained has no ranks"},
     reads=False,
     is_resumed=False,

@@ -25,6 +25,7 @@ from ...files import safefile
 from ...training import peft, ties
 from ...training.options import Options
 from ...training.trainers import HUGGING_FACE, LOADED, files_to_load_by, json_of
+from . import MODEL_CONFIG
 from .files import INDEX, WEIGHTS
 
 
@@ -73,7 +74,7 @@ class PretrainedWriter:
     def _files_to_load_by(self) -> list[Sibling]:
         """Configuration, tokenizer and processor, from the source's folder or from `--config`."""
         files = {item.name: item for item in files_to_load_by(self.source.siblings)}
-        given = self.options.model_config
+        given = self.options[MODEL_CONFIG]
         if given is None:
             return list(files.values())
         if os.path.isdir(given):

@@ -16,6 +16,9 @@
 Facts in this package are of onnxruntime-training 1.16.3 and its sources back to 1.3.
 """
 
+from dataclasses import replace
+
+from ...training.options import DIALECT, DP, DTYPE, WEIGHTS_ONLY
 from ..format import Format
 
 FORMAT = Format(
@@ -23,8 +26,12 @@ FORMAT = Format(
     folder="onnxruntime",
     about="ONNX Runtime Training ZeRO-1, 1.3 to 1.16 (HDF5, .ort.pt)",
     family="onnxruntime",
-    options=frozenset({"dp", "dtype"}),
-    dialects=("hdf5", "l2"),
+    options=(
+        DP,
+        WEIGHTS_ONLY,
+        DTYPE,
+        replace(DIALECT, choices=("hdf5", "l2"), usual="hdf5"),
+    ),
     checks=True,
     gathers=True,
     keeps_steps=True,

@@ -15,6 +15,7 @@ from ...core.facts import GraphEngine
 from ...core.fragments import Fragment, Runs, solid
 from ...core.manifest import Entry, Manifest, Parameter, Sighting
 from ...core.plan import Match
+from ...core.resources import Copying
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -28,7 +29,7 @@ from .owners import WRONG_FILE, Owned, Shapes, owners_of, weights_apart
 from .partition import by_name
 from .ranks import COUNT, SHARED, SLOTS, Rank, RankTensor, Save
 
-CHECK_MEMORY = 64 << 20  # bytes of buffers
+CHECK = Copying(memory=64 << 20)
 
 
 def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
@@ -56,7 +57,7 @@ def check(manifest: Manifest) -> None:
     from ...core.compare import compare
 
     matches = [*_masters_with_copies(manifest), *_replicas_without_checksums(manifest)]
-    outcome = compare(matches, manifest, manifest, memory=CHECK_MEMORY, measure="first")
+    outcome = compare(matches, manifest, manifest, CHECK, measure="first")
     for result in outcome.results:
         match, difference = result.match, result.difference
         if match.b is None or difference is None or not difference.count:

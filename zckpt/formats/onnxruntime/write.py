@@ -22,7 +22,7 @@ from ...core.staging import Layout, Shell
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from ...files import hdf5shell
 from ...files.torchshell import Storages, seal_records, shell, thawed
-from ...training.options import Options
+from ...training.options import DIALECT, DP, Options
 from ...training.steps import COUNTED
 from .hdf5 import require_h5py
 from .legacy import HALVES, MODEL
@@ -89,8 +89,8 @@ class OnnxRuntimeWriter:
     def __init__(self, source: Manifest, options: Options) -> None:
         self.source = source
         self.options = options
-        self.dp = options.dp or source.dp
-        self.dialect = options.dialect or "hdf5"
+        self.dp = options[DP] or source.dp
+        self.dialect = options[DIALECT] or "hdf5"
         self.dtype_before = source.engine.dtype if source.engine else None
         self.left_out: list[str] = list(source.left_out)
         self.warnings: list[str] = list(source.warnings)

@@ -35,16 +35,19 @@ class BlankTensor:
 
 
 class StateDicts:
-    """The state dicts that a torch program would save: values and blank tensors by path."""
+    """The state dicts that a torch program would save: values and blank tensors by path.
 
-    def __init__(self, source: Manifest, options: Options) -> None:
+    `layout` is the form of the optimizer's keys, nested or flat; None is the source's, or nested.
+    """
+
+    def __init__(self, source: Manifest, options: Options, layout: str | None = None) -> None:
         self.source = source
         self.options = options
         self.keys = keys_of(source.engine)
         self.model: Path = self.keys.model
         self.optimizer: Path = self.keys.optimizer or OPTIMIZER
         self.scheduler = self.keys.scheduler or "lr_scheduler"
-        self.layout = options.dcp_layout or self.keys.layout or "nested"
+        self.layout = layout or self.keys.layout or "nested"
         self.warnings = list(source.warnings)
         self.left_out = list(source.left_out)
         self.aliases = {

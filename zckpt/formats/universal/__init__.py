@@ -5,6 +5,7 @@ read.py     manifest.json, and where the safetensors files hold each tensor
 write.py    the files for `convert --to universal`
 """
 
+from ...training.options import DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, WEIGHTS_ONLY
 from ..format import Format
 
 FORMAT = Format(
@@ -12,7 +13,7 @@ FORMAT = Format(
     folder="universal",
     about="zckpt's own: whole tensors as safetensors",
     family="universal",
-    options=frozenset({"dtype", "max_file_size", "group_defaults"}),
+    options=(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE),
     reasons={"dp": "a universal checkpoint has no ranks"},
     is_neutral=True,
 )

@@ -22,7 +22,7 @@ from ...core.staging import Layout, Shell
 from ...errors import MissingData
 from ...files import safefile
 from ...training.optimizers import are_inferred, given_groups
-from ...training.options import Options
+from ...training.options import GROUP_DEFAULTS, Options
 from ...training.trainers import files_to_load_by
 from .files import MANIFEST, SIBLINGS, VERSION
 
@@ -94,7 +94,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 def with_defaults(source: Manifest, options: Options) -> Manifest:
     """Adds the given hyper-parameters if the source stores none (elastic files, other engines)."""
     inferred = are_inferred(source)
-    if not options.group_defaults or not (source.groups is None or inferred):
+    if not options[GROUP_DEFAULTS] or not (source.groups is None or inferred):
         return source
     parameters = {
         name: replace(parameter, group=(parameter.group or 0) if parameter.trainable else None)

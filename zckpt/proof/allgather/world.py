@@ -10,16 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ...core.resources import Means as Means
 from ...errors import ProcessFailed, WrongOption
-
-
-@dataclass(frozen=True, slots=True)
-class Means:
-    """What a process gathers with: its device (cuda, cpu, None), threads, bytes of buffers."""
-
-    device: str | None = None
-    jobs: int = 4
-    memory: int = 256 << 20
 
 
 @dataclass(frozen=True)

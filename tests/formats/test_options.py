@@ -1,0 +1,153 @@
+"""The options of all formats together; a new one touches the folder of its format alone."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from zckpt import formats
+from zckpt.errors import WrongOption
+from zckpt.formats.options import Keywords, declared, options_of
+from zckpt.training.options import DIALECT, DP, DTYPE, EVERYWHERE, WEIGHTS_ONLY, Option
+
+from ..conftest import EXAMPLE, ROOT, Result
+
+SHAPE: Option[str | None] = Option("shape", "--shape", None, "The shape", usual="round")
+ALWAYS = [option.name for option in EVERYWHERE]
+
+
+def targets(**options: tuple[Option[object], ...]) -> list[formats.Format]:
+    usual = formats.named("universal")
+    return [replace(usual, name=name, options=listed) for name, listed in options.items()]
+
+
+def test_the_order_of_every_format_is_kept() -> None:
+    listed = declared(targets(a=(DP, WEIGHTS_ONLY, DTYPE), b=(DP, SHAPE, DTYPE), c=(DIALECT, DP)))
+    names = [option.name for option in listed]
+    assert names == ["dialect", "dp", "weights_only", "shape", "dtype", *ALWAYS]
+
+
+def test_orders_that_contradict_each_other_lose_no_option() -> None:
+    names = [option.name for option in declared(targets(a=(DP, DTYPE), b=(DTYPE, DP)))]
+    assert sorted(names) == sorted(["dp", "dtype", *ALWAYS])
+
+
+def test_help_names_the_targets_of_an_option_that_most_have_not() -> None:
+    some = targets(a=(DP, SHAPE), b=(DP,), c=(DP,))
+    texts = {option.name: option.help for option in declared(some)}
+    assert texts["shape"] == "The shape, with --to a"
+    assert texts["dp"] == DP.help
+
+
+def test_values_that_differ_are_listed_by_target() -> None:
+    some = targets(
+        a=(replace(DIALECT, choices=("x", "y"), usual="x"),),
+        b=(replace(DIALECT, choices=("y", "z")),),
+    )
+    option = declared(some)[0]
+    assert option.choices == ("x", "y", "z")
+    assert option.help == f"{DIALECT.help}: x (default) or y with --to a, y or z with --to b"
+    assert option.usual == ""
+
+
+def test_type_checkers_know_every_option() -> None:
+    names = [option.name for option in declared(formats.FORMATS)]
+    assert sorted(Keywords.__annotations__) == sorted(names)
+    for function in (zckpt.convert, zckpt.reshard):
+        assert "Unpack[Options]" in str(inspect.signature(function))
+
+
+def test_unknown_names_and_values_are_refused() -> None:
+    with pytest.raises(TypeError, match="there is no option 'nothing'"):
+        options_of({"nothing": 1})
+    with pytest.raises(TypeError, match="there is no option 'nothing'"):
+        zckpt.convert(EXAMPLE, "nowhere", nothing=1)
+    with pytest.raises(WrongOption, match="dialect 'l3' is none of hdf5, l2, accelerate"):
+        options_of({"dialect": "l3"})
+
+
+def test_only_options_that_differ_from_their_defaults_count() -> None:
+    assert options_of({"group_defaults": {}, "dp": None, "tie": ()}).given == ()
+    assert [option.name for option, _ in options_of({"dtype": "fp32", "dp": None}).given] == [
+        "dtype"
+    ]
+
+
+# -- a format that zckpt does not know
+
+DECLARES = """
+from zckpt.formats.format import Format
+from zckpt.training.options import Option
+
+SHAPE = Option("shape", "--shape", None, "The shape", choices=("round", "flat"), usual="round")
+FORMAT = Format("toy", "toy", "a toy", "toy", (SHAPE,), reads=False, writes={writes})
+"""
+LAYS_OUT = """
+from zckpt.errors import MissingData
+from . import SHAPE
+
+def lay_out(source, options):
+    raise MissingData(f"no toy is {options[SHAPE]}")
+"""
+ADD = """
+import sys
+from zckpt import formats
+formats.__path__.append(sys.argv.pop(1))
+from zckpt.formats import toy
+formats.FORMATS = (*formats.FORMATS, toy.FORMAT)
+"""
+COMMAND = f"{ADD}\nfrom zckpt.cli import main\nmain()"
+FUNCTION = f"{ADD}\nimport zckpt\nzckpt.convert(sys.argv[1], 'nowhere', to='toy', shape='flat')"
+
+
+def with_toy(folder: Path, program: str, *words: object, writes: bool = True) -> Result:
+    """What a program does where a format `toy` with an option of its own is installed."""
+    (folder / "toy").mkdir(exist_ok=True)
+    (folder / "toy" / "__init__.py").write_text(DECLARES.format(writes=writes))
+    (folder / "toy" / "write.py").write_text(LAYS_OUT)
+    command = [sys.executable, "-c", program, str(folder), *map(str, words)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return Result(ended.returncode, ended.stdout, ended.stderr)
+
+
+class TestNewOption:
+    @pytest.mark.parametrize("command", ["convert", "reshard"])
+    def test_is_in_the_help(self, tmp_path: Path, command: str) -> None:
+        out = " ".join(with_toy(tmp_path, COMMAND, command, "--help").out.split())
+        assert "--shape [round|flat] The shape, with --to toy [default: round]" in out
+
+    def test_reaches_the_writer(self, tmp_path: Path) -> None:
+        words = ("convert", EXAMPLE, tmp_path / "out", "--to", "toy")
+        ended = with_toy(tmp_path, COMMAND, *words, "--shape", "flat")
+        assert (ended.code, ended.err.splitlines()[0]) == (1, "Error: no toy is flat")
+        assert with_toy(tmp_path, COMMAND, *words).err.startswith("Error: no toy is None")
+
+    def test_is_a_keyword_in_python(self, tmp_path: Path) -> None:
+        ended = with_toy(tmp_path, FUNCTION, EXAMPLE)
+        assert ended.err.splitlines()[-1] == "zckpt.errors.MissingData: no toy is flat"
+
+    @pytest.mark.parametrize("to", ["deepspeed", "hf"])
+    def test_does_not_apply_to_other_targets(self, tmp_path: Path, to: str) -> None:
+        words = ("convert", EXAMPLE, tmp_path / "out", "--to", to, "--shape", "flat")
+        ended = with_toy(tmp_path, COMMAND, *words)
+        assert ended.code == 2
+        assert ended.err.startswith(f"Error: --shape does not apply to --to {to}\n")
+
+    def test_has_only_the_declared_values(self, tmp_path: Path) -> None:
+        words = ("convert", EXAMPLE, tmp_path / "out", "--to", "toy", "--shape", "square")
+        ended = with_toy(tmp_path, COMMAND, *words)
+        assert ended.code == 2
+        assert "'square' is not one of 'round', 'flat'" in ended.err
+
+
+def test_a_format_that_is_only_read_is_no_target(tmp_path: Path) -> None:
+    words = ("convert", EXAMPLE, tmp_path / "out", "--to", "toy")
+    ended = with_toy(tmp_path, COMMAND, *words, writes=False)
+    assert ended.code == 2
+    assert ended.err.startswith("Error: zckpt can read toy, but not write it yet\n")

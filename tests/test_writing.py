@@ -1,0 +1,52 @@
+"""A manifest becomes a checkpoint: what is read for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from zckpt import writing
+from zckpt.core.manifest import Manifest
+
+from .conftest import EXAMPLE
+from .formats.gathered.plain_torch import names_by_group, save, trained_pair
+
+Paths = list[Any]
+
+
+@pytest.fixture
+def paths_read(monkeypatch: pytest.MonkeyPatch) -> Paths:
+    """The paths that a conversion reads, in order."""
+    read: Callable[..., Manifest] = writing.read
+    paths: Paths = []
+
+    def counted(path: Any, reading: Any) -> Manifest:
+        paths.append(path)
+        return read(path, reading)
+
+    monkeypatch.setattr(writing, "read", counted)
+    return paths
+
+
+def test_a_source_that_states_its_names_is_read_once(tmp_path: Path, paths_read: Paths) -> None:
+    source = zckpt.read(EXAMPLE)
+    names = [f"net.{name}" for name in source.parameters]
+    zckpt.convert(EXAMPLE, tmp_path / "u", param_names=names, rename=[("^", "net.")])
+    assert paths_read == [EXAMPLE]
+    assert zckpt.read(tmp_path / "u").entries.keys() == {f"net.{name}" for name in source.entries}
+
+
+def test_a_source_that_numbers_parameters_gets_the_names_from_before_a_renaming(
+    tmp_path: Path, paths_read: Paths
+) -> None:
+    pair = trained_pair()
+    folder = save(tmp_path / "run", pair, "model.pt", "optim.pt")
+    before = zckpt.read(folder, param_names=names_by_group(pair))
+    names = [f"net.{name}" for name in names_by_group(pair)]
+    zckpt.convert(folder, tmp_path / "u", param_names=names, rename=[("^", "net.")])
+    assert paths_read == [folder, folder]
+    assert zckpt.read(tmp_path / "u").entries.keys() == {f"net.{name}" for name in before.entries}

@@ -1,0 +1,82 @@
+"""Which options do the formats declare, all together?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from .. import formats
+from ..training import options as shared
+from ..training.options import EVERYWHERE, Option, Options
+from . import dcp, hf
+from .deepspeed_states import options as deepspeed
+from .format import Format
+
+
+class Keywords(shared.Keywords, deepspeed.Keywords, dcp.Keywords, hf.Keywords, total=False):
+    """The options of a conversion as keyword arguments, for type checkers and editors.
+
+    The command line and the functions take every option that a `Format` lists, even if its type is
+    not known here.
+    """
+
+
+def declared(targets: Iterable[Format]) -> list[Option[Any]]:
+    """The options of some targets in one list, which keeps the order of each target's own list.
+
+    The list has an option once, with the values of all of these targets, and its help says which
+    target understands it if most of them do not.
+    """
+    lists = {item.name: [*item.options, *EVERYWHERE] for item in targets}
+    queues = [[option.name for option in options] for options in lists.values()]
+    names: list[str] = []
+    while any(queues):
+        heads = [queue[0] for queue in queues if queue]
+        first = next((name for name in heads if not any(name in q[1:] for q in queues)), heads[0])
+        names.append(first)
+        queues = [[name for name in queue if name != first] for queue in queues]
+    return [
+        _merged(
+            {target: o for target, options in lists.items() for o in options if o.name == name},
+            len(lists),
+        )
+        for name in names
+    ]
+
+
+def _merged(variants: Mapping[str, Option[Any]], targets: int) -> Option[Any]:
+    """One option, as some of so many targets declare it; `variants` is by the targets' names."""
+    first = next(iter(variants.values()))
+    if any(option.choices != first.choices for option in variants.values()):
+        values = ", ".join(f"{_listed(option)} with --to {to}" for to, option in variants.items())
+        choices = dict.fromkeys(value for o in variants.values() for value in o.choices)
+        return replace(first, choices=tuple(choices), usual="", help=f"{first.help}: {values}")
+    if 2 * len(variants) < targets:
+        return replace(first, help=f"{first.help}, with --to {' or '.join(variants)}")
+    return first
+
+
+def _listed(option: Option[Any]) -> str:
+    """The values of an option; the usual one is marked."""
+    return " or ".join(
+        f"{value} (default)" if value == option.usual else str(value) for value in option.choices
+    )
+
+
+def options_of(given: Mapping[str, Any]) -> Options:
+    """What a user asks, by the names of options in Python.
+
+    Raises TypeError for a name that no format declares, and WrongOption for a value that none
+    accepts.
+    """
+    known = {option.name: option for option in declared(formats.FORMATS)}
+    if unknown := sorted(given.keys() - known.keys()):
+        raise TypeError(f"there is no option {unknown[0]!r}; there are {', '.join(known)}")
+    return Options(
+        tuple(
+            (option, given[name])
+            for name, option in known.items()
+            if name in given and given[name] != option.default
+        )
+    )
