@@ -27,6 +27,7 @@ from ..core.dtypes import SIZES
 from ..core.fileio import Reader
 from ..core.manifest import Entry, Manifest
 from ..core.pieces import CAST_BLOCK, ElementReader, ReadRequest, RecordChecker
+from ..core.weights import weight_of
 from ..errors import MissingData, listed
 from ..training.names import Renames, matched, plain, renamed
 from .statistics import NAMES, raw
@@ -251,13 +252,9 @@ def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
 
 
 def _source(manifest: Manifest, owner: str, name: str, tensor: Tensor) -> Entry:
-    """The entry of the weight itself, or of the master, which is then rounded."""
-    dtype = NAMES.get(tensor.dtype)
-    entry = manifest.entries.get(f"{owner}/param")
-    if entry is None or entry.dtype != dtype:
-        entry = manifest.entries.get(f"{owner}/master", entry)
-    if entry is None:
-        raise MissingData(f"{manifest.root} holds states of {owner}, but no weight")
+    """The entry that supplies a weight of the model; raises MissingData."""
+    dtype = NAMES.get(tensor.dtype, "")
+    entry = weight_of(manifest.entries, owner).supply("param", dtype)
     if entry.shape != tuple(tensor.shape):
         raise MissingData(
             f"{name} has shape {tuple(tensor.shape)}, in the checkpoint {entry.shape}"

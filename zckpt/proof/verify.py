@@ -14,9 +14,10 @@ from ..core import compare
 from ..core.manifest import Manifest
 from ..core.plan import Match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
+from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, listed
 from . import damage, values
-from .pairs import WEIGHTS, missing, mutual_matches, own_matches, selected
+from .pairs import missing, mutual_matches, own_matches, selected
 from .report import difference, findings, versions
 
 Report = dict[str, Any]
@@ -138,7 +139,7 @@ def inferences(matches: Iterable[Match], a: Manifest, b: Manifest) -> Report:
 
     If an optimizer's state has the same wrong name in both checkpoints, it is equal in both.
     """
-    compared = {match.a.parameter for match in matches if match.a.slot not in (*WEIGHTS, "state")}
+    compared = {match.a.parameter for match in matches if is_optimizers(match.a.slot)}
     theirs = set(a.inferred if b.format in STATES_NO_INFERENCE else b.inferred)
     shared = [name for name in a.inferred if name in compared and name in theirs]
     unproven = {

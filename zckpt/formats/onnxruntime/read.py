@@ -15,6 +15,7 @@ from typing import Any
 from ...core.fragments import Fragment, Runs, solid
 from ...core.manifest import Entry, Manifest, Parameter, Sighting
 from ...core.plan import Match
+from ...core.weights import weight_of
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -81,9 +82,9 @@ def check(manifest: Manifest) -> None:
 
 def _masters_with_copies(manifest: Manifest) -> Iterator[Match]:
     for name in manifest.parameters:
-        master, half = (manifest.entries.get(f"{name}/{slot}") for slot in ("master", "param"))
-        if master is not None and half is not None:
-            yield Match(master, half, "rounded")
+        weight = weight_of(manifest.entries, name)
+        if weight.master is not None and weight.param is not None:
+            yield Match(weight.master, weight.param, "rounded")
 
 
 def _replicas_without_checksums(manifest: Manifest) -> Iterator[Match]:
