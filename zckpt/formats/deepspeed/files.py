@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...core.expected import missing_ranks
 from ...errors import (
     AmbiguousCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     NotACheckpoint,
+    listed,
 )
 from ..deepspeed_states.directories import (
     MODEL,
@@ -21,7 +23,6 @@ from ..deepspeed_states.directories import (
     TagDirectory,
     file_of_rank,
     holds_states,
-    listed,
     pointed,
     refuse,
     tag_directory,
@@ -131,10 +132,8 @@ def _all_ranks(directory: TagDirectory, files: Mapping[int, str], what: str) -> 
     """Ranks are sorted as numbers: rank_10 comes after rank_9."""
     missing = sorted(set(range(max(files) + 1)) - set(files))
     if missing:
-        raise IncompleteCheckpoint(
-            f"{directory.path} lacks the {what} file of rank {listed(missing)}",
-            hint=f"expected {file_of_rank(files[max(files)], missing[0])}",
-        )
+        expected = file_of_rank(files[max(files)], missing[0])
+        raise missing_ranks(directory.path, missing, what, hint=f"expected {expected}")
 
 
 def recovery_scripts(tag: str) -> list[str]:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from ...core.manifest import Sibling
-from ...errors import (
-    NotACheckpoint,
-    UnsupportedCheckpoint,
-)
+from ...errors import NotACheckpoint, UnsupportedCheckpoint, listed
 
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -108,12 +104,6 @@ def refuse(directory: TagDirectory, what: str) -> NoReturn:
         f"{directory.path} was saved with {what}, which zckpt does not read yet",
         hint="what is read: stage 1, 2 and 3 with data parallelism alone; see `zckpt formats`",
     )
-
-
-def listed(items: Sequence[object]) -> str:
-    """The first few of them, in words."""
-    shown = ", ".join(map(str, items[:5]))
-    return shown + (f" and {len(items) - 5} more" if len(items) > 5 else "")
 
 
 def siblings(directory: TagDirectory) -> tuple[Sibling, ...]:

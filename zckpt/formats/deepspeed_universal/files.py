@@ -21,18 +21,19 @@ import os
 import re
 from typing import Any
 
+from ...core.expected import missing_ranks
 from ...errors import (
     AmbiguousCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     NotACheckpoint,
+    listed,
 )
 from ..deepspeed_states.directories import (
     MODEL,
     MODEL_3,
     TagDirectory,
     holds_universal,
-    listed,
     pointed,
     tag_directory,
     universal_tags,
@@ -118,8 +119,6 @@ def model_files(directory: TagDirectory) -> list[list[str]]:
         )
     for ranked in [set(paths), *map(set, paths.values())]:
         if missing := sorted(set(range(max(ranked) + 1)) - ranked):
-            raise IncompleteCheckpoint(
-                f"{directory.path} lacks the model file of rank {listed(missing)}",
-                hint="the converter copies the files of all ranks",
-            )
+            hint = "the converter copies the files of all ranks"
+            raise missing_ranks(directory.path, missing, "model", hint=hint)
     return [[files[rank] for rank in sorted(files)] for _, files in sorted(paths.items())]
