@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 from ...core.expected import missing_ranks
 from ...errors import (
-    AmbiguousCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
-    NotACheckpoint,
-    listed,
 )
 from ..deepspeed_states.directories import (
     MODEL,
@@ -21,14 +18,14 @@ from ..deepspeed_states.directories import (
     OPTIMIZER,
     SCRIPTS,
     TagDirectory,
+    TagKind,
     file_of_rank,
     holds_states,
-    pointed,
     refuse,
-    tag_directory,
     tags_of,
 )
 
+KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*")
 
@@ -43,31 +40,12 @@ class RankFiles:
 
 def detect(path: str) -> list[str]:
     """Tags of the checkpoints at `path`; a tag directory's own is its name."""
-    if not os.path.isdir(path):
-        return []
-    if holds_states(path):
-        return [os.path.basename(os.path.abspath(path))]
-    latest = pointed(path, "latest")
-    return tags_of(path) if latest is None else [latest]
+    return KIND.detect(path)
 
 
 def locate(path: str, tag: str | None) -> TagDirectory:
     """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint."""
-    if tag is None and holds_states(path):
-        return TagDirectory(path, os.path.basename(os.path.abspath(path)), None)
-    said = "--tag names"
-    if tag is None:
-        tags = detect(path)
-        if not tags:
-            raise NotACheckpoint(f"{path} holds no DeepSpeed checkpoint")
-        if len(tags) > 1:
-            raise AmbiguousCheckpoint(
-                f"{path} holds {len(tags)} tags and no file `latest`: {listed(tags)}",
-                hint=f"choose one with --tag {tags[-1]}",
-            )
-        tag = tags[0]
-        said = f"{os.path.join(path, 'latest')} names"
-    return tag_directory(path, tag, said)
+    return KIND.locate(path, tag)
 
 
 def rank_files(directory: TagDirectory) -> RankFiles:
