@@ -19,7 +19,8 @@ from .fragments import Extent, Record, Runs, Slices
 from .manifest import Entry, Manifest
 from .pieces import CAST_BLOCK, SMALL, Damage, ElementReader, ReadRequest, RecordChecker
 from .plan import Match
-from .streaming import Progress, chunk_size, finish, stream
+from .resources import DEFAULT_COPYING, Begin, Copying, Progress
+from .streaming import chunk_size, finish, stream
 
 FEW = 1 << 17  # elements; rounding so many here takes less time than importing numpy
 PADDING = 64 << 10  # bytes; more than these beside tensors are not padding
@@ -296,12 +297,11 @@ def compare(
     matches: Sequence[Match],
     a: Manifest,
     b: Manifest,
+    copying: Copying = DEFAULT_COPYING,
     *,
-    jobs: int = 4,
-    memory: int = 256 << 20,
     everything: bool = False,
     measure: str = "differing",
-    begin: Callable[[int], Progress] | None = None,
+    begin: Begin | None = None,
 ) -> ComparisonOutcome:
     """Reads all matches and compares them; `b` may be `a`.
 
@@ -313,13 +313,14 @@ def compare(
     `begin` is called with the number of bytes to come; it returns the progress function. Damage is
     listed in the outcome, not raised.
     """
-    chunk = chunk_size(max(a.dp, b.dp), jobs, memory * 2 // 5)  # up to five buffers a thread
+    # up to five buffers a thread
+    chunk = chunk_size(max(a.dp, b.dp), copying.jobs, copying.memory * 2 // 5)
     if a is not b:  # both sides should stay in the processor's cache
         chunk = max(1 << 20, chunk // 2)
     read = [entry for item in matches if item.is_read for entry in (item.a, item.b) if entry]
     progress = begin(sum(entry.length for entry in read)) if begin else None
     running = _Comparison(matches, a, b, chunk, measure, progress)
-    stream(running.tasks(), jobs, running.checkers, chunk, running.start)
+    stream(running.tasks(), copying.jobs, running.checkers, chunk, running.start)
     return running.finish(everything)
 
 

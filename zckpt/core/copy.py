@@ -23,7 +23,8 @@ from .fragments import Extent, Runs, Slices
 from .manifest import Manifest
 from .pieces import CAST_BLOCK, SMALL, ElementReader, ReadRequest, RecordChecker
 from .plan import Chunk, Pair, TargetPiece
-from .streaming import Progress, chunk_size, finish, stream
+from .resources import Progress
+from .streaming import chunk_size, finish, stream
 
 
 @dataclass(slots=True)

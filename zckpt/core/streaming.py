@@ -23,8 +23,6 @@ CHUNK = 4 << 20  # bytes
 Task = TypeVar("Task")
 Worker = Callable[[], AbstractContextManager[Callable[[Task], None]]]
 """Opens what one thread needs, and gives the function that carries out a task."""
-Progress = Callable[[int], None]
-"""Is called with the number of bytes that were just done."""
 
 
 def chunk_size(dp: int, jobs: int, memory: int) -> int:

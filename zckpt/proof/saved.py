@@ -61,9 +61,7 @@ def verify_proof(
     if pattern is None:
         needs_weights(matches, manifest.root, path)
     alone = [Match(item.a) for item in matches]
-    outcome = compare.compare(
-        alone, manifest, manifest, jobs=copying.jobs, memory=copying.memory, begin=begin
-    )
+    outcome = compare.compare(alone, manifest, manifest, copying, begin=begin)
     report = findings(outcome, manifest, manifest) | inferences(matches, manifest, proven)
     for item, result in zip(matches, outcome.results, strict=True):
         assert item.b is not None

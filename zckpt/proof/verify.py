@@ -34,14 +34,9 @@ def verify_alone(
 ) -> Report:
     """Whether a checkpoint contradicts itself: that part of the report of `verify`."""
     matches = selected(own_matches(manifest), pattern)
+    everything = pattern is None
     outcome = compare.compare(
-        matches,
-        manifest,
-        manifest,
-        jobs=copying.jobs,
-        memory=copying.memory,
-        everything=pattern is None,
-        begin=begin,
+        matches, manifest, manifest, copying, everything=everything, begin=begin
     )
     report = findings(outcome, manifest, manifest)
     problems = [{"message": line} for line in damage.uncovered(manifest)] + report["problems"]
@@ -70,7 +65,7 @@ def verify_against(
     matches = selected(matches, pattern)
     if pattern is None:
         needs_weights(matches, a.root, b.root)
-    outcome = compare.compare(matches, a, b, jobs=copying.jobs, memory=copying.memory, begin=begin)
+    outcome = compare.compare(matches, a, b, copying, begin=begin)
     report = findings(outcome, a, b)
     report["notes"] += damage.other_padding(a, b, outcome)
     report |= inferences(matches, a, b)
@@ -89,10 +84,9 @@ def diff(
     """Every difference between two checkpoints, tensors in the order of the model."""
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected([match for match in matches if not match.copy], pattern)
-    jobs, memory = copying.jobs, copying.memory
-    outcome = compare.compare(matches, a, b, jobs=jobs, memory=memory, measure="first", begin=begin)
+    outcome = compare.compare(matches, a, b, copying, measure="first", begin=begin)
     unequal = [result.match for result in outcome.results if result.difference]
-    measured = compare.compare(unequal, a, b, jobs=jobs, memory=memory, measure="all").results
+    measured = compare.compare(unequal, a, b, copying, measure="all").results
     by_match = {id(result.match): result for result in measured}
     outcome.results = [by_match.get(id(result.match), result) for result in outcome.results]
     tensors = findings(outcome, a, b) | inferences(matches, a, b)
