@@ -17,7 +17,7 @@ from .dtypes import SIZES
 from .fileio import Buffer
 from .fragments import Extent, Record, Runs, Slices
 from .manifest import Entry, Manifest
-from .pieces import CAST_BLOCK, SMALL, Damage, ElementReader, ReadRequest, RecordChecker
+from .pieces import SMALL, Damage, ElementReader, ReadRequest, RecordChecker
 from .plan import Match
 from .resources import DEFAULT_COPYING, Begin, Copying, Progress
 from .streaming import chunk_size, finish, stream
@@ -283,13 +283,8 @@ class _Buffers:
         from .cast import cast
 
         self._rounded = self._rounded or Buffer(self._size)
-        size, into = SIZES[dtype], SIZES[narrow]
-        count = len(view) // size
-        result = self._rounded.view[: count * into]
-        for start in range(0, count, CAST_BLOCK):
-            stop = min(start + CAST_BLOCK, count)
-            block = view[start * size : stop * size]
-            cast(block, dtype, result[start * into : stop * into], narrow)
+        result = self._rounded.view[: len(view) // SIZES[dtype] * SIZES[narrow]]
+        cast(view, dtype, result, narrow)
         return result
 
 
