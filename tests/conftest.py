@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 
 from zckpt import cli
+from zckpt.files import torchfile
 
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
@@ -106,3 +107,18 @@ def torch_trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, in
         return made[name, world]
 
     return train
+
+
+@pytest.fixture
+def parses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The path of every pickle that this process parses."""
+    paths: list[str] = []
+    load = torchfile._Parser.load
+
+    def counted(parser: torchfile._Parser) -> Any:
+        paths.append(parser.path)
+        return load(parser)
+
+    monkeypatch.setattr(torchfile._Parser, "load", counted)
+    monkeypatch.setattr(torchfile, "_peeked", {})  # of an earlier test
+    return paths

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """Names for a sentence: the first `most`, and the number of the others."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def listed(items: Sequence[object], most: int = 8) -> str:
+    """Names or numbers for a sentence: the first `most`, and how many others there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
 
 
 class ZckptError(Exception):

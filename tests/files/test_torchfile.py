@@ -24,7 +24,7 @@ import torch
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.inert import Foreign, Global, Scalar, Size
 from zckpt.errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError
-from zckpt.files.torchfile import Parsed, Tensor, TorchFile
+from zckpt.files.torchfile import Parsed, Tensor, TorchFile, peek
 
 MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
 
@@ -292,6 +292,37 @@ def test_equal_pickles_are_parsed_once(tmp_path: Path) -> None:
         expected(torch.zeros(3)),
         expected(torch.ones(3)),
     ]
+
+
+def test_a_file_that_formats_looked_at_is_parsed_once(tmp_path: Path, parses: list[str]) -> None:
+    path = save(tmp_path / "a.pt", {"a": torch.ones(3)})
+    value = peek(path)
+    assert peek(path) is value
+    assert TorchFile(path).value is value
+    assert parses == [path]
+    assert TorchFile(path).value is not value  # nothing was kept
+    assert parses == [path] * 2
+
+
+def test_a_changed_file_is_parsed_again(tmp_path: Path, parses: list[str]) -> None:
+    """Even if its size and its time are those of the first one."""
+    path = save(tmp_path / "a.pt", {"a": 1})
+    stat = os.stat(path)
+    peek(path)
+    with open(path, "r+b") as file:
+        file.write(Path(save(tmp_path / "b.pt", {"a": 2})).read_bytes().replace(b"b/", b"a/"))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (os.stat(path).st_size, os.stat(path).st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert (peek(path), TorchFile(path).value) == ({"a": 2}, {"a": 2})
+    assert len(parses) == 2
+
+
+def test_only_one_pickle_is_kept(tmp_path: Path, parses: list[str]) -> None:
+    paths = [save(tmp_path / f"{name}.pt", {name: 1}) for name in "ab"]
+    values = [peek(path) for path in paths]
+    assert TorchFile(paths[0]).value is not values[0]
+    assert TorchFile(paths[1]).value is values[1]
+    assert len(parses) == 3
 
 
 # -- zips of these tests

@@ -11,16 +11,26 @@ import numpy as np
 
 from ..errors import UnsupportedCheckpoint
 from .dtypes import NUMBERS, SIZES
+from .pieces import CAST_BLOCK
 
 _NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype: str) -> None:
-    """Fills `target` with the elements of `source`; raises UnsupportedCheckpoint for non-floats."""
+    """Fills `target` with the elements of `source`, block by block.
+
+    Raises UnsupportedCheckpoint for types that are not floats.
+    """
     if source_dtype not in _NUMPY or target_dtype not in _NUMPY:
         raise UnsupportedCheckpoint(f"cannot turn {source_dtype} into {target_dtype}")
     values = np.frombuffer(source, dtype=_NUMPY[source_dtype])
     result = np.frombuffer(target, dtype=_NUMPY[target_dtype])
+    for start in range(0, len(values), CAST_BLOCK):
+        block = slice(start, start + CAST_BLOCK)
+        _cast(values[block], source_dtype, result[block], target_dtype)
+
+
+def _cast(values: Any, source_dtype: str, result: Any, target_dtype: str) -> None:
     if source_dtype == "BF16":
         values = widen(values)
     if (source_dtype, target_dtype) == ("F64", "F16"):  # torch rounds twice

@@ -12,17 +12,16 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from .checksum import Cover, combine, crc32
-from .difference import Difference, measure, rounds_to, same
+from .difference import Difference, measure, same
 from .dtypes import SIZES
 from .fileio import Buffer
 from .fragments import Extent, Record, Runs, Slices
 from .manifest import Entry, Manifest
-from .pieces import CAST_BLOCK, SMALL, Damage, ElementReader, ReadRequest, RecordChecker
+from .pieces import SMALL, Damage, ElementReader, ReadRequest, RecordChecker
 from .plan import Match
 from .resources import DEFAULT_COPYING, Begin, Copying, Progress
 from .streaming import chunk_size, finish, stream
 
-FEW = 1 << 17  # elements; rounding so many here takes less time than importing numpy
 PADDING = 64 << 10  # bytes; more than these beside tensors are not padding
 
 
@@ -121,8 +120,6 @@ class _Comparison:
                 if entry is not None and item.is_read:
                     self.covers.setdefault(id(entry), Cover(entry.length))
                     self.first.setdefault(id(entry), number)
-        rounded = sum(item.a.numel for item in matches if item.how == "rounded")
-        self.rounds_here = rounded <= FEW and measure != "all"
         self.differences: dict[int, Difference] = {}  # by the number of the match
         self.bytes = 0
         self.lock = Lock()
@@ -223,11 +220,6 @@ class _Comparison:
         match = parts[0].match
         assert match.b is not None
         a_dtype, b_dtype = match.a.dtype, match.b.dtype
-        if match.how == "rounded" and self.rounds_here:
-            if (a_dtype, b_dtype) == ("F32", "BF16") and rounds_to(a, b):
-                return True
-            if (b_dtype, a_dtype) == ("F32", "BF16") and rounds_to(b, a):
-                return True
         if match.how == "rounded" and SIZES[a_dtype] > SIZES[b_dtype]:
             a, a_dtype = buffers.rounded(a, a_dtype, b_dtype), b_dtype
         elif match.how == "rounded":
@@ -283,13 +275,8 @@ class _Buffers:
         from .cast import cast
 
         self._rounded = self._rounded or Buffer(self._size)
-        size, into = SIZES[dtype], SIZES[narrow]
-        count = len(view) // size
-        result = self._rounded.view[: count * into]
-        for start in range(0, count, CAST_BLOCK):
-            stop = min(start + CAST_BLOCK, count)
-            block = view[start * size : stop * size]
-            cast(block, dtype, result[start * into : stop * into], narrow)
+        result = self._rounded.view[: len(view) // SIZES[dtype] * SIZES[narrow]]
+        cast(view, dtype, result, narrow)
         return result
 
 
@@ -313,8 +300,8 @@ def compare(
     `begin` is called with the number of bytes to come; it returns the progress function. Damage is
     listed in the outcome, not raised.
     """
-    memory = copying.memory * 2 // 5  # up to five buffers a thread
-    chunk = chunk_size(max(a.dp, b.dp), copying.jobs, memory)
+    # up to five buffers a thread
+    chunk = chunk_size(max(a.dp, b.dp), copying.jobs, copying.memory * 2 // 5)
     if a is not b:  # both sides should stay in the processor's cache
         chunk = max(1 << 20, chunk // 2)
     read = [entry for item in matches if item.is_read for entry in (item.a, item.b) if entry]

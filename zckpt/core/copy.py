@@ -190,22 +190,18 @@ class _Copy:
     def _cast(
         self, piece: TargetPiece, at: int, element_reader: ElementReader, view: memoryview
     ) -> None:
-        from .cast import cast
+        source, cover = piece.pair.source, self.cast_covers.get(id(piece.pair))
+        size, check = SIZES[source.dtype], id(piece.pair) in self.checking
 
-        source, to = piece.pair.source, piece.pair.target
-        size, cast_size = SIZES[source.dtype], SIZES[to.dtype]
-        block = element_reader.block()
-        for start in range(piece.start, piece.stop, CAST_BLOCK):
-            stop = min(start + CAST_BLOCK, piece.stop)
-            elements = block[: (stop - start) * size]
-            check = id(piece.pair) in self.checking
-            element_reader.read([ReadRequest(source, start, stop, 0, check)], elements)
-            if id(piece.pair) in self.cast_covers:
-                crc = crc32(elements)
-                with self.lock:
-                    self.cast_covers[id(piece.pair)].add(start * size, stop * size, crc)
-            into = at + (start - piece.start) * cast_size
-            cast(elements, source.dtype, view[into : into + (stop - start) * cast_size], to.dtype)
+        def count(start: int, stop: int, elements: memoryview) -> None:
+            assert cover is not None
+            crc = crc32(elements)
+            with self.lock:
+                cover.add(start * size, stop * size, crc)
+
+        request = ReadRequest(source, piece.start, piece.stop, at, check)
+        dtype = piece.pair.target.dtype
+        element_reader.read_as(dtype, request, view, count if cover is not None else None)
 
     def _fill_runs(
         self, piece: TargetPiece, at: int, element_reader: ElementReader, view: memoryview

@@ -1,6 +1,6 @@
 """How does one whole tensor of a checkpoint get into memory, for torch or for numpy?
 
-Its elements are read straight into the new tensor, without another copy of them.
+Its elements are read straight into the new tensor, by one thread and without another copy of them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint, WrongOption, listed
 from .checksum import crc32
 from .dtypes import TORCH_NAMES
-from .fileio import Reader
 from .fragments import Record
 from .manifest import Entry, Manifest
-from .pieces import ElementReader, ReadRequest, RecordChecker
+from .pieces import ReadRequest, RecordChecker
+from .streaming import reading
 
 if TYPE_CHECKING:
     import torch
@@ -50,12 +50,8 @@ def fill(entry: Entry, view: memoryview, records: Sequence[Record]) -> None:
 
     Raises CorruptCheckpoint if the bytes do not have the CRC-32 that their file states.
     """
-    reader = Reader()
-    try:
-        element_reader = ElementReader(reader, RecordChecker(records), SCRATCH)
+    with reading([RecordChecker(records)], SCRATCH) as (element_reader,):
         element_reader.read([ReadRequest(entry, 0, entry.numel, 0)], view)
-    finally:
-        reader.close()
     if entry.digest is not None and crc32(view) != entry.digest:
         raise CorruptCheckpoint(
             f"{entry.name} is damaged: its elements do not have the CRC-32 that the checkpoint "

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import MissingData
-from .dtypes import FLOATS, NUMBERS, SIZES
+from .dtypes import NUMBERS, SIZES
 from .fragments import Fragment, Slices
 from .manifest import Entry, Manifest
+from .weights import WEIGHTS, WIDE, counterpart, weight_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,8 @@ class Chunk:
 def join(source: Manifest, target: Manifest, from_masters: bool = False) -> list[Pair]:
     """Pairs every entry and every replica of the target with an entry of the source.
 
-    If the source lacks a module's weight (`param`), or stores it in another type, the weight is
-    cast from its master. `from_masters` casts all weights from their masters. If the source lacks a
-    master, the master is cast from the weight. Raises MissingData.
+    `weights` says which entry supplies a weight; `from_masters` casts all of them from their
+    masters. Raises MissingData.
     """
     entries = (*target.entries.values(), *target.replicas)
     owners = {alias: name for name, alias in _aliases(source)}
@@ -80,13 +80,12 @@ def join(source: Manifest, target: Manifest, from_masters: bool = False) -> list
 
 def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) -> Entry:
     """The entry that supplies `entry`; the source calls its parameter `name`."""
-    origin = source.entries.get(f"{name}/{entry.slot}")
-    if entry.slot == "param":
-        master = source.entries.get(f"{name}/master")
-        if from_masters or origin is None or origin.dtype != entry.dtype:
-            origin = master or origin
-    elif entry.slot == "master" and origin is None:
-        origin = source.entries.get(f"{name}/param")
+    origin: Entry | None
+    if entry.slot in WEIGHTS:
+        weight = weight_of(source.entries, name)
+        origin = weight.supply(entry.slot, entry.dtype, from_masters)
+    else:
+        origin = source.entries.get(f"{name}/{entry.slot}")
     if origin is None:
         raise MissingData(f"the source holds no {entry.slot} of {entry.parameter}")
     if origin.shape != entry.shape:
@@ -94,10 +93,6 @@ def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) ->
             f"{entry.name} has shape {origin.shape} in the source and {entry.shape} in the target"
         )
     return origin
-
-
-WIDE = ("F64", "F32")
-"""The types of masters, which weights are rounded from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,22 +199,13 @@ def _counterpart(
     same = others.get(entry.name)
     if same is not None and same.dtype == entry.dtype:
         return Match(entry, same, "bits" if same.shape == entry.shape else "shapes")
-    if entry.slot in ("param", "master"):
-        wide = [others.get(f"{entry.parameter}/{slot}") for slot in ("master", "param")]
-        for other in wide:
-            if other is None or other.shape != entry.shape:
-                continue
-            if other.dtype == entry.dtype:
-                return Match(entry, other)
-            if other.dtype in WIDE and entry.dtype in FLOATS and entry.slot == "param":
-                return Match(entry, other, "rounded")
-        narrow = others.get(f"{entry.parameter}/param")
-        if entry.dtype in WIDE and narrow is not None and narrow.shape == entry.shape:
-            alone = entry.slot == "master" or f"{entry.parameter}/master" not in own
-            if alone and narrow.dtype in FLOATS and narrow.dtype not in WIDE:
-                return Match(entry, narrow, "rounded")
-    master = own.get(f"{entry.parameter}/master")
-    if same is None or (entry.slot == "param" and master is not None and master.dtype in WIDE):
+    weight = weight_of(own, entry.parameter)
+    if entry.slot in WEIGHTS:
+        known = counterpart(entry, weight_of(others, entry.parameter), weight)
+        if known is not None:
+            return Match(entry, *known)
+    has_master = weight.master is not None and weight.master.dtype in WIDE
+    if same is None or (entry.slot == "param" and has_master):
         return None
     if same.shape != entry.shape:
         return Match(entry, same, "shapes")

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from ..errors import CorruptCheckpoint, NotEnoughSpace, TargetExists, WrongOption
+from ..errors import NotEnoughSpace, TargetExists, WrongOption
 from .checksum import crc32
+from .expected import inside
 from .manifest import Sibling
 
 
@@ -109,9 +110,7 @@ class Staging:
 
     def _inside(self, name: str) -> str:
         """The path of a new file, whose folder is created; raises if the name leads outside."""
-        path = os.path.normpath(os.path.join(self.path, name))
-        if not path.startswith(self.path + os.sep) or "\0" in name:
-            raise CorruptCheckpoint(f"a file of the source has a name that leads outside: {name!r}")
+        path = os.path.normpath(inside(self.path, name, "the source"))
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return path
 

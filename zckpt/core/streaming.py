@@ -3,6 +3,9 @@
 The caller decides what a task is: a chunk of a target file (`copy`), parts of two checkpoints side
 by side (`compare`), parts to measure. Threads spend their time in system calls and in functions
 that release Python's lock.
+
+Whoever needs a few tensors now, and not all of them in the order of the files, takes `reading`
+alone: one tensor for a program (`loading`), regions of a process's tensors (`dcp/regions.py`).
 """
 
 from __future__ import annotations
@@ -72,17 +75,25 @@ def stream(
     Each thread calls `start` once, with a element_reader for each checker, to get the function that
     carries out a task. Each element_reader may take `memory` bytes to work with.
     """
-    keep_open = files_per_thread(jobs)
 
     @contextmanager
     def worker() -> Iterator[Callable[[Task], None]]:
-        reader = Reader(keep_open)
-        try:
-            yield start([ElementReader(reader, checker, memory) for checker in checkers])
-        finally:
-            reader.close()
+        with reading(checkers, memory, jobs) as element_readers:
+            yield start(element_readers)
 
     share(tasks, jobs, worker)
+
+
+@contextmanager
+def reading(
+    checkers: Sequence[RecordChecker], memory: int, jobs: int = 1
+) -> Iterator[list[ElementReader]]:
+    """One thread's readers of elements, one for each checker; their files are closed in the end."""
+    reader = Reader(files_per_thread(jobs))
+    try:
+        yield [ElementReader(reader, checker, memory) for checker in checkers]
+    finally:
+        reader.close()
 
 
 def share(tasks: Iterator[Task], jobs: int, worker: Worker[Task]) -> None:

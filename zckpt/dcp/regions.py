@@ -1,8 +1,8 @@
 """Reads parts of tensors, cut along any axes, from a checkpoint's files into a program's tensors.
 
-Each process reads only its own regions, in the order of the files, through one small buffer.
-torch's `copy_` moves, casts and rounds. The CRC-32 of a record is checked if one process reads the
-whole record: files state no checksums for parts.
+Each process reads only its own regions, in the order of the files, through one small buffer and on
+one thread: all ranks read at once. torch's `copy_` moves, casts and rounds. The CRC-32 of a record
+is checked if one process reads the whole record: files state no checksums for parts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from math import prod
 import torch
 
 from ..core.dtypes import SIZES, TORCH_NAMES
-from ..core.fileio import Buffer, Reader, align, files_per_thread
+from ..core.fileio import Buffer, align
 from ..core.fragments import Record
 from ..core.manifest import Entry
-from ..core.pieces import ElementReader, ReadRequest, RecordChecker
+from ..core.pieces import ReadRequest, RecordChecker
+from ..core.streaming import reading
 
 BLOCK = 16 << 20  # bytes; read first, then copied into the tensors
 
@@ -103,17 +104,14 @@ def fill(regions: Iterable[Region], records: Sequence[Record]) -> None:
             seen.add(key)
             parts += region.cut(BLOCK // 8)
     parts.sort(key=Region.position)
-    reader, buffer = Reader(files_per_thread(1)), Buffer(BLOCK)
-    gatherer = ElementReader(reader, RecordChecker(records), BLOCK)
-    try:
+    view = Buffer(BLOCK).view
+    with reading([RecordChecker(records)], BLOCK) as (element_reader,):
         for batch in _batches(parts):
-            gatherer.read([each for part, at in batch for each in part.wanted(at)], buffer.view)
+            element_reader.read([each for part, at in batch for each in part.wanted(at)], view)
             for part, at in batch:
                 dtype = getattr(torch, TORCH_NAMES[part.entry.dtype])
-                block = torch.frombuffer(buffer.view, dtype=dtype, count=part.numel, offset=at)
+                block = torch.frombuffer(view, dtype=dtype, count=part.numel, offset=at)
                 part.target.copy_(block.view(part.sizes))
-    finally:
-        reader.close()
 
 
 def _batches(regions: Iterable[Region]) -> Iterator[list[tuple[Region, int]]]:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata, planner
 
-from ..core.dtypes import FLOATS, TORCH_NAMES
+from ..core.dtypes import TORCH_NAMES
 from ..core.fragments import Record
 from ..core.inert import Scalar, TensorName
 from ..core.loading import as_torch
 from ..core.manifest import Entry
-from ..core.plan import WIDE
+from ..core.weights import WEIGHTS, WIDE, Weight, is_widened
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ..formats.dcp.items import OpenedItem, StoredTensor, StoredValue
 from . import lacking, regions
@@ -283,9 +283,8 @@ class LoadTarget:
                     f"{item.storage_index.fqn}: the plan has a part of shape {list(sizes)}, the "
                     f"planner's tensor has the shape {list(tensor.shape)}"
                 )
-            is_narrow = entry.dtype in FLOATS and entry.dtype not in WIDE
-            is_widened = is_narrow and DTYPES.get(tensor.dtype) in WIDE
-            if is_widened and self._is_trained(item.storage_index.fqn):
+            widened = is_widened(entry.dtype, DTYPES.get(tensor.dtype))
+            if widened and self._is_trained(item.storage_index.fqn):
                 rounded[entry.dtype] = None
             yield Region(entry, offsets, sizes, tensor)
         if rounded:
@@ -323,10 +322,10 @@ def _local(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _fitting(entries: Sequence[Entry], tensor: torch.Tensor) -> Entry:
-    """The master for a wide weight; else the entry of its type, or the master, to be rounded."""
-    dtype = DTYPES.get(tensor.dtype)
-    if dtype not in WIDE:
-        for entry in entries:
-            if entry.dtype == dtype:
-                return entry
-    return entries[-1]
+    """The entry that supplies a tensor; wide weights of a program are what is trained."""
+    slots = {entry.slot: entry for entry in entries}
+    if not WEIGHTS & slots.keys():
+        return entries[0]
+    dtype = DTYPES.get(tensor.dtype, "")
+    weight = Weight(entries[0].parameter, slots.get("param"), slots.get("master"))
+    return weight.supply("master" if dtype in WIDE else "param", dtype)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..core.expected import inside, missing_file, missing_ranks
 from ..core.fragments import Extent
 from ..core.inert import Foreign, Global, Size
 from ..errors import (
@@ -135,9 +136,9 @@ def read_table(folder: str) -> ItemTable:
             f"{folder} has items but no {METADATA}, which is written last",
             hint="the save did not finish; take an earlier checkpoint",
         )
-    missing = set(range(max(ranks))) - set(ranks)
+    missing = sorted(set(range(max(ranks))) - set(ranks))
     if missing:
-        raise IncompleteCheckpoint(f"{folder} lacks __{min(missing)}{METADATA}")
+        raise missing_ranks(folder, missing, hint=f"expected __{missing[0]}{METADATA}")
     return _combined([_read_one(folder, tuple(files), ranks[rank]) for rank in sorted(ranks)])
 
 
@@ -213,11 +214,9 @@ def _locations(folder: str, storage: Mapping[Any, Any]) -> dict[ItemKey, ItemLoc
                 f"({stored['transform_descriptors']})"
             )
         name = stored["relative_path"]
-        if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
-            raise CorruptCheckpoint(f"{folder}: {METADATA} names a file outside: {name!r}")
         offsets = item.get("offset")
         key = item["fqn"], None if offsets is None else tuple(offsets)
-        path = os.path.join(folder, name)
+        path = inside(folder, name, METADATA)
         locations[key] = ItemLocation(path, stored["offset"], stored["length"])
     return locations
 
@@ -272,10 +271,8 @@ class ItemFiles:
         path, stop = location.file, location.offset + length
         if path not in self.sizes:
             if not os.path.isfile(path):
-                raise IncompleteCheckpoint(
-                    f"{path} is missing, which {METADATA} names",
-                    hint="copy the whole directory; every rank writes files of its own",
-                )
+                hint = "copy the whole directory; every rank writes files of its own"
+                raise missing_file(path, METADATA, hint)
             self.sizes[path] = os.path.getsize(path)
         if min(location.offset, length) < 0 or stop > self.sizes[path]:
             raise IncompleteCheckpoint(

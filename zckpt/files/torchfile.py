@@ -33,6 +33,9 @@ MAX_PICKLE = 1 << 30  # bytes
 SMALL = 1 << 20  # bytes; a record up to this size is checked when a tensor in it is read
 Parsed = dict[tuple[int, int, int], Any]
 """Parsed pickles by length, CRC-32 and hash; one dictionary for the files of all ranks."""
+_peeked: Parsed = {}
+"""The last pickle that `peek` parsed, until a TorchFile takes it."""
+_NOTHING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +215,8 @@ class TorchFile:
         # CRC-32 alone: of 10,000 checkpoints of 1,000 ranks one has two equal values by chance
         seen = (stated.length, zlib.crc32(text), hash(text))
         if seen not in parsed:
-            parsed[seen] = _Parser(text, self.path).load()
+            peeked = _peeked.pop(seen, _NOTHING)
+            parsed[seen] = _Parser(text, self.path).load() if peeked is _NOTHING else peeked
         return parsed[seen]
 
     # -- torch < 1.6
@@ -248,6 +252,22 @@ class TorchFile:
                 self.records[key] = Record(Extent(self.path, offset + 8, length), None)
                 offset += 8 + length
         return value
+
+
+def peek(path: str) -> Any:
+    """The saved value of a file whose format is in question; raises as `TorchFile` does.
+
+    Several formats may look at a file before one of them reads it. The parsed pickle is kept for
+    the next one, so that it is parsed once. It is known by its bytes, which are read every time: a
+    file that changed is parsed again. Only the last one is kept. The reader's TorchFile takes it,
+    so that it does not stay in memory during a copy. A file of torch before 1.6 is parsed every
+    time, since only a parser finds the end of its pickle.
+    """
+    parsed: Parsed = {}
+    value = TorchFile(path, parsed).value
+    _peeked.clear()
+    _peeked.update(parsed)
+    return value
 
 
 class _Parser(Unpickler):

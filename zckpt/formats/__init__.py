@@ -173,10 +173,10 @@ def _looks(path: str) -> str:
 def _of_torch(path: str) -> str | None:
     """What a file of torch.save has, where that is no state dict; None for other files."""
     from ..core.inert import Foreign
-    from ..files.torchfile import Tensor, TorchFile
+    from ..files.torchfile import Tensor, peek
 
     try:
-        value = TorchFile(path).value
+        value = peek(path)
     except (ZckptError, OSError):
         return None
     if isinstance(value, Foreign):

@@ -3,7 +3,8 @@
 Before a module's forward its own parameters and buffers are read, through the manifest, from the
 files that have their elements; after it their memory is released. So the needed memory is that of
 the largest module (and of the tensors of the modules around it), not that of the model. The model
-may be on torch's `meta` device.
+may be on torch's `meta` device. The model's forward asks for the tensors, one module at a time: so
+this is not a pass of core/streaming.py over all of them.
 
 A tensor that is not loaded is replaced by an `_Absent`. Otherwise torch would multiply a tensor on
 the CPU by one on `meta` (F.linear, torch 2.13) and return arbitrary numbers, and a model that is
@@ -22,11 +23,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .. import api
-from ..core.cast import cast
-from ..core.dtypes import SIZES
 from ..core.fileio import Reader
 from ..core.manifest import Entry, Manifest
-from ..core.pieces import CAST_BLOCK, ElementReader, ReadRequest, RecordChecker
+from ..core.pieces import ElementReader, ReadRequest, RecordChecker
+from ..core.weights import weight_of
 from ..errors import MissingData, listed
 from ..training.names import Renames, matched, plain, renamed
 from .statistics import NAMES, raw
@@ -127,7 +127,7 @@ class _Streamer(Subscriber):
         }
         self._loaded: dict[int, int] = {}  # calls of each module that have not returned
         self._reader = Reader()
-        self._gatherer = ElementReader(self._reader, RecordChecker(manifest.records), SCRATCH)
+        self._element_reader = ElementReader(self._reader, RecordChecker(manifest.records), SCRATCH)
         self._read: set[str] = set()
 
     def pre_forward_module(
@@ -154,7 +154,7 @@ class _Streamer(Subscriber):
 
     def finish(self) -> None:
         """Checks records that were read almost whole; reads the bytes between their tensors."""
-        self._gatherer.checker.finish(self._reader)
+        self._element_reader.checker.finish(self._reader)
 
     def close(self) -> None:
         for own in self._own.values():
@@ -164,24 +164,14 @@ class _Streamer(Subscriber):
 
     def _load(self, entry: Entry, like: Tensor) -> Tensor:
         tensor = torch.empty(entry.shape, dtype=like.dtype)
-        self._fill(entry, raw(tensor), NAMES[like.dtype])
+        check = entry.name not in self._read  # a tensor that is read again counts once
+        request = ReadRequest(entry, 0, entry.numel, 0, check)
+        self._element_reader.read_as(NAMES[like.dtype], request, raw(tensor))
         self._read.add(entry.name)
         device = self._device or (like.device if like.device.type != "meta" else None)
         tensor = tensor if device is None else tensor.to(device)
         is_parameter = isinstance(like, nn.Parameter)
         return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
-
-    def _fill(self, entry: Entry, view: memoryview, dtype: str) -> None:
-        check = entry.name not in self._read  # a tensor that is read again counts once
-        if dtype == entry.dtype:
-            self._gatherer.read([ReadRequest(entry, 0, entry.numel, 0, check)], view)
-            return
-        size, into = SIZES[entry.dtype], SIZES[dtype]
-        for start in range(0, entry.numel, CAST_BLOCK):
-            stop = min(start + CAST_BLOCK, entry.numel)
-            block = self._gatherer.block()[: (stop - start) * size]
-            self._gatherer.read([ReadRequest(entry, start, stop, 0, check)], block)
-            cast(block, entry.dtype, view[start * into : stop * into], dtype)
 
 
 def _owned(
@@ -251,13 +241,9 @@ def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
 
 
 def _source(manifest: Manifest, owner: str, name: str, tensor: Tensor) -> Entry:
-    """The entry of the weight itself, or of the master, which is then rounded."""
-    dtype = NAMES.get(tensor.dtype)
-    entry = manifest.entries.get(f"{owner}/param")
-    if entry is None or entry.dtype != dtype:
-        entry = manifest.entries.get(f"{owner}/master", entry)
-    if entry is None:
-        raise MissingData(f"{manifest.root} holds states of {owner}, but no weight")
+    """The entry that supplies a weight of the model; raises MissingData."""
+    dtype = NAMES.get(tensor.dtype, "")
+    entry = weight_of(manifest.entries, owner).supply("param", dtype)
     if entry.shape != tuple(tensor.shape):
         raise MissingData(
             f"{name} has shape {tuple(tensor.shape)}, in the checkpoint {entry.shape}"

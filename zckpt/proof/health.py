@@ -18,6 +18,7 @@ from ..core.patterns import matching
 from ..core.pieces import ElementReader, ReadRequest, RecordChecker
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
 from ..core.streaming import batches, chunk_size, finish, stream
+from ..core.weights import WEIGHTS
 from . import damage
 from .stats import Statistics, measure
 
@@ -25,7 +26,6 @@ Report = dict[str, Any]
 
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"})
 """Sums of squares: never negative, and not zero after a step with a gradient."""
-WEIGHTS = frozenset({"param", "master"})
 
 
 @dataclass(slots=True)

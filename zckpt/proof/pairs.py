@@ -5,29 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ..core.dtypes import FLOATS
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
-from ..core.plan import WIDE, Match, match
-
-WEIGHTS = {"param", "master"}
+from ..core.plan import Match, match
+from ..core.weights import WEIGHTS, agreement, weight_of
 
 
 def own_matches(manifest: Manifest) -> list[Match]:
     """Every tensor once: with the master that it was rounded from, or alone; then its copies."""
     entries = manifest.entries
-    weights = {
-        entry.parameter: entry
-        for entry in entries.values()
-        if entry.slot == "param" and entry.dtype in FLOATS
-    }
     matches = []
     for entry in entries.values():
-        if entry.slot == "master" and entry.parameter in weights:
-            weight = weights[entry.parameter]
-            if weight.shape == entry.shape and (entry.dtype in (*WIDE, weight.dtype)):
-                how = "bits" if weight.dtype == entry.dtype else "rounded"
-                matches.append(Match(entry, weight, how))
+        weight = weight_of(entries, entry.parameter)
+        if entry is weight.master and weight.param is not None:
+            how = agreement(entry, weight.param)
+            if how is not None:
+                matches.append(Match(entry, weight.param, how))
     paired = {id(entry) for item in matches for entry in (item.a, item.b)}
     matches += [Match(entry) for entry in entries.values() if id(entry) not in paired]
     return matches + copies(manifest, entries)

@@ -14,9 +14,10 @@ from ..core import compare
 from ..core.manifest import Manifest
 from ..core.plan import Match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
+from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, listed
 from . import damage, values
-from .pairs import WEIGHTS, missing, mutual_matches, own_matches, selected
+from .pairs import missing, mutual_matches, own_matches, selected
 from .report import difference, findings, versions
 
 Report = dict[str, Any]
@@ -31,8 +32,9 @@ def verify_alone(
 ) -> Report:
     """Whether a checkpoint contradicts itself: that part of the report of `verify`."""
     matches = selected(own_matches(manifest), pattern)
+    everything = pattern is None
     outcome = compare.compare(
-        matches, manifest, manifest, copying, everything=pattern is None, begin=begin
+        matches, manifest, manifest, copying, everything=everything, begin=begin
     )
     report = findings(outcome, manifest, manifest)
     problems = [{"message": line} for line in damage.uncovered(manifest)] + report["problems"]
@@ -129,7 +131,7 @@ def inferences(matches: Iterable[Match], a: Manifest, b: Manifest) -> Report:
 
     If an optimizer's state has the same wrong name in both checkpoints, it is equal in both.
     """
-    compared = {match.a.parameter for match in matches if match.a.slot not in (*WEIGHTS, "state")}
+    compared = {match.a.parameter for match in matches if is_optimizers(match.a.slot)}
     theirs = set(b.inferred if b.states_inferred else a.inferred)
     shared = [name for name in a.inferred if name in compared and name in theirs]
     unproven = {

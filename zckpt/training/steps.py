@@ -185,11 +185,12 @@ def never_stepped(manifest: Manifest, digests: Mapping[str, int]) -> str | None:
     those of a copy's target, by entry name.
     """
     from ..core.checksum import crc_of_zeros
+    from ..core.weights import is_optimizers
 
     moments = [
         entry
         for slot, entries in manifest.slots.items()
-        if slot not in ("param", "master", "state")
+        if is_optimizers(slot)
         for entry in entries
     ]
     zero = all(digests.get(entry.name) == crc_of_zeros(entry.length) for entry in moments)

@@ -143,6 +143,18 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
     assert raised.value.hint == "choose with --tag b.pt"
 
 
+@pytest.mark.parametrize("name", ["a.pt", "model_rank_0.pt", "noise_rank_0.pt"])
+def test_detection_and_reading_parse_a_file_once(
+    name: str, tmp_path: Path, parses: list[str]
+) -> None:
+    model, optimizer = trained_pair(named=True)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / name)
+    for path in (tmp_path / name, tmp_path):
+        parses.clear()
+        assert zckpt.read(path).step == 3
+        assert parses == [str(tmp_path / name)]
+
+
 @pytest.mark.parametrize(
     ("name", "holds"),
     [

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from itertools import product
 
-from ...errors import IncompleteCheckpoint
+from ...core.expected import missing_file
 from ...files.safefile import Stored, read_with_metadata
 from ..statedict.tree import Leaf, SavedTree, assembled, number_of, solid_piece
 
@@ -61,4 +61,4 @@ def _require_complete(paths: Sequence[str]) -> None:
     for rank, file in product(range(1, ranks + 1), range(1, count + 1)):
         if (rank, file, count) not in numbers:
             missing = f"shard-{rank:05d}-model-{file:05d}-of-{count:05d}.safetensors"
-            raise IncompleteCheckpoint(f"{os.path.dirname(paths[0])} lacks {missing}")
+            raise missing_file(os.path.join(os.path.dirname(paths[0]), missing))

@@ -7,11 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...core.expected import missing_ranks
 from ...errors import (
-    AmbiguousCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
-    NotACheckpoint,
 )
 from ..deepspeed_states.directories import (
     MODEL,
@@ -19,15 +18,14 @@ from ..deepspeed_states.directories import (
     OPTIMIZER,
     SCRIPTS,
     TagDirectory,
+    TagKind,
     file_of_rank,
     holds_states,
-    listed,
-    pointed,
     refuse,
-    tag_directory,
     tags_of,
 )
 
+KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*")
 
@@ -42,31 +40,12 @@ class RankFiles:
 
 def detect(path: str) -> list[str]:
     """Tags of the checkpoints at `path`; a tag directory's own is its name."""
-    if not os.path.isdir(path):
-        return []
-    if holds_states(path):
-        return [os.path.basename(os.path.abspath(path))]
-    latest = pointed(path, "latest")
-    return tags_of(path) if latest is None else [latest]
+    return KIND.detect(path)
 
 
 def locate(path: str, tag: str | None) -> TagDirectory:
     """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint."""
-    if tag is None and holds_states(path):
-        return TagDirectory(path, os.path.basename(os.path.abspath(path)), None)
-    said = "--tag names"
-    if tag is None:
-        tags = detect(path)
-        if not tags:
-            raise NotACheckpoint(f"{path} holds no DeepSpeed checkpoint")
-        if len(tags) > 1:
-            raise AmbiguousCheckpoint(
-                f"{path} holds {len(tags)} tags and no file `latest`: {listed(tags)}",
-                hint=f"choose one with --tag {tags[-1]}",
-            )
-        tag = tags[0]
-        said = f"{os.path.join(path, 'latest')} names"
-    return tag_directory(path, tag, said)
+    return KIND.locate(path, tag)
 
 
 def rank_files(directory: TagDirectory) -> RankFiles:
@@ -131,10 +110,8 @@ def _all_ranks(directory: TagDirectory, files: Mapping[int, str], what: str) -> 
     """Ranks are sorted as numbers: rank_10 comes after rank_9."""
     missing = sorted(set(range(max(files) + 1)) - set(files))
     if missing:
-        raise IncompleteCheckpoint(
-            f"{directory.path} lacks the {what} file of rank {listed(missing)}",
-            hint=f"expected {file_of_rank(files[max(files)], missing[0])}",
-        )
+        expected = file_of_rank(files[max(files)], missing[0])
+        raise missing_ranks(directory.path, missing, what, hint=f"expected {expected}")
 
 
 def recovery_scripts(tag: str) -> list[str]:

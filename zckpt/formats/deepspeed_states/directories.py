@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
 from ...core.manifest import Sibling
-from ...errors import (
-    NotACheckpoint,
-    UnsupportedCheckpoint,
-)
+from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, listed
 
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -37,25 +34,58 @@ class TagDirectory:
     run: str | None
 
 
-def tag_directory(path: str, tag: str, said: str) -> TagDirectory:
-    """The folder `tag` of `path`, which `said` names; raises NotACheckpoint."""
-    if not tag or tag in (".", "..") or re.search(r"[/\\\0]", tag):
-        raise NotACheckpoint(
-            f"{said} {tag[:99]!r}, which cannot be a folder's name", hint=_near(path)
-        )
-    directory = os.path.join(path, tag)
-    if not os.path.isdir(directory):
-        raise NotACheckpoint(
-            f"{said} {tag[:99]!r}, but {path} has no such folder", hint=_near(path)
-        )
-    return TagDirectory(directory, tag, path)
+@dataclass(frozen=True, slots=True)
+class TagKind:
+    """How one kind of checkpoint lies in tags' folders: a run's own, or a universal one.
 
+    `what` names the kind in errors. `pointer` is the file that names the tag that is meant. `holds`
+    says whether a folder is a tag's; `tags` gives the tags in a run directory.
+    """
 
-def _near(path: str) -> str:
-    tags = tags_of(path)
-    return "choose a tag with --tag" + (
-        f"; {path} has {listed(tags)}" if tags else f"; {path} has no tag folder"
-    )
+    what: str
+    pointer: str
+    holds: Callable[[str], bool]
+    tags: Callable[[str], list[str]]
+
+    def detect(self, path: str) -> list[str]:
+        """Tags of the checkpoints at `path`; a tag directory's own is its name."""
+        if not os.path.isdir(path):
+            return []
+        if self.holds(path):
+            return [os.path.basename(os.path.abspath(path))]
+        latest = pointed(path, self.pointer)
+        return self.tags(path) if latest is None else [latest]
+
+    def locate(self, path: str, tag: str | None) -> TagDirectory:
+        """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint."""
+        if tag is not None:
+            return self._folder(path, tag, "--tag names")
+        tags = self.detect(path)
+        if not tags:
+            raise NotACheckpoint(f"{path} holds no {self.what}")
+        if len(tags) > 1:
+            raise AmbiguousCheckpoint(
+                f"{path} holds {len(tags)} tags and no file `{self.pointer}`: {listed(tags)}",
+                hint=f"choose one with --tag {tags[-1]}",
+            )
+        if self.holds(path):
+            return TagDirectory(path, tags[0], None)
+        return self._folder(path, tags[0], f"{os.path.join(path, self.pointer)} names")
+
+    def _folder(self, path: str, tag: str, said: str) -> TagDirectory:
+        """The folder `tag` of `path`, which `said` names; raises NotACheckpoint."""
+        directory = os.path.join(path, tag)
+        if not tag or tag in (".", "..") or re.search(r"[/\\\0]", tag):
+            why = "which cannot be a folder's name"
+        elif not os.path.isdir(directory):
+            why = f"but {path} has no such folder"
+        else:
+            return TagDirectory(directory, tag, path)
+        tags = self.tags(path) if os.path.isdir(path) else []
+        there = listed(tags) if tags else "no tag folder"
+        raise NotACheckpoint(
+            f"{said} {tag[:99]!r}, {why}", hint=f"choose a tag with --tag; {path} has {there}"
+        )
 
 
 def holds_states(path: str) -> bool:
@@ -108,12 +138,6 @@ def refuse(directory: TagDirectory, what: str) -> NoReturn:
         f"{directory.path} was saved with {what}, which zckpt does not read yet",
         hint="what is read: stage 1, 2 and 3 with data parallelism alone; see `zckpt formats`",
     )
-
-
-def listed(items: Sequence[object]) -> str:
-    """The first few of them, in words."""
-    shown = ", ".join(map(str, items[:5]))
-    return shown + (f" and {len(items) - 5} more" if len(items) > 5 else "")
 
 
 def siblings(directory: TagDirectory) -> tuple[Sibling, ...]:

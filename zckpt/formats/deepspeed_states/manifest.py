@@ -8,9 +8,10 @@ from typing import Any
 
 from ...core.facts import FlatBufferEngine, StepPlace
 from ...core.manifest import Manifest, Sighting
+from ...errors import listed
 from ...files.torchfile import TorchFile
 from ...training import steps
-from .directories import listed, siblings
+from .directories import siblings
 from .flats import FlatBuffer
 from .states import COUNTERS, EngineStates, comparable, nested
 from .tensors import ManifestTensors, is_extra

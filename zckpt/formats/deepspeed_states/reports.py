@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...core.facts import StateDictEngine
+from ...core.weights import weight_of
 from ...errors import listed
 from ...training.options import PARAM_NAMES
 from ...training.trainers import TRANSFORMERS, program_of
@@ -51,9 +52,8 @@ def _of_guessed(target: DeepSpeedTarget) -> list[str]:
 
 
 def _of_masters(target: DeepSpeedTarget) -> list[str]:
-    entries = target.source.entries
-    lacking = [name for name in target.trainable if f"{name}/master" not in entries]
-    dtypes = {entries[f"{name}/param"].dtype for name in lacking} - {"F32"}
+    weights = (weight_of(target.source.entries, name) for name in target.trainable)
+    dtypes = {weight.trained.dtype for weight in weights if weight.master is None} - {"F32"}
     if not dtypes:
         return []
     return [f"the source holds no fp32 masters: they are cast from {', '.join(sorted(dtypes))}"]

@@ -18,6 +18,7 @@ from ...core.dtypes import SIZES
 from ...core.facts import StepPlace
 from ...core.inert import Scalar
 from ...core.manifest import Manifest, Parameter, Sibling
+from ...core.weights import is_optimizers, weight_of
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...files.torchshell import Storages, thawed
 from ...training import steps
@@ -62,7 +63,7 @@ class DeepSpeedTarget:
         self.engine = TargetEngine(source, options)
         self.dp = self.engine.dp
         self.optimizer_state: dict[str, Any] = source.state.get("optimizer") or {}
-        self._slots = [slot for slot in source.slots if slot not in ("param", "master", "state")]
+        self._slots = list(filter(is_optimizers, source.slots))
         parameters = source.parameters.items()
         self.trainable = {name: parameter for name, parameter in parameters if parameter.trainable}
         self.frozen = {name: parameter for name, parameter in parameters if not parameter.trainable}
@@ -130,7 +131,7 @@ class DeepSpeedTarget:
         if self.options.weights_only:
             return ()
         entries, prefix = self.source.entries, f"{name}/"
-        widened = f"{name}/master" not in entries  # the master is cast from a weight
+        widened = weight_of(entries, name).master is None  # the master is cast from a weight
         return tuple(
             (slot, "F32" if widened and dtype in ("BF16", "F16") else dtype)
             for slot in self._slots
@@ -140,10 +141,8 @@ class DeepSpeedTarget:
 
     def master_dtype(self, name: str) -> str:
         """The type of a parameter's master; raises MissingData where it has no weights."""
-        entry = self.source.entries.get(f"{name}/master")
-        if entry is None and f"{name}/param" not in self.source.entries:
-            raise MissingData(f"the source holds no weights of {name}")
-        return entry.dtype if entry else "F32"
+        weight = weight_of(self.source.entries, name)
+        return weight.trained.dtype if weight.master else "F32"
 
     def _shared(self, what: str, names: Sequence[str], values: Sequence[Any]) -> Any:
         """The one value of a flat buffer's parameters; DeepSpeed keeps no more."""

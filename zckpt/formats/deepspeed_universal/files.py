@@ -21,24 +21,22 @@ import os
 import re
 from typing import Any
 
+from ...core.expected import missing_ranks
 from ...errors import (
-    AmbiguousCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
-    NotACheckpoint,
 )
 from ..deepspeed_states.directories import (
     MODEL,
     MODEL_3,
     TagDirectory,
+    TagKind,
     holds_universal,
-    listed,
-    pointed,
-    tag_directory,
     universal_tags,
 )
 
 POINTER = "latest_universal"
+KIND = TagKind("universal checkpoint of DeepSpeed", POINTER, holds_universal, universal_tags)
 ZERO = "zero"
 COMMON = "optimizer_state.pt"
 MARK = "zckpt"  # in optimizer_state.pt: these files are not the converter's
@@ -51,35 +49,12 @@ SliceInfo = dict[str, Any]
 
 def detect(path: str) -> list[str]:
     """Tags of the universal checkpoints at `path`; a tag directory's own is its name."""
-    if not os.path.isdir(path):
-        return []
-    if holds_universal(path):
-        return [os.path.basename(os.path.abspath(path))]
-    latest = pointed(path, POINTER)
-    return universal_tags(path) if latest is None else [latest]
+    return KIND.detect(path)
 
 
 def locate(path: str, tag: str | None) -> TagDirectory:
     """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint."""
-    if tag is not None:
-        return tag_directory(path, tag, "--tag names")
-    tags = detect(path)
-    if not tags:
-        raise NotACheckpoint(f"{path} holds no universal checkpoint of DeepSpeed")
-    if len(tags) > 1:
-        raise AmbiguousCheckpoint(
-            f"{path} holds {len(tags)} tags and no file `{POINTER}`: {listed(tags)}",
-            hint=f"choose one with --tag {tags[-1]}",
-        )
-    if holds_universal(path):
-        return TagDirectory(path, tags[0], None)
-    directory = os.path.join(path, tags[0])
-    if not is_name(tags[0]) or not os.path.isdir(directory):
-        raise NotACheckpoint(
-            f"{os.path.join(path, POINTER)} names {tags[0]!r}, which is no folder of {path}",
-            hint="choose a tag with --tag",
-        )
-    return TagDirectory(directory, tags[0], path)
+    return KIND.locate(path, tag)
 
 
 def is_name(name: str) -> bool:
@@ -118,8 +93,6 @@ def model_files(directory: TagDirectory) -> list[list[str]]:
         )
     for ranked in [set(paths), *map(set, paths.values())]:
         if missing := sorted(set(range(max(ranked) + 1)) - ranked):
-            raise IncompleteCheckpoint(
-                f"{directory.path} lacks the model file of rank {listed(missing)}",
-                hint="the converter copies the files of all ranks",
-            )
+            hint = "the converter copies the files of all ranks"
+            raise missing_ranks(directory.path, missing, "model", hint=hint)
     return [[files[rank] for rank in sorted(files)] for _, files in sorted(paths.items())]

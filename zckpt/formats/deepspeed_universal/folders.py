@@ -7,19 +7,13 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from ...core.expected import missing_file
 from ...core.facts import StepPlace
 from ...core.inert import Scalar
 from ...core.manifest import Sighting, slot_name
-from ...errors import (
-    CorruptCheckpoint,
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-)
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
-from ..deepspeed_states.directories import (
-    listed,
-)
 from ..deepspeed_states.flats import BufferSlot, FlatBuffer
 from ..deepspeed_states.states import open_files
 from .files import MASTER, VIEW, ZERO, SliceInfo, is_name
@@ -56,8 +50,8 @@ class ParameterFolders:
         ]
         master = os.path.join(folder, f"{MASTER}.pt")
         if master not in paths:
-            raise IncompleteCheckpoint(
-                f"{self.root} lacks {os.path.join(name, MASTER)}.pt",
+            raise missing_file(
+                master,
                 hint="the conversion did not finish, or model files of another save were copied",
             )
         return [master, *(path for path in paths if path != master)]

@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ...errors import IncompleteCheckpoint
+from ...core.expected import missing_file
+from ...errors import IncompleteCheckpoint, listed
 from ...files.torchfile import Parsed, TorchFile
 from .. import zero
-from ..deepspeed_states.directories import MODEL_3, TagDirectory, listed, refuse
+from ..deepspeed_states.directories import MODEL_3, TagDirectory, refuse
 from ..deepspeed_states.states import (
     EngineStates,
     ParameterShapes,
@@ -34,9 +35,8 @@ class MergedStates:
     def __init__(self, directory: TagDirectory) -> None:
         common = os.path.join(directory.path, ZERO, COMMON)
         if not os.path.isfile(common):
-            raise IncompleteCheckpoint(
-                f"{directory.path} lacks {os.path.join(ZERO, COMMON)}",
-                hint="the conversion did not finish, or the folder zero/ was not copied",
+            raise missing_file(
+                common, hint="the conversion did not finish, or the folder zero/ was not copied"
             )
         paths = model_files(directory)
         partitioned = MODEL_3.fullmatch(os.path.basename(paths[0][0])) is not None

@@ -12,12 +12,11 @@ from typing import Any
 
 from ...core.manifest import Manifest, slot_key
 from ...core.staging import Layout, Shell
-from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
+from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ...files.torchshell import Storages, seal_records, shell
 from ...training.options import Options
 from .. import zero
 from ..deepspeed_states import reports
-from ..deepspeed_states.directories import listed
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.model_files import model_files
 from ..deepspeed_states.optimizer_values import (

@@ -26,7 +26,7 @@ from ...errors import (
     ZckptError,
     listed,
 )
-from ...files.torchfile import Tensor, TorchFile
+from ...files.torchfile import Tensor, peek
 from ...training import peft
 from . import distributed
 
@@ -138,7 +138,7 @@ def _is_part(folder: str, name: str) -> bool:
     if _kind(match["stem"]):
         return True
     try:
-        value = TorchFile(path).value
+        value = peek(path)
     except (ZckptError, OSError):
         return False
     return next(distributed.distributed_in(value), None) is not None or _has_groups(value)
@@ -164,7 +164,7 @@ def _has_state_dicts(path: str) -> bool:
     if OTHERS.fullmatch(name) or name.endswith(".distcp") or not _is_torch(path):
         return False
     try:
-        value = TorchFile(path).value
+        value = peek(path)
     except (ZckptError, OSError):
         return name.endswith(ENDINGS)  # reading it will say what is wrong
     return _has_tensors(value) and not any(

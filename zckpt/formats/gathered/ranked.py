@@ -7,6 +7,7 @@ kept and the report says so.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,13 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core.dtypes import SIZES
+from ...core.expected import missing_ranks
 from ...core.inert import Scalar, map_values, to_json
 from ...errors import (
     CorruptCheckpoint,
-    IncompleteCheckpoint,
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
-    listed,
 )
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
@@ -74,10 +74,13 @@ def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
         )
     if world > MAX_DP:
         raise CorruptCheckpoint(f"{some} states {world} ranks")
-    missing = [str(rank) for rank in range(world) if rank not in files]
+    missing = [rank for rank in range(world) if rank not in files]
     if missing:
-        raise IncompleteCheckpoint(
-            f"the file of rank {listed(missing)} is missing: {some} is one of {world} ranks'",
+        folder, name = os.path.split(some)
+        raise missing_ranks(
+            folder or ".",
+            missing,
+            reason=f"{name} is one of {world} ranks'",
             hint="put all ranks' files into one directory",
         )
 

@@ -135,7 +135,7 @@ class _TreeReader:
         file = TorchFile(whole["extra"], self.parsed)
         if not isinstance(file.value, dict):  # the program's own file, which is carried unread
             return {}
-        self._open(file.path)
+        self._add(file)
         value = dict(file.value)
         stated = value.pop("zckpt", None)
         if isinstance(stated, dict):
@@ -147,9 +147,12 @@ class _TreeReader:
 
     def _open(self, path: str) -> TorchFile:
         file = TorchFile(path, self.parsed)
-        self.saved.files.append(path)
-        self.saved.records += file.records.values()
+        self._add(file)
         return file
+
+    def _add(self, file: TorchFile) -> None:
+        self.saved.files.append(file.path)
+        self.saved.records += file.records.values()
 
     def _whole(self, path: str) -> Any:
         if path.endswith(".json"):

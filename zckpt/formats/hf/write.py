@@ -20,6 +20,7 @@ from typing import Any
 from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
 from ...core.manifest import Manifest, Sibling
 from ...core.staging import Layout, Shell
+from ...core.weights import weight_of
 from ...errors import MissingData, WrongOption, listed
 from ...files import safefile
 from ...training import peft, ties
@@ -139,13 +140,10 @@ class PretrainedWriter:
         owners = {alias: name for name, parameter in parameters for alias in parameter.aliases}
         for name in filter(self._is_exported, self._names()):
             owner = owners.get(name, name)
-            entries = self.source.entries
-            weight = entries.get(f"{owner}/param")
-            entry = weight or entries.get(f"{owner}/master")
-            if entry is None:
-                raise MissingData(f"the source has no weights of {owner}")
+            weight = weight_of(self.source.entries, owner)
+            entry = weight.stored
             saved_name = peft.saved_name(name) if self.adapter else name
-            yield saved_name, (self._dtype(owner, entry.dtype, weight is not None), entry.shape)
+            yield saved_name, (self._dtype(owner, entry.dtype, entry is weight.param), entry.shape)
 
     def _dtype(self, name: str, dtype: str, is_weight: bool) -> str:
         """The type of `--dtype`, else the module's; masters without weights are rounded to that."""

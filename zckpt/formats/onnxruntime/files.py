@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ...core.expected import missing_ranks
 from ...errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
-    IncompleteCheckpoint,
     InconsistentCheckpoint,
     NotACheckpoint,
 )
@@ -140,11 +140,11 @@ def _complete(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
         )
     missing = [rank for rank in range(checkpoint.ranks) if rank not in by_rank]
     if missing:
-        numbers = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
         expected = "" if checkpoint.parsed else checkpoint.name.replace("*", str(missing[0]))
-        raise IncompleteCheckpoint(
-            f"{path} lacks the file of rank {numbers}: it holds {len(by_rank)} of "
-            f"{checkpoint.ranks}",
+        raise missing_ranks(
+            path,
+            missing,
+            reason=f"it holds {len(by_rank)} of {checkpoint.ranks}",
             hint=f"expected {os.path.basename(expected)}"
             if expected
             else "the rank is inside the file (trainer_options/world_rank), not in its name",

@@ -30,7 +30,7 @@ from ...core.dtypes import SIZES
 from ...core.inert import TensorName, inside, map_values, to_json
 from ...core.manifest import Entry
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
-from ...files.torchfile import SMALL, Parsed, Tensor, TorchFile
+from ...files.torchfile import SMALL, Parsed, Tensor, TorchFile, peek
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Rank, RankTensor, Save
 
 SUFFIX = ".ort.pt"
@@ -49,7 +49,7 @@ def is_one(path: str) -> bool:
         with open(path, "rb") as file:
             if file.read(1) not in (b"P", b"\x80"):
                 return False
-        value = TorchFile(path).value
+        value = peek(path)
         model = value.get(MODEL, value) if isinstance(value, dict) else None
     except (ZckptError, OSError):
         return False

@@ -16,6 +16,7 @@ from ...core.fragments import Fragment, Runs, solid
 from ...core.manifest import Entry, Manifest, Parameter, Sighting
 from ...core.plan import Match
 from ...core.resources import Copying
+from ...core.weights import weight_of
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -29,7 +30,7 @@ from .owners import WRONG_FILE, Owned, Shapes, owners_of, weights_apart
 from .partition import by_name
 from .ranks import COUNT, SHARED, SLOTS, Rank, RankTensor, Save
 
-CHECK = Copying(memory=64 << 20)
+CHECKING = Copying(memory=64 << 20)
 
 
 def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
@@ -57,7 +58,7 @@ def check(manifest: Manifest) -> None:
     from ...core.compare import compare
 
     matches = [*_masters_with_copies(manifest), *_replicas_without_checksums(manifest)]
-    outcome = compare(matches, manifest, manifest, CHECK, measure="first")
+    outcome = compare(matches, manifest, manifest, CHECKING, measure="first")
     for result in outcome.results:
         match, difference = result.match, result.difference
         if match.b is None or difference is None or not difference.count:
@@ -82,9 +83,9 @@ def check(manifest: Manifest) -> None:
 
 def _masters_with_copies(manifest: Manifest) -> Iterator[Match]:
     for name in manifest.parameters:
-        master, half = (manifest.entries.get(f"{name}/{slot}") for slot in ("master", "param"))
-        if master is not None and half is not None:
-            yield Match(master, half, "rounded")
+        weight = weight_of(manifest.entries, name)
+        if weight.master is not None and weight.param is not None:
+            yield Match(weight.master, weight.param, "rounded")
 
 
 def _replicas_without_checksums(manifest: Manifest) -> Iterator[Match]:

@@ -19,6 +19,7 @@ from typing import Any
 from ...core.dtypes import FLOATS
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
+from ...core.weights import is_optimizers, weight_of
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from ...files import hdf5shell
 from ...files.torchshell import Storages, seal_records, shell, thawed
@@ -126,11 +127,7 @@ class OnnxRuntimeWriter:
     def _optimizer(self) -> str:
         """AdamOptimizer or LambOptimizer; raises if the source's states are another optimizer's."""
         name = re.sub(r"^(deepspeed|fused|cpu)+", "", (self.source.optimizer or "").lower())
-        kept = {
-            entry.slot
-            for entry in self.source.entries.values()
-            if entry.slot not in ("param", "master", "state")
-        }
+        kept = {entry.slot for entry in self.source.entries.values() if is_optimizers(entry.slot)}
         families = {"adam": "Adam", "adamw": "Adam", "lamb": "Lamb", "": "Adam", "sgd": "SGD"}
         if self.states and (name not in families or kept != set(SLOTS.values())):
             raise WrongOption(
@@ -148,9 +145,7 @@ class OnnxRuntimeWriter:
 
     def _trained(self, name: str, owned: list[Share]) -> TargetWeight:
         parameter, entries = self.source.parameters[name], self.source.entries
-        weight = entries.get(f"{name}/master") or entries.get(f"{name}/param")
-        if weight is None:
-            raise MissingData(f"the source holds no weights of {name}")
+        weight = weight_of(entries, name).trained
         # a mixed run may keep some weights in fp32; every rank holds these
         mixed_before = self.dtype_before in HALF_SUFFIXES
         kept = mixed_before and weight.slot == "param" and weight.dtype == "F32"

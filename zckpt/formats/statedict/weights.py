@@ -6,8 +6,8 @@ import json
 import os
 from math import prod
 
+from ...core.expected import missing_file
 from ...core.fragments import solid
-from ...errors import IncompleteCheckpoint
 from ...files import safefile
 from .tree import Leaf, number_of
 
@@ -35,5 +35,5 @@ def files_of_index(path: str) -> list[str]:
     files = [os.path.join(os.path.dirname(path), os.path.basename(name)) for name in names]
     for name in files:
         if not os.path.isfile(name):
-            raise IncompleteCheckpoint(f"{name} is missing, which {path} names")
+            raise missing_file(name, path)
     return files

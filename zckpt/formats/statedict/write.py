@@ -14,7 +14,8 @@ from ...core.dtypes import SIZES
 from ...core.facts import StepPlace
 from ...core.inert import Scalar, TensorName
 from ...core.manifest import Manifest, slot_key
-from ...errors import MissingData, WrongOption, listed
+from ...core.weights import is_optimizers, weight_of
+from ...errors import WrongOption, listed
 from ...training import peft
 from ...training.optimizers import torch_groups
 from ...training.options import Options
@@ -57,7 +58,7 @@ class StateDicts:
         }
         self.groups: list[dict[str, Any]] = []
         self.adapter = False
-        states = set(source.slots) - {"param", "master", "state"}
+        states = set(filter(is_optimizers, source.slots))
         self.optimizes = not options.weights_only and bool(source.groups is not None or states)
         if self.optimizes:
             self.groups, assumed = torch_groups(source, options)
@@ -182,11 +183,8 @@ class StateDicts:
 
     def _dtype(self, name: str) -> str:
         """The type in which the module holds a weight: that of the masters if there are any."""
-        entries = self.source.entries
-        entry = entries.get(f"{name}/master") or entries.get(f"{name}/param")
-        if entry is None:
-            raise MissingData(f"the source has no weights of {name}")
-        return self.options.module_dtype or entry.dtype
+        weight = weight_of(self.source.entries, name).trained
+        return self.options.module_dtype or weight.dtype
 
     # -- the optimizer
 
@@ -225,7 +223,7 @@ class StateDicts:
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Every trainable parameter's state, as torch's optimizers keep it."""
         source = self.source
-        slots = [slot for slot in source.slots if slot not in ("param", "master", "state")]
+        slots = list(filter(is_optimizers, source.slots))
         kept = source.state.get("optimizer") or {}
         kind = self.step_place.kind if self.step_place.where == "state" else StepPlace().kind
         other = kept.get("other") or {}

@@ -1,0 +1,43 @@
+"""Names that lead out of a folder, and the sentences about what is missing."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from zckpt.core.expected import inside, missing_file, missing_ranks
+from zckpt.errors import CorruptCheckpoint, IncompleteCheckpoint, listed
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a/b.pt", "..a", "a..", "a/...b"])
+def test_names_inside(name: str) -> None:
+    assert inside("/run", name, ".metadata") == os.path.join("/run", name)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "..", "../a", "a/../../b", "a/..", "a\0b"])
+def test_names_outside(name: str) -> None:
+    with pytest.raises(CorruptCheckpoint, match=r"/run: \.metadata names a file outside of it"):
+        inside("/run", name, ".metadata")
+
+
+def test_a_missing_file() -> None:
+    error = missing_file("/run/a.pt", "index.json", "copy it")
+    assert isinstance(error, IncompleteCheckpoint)
+    assert error.message == "/run/a.pt is missing, which index.json names"
+    assert error.hint == "copy it"
+    assert missing_file("/run/a.pt").message == "/run/a.pt is missing"
+
+
+def test_missing_ranks() -> None:
+    error = missing_ranks("/run", [1, 3], "model", "it has 2 of 4", "expected a_1.pt")
+    assert isinstance(error, IncompleteCheckpoint)
+    assert error.message == "/run: the model file of rank 1, 3 is missing (it has 2 of 4)"
+    assert error.hint == "expected a_1.pt"
+    assert missing_ranks("/run", [1]).message == "/run: the file of rank 1 is missing"
+
+
+def test_long_lists_are_cut() -> None:
+    assert listed(range(3)) == "0, 1, 2"
+    assert listed(range(10)) == "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+    assert listed(["a", "b", "c"], 2) == "a, b and 1 more"

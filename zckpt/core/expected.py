@@ -1,0 +1,36 @@
+"""What is said of a file that a checkpoint should have, and that is missing or lies elsewhere?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, listed
+
+
+def inside(folder: str, name: str, stated_by: str) -> str:
+    """The path of the file `name` of a folder; `stated_by` is the file that names it.
+
+    Raises CorruptCheckpoint if the name leads out of the folder.
+    """
+    if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
+        raise CorruptCheckpoint(f"{folder}: {stated_by} names a file outside of it: {name!r}")
+    return os.path.join(folder, name)
+
+
+def missing_file(path: str, stated_by: str = "", hint: str = "") -> IncompleteCheckpoint:
+    """The error of a file that is not there; `stated_by` is the file that names it."""
+    return IncompleteCheckpoint(
+        f"{path} is missing" + (f", which {stated_by} names" if stated_by else ""), hint
+    )
+
+
+def missing_ranks(
+    where: str, ranks: Sequence[int], what: str = "", reason: str = "", hint: str = ""
+) -> IncompleteCheckpoint:
+    """The error of ranks that have no file; `reason` says from what their number is known."""
+    return IncompleteCheckpoint(
+        f"{where}: the {what + ' ' if what else ''}file of rank {listed(ranks)} is missing"
+        + (f" ({reason})" if reason else ""),
+        hint,
+    )
