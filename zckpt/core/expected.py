@@ -11,9 +11,10 @@ from ..errors import CorruptCheckpoint, IncompleteCheckpoint, listed
 def inside(folder: str, name: str, stated_by: str) -> str:
     """The path of the file `name` of a folder; `stated_by` is the file that names it.
 
-    Raises CorruptCheckpoint if the name leads out of the folder.
+    Raises CorruptCheckpoint if the name leads out of the folder, or to the folder itself.
     """
-    if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
+    outside = os.path.isabs(name) or ".." in name.split("/") or os.path.normpath(name) == "."
+    if outside or "\0" in name:
         raise CorruptCheckpoint(f"{folder}: {stated_by} names a file outside of it: {name!r}")
     return os.path.join(folder, name)
 
