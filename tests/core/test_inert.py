@@ -195,12 +195,6 @@ def test_hyper_parameters_read_as_people_expect() -> None:
     json.dumps(plain_group({"betas": (float("nan"), (1, 2))}), allow_nan=False)
 
 
-def test_attributes_are_found_in_every_kind_of_state() -> None:
-    assert Foreign(Global("a"), state={"x": 1}).attribute("x") == 1
-    assert Foreign(Global("a"), state=({"x": 1}, {"y": 2})).attribute("x") == 1
-    assert Foreign(Global("a"), state=[1]).attribute("x", 7) == 7
-
-
 def test_the_name_of_what_a_call_returned_is_that_of_the_call() -> None:
     assert Foreign(Foreign(Global("a.b")), ()).name == "a.b"
 

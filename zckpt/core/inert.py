@@ -66,11 +66,6 @@ class Foreign:
             function = function.function
         return function.name
 
-    def attribute(self, name: str, default: Any = None) -> Any:
-        """An attribute from the pickled `__dict__`, as BUILD sets it for a usual object."""
-        state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
-        return state.get(name, default) if isinstance(state, dict) else default
-
 
 @dataclass(frozen=True, slots=True)
 class Scalar:

@@ -4,7 +4,7 @@ A format is a folder beside this file. Its `__init__.py` says what zckpt can do
 with it, as a `Format`. The work is in modules with the same names in every folder:
 
     files.py     which files make the checkpoint            detect, detect_weak
-    read.py      the manifest of these files                read, read_shells, check
+    read.py      the manifest of these files                read, check
     write.py     the files of a target                      lay_out, seal
     gather.py    the engine's own rule for its pieces       partitions
 

@@ -102,11 +102,6 @@ def _file_with(entry: Entry, element: int) -> str:
     return next(iter(entry.fragments.overlapping(element, element + 1))).extent.file
 
 
-def read_shells(path: str) -> Manifest:
-    """The manifest of files that were just laid out: every weight may have a step of its own."""
-    return read(path, step_policy=steps.KEEP)
-
-
 def manifest(save: Save, step_policy: str | None) -> Manifest:
     """The manifest of opened files."""
     shapes = _shapes(save)
