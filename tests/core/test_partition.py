@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from zckpt.core.fragments import Extent
-from zckpt.core.partition import FlatMember, Partitioned, buckets, share_of
+from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned, buckets, share_of
 
 
 def cut_flat(chosen: random.Random, ranks: int) -> tuple[Partitioned, list[Any], dict[str, Any]]:
@@ -51,24 +52,48 @@ def cut_each(chosen: random.Random, ranks: int) -> tuple[Partitioned, list[Any],
     return described(joined, members, True), joined, tensors
 
 
+def cut_boxes(chosen: random.Random, ranks: int) -> tuple[Joined, list[Any], dict[str, Any]]:
+    """A tensor that is cut along any axes in uneven sizes; some boxes are cut into ranges again."""
+    shape = tuple(chosen.choice([1, 2, 3, 7]) for _ in range(chosen.randint(0, 4)))
+    name = f"joined/{chosen.random()}"
+    tensor = np.random.default_rng(ranks).integers(1, 1 << 30, shape, dtype="i4")
+    cuts = [
+        sorted([0, size, *(chosen.randint(0, size) for _ in range(chosen.randint(0, 2)))])
+        for size in shape
+    ]
+    boxes, parts = [], []
+    for corner in product(*map(pairwise, cuts)):
+        offsets, sizes = tuple(a for a, _ in corner), tuple(b - a for a, b in corner)
+        elements = tensor[tuple(slice(a, b) for a, b in corner)].reshape(-1)
+        bounds = [chosen.randint(0, elements.size) for _ in range(chosen.randint(0, 2))]
+        for start, stop in pairwise(sorted([0, elements.size, *bounds])):
+            extent = Extent("", 0, 4 * (stop - start))
+            boxes.append(BoxPart(offsets, sizes, extent, start))
+            parts.append(elements[start:stop])
+    order = chosen.sample(range(len(boxes)), len(boxes))
+    joined = Joined(name, "I32", shape, tuple(boxes[place] for place in order))
+    return joined, [parts[place] for place in order], {name: tensor}
+
+
 def described(parts: list[Any], members: list[FlatMember], interleaved: bool) -> Partitioned:
     extents = tuple(Extent(str(rank), 0, part.nbytes) for rank, part in enumerate(parts))
     return Partitioned("I32", extents, members, interleaved)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(120))
 def test_blocks_are_the_tensors(seed: int) -> None:
     """Every element once, at its place, whatever the ranks, the processes and the memory."""
     chosen = random.Random(seed)
     ranks, processes = chosen.randint(1, 6), chosen.randint(1, 5)
-    cuts = [chosen.choice([cut_flat, cut_each])(chosen, ranks) for _ in range(3)]
+    rules = [cut_flat, cut_each, cut_boxes]
+    cuts: list[Any] = [chosen.choice(rules)(chosen, ranks) for _ in range(3)]
     data = {id(part): rows for part, rows, _ in cuts}
     expected = {name: tensor for _, _, tensors in cuts for name, tensor in tensors.items()}
     rebuilt = {name: np.zeros(tensor.size, "i4") for name, tensor in expected.items()}
     seen = {name: np.zeros(tensor.size, int) for name, tensor in expected.items()}
     room = chosen.choice([64, 200, 1000, 10**6])
     for bucket in buckets([part for part, _, _ in cuts], room, processes):
-        assert bucket.rows * bucket.width * 4 <= max(room, 4 * ranks * processes)
+        assert bucket.rows * bucket.width * 4 <= max(room, 4 * bucket.rows * processes)
         matrix = np.full((bucket.rows, bucket.width), -2, "i4")
         for segment in bucket.segments:
             for row, row_data in enumerate(data[id(segment.part)]):
@@ -76,8 +101,9 @@ def test_blocks_are_the_tensors(seed: int) -> None:
                 matrix[row, segment.at : segment.at + len(piece)] = piece
         shares = [list(share_of(bucket.blocks(), p, processes)) for p in range(processes)]
         for block in (block for share in shares for block in share):
+            lines, columns = (1, block.numel) if block.packed else (block.rows, block.columns)
             elements = matrix[
-                block.row : block.row + block.rows, block.column : block.column + block.columns
+                block.row : block.row + lines, block.column : block.column + columns
             ].reshape(-1)
             done = 0
             for start, stop in block.runs():
@@ -91,3 +117,24 @@ def test_blocks_are_the_tensors(seed: int) -> None:
     for name, tensor in expected.items():
         assert (seen[name] == 1).all()
         assert (rebuilt[name] == tensor.reshape(-1)).all()
+
+
+def test_columns_of_a_matrix_are_one_block_of_each_rank() -> None:
+    """Tensor parallel: two ranks have two and one of three columns, the first in two ranges."""
+
+    def part(offset: int, columns: int, first: int, numel: int) -> BoxPart:
+        return BoxPart((0, offset), (4, columns), Extent("a", 0, 4 * numel), first)
+
+    joined = Joined(
+        "w/param", "F32", (4, 3), (part(0, 2, 0, 3), part(0, 2, 3, 5), part(2, 1, 0, 4))
+    )
+    found = [
+        [(block.start, block.rows, block.columns, block.stride, block.column) for block in blocks]
+        for rank in range(3)
+        for blocks in [joined.blocks(rank, 0, joined.length(rank))]
+    ]
+    assert found == [
+        [(0, 1, 2, 3, 0), (3, 1, 1, 0, 2)],
+        [(4, 1, 1, 0, 0), (6, 2, 2, 3, 1)],
+        [(2, 4, 1, 3, 0)],
+    ]

@@ -1,8 +1,9 @@
 """How does an engine cut its tensors over ranks, and which blocks does an all-gather bring back?
 
 The function `partitions(path)` of a format answers by the engine's own rule. It does not use the
-fragments of the format's manifest: `verify --gather` proves one against the other. One all-gather
-brings a bucket, a matrix of (rank x element); a tensor is blocks of that matrix. No I/O here.
+fragments of the format's manifest: `verify --gather` proves one against the other. That is why the
+geometry of boxes is here, apart from that in `fragments.py`. One all-gather brings a bucket, a
+matrix of (rank x element); a tensor is blocks of that matrix. No I/O here.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ class Partitioned:
     members: Sequence[FlatMember]
     interleaved: bool = False
 
+    def extent(self, rank: int) -> Extent:
+        """A rank's part."""
+        return self.ranks[rank]
+
     def length(self, rank: int) -> int:
         """Elements of a rank's part."""
         return self.ranks[rank].length // SIZES[self.dtype]
@@ -62,7 +67,90 @@ class Whole:
     strides: tuple[int, ...] | None = None
 
 
-Partition = Partitioned | Whole
+@dataclass(frozen=True, slots=True)
+class BoxPart:
+    """One rank's elements of a tensor: of the box [offset, offset + size) along every axis.
+
+    `extent` has the elements of the box in row-major order, from element `first` of the box on: all
+    of them, or a range. If `strides` are given, which count elements, the box is not row-major:
+    `extent` reaches from its first element to its last, and has all of them.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    extent: Extent
+    first: int = 0
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A tensor whose ranks have a box of it each, cut along any axes, in any sizes.
+
+    The parts follow each other in any order. Together they have every element once.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[BoxPart, ...]
+
+    @property
+    def ranks(self) -> tuple[BoxPart, ...]:
+        return self.parts
+
+    def extent(self, rank: int) -> Extent:
+        """A rank's part."""
+        return self.parts[rank].extent
+
+    def length(self, rank: int) -> int:
+        """Elements of a rank's part."""
+        return self.parts[rank].extent.length // SIZES[self.dtype]
+
+    def blocks(self, rank: int, start: int, stop: int, column: int = 0) -> Iterator[Block]:
+        """Elements [start, stop) of a rank's part; they begin at `column` of the rank's row.
+
+        Lines of the box are contiguous in the tensor. A range of elements begins and ends inside of
+        lines; between them, lines at equal distances make one block.
+        """
+        part, member = self.parts[rank], FlatMember(self.name, self.shape, 0)
+        sizes, axes = part.sizes, range(len(self.shape))
+        steps = [prod(self.shape[axis + 1 :]) for axis in axes]
+        inner = max((axis for axis in axes if sizes[axis] != self.shape[axis]), default=0)
+        length = prod(sizes[inner:])
+        place, end = part.first + start, part.first + stop
+        while place < end:
+            line, begin = divmod(place, length)
+            element, rest = begin, line
+            for axis in reversed(range(inner)):
+                rest, coordinate = divmod(rest, sizes[axis])
+                element += coordinate * steps[axis]
+            element += sum(map(int.__mul__, part.offsets, steps))
+            rows, columns, stride = 1, min(length - begin, end - place), 0
+            if inner and columns == length:
+                rows = min(sizes[inner - 1] - line % sizes[inner - 1], (end - place) // length)
+                stride = steps[inner - 1]
+            yield Block(member, rank, rows, column, columns, element, stride, packed=True)
+            place += rows * columns
+            column += rows * columns
+
+
+@dataclass(frozen=True, slots=True)
+class Nameless:
+    """A tensor of slot `slot` whose parameter no file names: an optimizer knows it by number.
+
+    It gets the name that the format's reader gives to the tensor of this slot, type and shape which
+    begins at the same byte. The rule proves its elements then, and not its name.
+    """
+
+    slot: str
+    tensor: Joined | Whole
+
+
+Cut = Partitioned | Joined
+"""What several ranks have parts of."""
+Named = Partitioned | Joined | Whole
+Partition = Named | Nameless
 
 
 # -- what one all-gather brings
@@ -72,7 +160,7 @@ Partition = Partitioned | Whole
 class Segment:
     """Elements [start, stop) of every rank's part; in a bucket's rows they begin at `at`."""
 
-    part: Partitioned
+    part: Cut
     start: int
     stop: int
     at: int
@@ -82,7 +170,8 @@ class Segment:
 class Block:
     """`rows` x `columns` elements of a tensor in a bucket, from (`row`, `column`) on.
 
-    Row i of the block holds `columns` elements of the tensor, from start + i * stride on.
+    Row i of the block holds `columns` elements of the tensor, from start + i * stride on. The rows
+    lie in as many rows of the bucket; or, if `packed`, without gaps in one row of it.
     """
 
     member: FlatMember
@@ -92,6 +181,7 @@ class Block:
     columns: int
     start: int
     stride: int
+    packed: bool = False
 
     @property
     def numel(self) -> int:
@@ -109,8 +199,11 @@ class Block:
         if self.rows > 1:
             rows = min(max(1, count // self.columns), self.rows - 1)
             first = replace(self, rows=rows)
-            start = self.start + rows * self.stride
-            return first, replace(self, row=self.row + rows, rows=self.rows - rows, start=start)
+            start, rest = self.start + rows * self.stride, self.rows - rows
+            if self.packed:
+                column = self.column + rows * self.columns
+                return first, replace(self, column=column, rows=rest, start=start)
+            return first, replace(self, row=self.row + rows, rows=rest, start=start)
         first = replace(self, columns=count)
         column, columns = self.column + count, self.columns - count
         return first, replace(self, column=column, columns=columns, start=self.start + count)
@@ -132,13 +225,24 @@ class Bucket:
     def blocks(self) -> Iterator[Block]:
         """The blocks of all tensors in the bucket, by the engine's rule."""
         for segment in self.segments:
-            rule = _interleaved if segment.part.interleaved else _flattened
-            yield from rule(segment)
+            if isinstance(segment.part, Joined):
+                yield from _joined(segment, segment.part)
+            elif segment.part.interleaved:
+                yield from _interleaved(segment, segment.part)
+            else:
+                yield from _flattened(segment, segment.part)
 
 
-def _interleaved(segment: Segment) -> Iterator[Block]:
+def _joined(segment: Segment, part: Joined) -> Iterator[Block]:
+    """The blocks of boxes; a rank whose part is shorter than others' has none at the end."""
+    for rank in range(len(part.parts)):
+        stop = min(segment.stop, part.length(rank))
+        yield from part.blocks(rank, segment.start, stop, segment.at)
+
+
+def _interleaved(segment: Segment, part: Partitioned) -> Iterator[Block]:
     """The blocks of members that are cut over all ranks each; the last ranks are padded."""
-    part, ranks = segment.part, len(segment.part.ranks)
+    ranks = len(part.ranks)
     for member in part.members:
         width = -(-member.numel // ranks)
         start, stop = max(segment.start, member.first), min(segment.stop, member.first + width)
@@ -155,9 +259,8 @@ def _interleaved(segment: Segment) -> Iterator[Block]:
             yield Block(member, row, 1, column, rest, row * width + first, width)
 
 
-def _flattened(segment: Segment) -> Iterator[Block]:
+def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:
     """The blocks of a flat buffer that is the concatenation of all ranks' parts."""
-    part = segment.part
     firsts = [member.first for member in part.members]
     base = 0
     for row in range(len(part.ranks)):
@@ -172,7 +275,7 @@ def _flattened(segment: Segment) -> Iterator[Block]:
                 yield Block(member, row, 1, column, stop - start, start - member.first, 0)
 
 
-def buckets(parts: Sequence[Partitioned], room: int, processes: int) -> Iterator[Bucket]:
+def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]:
     """Packs parts of equal type and equal number of ranks into buckets of at most `room` bytes."""
     segments: list[Segment] = []
     end, kind, width = 0, ("", 0), 0

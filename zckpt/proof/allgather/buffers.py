@@ -86,6 +86,11 @@ class BucketBuffers:
         """A block of the ranks and the same elements of the other side: views, no copies."""
         block, other = item.block, item.other
         matrix = self.near[: self.rows(bucket)].view(BITS[bucket.size]).view(-1, bucket.width)
-        a = matrix[block.row : block.row + block.rows, block.column : block.column + block.columns]
+        if block.packed:
+            row = matrix[block.row, block.column : block.column + block.numel]
+            a = row.view(block.rows, block.columns)
+        else:
+            rows = matrix[block.row : block.row + block.rows]
+            a = rows[:, block.column : block.column + block.columns]
         b = self.near_other[item.at : item.end].view(BITS[SIZES[other.dtype]])
         return a, b.view(block.rows, block.columns)
