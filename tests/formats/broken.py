@@ -58,9 +58,7 @@ def without(name: str) -> Change:
 
 
 def _shifted(fragments: Fragments) -> Fragments:
-    if isinstance(fragments, Boxes):
-        return Boxes([_shifted(fragments.parts[0]), *fragments.parts[1:]])
-    if isinstance(fragments, Box):
+    if isinstance(fragments, Box | Boxes):
         runs = [run for item in fragments for run in item.runs(0, 1 << 60)]
         return _shifted(Runs(sorted(runs, key=lambda run: run.start)))
     first: Fragment = fragments[0]
