@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from zckpt.core import partition
 from zckpt.core.fragments import Extent
 from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned, buckets, share_of
 
@@ -117,6 +118,16 @@ def test_blocks_are_the_tensors(seed: int) -> None:
     for name, tensor in expected.items():
         assert (seen[name] == 1).all()
         assert (rebuilt[name] == tensor.reshape(-1)).all()
+
+
+def test_a_bucket_has_not_too_many_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two ranks have one column each of a long matrix: every line is one element."""
+    monkeypatch.setattr(partition, "LINES", 100)
+    parts = tuple(BoxPart((0, place), (1000, 1), Extent("a", 0, 4000)) for place in range(2))
+    several = [Joined(f"w{number}/param", "F32", (1000, 2), parts) for number in range(3)]
+    listed = list(buckets(several, 1 << 20, 1))
+    assert len(listed) == 60
+    assert all(sum(len(block.runs()) for block in bucket.blocks()) == 100 for bucket in listed)
 
 
 def test_columns_of_a_matrix_are_one_block_of_each_rank() -> None:

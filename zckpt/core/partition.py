@@ -107,6 +107,17 @@ class Joined:
         """Elements of a rank's part."""
         return self.parts[rank].extent.length // SIZES[self.dtype]
 
+    @property
+    def line(self) -> int:
+        """Elements of the shortest line: what is contiguous in the tensor and in a part."""
+        filled = (part for part in self.parts if part.extent.length)
+        return min((prod(part.sizes[self._inner(part) :]) for part in filled), default=0)
+
+    def _inner(self, part: BoxPart) -> int:
+        """The last axis along which a box is cut."""
+        axes = range(len(self.shape))
+        return max((axis for axis in axes if part.sizes[axis] != self.shape[axis]), default=0)
+
     def blocks(self, rank: int, start: int, stop: int, column: int = 0) -> Iterator[Block]:
         """Elements [start, stop) of a rank's part; they begin at `column` of the rank's row.
 
@@ -114,9 +125,8 @@ class Joined:
         lines; between them, lines at equal distances make one block.
         """
         part, member = self.parts[rank], FlatMember(self.name, self.shape, 0)
-        sizes, axes = part.sizes, range(len(self.shape))
-        steps = [prod(self.shape[axis + 1 :]) for axis in axes]
-        inner = max((axis for axis in axes if sizes[axis] != self.shape[axis]), default=0)
+        sizes, inner = part.sizes, self._inner(part)
+        steps = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         length = prod(sizes[inner:])
         place, end = part.first + start, part.first + stop
         while place < end:
@@ -275,26 +285,35 @@ def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:
                 yield Block(member, row, 1, column, stop - start, start - member.first, 0)
 
 
+LINES = 1 << 16
+"""A bucket has about as many lines of boxes at most: the other side is read line by line."""
+
+
 def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]:
     """Packs parts of equal type and equal number of ranks into buckets of at most `room` bytes."""
     segments: list[Segment] = []
-    end, kind, width = 0, ("", 0), 0
+    end, kind, width, lines = 0, ("", 0), 0, 0
     for part in parts:
         if (part.dtype, len(part.ranks)) != kind:
             if segments:
                 yield Bucket(*kind, end, tuple(segments))
-            segments, end, kind = [], 0, (part.dtype, len(part.ranks))
+            segments, end, lines, kind = [], 0, 0, (part.dtype, len(part.ranks))
             rows = -(-kind[1] // processes) * processes
             width = max(1, room // (rows * SIZES[part.dtype]))
-        length, start = max(map(part.length, range(len(part.ranks)))), 0
+        ranks = range(len(part.ranks))
+        length, start = max(map(part.length, ranks)), 0
+        line = part.line if isinstance(part, Joined) and length else 0
         while start < length:
             stop = min(length, start + width - end)
+            if line:
+                stop = min(stop, start + max(1, (LINES - lines) // len(ranks)) * line)
+                lines += -(-(stop - start) // line) * len(ranks)
             segments.append(Segment(part, start, stop, end))
             end += stop - start
             start = stop
-            if end == width:
+            if end == width or lines + len(ranks) > LINES:
                 yield Bucket(*kind, end, tuple(segments))
-                segments, end = [], 0
+                segments, end, lines = [], 0, 0
     if segments:
         yield Bucket(*kind, end, tuple(segments))
 
