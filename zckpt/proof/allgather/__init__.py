@@ -102,7 +102,7 @@ def _verify(
     gathering = Gathering(world, matches, means.jobs, progress)
     try:
         compared = [part for part in parts if gathering.places.keys() & names_of(part)]
-        cuts = [cut for part in compared if (cut := cut_over(part, world.size))]
+        cuts = [cut for part in compared for cut in cut_over(part, world.size)]
         gathering.run(by_kind(cuts), means.memory)
         boxes = [box for part in compared for box in strided(part)]
         for box in boxes[world.rank :: world.size]:

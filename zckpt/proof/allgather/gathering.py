@@ -10,17 +10,11 @@ from typing import Any
 
 import torch
 
+from ...core.buckets import Block, Bucket, Cut, buckets, lines_of, share_of
 from ...core.checksum import crc32
 from ...core.difference import Difference
 from ...core.dtypes import SIZES
-from ...core.partition import (
-    Block,
-    Bucket,
-    Cut,
-    Joined,
-    buckets,
-    share_of,
-)
+from ...core.partition import Joined
 from ...core.plan import Match
 from ...core.resources import Progress
 from .buffers import BucketBuffers
@@ -117,10 +111,10 @@ class Gathering:
         for row in range(world.rank * each, min((world.rank + 1) * each, bucket.rows)):
             for segment in bucket.segments:
                 part = segment.part
-                stop = min(segment.stop, part.length(row))
-                if segment.start < stop:
+                start, stop = part.own(row, segment.start, segment.stop)
+                if start < stop:
                     at = (row - world.rank * each) * bucket.width + segment.at
-                    extent = part.extent(row).part(segment.start * bucket.size, stop * bucket.size)
+                    extent = part.extent(row).part(start * bucket.size, stop * bucket.size)
                     wanted.append((extent, at * bucket.size))
         reads = self.readers.extents(wanted, memory_of(read))
         items, end = [], 0
@@ -197,7 +191,7 @@ class Gathering:
         for place in self.places.get(tensor.name, ()):
             match, end = self.matches[place], 0
             items = []
-            for block in tensor.blocks(0, 0, elements.numel()):
+            for block in lines_of(tensor, 0, 0, elements.numel()):
                 items.append(BlockMatch(block, place, match, end))
                 end = items[-1].end
             other = torch.empty(end, dtype=torch.uint8)

@@ -8,12 +8,12 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
+from ...core.buckets import Cut, side_by_side
 from ...core.dtypes import SIZES
 from ...core.fragments import Box, Extent, Fragment, Runs
 from ...core.manifest import Entry, Manifest
 from ...core.partition import (
     BoxPart,
-    Cut,
     FlatMember,
     Joined,
     Named,
@@ -143,14 +143,15 @@ def names_of(part: Named) -> list[str]:
     )
 
 
-def cut_over(part: Named, size: int) -> Cut | None:
-    """What `size` processes gather of a part; None if nothing of it is row-major."""
-    if isinstance(part, Partitioned):
-        return part
-    if isinstance(part, Whole):
-        return None if part.strides else _spread(part, size)
-    boxes = tuple(box for box in part.parts if box.strides is None)
-    return replace(part, parts=boxes) if boxes else None
+def cut_over(part: Named, size: int) -> Iterator[Cut]:
+    """What `size` processes gather of a part: all that is row-major."""
+    if isinstance(part, Joined):
+        boxes = tuple(box for box in part.parts if box.strides is None)
+        yield from side_by_side(replace(part, parts=boxes))
+    elif isinstance(part, Partitioned):
+        yield part
+    elif not part.strides:
+        yield _spread(part, size)
 
 
 def _spread(part: Whole, size: int) -> Partitioned:

@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...core.buckets import Block
 from ...core.checksum import crc32
 from ...core.dtypes import SIZES
 from ...core.fileio import Reader, files_per_thread
 from ...core.fragments import Extent
 from ...core.manifest import Entry
-from ...core.partition import (
-    Block,
-)
 from ...core.pieces import ElementReader, ReadRequest, RecordChecker
 from ...core.plan import Match
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zckpt.core import partition
+from zckpt.core import buckets as module
+from zckpt.core.buckets import Beside, Block, Cut, buckets, lines_of, share_of, side_by_side
 from zckpt.core.fragments import Extent
-from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned, buckets, share_of
+from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned
 
 
 def cut_flat(chosen: random.Random, ranks: int) -> tuple[Partitioned, list[Any], dict[str, Any]]:
@@ -68,7 +69,7 @@ def cut_boxes(chosen: random.Random, ranks: int) -> tuple[Joined, list[Any], dic
         elements = tensor[tuple(slice(a, b) for a, b in corner)].reshape(-1)
         bounds = [chosen.randint(0, elements.size) for _ in range(chosen.randint(0, 2))]
         for start, stop in pairwise(sorted([0, elements.size, *bounds])):
-            extent = Extent("", 0, 4 * (stop - start))
+            extent = Extent(f"{name} {len(parts)}", 0, 4 * (stop - start))
             boxes.append(BoxPart(offsets, sizes, extent, start))
             parts.append(elements[start:stop])
     order = chosen.sample(range(len(boxes)), len(boxes))
@@ -77,35 +78,50 @@ def cut_boxes(chosen: random.Random, ranks: int) -> tuple[Joined, list[Any], dic
 
 
 def described(parts: list[Any], members: list[FlatMember], interleaved: bool) -> Partitioned:
-    extents = tuple(Extent(str(rank), 0, part.nbytes) for rank, part in enumerate(parts))
+    name = members[0].name
+    extents = tuple(Extent(f"{name} {rank}", 0, part.nbytes) for rank, part in enumerate(parts))
     return Partitioned("I32", extents, members, interleaved)
 
 
-@pytest.mark.parametrize("seed", range(120))
+def elements_of(block: Block, matrix: Any) -> Any:
+    pieces = [
+        matrix[row, column : column + block.rows * columns].reshape(block.rows, columns)
+        for row, column, columns in block.pieces
+    ]
+    rows = matrix[block.row : block.row + block.rows]
+    whole = np.concatenate(pieces, 1) if pieces else rows[:, block.column :][:, : block.columns]
+    assert whole.shape == (block.rows, block.columns)
+    return whole.reshape(-1)
+
+
+@pytest.mark.parametrize("seed", range(200))
 def test_blocks_are_the_tensors(seed: int) -> None:
     """Every element once, at its place, whatever the ranks, the processes and the memory."""
     chosen = random.Random(seed)
     ranks, processes = chosen.randint(1, 6), chosen.randint(1, 5)
     rules = [cut_flat, cut_each, cut_boxes]
     cuts: list[Any] = [chosen.choice(rules)(chosen, ranks) for _ in range(3)]
-    data = {id(part): rows for part, rows, _ in cuts}
+    data = {
+        part.extent(rank).file: values for part, rows, _ in cuts for rank, values in enumerate(rows)
+    }
+    parts: list[Cut] = []
+    for part, _, _ in cuts:
+        parts += side_by_side(part) if isinstance(part, Joined) else [part]
     expected = {name: tensor for _, _, tensors in cuts for name, tensor in tensors.items()}
     rebuilt = {name: np.zeros(tensor.size, "i4") for name, tensor in expected.items()}
     seen = {name: np.zeros(tensor.size, int) for name, tensor in expected.items()}
     room = chosen.choice([64, 200, 1000, 10**6])
-    for bucket in buckets([part for part, _, _ in cuts], room, processes):
+    for bucket in buckets(parts, room, processes):
         assert bucket.rows * bucket.width * 4 <= max(room, 4 * bucket.rows * processes)
         matrix = np.full((bucket.rows, bucket.width), -2, "i4")
         for segment in bucket.segments:
-            for row, row_data in enumerate(data[id(segment.part)]):
-                piece = row_data[segment.start : segment.stop]
+            for row in range(len(segment.part.ranks)):
+                start, stop = segment.part.own(row, segment.start, segment.stop)
+                piece = data[segment.part.extent(row).file][start:stop]
                 matrix[row, segment.at : segment.at + len(piece)] = piece
         shares = [list(share_of(bucket.blocks(), p, processes)) for p in range(processes)]
         for block in (block for share in shares for block in share):
-            lines, columns = (1, block.numel) if block.packed else (block.rows, block.columns)
-            elements = matrix[
-                block.row : block.row + lines, block.column : block.column + columns
-            ].reshape(-1)
+            elements = elements_of(block, matrix)
             done = 0
             for start, stop in block.runs():
                 rebuilt[block.member.name][start:stop] = elements[done : done + stop - start]
@@ -122,12 +138,27 @@ def test_blocks_are_the_tensors(seed: int) -> None:
 
 def test_a_bucket_has_not_too_many_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two ranks have one column each of a long matrix: every line is one element."""
-    monkeypatch.setattr(partition, "LINES", 100)
+    monkeypatch.setattr(module, "LINES", 100)
     parts = tuple(BoxPart((0, place), (1000, 1), Extent("a", 0, 4000)) for place in range(2))
     several = [Joined(f"w{number}/param", "F32", (1000, 2), parts) for number in range(3)]
     listed = list(buckets(several, 1 << 20, 1))
     assert len(listed) == 60
     assert all(sum(len(block.runs()) for block in bucket.blocks()) == 100 for bucket in listed)
+
+
+def test_columns_that_lie_side_by_side_are_one_block() -> None:
+    """Tensor parallel: ranks have one and two of three columns; together they have whole lines."""
+
+    def part(offset: int, columns: int) -> BoxPart:
+        return BoxPart((0, offset), (4, columns), Extent("a", 0, 16 * columns))
+
+    (row,) = side_by_side(Joined("w/param", "F32", (4, 3), (part(1, 2), part(0, 1))))
+    assert isinstance(row, Beside)
+    (block,) = row.blocks(2, 8, 5)  # of the wider part: lines 1 to 3
+    assert block.runs() == [(3, 12)]
+    assert block.pieces == ((0, 5, 1), (1, 5, 2))
+    (apart,) = side_by_side(Joined("w/param", "F32", (4, 3), (part(1, 2),)))
+    assert isinstance(apart, Joined)
 
 
 def test_columns_of_a_matrix_are_one_block_of_each_rank() -> None:
@@ -142,7 +173,7 @@ def test_columns_of_a_matrix_are_one_block_of_each_rank() -> None:
     found = [
         [(block.start, block.rows, block.columns, block.stride, block.column) for block in blocks]
         for rank in range(3)
-        for blocks in [joined.blocks(rank, 0, joined.length(rank))]
+        for blocks in [lines_of(joined, rank, 0, joined.length(rank))]
     ]
     assert found == [
         [(0, 1, 2, 3, 0), (3, 1, 1, 0, 2)],
