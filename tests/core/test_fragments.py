@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate, pairwise, product
 from math import prod
 
@@ -20,6 +21,7 @@ from zckpt.core.fragments import (
     boxes,
     range_of_box,
     solid,
+    tile,
 )
 
 SIZE = 4
@@ -176,6 +178,68 @@ def test_boxes_that_tile_a_tensor_hold_every_element_once(
     fragments = boxes(draw.draw(st.permutations(parts)))
     assert places(fragments) == expected
     check_overlaps(fragments, prod(shape), draw)
+
+
+@given(shapes, st.data())
+def test_boxes_tile_if_they_have_every_element_once(
+    shape: tuple[int, ...], draw: st.DataObject
+) -> None:
+    """Boxes of a grid, one of which may be lost, moved or made larger."""
+    cuts = [
+        sorted({0, size, *draw.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape
+    ]
+    parts = [
+        ([a for a, _ in corner], [b - a for a, b in corner])
+        for corner in product(*map(pairwise, cuts))
+    ]
+    for _ in range(draw.draw(st.integers(0, 2))):
+        box, side = draw.draw(st.sampled_from(parts)), draw.draw(st.integers(0, 1))
+        box[side][draw.draw(st.integers(0, len(shape) - 1))] += draw.draw(st.integers(-1, 1))
+    if draw.draw(st.booleans()):
+        parts.remove(draw.draw(st.sampled_from(parts)))
+    parts = [part for part in parts if min(part[1]) >= 0]
+    elements_of = [
+        place
+        for offsets, sizes in parts
+        for place in product(*(range(a, a + b) for a, b in zip(offsets, sizes, strict=True)))
+    ]
+    assert tile(shape, parts) == (sorted(elements_of) == sorted(product(*map(range, shape))))
+
+
+def test_a_query_looks_at_few_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 ranks have rows of two columns each: a row of the tensor is in two boxes."""
+    parts = [
+        Box((1000, 4), (row, column), (1, 2), (2, 1), 0, SIZE, Extent(f"{row} {column}", 0, 8))
+        for column in (0, 2)
+        for row in range(1000)
+    ]
+    fragments = Boxes(parts)
+    asked: list[int] = []
+    right = Box.overlapping
+
+    def counting(self: Box, start: int, stop: int) -> Iterator[Fragment]:
+        asked.append(start)
+        return right(self, start, stop)
+
+    monkeypatch.setattr(Box, "overlapping", counting)
+    overlapping = [fragment.extent.file for fragment in fragments.overlapping(4 * 500, 4 * 501)]
+    assert overlapping == ["500 0", "500 2"]
+    assert len(asked) == 2
+
+
+@given(shapes, st.data())
+def test_where_a_box_begins_and_ends(shape: tuple[int, ...], draw: st.DataObject) -> None:
+    """In the tensor, and in the file."""
+    offsets = [draw.draw(st.integers(0, size - 1)) for size in shape]
+    sizes = [draw.draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True)]
+    strides = [draw.draw(st.integers(1, 50)) for _ in shape]
+    box = Box(shape, offsets, sizes, strides, 3, SIZE, Extent("a", 100, 1 << 20))
+    runs = [run for fragment in box for run in fragment.runs(0, prod(shape))]
+    assert box.start == min(run.start for run in runs)
+    assert box.stop == max(run.stop for run in runs)
+    assert box.reach.offset == min(run.extent.offset for run in runs)
+    ends = [run.extent.offset + run.extent.length for run in runs]
+    assert box.reach.offset + box.reach.length == max(ends)
 
 
 def check_overlaps(fragments: Fragments, numel: int, draw: st.DataObject) -> None:

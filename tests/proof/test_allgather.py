@@ -26,6 +26,7 @@ from ..conftest import EXAMPLE, ROOT
 from ..engines.cases import CASES
 
 Trained = Callable[[Any], Path]
+FSDP2 = ROOT / "tests" / "data" / "fsdp2-2.13.0-w2"
 
 
 # -- the reader and the engine's rule are independent
@@ -205,6 +206,25 @@ def test_any_number_of_processes_gives_the_same_report(
     assert report["digests"] == {
         name: digests for name, digests in planned["digests"].items() if not name.endswith("/state")
     }
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_boxes_on_several_processes(processes: int, tmp_path: Path) -> None:
+    """Ranks' rows as boxes: two boxes on three processes, too."""
+    run = Path(shutil.copytree(FSDP2, tmp_path / "run"))
+    zckpt.convert(run, tmp_path / "universal")
+    fragments = zckpt.read(run).entries["trunk.0.weight/exp_avg"].fragments
+    for fragment in fragments:
+        with open(fragment.extent.file, "r+b") as file:
+            file.seek(fragment.extent.offset + 40)
+            file.write(b"\x01\x02\x03\x04")
+    words = ["--against", tmp_path / "universal", "--gather", "--device", "cpu"]
+    code, report = launch(processes, run, *words)
+    alone = zckpt.verify(run, tmp_path / "universal", gather=True, device="cpu")
+    assert code
+    assert (report["world"], len(report["differences"])) == (processes, 1)
+    assert report["differences"][0]["count"] == len(fragments) == 2
+    assert comparable(report) == json.loads(json.dumps(comparable(alone)))
 
 
 def test_two_processes_and_no_difference(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@
     copy.py           fills a target
     compare.py        finds what differs, difference.py by how much
     partition.py      how an engine cuts tensors, in the words of gather.py files
+    buckets.py        which blocks of such tensors one all-gather brings back
     staging.py        a target appears whole or not at all
     convert.py        the five steps of a conversion
     loading.py        one tensor in memory

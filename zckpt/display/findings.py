@@ -35,6 +35,11 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
         _one_sided(report, path, other)
         for line in report.get("notes", ()):
             print(f"note: {safe(line)}")
+        if names := report.get("names_of_reader"):
+            print(
+                f"names that no file states, so that gathering proves only the elements: "
+                f"{safe(listed(names))}"
+            )
         for side, names in report.get("inferred", {}).items():
             if names:
                 where = path if side == "a" else safe(other)

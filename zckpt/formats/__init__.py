@@ -18,6 +18,7 @@ from .format import Format
 
 if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format calls
     from .dcp import files as dcp_files
+    from .dcp import gather as dcp_gather
     from .dcp import read as dcp_read
     from .dcp import write as dcp_write
     from .deepspeed import files as deepspeed_files
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
         Writer,
     )
     from .gathered import files as gathered_files
+    from .gathered import gather as gathered_gather
     from .gathered import read as gathered_read
     from .gathered import write as gathered_write
     from .hf import read as hf_read
@@ -73,7 +75,12 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
         onnxruntime_write,
         universal_write,
     )
-    GATHERERS: tuple[Gatherer, ...] = (deepspeed_gather, onnxruntime_gather)
+    GATHERERS: tuple[Gatherer, ...] = (
+        dcp_gather,
+        deepspeed_gather,
+        gathered_gather,
+        onnxruntime_gather,
+    )
 
 FORMATS: tuple[Format, ...] = (
     deepspeed.FORMAT,

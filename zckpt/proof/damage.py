@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 from ..core.checksum import flipped_bit
 from ..core.compare import ComparisonOutcome, Result
 from ..core.dtypes import SIZES
-from ..core.fragments import Extent, Runs, Slices
+from ..core.fragments import Box, Boxes, Extent, Fragments, Runs, Slices, tile
 from ..core.manifest import Entry, Manifest
 from ..core.pieces import Damage
 from ..errors import listed
@@ -143,8 +144,7 @@ def uncovered(manifest: Manifest) -> list[str]:
             )
         if entry.slot in ("param", "state"):  # buffers may share memory
             continue
-        for fragment in entry.fragments if isinstance(entry.fragments, Runs) else ():
-            extent = fragment.extent
+        for extent in _solid_extents(entry.fragments):
             place = extent.offset, extent.offset + extent.length, entry.name
             taken.setdefault(extent.file, []).append(place)
     for file, places in taken.items():
@@ -173,7 +173,31 @@ def _covers(entry: Entry) -> bool:
                 return False
             reached = fragment.stop
         return reached == entry.numel
-    return True  # the runs of a strided tensor come from its shape
+    parts = _boxes(fragments)
+    return all(_has_its_bytes(part, size) for part in parts) and tile(
+        entry.shape, [(part.offsets, part.sizes) for part in parts]
+    )
+
+
+def _boxes(fragments: Fragments) -> tuple[Box, ...]:
+    if isinstance(fragments, Boxes):
+        return fragments.parts
+    return (fragments,) if isinstance(fragments, Box) else ()
+
+
+def _has_its_bytes(box: Box, size: int) -> bool:
+    """Whether the box's elements, of `size` bytes, lie within its extent."""
+    end = box.extent.offset + box.extent.length
+    return box.size == size and box.reach.offset + box.reach.length <= end
+
+
+def _solid_extents(fragments: Fragments) -> Iterator[Extent]:
+    """The bytes of runs and of boxes without gaps; others may lie between each other."""
+    if isinstance(fragments, Runs):
+        yield from (fragment.extent for fragment in fragments)
+    for box in _boxes(fragments):
+        if box.reach.length == prod(box.sizes) * box.size:
+            yield box.reach
 
 
 def digest(result: Result, manifest: Manifest) -> list[Report]:

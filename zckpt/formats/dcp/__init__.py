@@ -5,6 +5,7 @@
     items.py    the same by key: an item is read when a program asks for it
     hf.py       Hugging Face's storage of the same: safetensors without an index
     write.py    a directory that any number of ranks loads
+    gather.py   how torch's planner joins boxes: the rule behind verify --gather
 
 Facts in this package are of torch 2.13.0 unless said otherwise.
 """
@@ -57,5 +58,6 @@ FORMAT = Format(
     ),
     weak=True,
     numbers=True,
+    gathers=True,
     groups="with_trainers_groups",
 )

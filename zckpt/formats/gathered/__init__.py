@@ -7,6 +7,7 @@
     local.py          the state that each rank saved of its own part
     zro.py            which parameters ZeroRedundancyOptimizer gives to which rank
     write.py          whole files that plain torch and trainers load
+    gather.py         how torch joins ranks' parts: the rule behind verify --gather
 
 Facts in this package are of torch 2.13.0 unless said otherwise.
 """
@@ -30,6 +31,7 @@ FORMAT = Format(
     reasons={"dp": "whole files load on any number of ranks"},
     weak=True,
     numbers=True,
+    gathers=True,
     keeps_steps=True,
     groups="with_trainers_groups",
 )

@@ -8,6 +8,7 @@
     twins.py       tensors of equal bytes, as tied weights have
     read.py        the manifest: groups, steps, frozen weights, buffers
     write.py       a manifest as the state dicts that programs save
+    gather.py      torch's own names for saved tensors, apart from all others: it proves read.py
 
 Facts in this package are of torch 2.13.0 unless said otherwise.
 """

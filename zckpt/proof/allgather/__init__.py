@@ -26,11 +26,7 @@ from ...core.compare import ComparisonOutcome, Result
 from ...core.difference import Difference
 from ...core.dtypes import SIZES
 from ...core.manifest import Entry, Manifest
-from ...core.partition import (
-    Partition,
-    Partitioned,
-    Whole,
-)
+from ...core.partition import Nameless, Partition
 from ...core.plan import Match, match
 from ...core.resources import Begin
 from ...errors import MissingExtra
@@ -46,7 +42,7 @@ except ImportError as error:
         "--gather needs torch, which is not installed", hint="pip install 'zckpt[torch]'"
     ) from error
 from .gathering import Gathering
-from .parts import alone, by_kind, is_flat, named, spread
+from .parts import alone, by_kind, by_name, cut_over, first_extent, names_of, strided, with_names
 from .world import Means, World, join_world, together_with_others
 
 Report = dict[str, Any]
@@ -84,7 +80,8 @@ def _verify(
     means: Means,
     begin: Begin | None,
 ) -> Report:
-    parts, entries, copies = named(parts, manifest)
+    parts, of_reader, unread = with_names(parts, manifest)
+    parts, entries, copies = by_name(parts, manifest)
     names = [name for name in manifest.entries if name in entries]  # in the order of the model
     entries = {name: entries[name] for name in (*names, *entries)}
     ours = replace(manifest, entries=entries, replicas=())
@@ -104,15 +101,12 @@ def _verify(
     progress = begin(total) if begin and not world.rank else None
     gathering = Gathering(world, matches, means.jobs, progress)
     try:
-        flat = [part for part in parts if isinstance(part, Partitioned)]
-        flat += [spread(part, world.size) for part in parts if is_flat(part)]
-        flat = [
-            part for part in flat if any(member.name in gathering.places for member in part.members)
-        ]
-        gathering.run(by_kind(flat), means.memory)
-        strided = [part for part in parts if isinstance(part, Whole) and part.strides]
-        for part in strided[world.rank :: world.size]:
-            gathering.compare_strided(part)
+        compared = [part for part in parts if gathering.places.keys() & names_of(part)]
+        cuts = [cut for part in compared for cut in cut_over(part, world.size)]
+        gathering.run(by_kind(cuts), means.memory)
+        boxes = [box for part in compared for box in strided(part)]
+        for box in boxes[world.rank :: world.size]:
+            gathering.compare_strided(box)
     finally:
         gathering.readers.close()
     outcome = _of_all_processes(world, gathering)
@@ -120,8 +114,10 @@ def _verify(
     report |= inferences([item for _, item in matches], manifest, other)
     report["problems"] += _uncovered(outcome)
     report["records"] = None  # gathering reads parts of records, so it checks no CRC of a record
+    compared_names = {item.a.name for _, item in matches}
+    report["names_of_reader"] = [name for name in of_reader if name in compared_names]
     if pattern is None:
-        report["problems"] += _not_gathered(manifest, entries)
+        report["problems"] += _not_gathered(manifest, entries) + _not_read(unread)
         one_sided = [
             [name for name in names if not name.endswith("/state")] for names in (only_a, only_b)
         ]
@@ -159,6 +155,18 @@ def _not_gathered(manifest: Manifest, gathered: Collection[str]) -> list[Report]
         {"tensor": name, "message": f"{name} is not what the engine would gather"}
         for name in manifest.entries
         if name not in gathered and not name.endswith("/state")
+    ]
+
+
+def _not_read(unread: Sequence[Nameless]) -> list[Report]:
+    """Tensors without names that the engine would load, but our reader does not read."""
+    return [
+        {
+            "message": f"{begin.file} has {part.tensor.dtype} {list(part.tensor.shape)} of slot "
+            f"{part.slot} at byte {begin.offset}, which zckpt does not read"
+        }
+        for part in unread
+        if (begin := first_extent(part.tensor))
     ]
 
 

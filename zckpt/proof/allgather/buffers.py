@@ -7,10 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...core.buckets import Bucket
 from ...core.dtypes import SIZES
-from ...core.partition import (
-    Bucket,
-)
 from .elements import BITS
 from .readers import BlockMatch
 from .world import World, together_with_others
@@ -83,9 +81,17 @@ class BucketBuffers:
             work.wait()
 
     def sides(self, bucket: Bucket, item: BlockMatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """A block of the ranks and the same elements of the other side: views, no copies."""
+        """A block of the ranks and the same elements of the other side; only boxes are copied."""
         block, other = item.block, item.other
         matrix = self.near[: self.rows(bucket)].view(BITS[bucket.size]).view(-1, bucket.width)
-        a = matrix[block.row : block.row + block.rows, block.column : block.column + block.columns]
+        lines = [
+            matrix[row, column : column + block.rows * columns].view(block.rows, columns)
+            for row, column, columns in block.pieces
+        ]
+        if lines:
+            a = lines[0] if len(lines) == 1 else torch.cat(lines, 1)
+        else:
+            rows = matrix[block.row : block.row + block.rows]
+            a = rows[:, block.column : block.column + block.columns]
         b = self.near_other[item.at : item.end].view(BITS[SIZES[other.dtype]])
         return a, b.view(block.rows, block.columns)

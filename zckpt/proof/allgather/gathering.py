@@ -10,18 +10,11 @@ from typing import Any
 
 import torch
 
+from ...core.buckets import Block, Bucket, Cut, buckets, lines_of, share_of
 from ...core.checksum import crc32
 from ...core.difference import Difference
 from ...core.dtypes import SIZES
-from ...core.partition import (
-    Block,
-    Bucket,
-    FlatMember,
-    Partitioned,
-    Whole,
-    buckets,
-    share_of,
-)
+from ...core.partition import Joined
 from ...core.plan import Match
 from ...core.resources import Progress
 from .buffers import BucketBuffers
@@ -74,7 +67,7 @@ class Gathering:
         self.crcs: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         self.bytes = 0
 
-    def run(self, parts: Sequence[Partitioned], memory: int) -> None:
+    def run(self, parts: Sequence[Cut], memory: int) -> None:
         """All buckets, two in flight at a time."""
         least = max((len(part.ranks) for part in parts), default=1) * self.world.size * 8
         room, other = self._room(memory, least)
@@ -118,10 +111,10 @@ class Gathering:
         for row in range(world.rank * each, min((world.rank + 1) * each, bucket.rows)):
             for segment in bucket.segments:
                 part = segment.part
-                stop = min(segment.stop, part.length(row))
-                if segment.start < stop:
+                start, stop = part.own(row, segment.start, segment.stop)
+                if start < stop:
                     at = (row - world.rank * each) * bucket.width + segment.at
-                    extent = part.ranks[row].part(segment.start * bucket.size, stop * bucket.size)
+                    extent = part.extent(row).part(start * bucket.size, stop * bucket.size)
                     wanted.append((extent, at * bucket.size))
         reads = self.readers.extents(wanted, memory_of(read))
         items, end = [], 0
@@ -186,24 +179,33 @@ class Gathering:
         for lines, (start, stop) in zip(_lines(a, item.block), item.block.runs(), strict=True):
             self._keep(item, 0, start, stop, crc32(bytes_of(lines)))
 
-    def compare_strided(self, part: Whole) -> None:
-        """Compares a tensor that is not row-major, in the processor's memory."""
+    def compare_strided(self, tensor: Joined) -> None:
+        """Compares one box that is not row-major, in the processor's memory."""
+        (part,) = tensor.parts
         data = torch.empty(part.extent.length, dtype=torch.uint8)
         for read in self.readers.extents([(part.extent, 0)], memory_of(data)):
             read.result()
         assert part.strides is not None
-        a = data.view(BITS[SIZES[part.dtype]]).as_strided(part.shape, part.strides).reshape(1, -1)
-        block = Block(FlatMember(part.name, part.shape, 0), 0, 1, 0, a.numel(), 0, 0)
-        for place in self.places.get(part.name, ()):
-            item = BlockMatch(block, place, self.matches[place], 0)
-            other = torch.empty(item.end, dtype=torch.uint8)
-            for seen in self.readers.elements([item], memory_of(other)):
-                for _, start, stop, crc in seen.result():
+        elements = data.view(BITS[SIZES[tensor.dtype]]).as_strided(part.sizes, part.strides)
+        elements = elements.reshape(-1)
+        for place in self.places.get(tensor.name, ()):
+            match, end = self.matches[place], 0
+            items = []
+            for block in lines_of(tensor, 0, 0, elements.numel()):
+                items.append(BlockMatch(block, place, match, end))
+                end = items[-1].end
+            other = torch.empty(end, dtype=torch.uint8)
+            for seen in self.readers.elements(items, memory_of(other)):
+                for item, start, stop, crc in seen.result():
                     self._keep(item, 1, start, stop, crc)
-            b = other.view(BITS[SIZES[item.other.dtype]]).view(1, -1)
-            self.differences.setdefault(place, Difference()).add(difference_of(a, b, item))
-            if item.match.how == "bits" or place in self.apart:
-                self._hash(a, item)
+            for item in items:
+                block = item.block
+                shape = block.rows, block.columns
+                a = elements[block.column : block.column + block.numel].view(shape)
+                b = other[item.at : item.end].view(BITS[SIZES[item.other.dtype]]).view(shape)
+                self.differences.setdefault(place, Difference()).add(difference_of(a, b, item))
+                if item.match.how == "bits" or place in self.apart:
+                    self._hash(a, item)
 
 
 def _lines(a: torch.Tensor, block: Block) -> list[torch.Tensor]:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from typing import TypeGuard
+from typing import NamedTuple
 
+from ...core.buckets import Cut, side_by_side
 from ...core.dtypes import SIZES
-from ...core.fragments import Box, Runs, solid
+from ...core.fragments import Box, Extent, Fragment, Runs
 from ...core.manifest import Entry, Manifest
 from ...core.partition import (
+    BoxPart,
     FlatMember,
+    Joined,
+    Named,
+    Nameless,
     Partition,
     Partitioned,
     Whole,
 )
 
 
-def alone(entry: Entry) -> Partition:
+def alone(entry: Entry) -> Named:
     """A tensor as the only part there is of it."""
     fragments = entry.fragments
     if isinstance(fragments, Box):  # the only one, so it is the whole tensor
@@ -35,16 +41,81 @@ def alone(entry: Entry) -> Partition:
     return Partitioned(entry.dtype, extents, [FlatMember(entry.name, entry.shape, 0)])
 
 
-def named(
-    parts: Sequence[Partition], manifest: Manifest
-) -> tuple[list[Partition], dict[str, Entry], dict[str, Entry]]:
+class WithNames(NamedTuple):
+    """All parts with names.
+
+    `of_reader` are the names that no file states, so that they are the reader's. `unread` are
+    tensors without names that the reader does not read.
+    """
+
+    parts: list[Named]
+    of_reader: list[str]
+    unread: list[Nameless]
+
+
+def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
+    """The parts, where a nameless tensor has the name of the reader's tensor at its place.
+
+    Their slot, type, shape and first byte must be equal: only the name is taken. A number has no
+    name of its own in the manifest, so a tensor of at most one element may be left out there.
+    """
+    entries: dict[tuple[str, int], list[Entry]] = {}
+    if any(isinstance(part, Nameless) for part in parts):
+        for entry in (*manifest.entries.values(), *manifest.replicas):
+            first = next(iter(entry.fragments.overlapping(0, 1)), None) if entry.numel else None
+            if first is not None:
+                entries.setdefault(_place(first.extent), []).append(entry)
+    result = WithNames([], [], [])
+    for part in parts:
+        if not isinstance(part, Nameless):
+            result.parts.append(part)
+            continue
+        tensor = part.tensor
+        begin = first_extent(tensor)
+        there = entries.get(_place(begin), []) if begin else []
+        same = [
+            entry
+            for entry in there
+            if (entry.slot, entry.dtype, entry.shape) == (part.slot, tensor.dtype, tensor.shape)
+        ]
+        if same:
+            there.remove(same[0])
+            result.parts.append(replace(tensor, name=same[0].name))
+            result.of_reader.append(same[0].name)
+        elif prod(tensor.shape) > 1 and all(entry.slot != "state" for entry in there):
+            result.unread.append(part)
+    return result
+
+
+def _place(extent: Extent) -> tuple[str, int]:
+    """The byte where a tensor begins."""
+    return os.path.abspath(extent.file), extent.offset
+
+
+def first_extent(part: Joined | Whole) -> Extent | None:
+    """An extent that begins with the first element of a tensor; None if no part has it."""
+    if isinstance(part, Whole):
+        return part.extent
+    return next(
+        (
+            box.extent
+            for box in part.parts
+            if box.extent.length and not any((*box.offsets, box.first))
+        ),
+        None,
+    )
+
+
+def by_name(
+    parts: Sequence[Named], manifest: Manifest
+) -> tuple[list[Named], dict[str, Entry], dict[str, Entry]]:
     """The parts, each under its own key; the tensors by name; further copies of them by key.
 
     A tied weight gets its owner's name. Copies are whole momenta on several ranks, and tied weights
     that were saved separately.
     """
     owners = {alias: name for name, about in manifest.parameters.items() for alias in about.aliases}
-    named: list[Partition] = []
+    named: list[Named] = []
     entries: dict[str, Entry] = {}
     copies: dict[str, Entry] = {}
     for part in parts:
@@ -56,19 +127,34 @@ def named(
             continue
         parameter, _, slot = part.name.rpartition("/")
         name = f"{owners.get(parameter, parameter)}/{slot}"
-        fragments = Runs([]) if part.strides else solid(prod(part.shape), part.extent)
-        entry = Entry(name, part.dtype, part.shape, fragments)
+        first = first_extent(part)
+        begin = Runs([Fragment(0, prod(part.shape), first)] if first else [])
+        entry = Entry(name, part.dtype, part.shape, begin)
         key = name if name not in entries else f"{name}#{len(copies)}"
         (entries if key == name else copies)[key] = entry
         named.append(replace(part, name=key))
     return named, entries, copies
 
 
-def is_flat(part: Partition) -> TypeGuard[Whole]:
-    return isinstance(part, Whole) and part.strides is None
+def names_of(part: Named) -> list[str]:
+    """The tensors of which a part has elements."""
+    return (
+        [member.name for member in part.members] if isinstance(part, Partitioned) else [part.name]
+    )
 
 
-def spread(part: Whole, size: int) -> Partitioned:
+def cut_over(part: Named, size: int) -> Iterator[Cut]:
+    """What `size` processes gather of a part: all that is row-major."""
+    if isinstance(part, Joined):
+        boxes = tuple(box for box in part.parts if box.strides is None)
+        yield from side_by_side(replace(part, parts=boxes))
+    elif isinstance(part, Partitioned):
+        yield part
+    elif not part.strides:
+        yield _spread(part, size)
+
+
+def _spread(part: Whole, size: int) -> Partitioned:
     """A whole tensor cut into a part for each process, so that each reads only its own."""
     width = SIZES[part.dtype]
     numel = part.extent.length // width
@@ -78,9 +164,18 @@ def spread(part: Whole, size: int) -> Partitioned:
     return Partitioned(part.dtype, tuple(ranks), [FlatMember(part.name, part.shape, 0)])
 
 
-def by_kind(parts: Sequence[Partitioned]) -> list[Partitioned]:
+def strided(part: Named) -> Iterator[Joined]:
+    """The boxes of a part that are not row-major, each on its own."""
+    if isinstance(part, Whole) and part.strides:
+        box = BoxPart((0,) * len(part.shape), part.shape, part.extent, strides=part.strides)
+        yield Joined(part.name, part.dtype, part.shape, (box,))
+    elif isinstance(part, Joined):
+        yield from (replace(part, parts=(box,)) for box in part.parts if box.strides)
+
+
+def by_kind(parts: Sequence[Cut]) -> list[Cut]:
     """Sorted by what fits into common buckets, else in their order."""
-    kinds: dict[tuple[str, int], list[Partitioned]] = {}
+    kinds: dict[tuple[str, int], list[Cut]] = {}
     for part in parts:
         kinds.setdefault((part.dtype, len(part.ranks)), []).append(part)
     return [part for alike in kinds.values() for part in alike]

@@ -1,4 +1,8 @@
-"""Threads that read both sides of a bucket into the memory of tensors."""
+"""Threads that read both sides of a bucket into the memory of tensors.
+
+A pass of core/streaming.py ends before its caller goes on. Here the caller gathers one bucket while
+threads read the next, so that every bucket has futures of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...core.buckets import Block
 from ...core.checksum import crc32
 from ...core.dtypes import SIZES
 from ...core.fileio import Reader, files_per_thread
 from ...core.fragments import Extent
 from ...core.manifest import Entry
-from ...core.partition import (
-    Block,
-)
 from ...core.pieces import ElementReader, ReadRequest, RecordChecker
 from ...core.plan import Match
 
@@ -52,11 +54,12 @@ class Readers:
         self._own = threading.local()
         self._keep = files_per_thread(jobs)
 
-    def _gatherer(self) -> ElementReader:
-        if not hasattr(self._own, "gatherer"):
-            self._own.gatherer = ElementReader(Reader(self._keep), RecordChecker(()), READ)
-        gatherer: ElementReader = self._own.gatherer
-        return gatherer
+    def _of_thread(self) -> ElementReader:
+        """This thread's reader, which has files open."""
+        if not hasattr(self._own, "reader"):
+            self._own.reader = ElementReader(Reader(self._keep), RecordChecker(()), READ)
+        reader: ElementReader = self._own.reader
+        return reader
 
     def extents(self, wanted: Sequence[tuple[Extent, int]], into: memoryview) -> list[Future[Any]]:
         """Reads every extent to its byte of `into`."""
@@ -67,7 +70,7 @@ class Readers:
         ]
 
         def work(some: Sequence[tuple[Extent, int]]) -> None:
-            reader = self._gatherer().reader
+            reader = self._of_thread().reader
             for extent, at in some:
                 reader.read(extent, into[at : at + extent.length])
 
@@ -91,7 +94,7 @@ class Readers:
             end, last = placed[-1][1].end, item
 
         def work(some: Sequence[tuple[BlockMatch, ReadRequest]]) -> list[Seen]:
-            self._gatherer().read([part for _, part in some], into)
+            self._of_thread().read([part for _, part in some], into)
             return [
                 (item, part.start, part.stop, crc32(into[part.at : part.end]))
                 for item, part in some

@@ -1,0 +1,182 @@
+"""Blocks of gathered buckets are the tensors, whatever the ranks, the processes and the memory."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise, product
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zckpt.core import buckets as module
+from zckpt.core.buckets import Beside, Block, Cut, buckets, lines_of, share_of, side_by_side
+from zckpt.core.fragments import Extent
+from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned
+
+
+def cut_flat(chosen: random.Random, ranks: int) -> tuple[Partitioned, list[Any], dict[str, Any]]:
+    """Stages 1 and 2: one behind the other, padded at the end, cut into equal parts."""
+    tensors, members, end = {}, [], 0
+    for number in range(chosen.randint(1, 6)):
+        shape = tuple(chosen.choice([1, 2, 3, 7, 19]) for _ in range(chosen.randint(0, 2)))
+        name = f"p{number}/{chosen.random()}"
+        tensors[name] = np.random.default_rng(number).integers(1, 1 << 30, shape, dtype="i4")
+        members.append(FlatMember(name, shape, end))
+        end += prod(shape) + chosen.choice([0, 0, 3])
+    width = -(-end // ranks)
+    whole = np.zeros(width * ranks, "i4")
+    for member in members:
+        whole[member.first : member.first + member.numel] = tensors[member.name].reshape(-1)
+    parts = list(whole.reshape(ranks, width))
+    if chosen.random() < 0.5:  # masters are saved without the padding of the last ranks
+        parts = [part[: max(0, min(width, end - rank * width))] for rank, part in enumerate(parts)]
+    return described(parts, members, False), parts, tensors
+
+
+def cut_each(chosen: random.Random, ranks: int) -> tuple[Partitioned, list[Any], dict[str, Any]]:
+    """Stage 3: every tensor is padded and cut; padding is garbage."""
+    tensors, members, end = {}, [], 0
+    parts: list[list[Any]] = [[] for _ in range(ranks)]
+    for number in range(chosen.randint(1, 6)):
+        shape = tuple(chosen.choice([1, 2, 3, 7, 19]) for _ in range(chosen.randint(0, 2)))
+        name = f"p{number}/{chosen.random()}"
+        tensors[name] = np.random.default_rng(number).integers(1, 1 << 30, shape, dtype="i4")
+        width = -(-prod(shape) // ranks)
+        padded = np.full(width * ranks, -1, "i4")
+        padded[: prod(shape)] = tensors[name].reshape(-1)
+        for part, mine in zip(parts, padded.reshape(ranks, width), strict=True):
+            part.append(mine)
+        members.append(FlatMember(name, shape, end))
+        end += width
+    joined = [np.concatenate(part) for part in parts]
+    return described(joined, members, True), joined, tensors
+
+
+def cut_boxes(chosen: random.Random, ranks: int) -> tuple[Joined, list[Any], dict[str, Any]]:
+    """A tensor that is cut along any axes in uneven sizes; some boxes are cut into ranges again."""
+    shape = tuple(chosen.choice([1, 2, 3, 7]) for _ in range(chosen.randint(0, 4)))
+    name = f"joined/{chosen.random()}"
+    tensor = np.random.default_rng(ranks).integers(1, 1 << 30, shape, dtype="i4")
+    cuts = [
+        sorted([0, size, *(chosen.randint(0, size) for _ in range(chosen.randint(0, 2)))])
+        for size in shape
+    ]
+    boxes, parts = [], []
+    for corner in product(*map(pairwise, cuts)):
+        offsets, sizes = tuple(a for a, _ in corner), tuple(b - a for a, b in corner)
+        elements = tensor[tuple(slice(a, b) for a, b in corner)].reshape(-1)
+        bounds = [chosen.randint(0, elements.size) for _ in range(chosen.randint(0, 2))]
+        for start, stop in pairwise(sorted([0, elements.size, *bounds])):
+            extent = Extent(f"{name} {len(parts)}", 0, 4 * (stop - start))
+            boxes.append(BoxPart(offsets, sizes, extent, start))
+            parts.append(elements[start:stop])
+    order = chosen.sample(range(len(boxes)), len(boxes))
+    joined = Joined(name, "I32", shape, tuple(boxes[place] for place in order))
+    return joined, [parts[place] for place in order], {name: tensor}
+
+
+def described(parts: list[Any], members: list[FlatMember], interleaved: bool) -> Partitioned:
+    name = members[0].name
+    extents = tuple(Extent(f"{name} {rank}", 0, part.nbytes) for rank, part in enumerate(parts))
+    return Partitioned("I32", extents, members, interleaved)
+
+
+def elements_of(block: Block, matrix: Any) -> Any:
+    pieces = [
+        matrix[row, column : column + block.rows * columns].reshape(block.rows, columns)
+        for row, column, columns in block.pieces
+    ]
+    rows = matrix[block.row : block.row + block.rows]
+    whole = np.concatenate(pieces, 1) if pieces else rows[:, block.column :][:, : block.columns]
+    assert whole.shape == (block.rows, block.columns)
+    return whole.reshape(-1)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_blocks_are_the_tensors(seed: int) -> None:
+    """Every element once, at its place, whatever the ranks, the processes and the memory."""
+    chosen = random.Random(seed)
+    ranks, processes = chosen.randint(1, 6), chosen.randint(1, 5)
+    rules = [cut_flat, cut_each, cut_boxes]
+    cuts: list[Any] = [chosen.choice(rules)(chosen, ranks) for _ in range(3)]
+    data = {
+        part.extent(rank).file: values for part, rows, _ in cuts for rank, values in enumerate(rows)
+    }
+    parts: list[Cut] = []
+    for part, _, _ in cuts:
+        parts += side_by_side(part) if isinstance(part, Joined) else [part]
+    expected = {name: tensor for _, _, tensors in cuts for name, tensor in tensors.items()}
+    rebuilt = {name: np.zeros(tensor.size, "i4") for name, tensor in expected.items()}
+    seen = {name: np.zeros(tensor.size, int) for name, tensor in expected.items()}
+    room = chosen.choice([64, 200, 1000, 10**6])
+    for bucket in buckets(parts, room, processes):
+        assert bucket.rows * bucket.width * 4 <= max(room, 4 * bucket.rows * processes)
+        matrix = np.full((bucket.rows, bucket.width), -2, "i4")
+        for segment in bucket.segments:
+            for row in range(len(segment.part.ranks)):
+                start, stop = segment.part.own(row, segment.start, segment.stop)
+                piece = data[segment.part.extent(row).file][start:stop]
+                matrix[row, segment.at : segment.at + len(piece)] = piece
+        shares = [list(share_of(bucket.blocks(), p, processes)) for p in range(processes)]
+        for block in (block for share in shares for block in share):
+            elements = elements_of(block, matrix)
+            done = 0
+            for start, stop in block.runs():
+                rebuilt[block.member.name][start:stop] = elements[done : done + stop - start]
+                seen[block.member.name][start:stop] += 1
+                done += stop - start
+        sizes = [sum(block.numel for block in share) for share in shares]
+        assert max(sizes) <= -(-sum(sizes) // processes) + max(
+            (block.columns for share in shares for block in share), default=0
+        )
+    for name, tensor in expected.items():
+        assert (seen[name] == 1).all()
+        assert (rebuilt[name] == tensor.reshape(-1)).all()
+
+
+def test_a_bucket_has_not_too_many_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two ranks have one column each of a long matrix: every line is one element."""
+    monkeypatch.setattr(module, "LINES", 100)
+    parts = tuple(BoxPart((0, place), (1000, 1), Extent("a", 0, 4000)) for place in range(2))
+    several = [Joined(f"w{number}/param", "F32", (1000, 2), parts) for number in range(3)]
+    listed = list(buckets(several, 1 << 20, 1))
+    assert len(listed) == 60
+    assert all(sum(len(block.runs()) for block in bucket.blocks()) == 100 for bucket in listed)
+
+
+def test_columns_that_lie_side_by_side_are_one_block() -> None:
+    """Tensor parallel: ranks have one and two of three columns; together they have whole lines."""
+
+    def part(offset: int, columns: int) -> BoxPart:
+        return BoxPart((0, offset), (4, columns), Extent("a", 0, 16 * columns))
+
+    (row,) = side_by_side(Joined("w/param", "F32", (4, 3), (part(1, 2), part(0, 1))))
+    assert isinstance(row, Beside)
+    (block,) = row.blocks(2, 8, 5)  # of the wider part: lines 1 to 3
+    assert block.runs() == [(3, 12)]
+    assert block.pieces == ((0, 5, 1), (1, 5, 2))
+    (apart,) = side_by_side(Joined("w/param", "F32", (4, 3), (part(1, 2),)))
+    assert isinstance(apart, Joined)
+
+
+def test_columns_of_a_matrix_are_one_block_of_each_rank() -> None:
+    """Tensor parallel: two ranks have two and one of three columns, the first in two ranges."""
+
+    def part(offset: int, columns: int, first: int, numel: int) -> BoxPart:
+        return BoxPart((0, offset), (4, columns), Extent("a", 0, 4 * numel), first)
+
+    joined = Joined(
+        "w/param", "F32", (4, 3), (part(0, 2, 0, 3), part(0, 2, 3, 5), part(2, 1, 0, 4))
+    )
+    found = [
+        [(block.start, block.rows, block.columns, block.stride, block.column) for block in blocks]
+        for rank in range(3)
+        for blocks in [lines_of(joined, rank, 0, joined.length(rank))]
+    ]
+    assert found == [
+        [(0, 1, 2, 3, 0), (3, 1, 1, 0, 2)],
+        [(4, 1, 1, 0, 0), (6, 2, 2, 3, 1)],
+        [(2, 4, 1, 3, 0)],
+    ]

@@ -1,0 +1,317 @@
+"""Which blocks of tensors does one all-gather bring back?
+
+It brings a bucket, a matrix of (rank x element); a tensor is blocks of that matrix. The geometry of
+boxes is here, apart from that in `fragments.py`: `verify --gather` proves readers that use the
+latter. No I/O here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+
+from .dtypes import SIZES
+from .fragments import Extent
+from .partition import BoxPart, FlatMember, Joined, Partitioned
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Boxes of one tensor that lie side by side along `axis`, in this order, from end to end of it.
+
+    They are alike along all axes before, and not cut along those behind. So every one has a line
+    for each line of all together, and a range of lines is contiguous in the tensor. `widths` are
+    the elements of a line of every box.
+    """
+
+    apart: Joined
+    axis: int
+    widths: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.apart.dtype
+
+    @property
+    def ranks(self) -> tuple[BoxPart, ...]:
+        return self.apart.parts
+
+    def extent(self, rank: int) -> Extent:
+        """A rank's part."""
+        return self.apart.extent(rank)
+
+    def length(self, rank: int) -> int:
+        """Elements of a rank's part."""
+        return self.apart.length(rank)
+
+    def own(self, rank: int, start: int, stop: int) -> tuple[int, int]:
+        """What a rank has of a segment, which counts elements of the widest part: its lines."""
+        width, widest = self.widths[rank], max(self.widths)
+        return start // widest * width, stop // widest * width
+
+    def blocks(self, start: int, stop: int, column: int) -> Iterator[Block]:
+        """The lines of all parts that are in a segment; they begin at `column` of every row."""
+        member, shape = FlatMember(self.apart.name, self.apart.shape, 0), self.apart.shape
+        line, end = start // max(self.widths), stop // max(self.widths)
+        outer, length = self.apart.parts[0], prod(shape[self.axis :])
+        first = line
+        while line < end:
+            rest, element = line, 0
+            for axis in reversed(range(self.axis)):
+                rest, coordinate = divmod(rest, outer.sizes[axis])
+                element += (outer.offsets[axis] + coordinate) * prod(shape[axis + 1 :])
+            size = outer.sizes[self.axis - 1]
+            rows = min(size - line % size, end - line)
+            pieces = tuple(
+                (rank, column + (line - first) * width, width)
+                for rank, width in enumerate(self.widths)
+            )
+            yield Block(member, 0, rows, 0, length, element, length, pieces)
+            line += rows
+
+
+def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
+    """The boxes of a tensor, those that lie side by side together; ranges of boxes on their own."""
+    rows: dict[tuple[tuple[int, ...], tuple[int, ...]], list[BoxPart]] = {}
+    others: list[BoxPart] = []
+    for part in tensor.parts:
+        axis = tensor.inner(part)
+        if axis and part.extent.length == prod(part.sizes) * SIZES[tensor.dtype]:
+            rows.setdefault((part.offsets[:axis], part.sizes[:axis]), []).append(part)
+        else:
+            others.append(part)
+    for (offsets, _), row in rows.items():
+        axis = len(offsets)
+        row.sort(key=lambda part: part.offsets[axis])
+        ends = list(accumulate(part.sizes[axis] for part in row))
+        if [0, *ends] == [*(part.offsets[axis] for part in row), tensor.shape[axis]]:
+            widths = tuple(prod(part.sizes[axis:]) for part in row)
+            yield Beside(replace(tensor, parts=tuple(row)), axis, widths)
+        else:
+            others += row
+    if others:
+        yield replace(tensor, parts=tuple(others))
+
+
+Cut = Partitioned | Joined | Beside
+"""What several ranks have parts of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements [start, stop) of every rank's part; in a bucket's rows they begin at `at`.
+
+    A part may have fewer of them than others: see `own`.
+    """
+
+    part: Cut
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`rows` x `columns` elements of a tensor in a bucket, from (`row`, `column`) on.
+
+    Row i of the block holds `columns` elements of the tensor, from start + i * stride on. The rows
+    lie in as many rows of the bucket. Those of boxes lie elsewhere: `pieces` are (row, column,
+    columns) of the bucket, each with `columns` elements of every row of the block, without gaps.
+    Put side by side, they are the block.
+    """
+
+    member: FlatMember
+    row: int
+    rows: int
+    column: int
+    columns: int
+    start: int
+    stride: int
+    pieces: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The elements as ranges [start, stop)."""
+        if self.stride == self.columns or self.rows == 1:
+            return [(self.start, self.start + self.numel)]
+        firsts = range(self.start, self.start + self.rows * self.stride, self.stride)
+        return [(first, first + self.columns) for first in firsts]
+
+    def cut(self, count: int) -> tuple[Block, Block]:
+        """Cuts in two, with about `count` elements first: between rows, or within a single row."""
+        if self.rows > 1:
+            rows = min(max(1, count // self.columns), self.rows - 1)
+            first = replace(self, rows=rows)
+            start, rest = self.start + rows * self.stride, self.rows - rows
+            if self.pieces:
+                below = tuple((row, at + rows * width, width) for row, at, width in self.pieces)
+                return first, replace(self, rows=rest, start=start, pieces=below)
+            return first, replace(self, row=self.row + rows, rows=rest, start=start)
+        left, right, done = [], [], 0
+        for row, at, width in self.pieces:
+            taken = min(max(0, count - done), width)
+            left += [(row, at, taken)] if taken else []
+            right += [(row, at + taken, width - taken)] if taken < width else []
+            done += width
+        first = replace(self, columns=count, pieces=tuple(left))
+        column, columns = self.column + count, self.columns - count
+        start = self.start + count
+        return first, replace(
+            self, column=column, columns=columns, start=start, pieces=tuple(right)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The result of one all-gather: `width` elements from each of `rows` ranks."""
+
+    dtype: str
+    rows: int
+    width: int
+    segments: Sequence[Segment]
+
+    @property
+    def size(self) -> int:
+        return SIZES[self.dtype]
+
+    def blocks(self) -> Iterator[Block]:
+        """The blocks of all tensors in the bucket, by the engine's rule."""
+        for segment in self.segments:
+            if isinstance(segment.part, Joined):
+                yield from _joined(segment, segment.part)
+            elif isinstance(segment.part, Beside):
+                yield from segment.part.blocks(segment.start, segment.stop, segment.at)
+            elif segment.part.interleaved:
+                yield from _interleaved(segment, segment.part)
+            else:
+                yield from _flattened(segment, segment.part)
+
+
+def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) -> Iterator[Block]:
+    """Elements [start, stop) of a rank's part; they begin at `column` of the rank's row.
+
+    Lines of the box are contiguous in the tensor. A range of elements begins and ends inside of
+    lines; between them, lines at equal distances make one block.
+    """
+    part, member = tensor.parts[rank], FlatMember(tensor.name, tensor.shape, 0)
+    sizes, inner = part.sizes, tensor.inner(part)
+    steps = [prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape))]
+    length = prod(sizes[inner:])
+    place, end = part.first + start, part.first + stop
+    while place < end:
+        line, begin = divmod(place, length)
+        element, rest = begin, line
+        for axis in reversed(range(inner)):
+            rest, coordinate = divmod(rest, sizes[axis])
+            element += coordinate * steps[axis]
+        element += sum(map(int.__mul__, part.offsets, steps))
+        rows, columns, stride = 1, min(length - begin, end - place), 0
+        if inner and columns == length:
+            rows = min(sizes[inner - 1] - line % sizes[inner - 1], (end - place) // length)
+            stride = steps[inner - 1]
+        pieces = ((rank, column, columns),)
+        yield Block(member, rank, rows, column, columns, element, stride, pieces)
+        place += rows * columns
+        column += rows * columns
+
+
+def _joined(segment: Segment, part: Joined) -> Iterator[Block]:
+    """The blocks of boxes; a rank whose part is shorter than others' has none at the end."""
+    for rank in range(len(part.parts)):
+        stop = min(segment.stop, part.length(rank))
+        yield from lines_of(part, rank, segment.start, stop, segment.at)
+
+
+def _interleaved(segment: Segment, part: Partitioned) -> Iterator[Block]:
+    """The blocks of members that are cut over all ranks each; the last ranks are padded."""
+    ranks = len(part.ranks)
+    for member in part.members:
+        width = -(-member.numel // ranks)
+        start, stop = max(segment.start, member.first), min(segment.stop, member.first + width)
+        if start >= stop:
+            continue
+        first, columns = start - member.first, stop - start
+        column = segment.at + start - segment.start
+        full = (member.numel - first - columns) // width + 1  # rows that end inside the tensor
+        if full > 0:
+            yield Block(member, 0, full, column, columns, first, width)
+        row = max(full, 0)
+        rest = member.numel - row * width - first
+        if rest > 0:
+            yield Block(member, row, 1, column, rest, row * width + first, width)
+
+
+def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:
+    """The blocks of a flat buffer that is the concatenation of all ranks' parts."""
+    firsts = [member.first for member in part.members]
+    base = 0
+    for row in range(len(part.ranks)):
+        begin, end = base + segment.start, base + min(segment.stop, part.length(row))
+        base += part.length(row)
+        for member in part.members[max(0, bisect_right(firsts, begin) - 1) :]:
+            if member.first >= end:
+                break
+            start, stop = max(begin, member.first), min(end, member.first + member.numel)
+            if start < stop:
+                column = segment.at + start - begin
+                yield Block(member, row, 1, column, stop - start, start - member.first, 0)
+
+
+LINES = 1 << 16
+"""A bucket has about as many lines of boxes at most: the other side is read line by line."""
+
+
+def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]:
+    """Packs parts of equal type and equal number of ranks into buckets of at most `room` bytes."""
+    segments: list[Segment] = []
+    end, kind, width, lines = 0, ("", 0), 0, 0
+    for part in parts:
+        if (part.dtype, len(part.ranks)) != kind:
+            if segments:
+                yield Bucket(*kind, end, tuple(segments))
+            segments, end, lines, kind = [], 0, 0, (part.dtype, len(part.ranks))
+            rows = -(-kind[1] // processes) * processes
+            width = max(1, room // (rows * SIZES[part.dtype]))
+        ranks = range(len(part.ranks))
+        length, start = max(map(part.length, ranks)), 0
+        unit = max(part.widths) if isinstance(part, Beside) else 1
+        if isinstance(part, Beside) and unit > width:
+            part, unit = part.apart, 1
+        line = part.line if isinstance(part, Joined) and length else 0
+        while start < length:
+            if width - end < unit:
+                yield Bucket(*kind, end, tuple(segments))
+                segments, end, lines = [], 0, 0
+            stop = min(length, start + (width - end) // unit * unit)
+            if line:
+                stop = min(stop, start + max(1, (LINES - lines) // len(ranks)) * line)
+                lines += -(-(stop - start) // line) * len(ranks)
+            segments.append(Segment(part, start, stop, end))
+            end += stop - start
+            start = stop
+            if end == width or lines + len(ranks) > LINES:
+                yield Bucket(*kind, end, tuple(segments))
+                segments, end, lines = [], 0, 0
+    if segments:
+        yield Bucket(*kind, end, tuple(segments))
+
+
+def share_of(blocks: Iterable[Block], rank: int, size: int) -> Iterator[Block]:
+    """The blocks that one of `size` processes compares; each gets about as many elements."""
+    listed = list(blocks)
+    most = -(-sum(block.numel for block in listed) // size)
+    counted = 0
+    for whole in listed:
+        rest: Block | None = whole
+        while rest is not None:
+            left = most - counted % most
+            block, rest = rest.cut(left) if rest.numel > left else (rest, None)
+            if counted // most == rank:
+                yield block
+            counted += block.numel

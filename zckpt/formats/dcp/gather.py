@@ -1,0 +1,117 @@
+"""How torch's planner joins what ranks saved: the rule behind `verify --gather`.
+
+`.metadata` states for every key the shape of the tensor and its boxes, for every box the bytes of a
+file, and the keys that lead to it in the state dict (torch 2.13, distributed/checkpoint/planner.py
+and metadata.py). Hugging Face's storage states for every tensor of a rank's file at which offsets
+it begins; the whole ends where the last one ends (hf_storage.py). The reader's modules are not used
+here, because `verify --gather` proves the reader.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ...core.partition import BoxPart, Partition
+from ...errors import UnsupportedCheckpoint, not_understood
+from ...files.dcpfile import ItemBox, ItemFiles, ItemTable, TensorItem, read_table
+from ...files.safefile import read_with_metadata
+from ...files.torchfile import Tensor
+from ..statedict import gather
+from .files import located
+
+OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+
+
+def partitions(path: str) -> list[Partition]:
+    """Every tensor of the model and of its optimizer.
+
+    Raises UnsupportedCheckpoint for a box that is not a tensor, and what `read_table` raises.
+    """
+    try:
+        return _partitions(*located(path))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise not_understood(path, error) from error
+
+
+def _partitions(root: str, folders: Sequence[str]) -> list[Partition]:
+    if not folders:
+        return gather.partitions(_hugging_face(root))
+    tree: dict[Any, Any] = {}
+    numbers: Sequence[str] = ()
+    for folder in folders:
+        table, files = read_table(folder), ItemFiles()
+        paths = table.others.get("planner_data") or {}
+        for key, item in table.items.items():
+            place = tuple(paths.get(key) or (key,))
+            if item is not None:
+                _put(tree, place, _tensor(table, files, key, item))
+            else:
+                is_asked = _tells_names(place) or _is_state(place)
+                value = files.torch_file(table.location(key)).value if is_asked else None
+                _put(tree, place, value)
+        stated = table.others.get("zckpt")
+        if isinstance(stated, dict):  # zckpt wrote the directory, and knew the names
+            numbers = stated.get("numbers") or numbers
+    return gather.partitions(tree, numbers)
+
+
+def _tells_names(path: tuple[Any, ...]) -> bool:
+    """Whether a value says which parameters an optimizer has."""
+    return "param_groups" in path and ("params" in path or "param_names" in path)
+
+
+def _is_state(path: tuple[Any, ...]) -> bool:
+    """Whether a value is in an optimizer's state; the step is always a number."""
+    last = str(path[-1])
+    inside = "state" in path[:-1] or last.startswith("state.")
+    return inside and last.rpartition(".")[2] != "step"
+
+
+def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    """Sets the value at a path; lists are dictionaries by places."""
+    *above, last = path
+    for key in above:
+        tree = tree.setdefault(key, {})
+    tree[last] = value
+
+
+def _tensor(table: ItemTable, files: ItemFiles, key: str, item: TensorItem) -> gather.Saved:
+    boxes = [_box(table, files, key, box) for box in item.boxes if not box.is_empty]
+    return gather.joined(item.dtype, item.shape, boxes)
+
+
+def _box(table: ItemTable, files: ItemFiles, key: str, box: ItemBox) -> BoxPart:
+    location = table.location(key, box)
+    stored = files.stored(location, key)
+    if stored is not None:
+        return gather.stored_box(stored, box.offsets)
+    file = files.torch_file(location)
+    if not isinstance(file.value, Tensor):
+        raise UnsupportedCheckpoint(f"{location.file} has no tensor of {key}")
+    return gather.box_of(file, file.value, box.offsets)
+
+
+def _hugging_face(folder: str) -> dict[str, gather.Saved]:
+    boxes: dict[str, list[BoxPart]] = {}
+    dtypes: dict[str, str] = {}
+    for name in sorted(filter(OF_RANK.fullmatch, os.listdir(folder))):
+        tensors, metadata = read_with_metadata(os.path.join(folder, name))
+        info = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
+        for stored in tensors:
+            zeros = [0] * len(stored.shape)
+            offsets = tuple(info.get(stored.name, {}).get("saved_offsets", zeros))
+            boxes.setdefault(stored.name, []).append(gather.stored_box(stored, offsets))
+            dtypes[stored.name] = stored.dtype
+    return {
+        name: gather.joined(dtypes[name], _reached(parts), parts) for name, parts in boxes.items()
+    }
+
+
+def _reached(boxes: Sequence[BoxPart]) -> tuple[int, ...]:
+    """The shape of which these boxes are all parts."""
+    axes = range(len(boxes[0].sizes))
+    return tuple(max(box.offsets[axis] + box.sizes[axis] for box in boxes) for axis in axes)

@@ -1,0 +1,243 @@
+"""How torch joins what ranks saved in files of their own: the rule behind `verify --gather`.
+
+    DTensor          `full_tensor()` concatenates the local tensors along the axis of every `Shard`,
+                     in the order of the ranks' coordinates in the mesh. Each rank's mesh states the
+                     coordinate of this rank. Nothing is computed from the number of ranks.
+    ShardedTensor    the metadata that all ranks agreed on says which rank has which box
+    other values     are those of the first rank
+
+(torch 2.13: distributed/tensor/_redistribute.py, distributed/_shard/sharded_tensor/api.py.) The
+reader's modules are not used here, because `verify --gather` proves the reader: it computes the
+parts of a DTensor from the size of the mesh, and takes every rank's own word for its shards.
+
+ZeroRedundancyOptimizer's local states have numbers of each rank. No file says which parameters
+these are, so they have no names here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...core.inert import Foreign, Global
+from ...core.partition import BoxPart, Partition
+from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, not_understood
+from ...files import safefile
+from ...files.torchfile import TORCH_DTYPES, Parsed, Tensor, TorchFile
+from ..statedict import gather
+from .files import StateDictFiles, find
+
+REBUILD = "torch._tensor._rebuild_from_type_v2"
+LEFT_OUT = "compare without --gather"
+
+
+def partitions(path: str) -> list[Partition]:
+    """Every tensor of the model and of its optimizer.
+
+    Raises UnsupportedCheckpoint if a rank's mesh does not state its coordinate, and
+    InconsistentCheckpoint if a rank has other shards than the ranks agreed on.
+    """
+    try:
+        return _partitions(find(path))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise not_understood(path, error) from error
+
+
+def _partitions(files: StateDictFiles) -> list[Partition]:
+    parsed: Parsed = {}
+    trees: dict[str | None, Any] = {
+        kind: _whole_file(name, parsed) for kind, name in files.whole.items() if kind != "extra"
+    }
+    local: list[Partition] = []
+    for kind, paths in files.ranks.items():
+        ranks = {rank: TorchFile(paths[rank], parsed) for rank in sorted(paths)}
+        if "model" in files.whole and _number_their_own(ranks):
+            for file in ranks.values():
+                local += gather.states(_Ranks({0: file}).tree(), {})
+        else:
+            trees[kind] = _Ranks(ranks).tree()
+    everything = trees.pop(None, {})
+    return gather.partitions({**everything, **trees}, _numbers(files.whole, parsed)) + local
+
+
+def _whole_file(path: str, parsed: Parsed) -> Any:
+    """The values of a file that is not one rank's."""
+    if path.endswith(".json"):
+        with open(path, "rb") as file:
+            names = sorted(set(json.load(file)["weight_map"].values()))
+        folder = os.path.dirname(path)
+        paths = [os.path.join(folder, os.path.basename(name)) for name in names]
+        return {key: value for part in paths for key, value in _whole_file(part, parsed).items()}
+    if path.endswith(".safetensors"):
+        return {
+            stored.name: gather.joined(
+                stored.dtype, stored.shape, [gather.stored_box(stored, (0,) * len(stored.shape))]
+            )
+            for stored in safefile.read(path)
+        }
+    return _Ranks({0: TorchFile(path, parsed)}).tree()
+
+
+def _numbers(whole: Mapping[str | None, str], parsed: Parsed) -> Sequence[str]:
+    """The names of an optimizer's numbers, if zckpt wrote them beside."""
+    value = TorchFile(whole["extra"], parsed).value if "extra" in whole else None
+    stated = value.get("zckpt") if isinstance(value, dict) else None
+    names: Sequence[str] = (stated.get("numbers") or ()) if isinstance(stated, dict) else ()
+    return names
+
+
+class _Ranks:
+    """The files of ranks, which are one tree of state dicts together."""
+
+    def __init__(self, files: Mapping[int, TorchFile]) -> None:
+        self.files = files
+
+    def tree(self) -> Any:
+        return self._value({rank: file.value for rank, file in self.files.items()})
+
+    def _value(self, by_rank: Mapping[int, Any]) -> Any:
+        first, value = next(iter(by_rank.items()))
+        if _is_distributed(value):
+            return self._joined(by_rank)
+        if isinstance(value, dict):
+            dicts = {rank: item for rank, item in by_rank.items() if isinstance(item, dict)}
+            keys = dict.fromkeys(key for item in dicts.values() for key in item)
+            return {
+                key: self._value({rank: d[key] for rank, d in dicts.items() if key in d})
+                for key in keys
+            }
+        if isinstance(value, (list, tuple)):
+            lists = {
+                rank: item
+                for rank, item in by_rank.items()
+                if isinstance(item, (list, tuple)) and len(item) == len(value)
+            }
+            return [
+                self._value({rank: item[place] for rank, item in lists.items()})
+                for place in range(len(value))
+            ]
+        return gather.whole(self.files[first], value) if isinstance(value, Tensor) else value
+
+    def _joined(self, by_rank: Mapping[int, Foreign]) -> gather.Saved:
+        """All ranks' parts of a DTensor or ShardedTensor; of equal boxes the first rank's."""
+        _, cls, about, _ = next(iter(by_rank.values())).arguments
+        shape = tuple(about[2])
+        states = {rank: value.arguments[3] for rank, value in by_rank.items()}
+        is_dtensor = isinstance(cls, Global) and cls.name.endswith(".DTensor")
+        rule = self._of_mesh if is_dtensor else self._of_shards
+        boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], BoxPart] = {}
+        for box in rule(states, shape):
+            boxes.setdefault((box.offsets, box.sizes), box)
+        return gather.joined(TORCH_DTYPES[about[1].name], shape, list(boxes.values()))
+
+    def _of_mesh(self, states: Mapping[int, Any], shape: tuple[int, ...]) -> list[BoxPart]:
+        """Every rank's local tensor, behind those of smaller coordinates along each axis."""
+        tensors: dict[int, Tensor] = {}
+        positions: dict[int, list[tuple[int, ...]]] = {}
+        lengths: list[dict[tuple[int, ...], int]] = [{} for _ in shape]
+        for rank, state in states.items():
+            fields = _fields(state)
+            tensors[rank], spec = fields["_local_tensor"], _fields(fields["_spec"].state)
+            coordinate = _fields(spec["mesh"].state).get("_coordinate_on_dim")
+            if coordinate is None:
+                raise UnsupportedCheckpoint(
+                    f"{self.files[rank].path} does not state the rank's coordinate in the mesh",
+                    hint=LEFT_OUT,
+                )
+            positions[rank] = [() for _ in shape]
+            for placement, place in zip(spec["placements"], coordinate, strict=True):
+                kind = placement.name.rpartition(".")[2]
+                if kind == "Shard":
+                    axis = _fields(placement.state).get("dim", *placement.arguments)
+                    positions[rank][axis] += (place,)
+                elif kind != "Replicate":
+                    raise UnsupportedCheckpoint(
+                        f"{self.files[rank].path} has a DTensor placed as {kind}", hint=LEFT_OUT
+                    )
+            for axis, position in enumerate(positions[rank]):
+                lengths[axis].setdefault(position, tensors[rank].shape[axis])
+        starts = [_starts(each) for each in lengths]
+        return [
+            gather.box_of(
+                self.files[rank],
+                tensor,
+                tuple(
+                    each[position] for each, position in zip(starts, positions[rank], strict=True)
+                ),
+            )
+            for rank, tensor in tensors.items()
+        ]
+
+    def _of_shards(self, states: Mapping[int, Any], _: tuple[int, ...]) -> list[BoxPart]:
+        """Every rank's shards, at the offsets that the common metadata states for this rank."""
+        boxes = []
+        for rank, (shards, metadata, group, *_) in states.items():
+            number = _fields(group.state)["global_rank"]
+            listed = [_fields(shard.state) for shard in _fields(metadata.state)["shards_metadata"]]
+            own = [s for s in listed if _fields(s["placement"].state)["_rank"] == number]
+            if len(own) != len(shards):
+                raise InconsistentCheckpoint(
+                    f"{self.files[rank].path} has {len(shards)} shards of a tensor, but its "
+                    f"metadata states {len(own)} of rank {number}"
+                )
+            for shard, stated in zip(shards, own, strict=True):
+                tensor = _fields(shard.state)["tensor"]
+                boxes.append(
+                    gather.box_of(self.files[rank], tensor, tuple(stated["shard_offsets"]))
+                )
+        return boxes
+
+
+def _starts(lengths: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], int]:
+    """Where the part of each position begins, if they follow each other in order."""
+    starts, end = {}, 0
+    for position in sorted(lengths):
+        starts[position] = end
+        end += lengths[position]
+    return starts
+
+
+def _is_distributed(value: Any) -> bool:
+    return isinstance(value, Foreign) and value.name == REBUILD
+
+
+def _fields(state: Any) -> dict[str, Any]:
+    """The attributes of an inert object: a dictionary, or one of `__dict__` and one of slots."""
+    parts = state if isinstance(state, tuple) else (state,)
+    return {key: value for part in parts for key, value in (part or {}).items()}
+
+
+# -- ZeroRedundancyOptimizer
+
+
+def _number_their_own(files: Mapping[int, TorchFile]) -> bool:
+    """Whether ranks' optimizers have whole tensors under numbers, and not all have the same."""
+    states = []
+    for file in files.values():
+        value = file.value
+        if not (isinstance(value, dict) and {"state", "param_groups"} <= value.keys()):
+            return False
+        members = [member for group in value["param_groups"] for member in group["params"]]
+        if not all(type(member) is int for member in members):
+            return False
+        tensors = [
+            (number, key, tensor)
+            for number, state in value["state"].items()
+            for key, tensor in state.items()
+        ]
+        if any(_is_distributed(tensor) for _, _, tensor in tensors):
+            return False
+        states.append((members, [(n, key, _content(file, item)) for n, key, item in tensors]))
+    return any(state != states[0] for state in states)
+
+
+def _content(file: TorchFile, value: Any) -> Any:
+    """Equal for equal values: of a tensor its stated checksum, or its bytes."""
+    if not isinstance(value, Tensor):
+        return value
+    length, crc = file.crc(value)
+    if crc is None and value.contiguous:
+        return value.dtype, value.shape, file.read(value)
+    return value.dtype, value.shape, value.strides, value.offset, length, crc

@@ -1,0 +1,228 @@
+"""Which saved tensor is which `parameter/slot`, by the keys that torch itself gives to tensors?
+
+The rule behind `verify --gather` for the formats `dcp` and `gathered`. It proves the reader, so it
+shares nothing with the other modules of this folder. torch keeps names in keys (torch 2.13,
+distributed/checkpoint/state_dict.py, optim/optimizer.py):
+
+    nested    {"state": {NAME: {SLOT: tensor}}, "param_groups": [{"params": [NAME, ...], ...}]}
+    flat      {"state.NAME.SLOT": tensor, "param_groups.NAME.lr": ...}
+    numbers   {"state": {0: {SLOT: tensor}}, "param_groups": [{"params": [0, ...], ...}]}
+
+Beside numbers, `param_names` of a group may state the names (torch >= 2.6). If nothing states them,
+the tensors are `Nameless`. So is every tensor of which only the program knows that it belongs to
+the model, because several state dicts could be the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ...core.manifest import slot_name
+from ...core.partition import BoxPart, Joined, Nameless, Partition, Whole
+from ...files.safefile import Stored
+from ...files.torchfile import Tensor, TorchFile
+
+Saved = Joined | Whole
+"""A tensor that has no name yet."""
+
+Path = tuple[Any, ...]
+MODELS = ("model", "state_dict", "module", "model_state_dict", "app.model")
+"""What programs call a model's state dict, the most usual first."""
+ADAPTED = "base_model."
+"""PEFT's modules begin so. Its files omit an adapter's name (PEFT 0.21)."""
+DEPTH = 4
+
+
+def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Partition]:
+    """All tensors of the model and of its optimizer in a tree of state dicts.
+
+    Tensors in the tree are `Saved`. Places of a list may be integer keys of a dictionary. `numbers`
+    are the names of an optimizer's numbers, if the files state them beside the tree.
+    """
+    optimizers = [(path, value) for path, value in _dicts(tree) if _is_optimizer(value)]
+    path, state_dict = optimizers[0] if optimizers else (None, {})
+    optimizer = _optimizer(state_dict, numbers)
+    candidates = {
+        place: tensors
+        for place, value in _dicts(tree)
+        if path is None or place[: len(path)] != path
+        if (tensors := {key: item for key, item in value.items() if isinstance(item, Saved)})
+        and all(isinstance(key, str) for key in tensors)
+    }
+    model = _model(candidates, optimizer.names)
+    if model is None:
+        every = [item for value in candidates.values() for item in value.values()]
+        return [*(Nameless("param", item) for item in every), *states(state_dict, {}, numbers)]
+    trained = set(optimizer.names)
+    of_module = bool(trained) and trained <= model.keys()
+    weights = [
+        replace(item, name=f"{name}/param")
+        if of_module or name in trained or not name.startswith(ADAPTED)
+        else Nameless("param", item)
+        for name, item in model.items()
+    ]
+    return [*weights, *states(state_dict, model, numbers)]
+
+
+def states(
+    state_dict: Mapping[Any, Any], model: Mapping[str, Saved], numbers: Sequence[str] = ()
+) -> Iterator[Partition]:
+    """The tensors of an optimizer's state dict; nameless ones if `model` does not have the name.
+
+    A tensor of the parameter's shape is a slot. A number is not: a key is a number if it has one
+    value for any parameter of another shape (torch's `step`; `mu_product` of NAdam).
+    """
+    optimizer = _optimizer(state_dict, numbers)
+    values = {"step"} | {
+        key
+        for name, state in optimizer.named(model)
+        for key, value in state.items()
+        if _is_number(value, model[name].shape)
+    }
+    for name, state in optimizer.named(model):
+        for key, value in state.items():
+            single = isinstance(value, Saved) and prod(value.shape) == 1
+            if key == "step" or (key in values and single) or not isinstance(value, Saved):
+                continue
+            if value.shape == model[name].shape:
+                yield replace(value, name=f"{name}/{slot_name(key)}")
+    for state in optimizer.nameless(model):
+        for key, value in state.items():
+            if key != "step" and isinstance(value, Saved):
+                yield Nameless(slot_name(key), value)
+
+
+def _is_number(value: Any, shape: tuple[int, ...]) -> bool:
+    if isinstance(value, Saved):
+        return prod(value.shape) == 1 and value.shape != shape
+    return type(value) in (bool, int, float, complex)
+
+
+# -- what the keys say
+
+
+def _dicts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, dict[Any, Any]]]:
+    """All dictionaries in a tree, down to `DEPTH`, but not those in an optimizer's."""
+    if isinstance(tree, dict):
+        yield path, tree
+    if len(path) < DEPTH and not (isinstance(tree, dict) and _is_optimizer(tree)):
+        children = tree.items() if isinstance(tree, dict) else ()
+        for key, value in enumerate(tree) if isinstance(tree, list) else children:
+            yield from _dicts(value, (*path, key))
+
+
+def _is_optimizer(value: Mapping[Any, Any]) -> bool:
+    if "param_groups" in value:
+        groups = _listed(value["param_groups"])
+        return groups is not None and all("params" in group for group in groups)
+    return any(isinstance(key, str) and key.startswith("param_groups.") for key in value)
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """The items of a list, which may be a dictionary by places; None for anything else."""
+    if isinstance(value, dict) and all(type(key) is int for key in value):
+        return [value[key] for key in sorted(value)]
+    return list(value) if isinstance(value, (list, tuple)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Optimizer:
+    """The state of every parameter, by the name that the files state, or under no name."""
+
+    by_name: dict[str, dict[Any, Any]]
+    by_number: list[dict[Any, Any]]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.by_name)
+
+    def named(self, model: Mapping[str, Any]) -> list[tuple[str, dict[Any, Any]]]:
+        return [(name, state) for name, state in self.by_name.items() if name in model]
+
+    def nameless(self, model: Mapping[str, Any]) -> list[dict[Any, Any]]:
+        others = [state for name, state in self.by_name.items() if name not in model]
+        return others + self.by_number
+
+
+def _optimizer(state_dict: Mapping[Any, Any], numbers: Sequence[str]) -> _Optimizer:
+    if "param_groups" not in state_dict:
+        return _Optimizer(_flat(state_dict), [])
+    groups = _listed(state_dict["param_groups"]) or []
+    members = [member for group in groups for member in _listed(group["params"]) or ()]
+    # planners of torch.distributed.checkpoint turn numbers into text
+    states = {str(key): value for key, value in (state_dict.get("state") or {}).items()}
+    if any(type(member) is int for member in members):
+        beside = [name for group in groups for name in _listed(group.get("param_names")) or ()]
+        names = next((list(n) for n in (numbers, beside) if len(n) == len(members)), None)
+        if names is None:
+            return _Optimizer({}, [states.get(str(member), {}) for member in members])
+        pairs = zip(names, members, strict=True)
+        return _Optimizer({name: states.get(str(member), {}) for name, member in pairs}, [])
+    return _Optimizer({name: states.get(name, {}) for name in members}, [])
+
+
+def _flat(state_dict: Mapping[Any, Any]) -> dict[str, dict[Any, Any]]:
+    """The states by parameter; names have dots, options and slots have none."""
+    groups, state = "param_groups.", "state."
+    keys = [key for key in state_dict if isinstance(key, str)]
+    names = [key[len(groups) :].rpartition(".")[0] for key in keys if key.startswith(groups)]
+    states: dict[str, dict[Any, Any]] = {name: {} for name in names}
+    for key in keys:
+        name, _, slot = key.rpartition(".")
+        if name.startswith(state) and name[len(state) :] in states:
+            states[name[len(state) :]][slot] = state_dict[key]
+    return states
+
+
+def _model(
+    candidates: Mapping[Path, dict[str, Saved]], trained: Sequence[str]
+) -> dict[str, Saved] | None:
+    """The model's state dict: the only one with all trained names, or with the usual key.
+
+    None if nothing in the files says which one it is.
+    """
+    complete = [path for path, weights in candidates.items() if weights.keys() >= set(trained)]
+    if trained and len(complete) == 1:
+        return candidates[complete[0]]
+    paths = complete if trained and complete else list(candidates)
+    if len(paths) == 1:
+        return candidates[paths[0]]
+    for key in MODELS:
+        for path in paths:
+            if ".".join(map(str, path)) == key:
+                return candidates[path]
+    return None
+
+
+# -- tensors in files
+
+
+def whole(file: TorchFile, tensor: Tensor) -> Whole:
+    """A tensor that one file has in full."""
+    box = box_of(file, tensor, (0,) * len(tensor.shape))
+    return Whole("", tensor.dtype, tensor.shape, box.extent, box.strides)
+
+
+def box_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> BoxPart:
+    """A tensor of a file as the part of another one, in which it begins at `offsets`."""
+    if tensor.contiguous:
+        return BoxPart(offsets, tensor.shape, file.extent(tensor))
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
+    reached = Tensor(tensor.storage, tensor.dtype, tensor.offset, (last + 1,), (1,))
+    return BoxPart(offsets, tensor.shape, file.extent(reached), strides=tensor.strides)
+
+
+def stored_box(stored: Stored, offsets: tuple[int, ...]) -> BoxPart:
+    """The same for a tensor of a safetensors file."""
+    return BoxPart(offsets, stored.shape, stored.extent)
+
+
+def joined(dtype: str, shape: tuple[int, ...], boxes: Sequence[BoxPart]) -> Saved:
+    """A tensor of all its boxes; whole if there is only one."""
+    filled = [box for box in boxes if prod(box.sizes)]
+    if len(filled) == 1 and filled[0].sizes == shape:
+        return Whole("", dtype, shape, filled[0].extent, filled[0].strides)
+    return Joined("", dtype, shape, tuple(filled))
