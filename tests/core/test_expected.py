@@ -15,7 +15,9 @@ def test_names_inside(name: str) -> None:
     assert inside("/run", name, ".metadata") == os.path.join("/run", name)
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "..", "../a", "a/../../b", "a/..", "", ".", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "..", "../a", "a/../../b", "a/..", "", ".", "a\0b"]
+)
 def test_names_outside(name: str) -> None:
     with pytest.raises(CorruptCheckpoint, match=r"/run: \.metadata names a file outside of it"):
         inside("/run", name, ".metadata")
