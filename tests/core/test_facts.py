@@ -164,6 +164,18 @@ LOSS = {"loss_scale": 8.0}
             },
         ),
         (GRAPH, None, {"user_dict": {}}, {"engine": GRAPH_JSON, "user_dict": {}}),
+        (
+            GRAPH,
+            StepPlace("state", "I64", (1,), first=1),
+            {"optimizer": {}},
+            {
+                "engine": GRAPH_JSON,
+                "optimizer": {
+                    "step": {"in": "state", "type": "I64", "shape": [1], "first": 1},
+                    "group_step": None,
+                },
+            },
+        ),
     ],
 )
 def test_facts_have_their_keys_in_a_manifest_and_come_back(

@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FlatBufferEngine:
-    """An engine that cuts flat buffers over its ranks.
+    """An engine that cuts flat buffers over its ranks, and keeps its configuration.
+
+    A writer of this kind of engine takes over `config`, `version` and the groups as they are. So an
+    engine with a configuration of another form gets a record of its own.
 
     `dtype` is the type in which its module computes. `optimizer_class` is its wrapper around the
     optimizer. If `elastic`, the files have no hyper-parameters: those of the manifest are inferred
@@ -183,12 +186,12 @@ class StepPlace:
     """Where an optimizer keeps its step, and in which type.
 
     `where` is `state` or `group`. `kind` is a dtype (a tensor of `shape`), `int` or `float`.
-    `stale` is what the groups contain although the step of the state is true; None for nothing.
-    `first` is the number that stands there before any update.
+    `stale` is the wrong step that groups hold beside a true one; None for nothing. `first` is the
+    number that stands there before any update.
     """
 
-    where: str = "state"
-    kind: str = "F32"
+    where: str
+    kind: str
     shape: tuple[int, ...] = ()
     stale: Any = None
     first: int = 0
@@ -203,8 +206,12 @@ class StepPlace:
 
     def to_state(self) -> dict[str, Any]:
         """The value of `state.optimizer.step` in a manifest (`stale` is `group_step` beside it)."""
-        shape = {"shape": list(self.shape)} if self.shape else {}
-        return {"in": self.where, "type": self.kind, **shape}
+        return {
+            "in": self.where,
+            "type": self.kind,
+            **({"shape": list(self.shape)} if self.shape else {}),
+            **({"first": self.first} if self.first else {}),
+        }
 
     @classmethod
     def of_state(cls, optimizer: Mapping[str, Any]) -> StepPlace | None:
@@ -217,15 +224,17 @@ class StepPlace:
             _text(stated, "type") or "F32",
             tuple(_list(stated, "shape") or ()),
             optimizer.get("group_step"),
+            _of_type(stated, "first", int) or 0,
         )
 
 
 def with_facts(
     state: Mapping[str, Any], engine: Engine | None, place: StepPlace | None
 ) -> dict[str, Any]:
-    """The `state` of a manifest's JSON: what the program saved, and the facts of its engine."""
-    if engine is None and place is None:
-        return dict(state)
+    """The `state` of a manifest's JSON: what the program saved, and the facts of its engine.
+
+    A place in the groups of a state dict is written by its type alone.
+    """
     if isinstance(engine, StateDictEngine):
         in_group = place is not None and place.where == "group"
         facts = engine.to_state(place.kind if place is not None and in_group else None)
@@ -234,9 +243,10 @@ def with_facts(
             result["optimizer"] = {**(state.get("optimizer") or {}), "step": place.to_state()}
         return result
     result = {**({} if engine is None else {"engine": engine.to_state()}), **state}
-    if isinstance(state.get("optimizer"), dict) and not isinstance(engine, GraphEngine):
+    of_flats = isinstance(engine, FlatBufferEngine) and "optimizer" in state
+    if of_flats or place is not None:
         result["optimizer"] = {
-            **state["optimizer"],
+            **(state.get("optimizer") or {}),
             "step": None if place is None else place.to_state(),
             "group_step": None if place is None else place.stale,
         }
@@ -246,7 +256,11 @@ def with_facts(
 def facts_of(
     state: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Engine | None, StepPlace | None]:
-    """The inverse of `with_facts`; raises TypeError for values of other types."""
+    """The inverse of `with_facts`; raises TypeError for values of other types.
+
+    The keys tell the kinds of engines apart: `config` is a FlatBufferEngine's, `model` a
+    StateDictEngine's.
+    """
     rest = dict(state)
     stated = _dictionary(rest, "engine")
     rest.pop("engine", None)

@@ -55,7 +55,7 @@ class Parameter:
     `step` counts completed updates; it is None if the optimizer keeps no step. `scalars` are the
     optimizer states that are one number, except the step: Python numbers, or tensors of one element
     whose shape is not the parameter's. `group` is the parameter's place in the manifest's groups;
-    it is None if the parameter is frozen.
+    it is None if the parameter is frozen or the manifest has no groups.
     """
 
     shape: tuple[int, ...]
@@ -134,7 +134,9 @@ class Sibling:
 class Manifest:
     """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow.
 
-    `source` says which engine wrote it: format, version, zero_stage, dp, tag.
+    `format` is that of the files. `source` says where they come from: the name of the first format
+    (`format`), and the version, zero_stage, dp and tag of its engine. A universal checkpoint keeps
+    the `source` of the engine that trained.
     `engine` are the facts of that engine, and `step_place` is where its optimizer keeps the step;
     None if no file states that. `state` is everything else that is not a tensor, as inert values. A
     tensor inside of it is the `TensorName` of an entry with slot `state`.

@@ -50,7 +50,7 @@ class Partitioned:
         return self.ranks[rank].length // SIZES[self.dtype]
 
     def own(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """What a rank has of a segment, as elements of its part."""
+        """Elements [start, stop) of a segment, as far as a rank's part reaches."""
         return start, min(stop, self.length(rank))
 
 
@@ -88,7 +88,7 @@ class BoxPart:
 class Joined:
     """A tensor whose ranks have a box of it each, cut along any axes, in any sizes.
 
-    The parts follow each other in any order. Together they have every element once.
+    The parts may be listed in any order. Together they have every element once.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Joined:
         return self.parts[rank].extent.length // SIZES[self.dtype]
 
     def own(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """What a rank has of a segment, as elements of its part."""
+        """Elements [start, stop) of a segment, as far as a rank's part reaches."""
         return start, min(stop, self.length(rank))
 
     @property

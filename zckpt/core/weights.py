@@ -40,7 +40,7 @@ def is_rounded(wide: str, narrow: str) -> bool:
 
 
 def is_widened(narrow: str, wide: str | None) -> bool:
-    """Whether numbers of type `wide` lack digits if they are cast from type `narrow`."""
+    """Whether numbers of type `wide` that are filled from `narrow` are rounded values."""
     return narrow in FLOATS and narrow not in WIDE and wide in WIDE
 
 
@@ -94,9 +94,9 @@ def agreement(master: Entry, weight: Entry) -> str | None:
 def counterpart(entry: Entry, others: Weight, own: Weight) -> tuple[Entry, str] | None:
     """Which tensor of another checkpoint a weight equals, and how, as `agreement` says it.
 
-    This is asked if the other side has no entry of the same slot and type. `own` is what `entry`
-    stands beside. A `param` may equal the other's master or `param`, or be rounded from them. A
-    master, or a `param` without a master, may be what the other's `param` was rounded from.
+    This is asked if the other side has no entry of the same slot and type. `own` is the weight that
+    `entry` belongs to. A `param` may equal the other's master or `param`, or be rounded from them.
+    A master, or a `param` without a master, may be what the other's `param` was rounded from.
     """
     for other in (others.master, others.param):
         how = None if other is None else agreement(other, entry)

@@ -25,6 +25,7 @@ from ..core.manifest import Entry
 from ..core.weights import WEIGHTS, WIDE, Weight, is_widened
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ..formats.dcp.items import OpenedItem, StoredTensor, StoredValue
+from ..training.steps import WRITTEN
 from . import lacking, regions
 from .groups import Groups
 from .keys import KeyMeaning
@@ -131,7 +132,8 @@ class LoadTarget:
         """A 0-d state."""
         parameter = self.source.manifest.parameters[meaning.name]
         if meaning.slot == "step":
-            return None if parameter.step is None else Scalar(float(parameter.step), "F32")
+            place = WRITTEN["torch"]
+            return None if parameter.step is None else place.number(parameter.step)
         return parameter.scalars.get(meaning.slot)
 
     # -- hyper-parameters

@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
+    from ..core.copy import CopyOutcome
     from ..core.manifest import Manifest
     from ..core.partition import Partition
     from ..core.staging import Layout, Shell
@@ -78,7 +79,7 @@ class Writer(Protocol):
     def lay_out(self, source: Manifest, options: Options) -> Layout:
         """The files of the target, without tensors. Raises before the first byte is written."""
 
-    def seal(self, root: str, manifest: Manifest, outcome: Any) -> None:
+    def seal(self, root: str, manifest: Manifest, outcome: CopyOutcome) -> None:
         """Writes what is known when all tensors are in place: checksums."""
 
 
@@ -86,7 +87,7 @@ class Gatherer(Protocol):
     """`gather.py` of a format."""
 
     def partitions(self, path: str) -> list[Partition]:
-        """What ranks all-gather, by the engine's own rule."""
+        """What ranks all-gather, by the engine's own rule. `path` is `Manifest.root`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +107,10 @@ class Format:
     options: tuple[Option[Any], ...]
     reasons: Mapping[str, str] = field(default_factory=dict)
     reads: bool = True
+    """Users may name it as a source. A format that is only written has a `read.py` as well, which
+    reads the shells back."""
     writes: bool = True
+    """It has a `write.py`."""
     weak: bool = False
     """`files.py` has `detect_weak`."""
     numbers: bool = False
@@ -172,7 +176,7 @@ class Format:
     def lay_out(self, source: Manifest, options: Options) -> Layout:
         return cast(Writer, self._module("write")).lay_out(source, options)
 
-    def seal(self, root: str, manifest: Manifest, outcome: Any) -> None:
+    def seal(self, root: str, manifest: Manifest, outcome: CopyOutcome) -> None:
         cast(Writer, self._module("write")).seal(root, manifest, outcome)
 
     def partitions(self, path: str) -> list[Partition] | None:

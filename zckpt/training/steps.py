@@ -44,7 +44,7 @@ WRITTEN = {
     "deepspeed-cpu-adam": StepPlace("state", "int"),
     "apex-fused-adam": StepPlace("group", "int"),
 }
-"""Where each class of `--optimizer` looks for its step."""
+"""Where each class of `--optimizer` looks for its step; `torch` is also that of its programs."""
 
 COUNTED = StepPlace("state", "I64", (1,), first=1)
 """Where ONNX Runtime counts updates: its Adam once for each weight, its Lamb once for all."""

@@ -23,6 +23,7 @@ from ...core.weights import is_optimizers, weight_of
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from ...files import hdf5shell
 from ...files.torchshell import Storages, seal_records, shell, thawed
+from ...training.optimizers import plain_name
 from ...training.options import DIALECT, DP, Options
 from ...training.steps import COUNTED
 from .hdf5 import require_h5py
@@ -126,7 +127,7 @@ class OnnxRuntimeWriter:
 
     def _optimizer(self) -> str:
         """AdamOptimizer or LambOptimizer; raises if the source's states are another optimizer's."""
-        name = re.sub(r"^(deepspeed|fused|cpu)+", "", (self.source.optimizer or "").lower())
+        name = plain_name(self.source.optimizer or "")
         kept = {entry.slot for entry in self.source.entries.values() if is_optimizers(entry.slot)}
         families = {"adam": "Adam", "adamw": "Adam", "lamb": "Lamb", "": "Adam", "sgd": "SGD"}
         if self.states and (name not in families or kept != set(SLOTS.values())):

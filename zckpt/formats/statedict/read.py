@@ -333,9 +333,9 @@ class _Manifest:
 
         Apex and TransformerEngine's FusedAdam keep one in groups alone.
         """
-        kinds = set(believed.kinds.values())
-        usual = believed.where == "state" and kinds == {"F32"}
-        return None if usual or len(kinds) != 1 else StepPlace(believed.where, kinds.pop())
+        place = believed.place()
+        is_one = len(set(believed.kinds.values())) == 1
+        return place if is_one and place != steps.WRITTEN["torch"] else None
 
     def _sight_scheduler(self, scheduler: Mapping[str, Any]) -> None:
         self.sightings += steps.counter_sightings(

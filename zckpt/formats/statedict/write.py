@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.dtypes import SIZES
-from ...core.facts import StepPlace
 from ...core.inert import Scalar, TensorName
 from ...core.manifest import Manifest, slot_key
 from ...core.weights import is_optimizers, weight_of
@@ -19,6 +17,7 @@ from ...errors import WrongOption, listed
 from ...training import peft
 from ...training.optimizers import torch_groups
 from ...training.options import Options
+from ...training.steps import WRITTEN
 from .keys import OPTIMIZER, keys_of
 from .tree import Path, dotted
 
@@ -66,7 +65,7 @@ class StateDicts:
         self.names = {*source.parameters, *self.aliases, *source.buffers}
         # the places of other engines' optimizers say nothing about torch's
         own = source.step_place if source.engine is self.keys else None
-        self.step_place = own or StepPlace()
+        self.step_place = own or WRITTEN["torch"]
         self._put_steps_in_groups()
         members = [name for place in range(len(self.groups)) for name in self.members(place)]
         self.numbers = {name: number for number, name in enumerate(members)}
@@ -84,9 +83,9 @@ class StateDicts:
         in_group = self.step_place.where == "group"
         self.step_in_group = in_group and all(len(values) < 2 for values in steps)
         if self.step_in_group:
-            kind = self.step_place.kind
+            number = self.step_place.number
             self.groups = [
-                group | ({"step": _number(values.pop(), kind)} if values else {})
+                group | ({"step": number(values.pop()).unwrapped()} if values else {})
                 for group, values in zip(self.groups, steps, strict=True)
             ]
 
@@ -225,12 +224,12 @@ class StateDicts:
         source = self.source
         slots = list(filter(is_optimizers, source.slots))
         kept = source.state.get("optimizer") or {}
-        kind = self.step_place.kind if self.step_place.where == "state" else StepPlace().kind
+        place = self.step_place if self.step_place.where == "state" else WRITTEN["torch"]
         other = kept.get("other") or {}
         for name, parameter in source.parameters.items():
             state: dict[str, Any] = {}
             if parameter.step is not None and not self.step_in_group:
-                state["step"] = _number(parameter.step, kind)
+                state["step"] = place.number(parameter.step).unwrapped()
             state |= {key: scalar.unwrapped() for key, scalar in parameter.scalars.items()}
             for slot in slots:
                 entry = source.entries.get(f"{name}/{slot}")
@@ -249,10 +248,6 @@ def _refuse_tensors(group: dict[str, Any]) -> None:
                 f"the hyper-parameter {key} is a tensor, which the flat layout cannot store",
                 hint="keep groups as they are: --dcp-layout nested",
             )
-
-
-def _number(step: float, kind: str) -> Scalar | int:
-    return Scalar(step, kind) if kind in SIZES else int(step)
 
 
 def flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
