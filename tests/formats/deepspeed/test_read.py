@@ -45,6 +45,22 @@ def test_universal_is_what_the_engine_held(case: Case, trained: Trained, tmp_pat
     assert_proven(root / "run", tmp_path / "universal")
 
 
+def test_a_second_name_of_a_weight_that_was_left_out(example: Path, tmp_path: Path) -> None:
+    """`exclude_frozen_parameters` keeps the second name of a tied frozen weight (LoRA, 0.19.8)."""
+    run = shutil.copytree(example, tmp_path / "lora")
+    (path,) = run.glob("*/mp_rank_00_model_states.pt")
+    model = torch.load(path, weights_only=False)
+    model["module"]["tied.weight"] = model["module"].pop("frozen.weight")
+    del model["module"]["frozen.bias"]
+    model["shared_params"]["tied.weight"] = "frozen.weight"
+    model["frozen_param_shapes"] = model["frozen_param_fragments"] = None
+    torch.save(model, path)
+    report = zckpt.convert(run, tmp_path / "universal")
+    assert any(line.startswith("tied.weight: a second name") for line in report["left_out"])
+    verified = zckpt.verify(run, against=tmp_path / "universal", gather=True)
+    assert verified["equal"], verified["problems"]
+
+
 class TestContract(FormatContract):
     format = "deepspeed"
 

@@ -171,11 +171,19 @@ class _EngineFiles:
             yield Partitioned(tensors[0].dtype, extents, [member], interleaved=True)
 
     def module(self) -> Iterator[Whole]:
-        """The module's own tensors: all of them, in stage 3 only the buffers."""
+        """The module's own tensors: all of them, in stage 3 only the buffers.
+
+        `exclude_frozen_parameters` leaves out a frozen weight by its first name alone. A second
+        name that stays behind (`shared_params`) is not a weight of the checkpoint.
+        """
         buffers = self.model.get("buffer_names") or ()
         seen = set()
+        saved = {*self.model["module"], *(name for group in self.param_shapes() for name in group)}
+        shared = self.model.get("shared_params") or {}
         for name, tensor in self.model["module"].items():
             if not isinstance(tensor, Tensor) or name.endswith("_extra_state"):
+                continue
+            if shared.get(name, name) not in saved:
                 continue
             wanted = name in buffers or not self.cuts_each_parameter
             if wanted and tensor.place not in seen:

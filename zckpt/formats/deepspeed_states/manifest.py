@@ -65,7 +65,7 @@ def manifest_of(
         tensors.add_trainable(buffer)
     lost = tensors.add_frozen()
     differing = tensors.add_buffers()
-    tensors.add_aliases()
+    alone = tensors.add_aliases()
     groups = _groups(ranks, tensors)
     slots = {slot.name for buffer in buffers for slot in buffer.slots} - {"master"}
     scalars = {name for buffer in buffers for name in buffer.scalars}
@@ -109,7 +109,9 @@ def manifest_of(
         files=tuple(file.path for file in (*ranks.models, *ranks.optimizers)),
         siblings=siblings(ranks.directory),
         left_out=tuple(
-            [line for buffer in buffers for line in buffer.left_out] + _own_client_state(ranks)
+            [line for buffer in buffers for line in buffer.left_out]
+            + _own_client_state(ranks)
+            + [f"{name}: a second name of a weight that was left out of the save" for name in alone]
         ),
         warnings=tuple(
             [warning for buffer in buffers for warning in buffer.warnings]

@@ -155,12 +155,20 @@ class ManifestTensors:
                     owners[name] = first
         return owners
 
-    def add_aliases(self) -> None:
+    def add_aliases(self) -> list[str]:
+        """Second names of tied weights; returns those of weights that were left out of the save.
+
+        `exclude_frozen_parameters` leaves out a frozen weight by its first name alone (0.19.8).
+        """
+        alone = []
         for alias, owner in self._owners().items():
             if owner in self.parameters:
                 parameter = self.parameters[owner]
                 self.parameters[owner] = replace(parameter, aliases=(*parameter.aliases, alias))
                 self._add_own_copy(alias, owner)
+            elif isinstance(self.module.get(alias), Tensor):
+                alone.append(alias)
+        return alone
 
     def _add_own_copy(self, alias: str, owner: str) -> None:
         """A tied weight's second name may have been saved with memory of its own."""
