@@ -6,6 +6,7 @@ These are the functions of the package `zckpt`. They return the reports that `--
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,9 @@ from .reading import read as read_manifest
 from .training.names import Renames
 from .writing import Running, Tell, read_for, write, write_run
 
-if TYPE_CHECKING:
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+elif TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Path = str | os.PathLike[str]
@@ -174,19 +177,20 @@ def export(
     `dtype` (fp32, bf16, fp16) is the type of the weights, by default the module's. `config` is a
     config.json (adapter_config.json of PEFT), or a folder with it and the tokenizer, for sources
     that have none. `max_shard_size` is in bytes. `options` are further ones of the format `hf`.
-    Raises MissingData if there is no configuration; otherwise as `convert`.
+    Raises TypeError for an option that has another name here or is always set, and MissingData if
+    there is no configuration; otherwise as `convert`.
     """
-    wanted = options_of(
-        {
-            "weights_only": True,
-            "dtype": dtype,
-            "model_config": None if config is None else os.fspath(config),
-            "max_file_size": max_shard_size,
-            "tie": tuple(tie),
-            "rename": tuple(rename),
-            **options,
-        }
-    )
+    own = {
+        "weights_only": True,
+        "dtype": dtype,
+        "model_config": None if config is None else os.fspath(config),
+        "max_file_size": max_shard_size,
+        "tie": tuple(tie),
+        "rename": tuple(rename),
+    }
+    if wrong := sorted(options.keys() & {*own, "param_names"}):
+        raise TypeError(f"export() takes no option {wrong[0]!r}")
+    wanted = options_of({**own, **options})
     manifest = read_for(target, source, Reading(format, tag, step_policy), wanted)
     running = Running(copying, dry_run, begin, tell)
     return write("export", manifest, os.fspath(target), "hf", wanted, running)

@@ -180,3 +180,28 @@ def test_columns_of_a_matrix_are_one_block_of_each_rank() -> None:
         [(4, 1, 1, 0, 0), (6, 2, 2, 3, 1)],
         [(2, 4, 1, 3, 0)],
     ]
+
+
+def test_lines_go_on_over_axes_that_are_not_cut() -> None:
+    """A middle axis of one element does not make a block of every line."""
+
+    def part(offset: int) -> BoxPart:
+        return BoxPart((0, 0, offset), (1000, 1, 4), Extent("a", 0, 16_000))
+
+    tensor = Joined("w/param", "F32", (1000, 1, 8), (part(0), part(4)))
+    (row,) = side_by_side(tensor)
+    assert isinstance(row, Beside)
+    (block,) = row.blocks(0, 4000, 0)
+    assert block.runs() == [(0, 8000)]
+    (block,) = lines_of(tensor, 1, 0, 4000)
+    assert (block.rows, block.start, block.stride) == (1000, 4, 8)
+
+
+def test_short_boxes_are_apart_from_long_ones() -> None:
+    """A bucket has rows as long as its longest part, for every part."""
+    long = BoxPart((0, 0), (1000, 4), Extent("a", 0, 16_000))
+    short = [BoxPart((1000 + n, 0), (1, 4), Extent("b", 16 * n, 16)) for n in range(500)]
+    pieces = list(side_by_side(Joined("w/param", "F32", (1500, 4), (long, *short))))
+    assert sorted(len(piece.ranks) for piece in pieces) == [1, 500]
+    rows = sum(bucket.rows * bucket.width for bucket in buckets(pieces, 1 << 20, 1))
+    assert rows == 1500 * 4

@@ -206,6 +206,8 @@ def test_a_manifest_of_fewer_keys_is_read() -> None:
         {"optimizer": []},
         {"optimizer": {"step": "state"}},
         {"optimizer": {"step": {"in": 3}}},
+        {"optimizer": {"step": {"shape": ["a"]}}},
+        {"engine": {"config": {}, "dtype": "x"}},
     ],
 )
 def test_facts_of_other_types_are_refused(state: dict[str, Any]) -> None:

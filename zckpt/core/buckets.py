@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import prod
 
 from .dtypes import SIZES
@@ -57,13 +57,12 @@ class Beside:
         member, shape = FlatMember(self.apart.name, self.apart.shape, 0), self.apart.shape
         line, end = start // max(self.widths), stop // max(self.widths)
         outer, length = self.apart.parts[0], prod(shape[self.axis :])
-        first = line
+        first, size = line, even_lines(outer.sizes[: self.axis], shape)
         while line < end:
             rest, element = line, 0
             for axis in reversed(range(self.axis)):
                 rest, coordinate = divmod(rest, outer.sizes[axis])
                 element += (outer.offsets[axis] + coordinate) * prod(shape[axis + 1 :])
-            size = outer.sizes[self.axis - 1]
             rows = min(size - line % size, end - line)
             pieces = tuple(
                 (rank, column + (line - first) * width, width)
@@ -74,7 +73,10 @@ class Beside:
 
 
 def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
-    """The boxes of a tensor, those that lie side by side together; ranges of boxes on their own."""
+    """The boxes of a tensor, those that lie side by side together; ranges of boxes on their own.
+
+    The others are apart by their lengths: a bucket's rows are as wide as the longest part in it.
+    """
     rows: dict[tuple[tuple[int, ...], tuple[int, ...]], list[BoxPart]] = {}
     others: list[BoxPart] = []
     for part in tensor.parts:
@@ -92,8 +94,23 @@ def side_by_side(tensor: Joined) -> Iterator[Joined | Beside]:
             yield Beside(replace(tensor, parts=tuple(row)), axis, widths)
         else:
             others += row
-    if others:
-        yield replace(tensor, parts=tuple(others))
+    others.sort(key=lambda part: part.extent.length.bit_length())
+    for _, alike in groupby(others, key=lambda part: part.extent.length.bit_length()):
+        yield replace(tensor, parts=tuple(alike))
+
+
+def even_lines(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """How many lines of a box follow each other at equal distances in the tensor.
+
+    `sizes` are those of the box along the axes before its lines; outer axes count as long as the
+    axes within them are not cut.
+    """
+    count = 1
+    for size, whole in zip(reversed(sizes), reversed(shape[: len(sizes)]), strict=True):
+        count *= size
+        if size != whole:
+            break
+    return count
 
 
 Cut = Partitioned | Joined | Beside
@@ -202,7 +219,7 @@ def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) 
     part, member = tensor.parts[rank], FlatMember(tensor.name, tensor.shape, 0)
     sizes, inner = part.sizes, tensor.inner(part)
     steps = [prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape))]
-    length = prod(sizes[inner:])
+    length, even = prod(sizes[inner:]), even_lines(sizes[:inner], tensor.shape)
     place, end = part.first + start, part.first + stop
     while place < end:
         line, begin = divmod(place, length)
@@ -213,7 +230,7 @@ def lines_of(tensor: Joined, rank: int, start: int, stop: int, column: int = 0) 
         element += sum(map(int.__mul__, part.offsets, steps))
         rows, columns, stride = 1, min(length - begin, end - place), 0
         if inner and columns == length:
-            rows = min(sizes[inner - 1] - line % sizes[inner - 1], (end - place) // length)
+            rows = min(even - line % even, (end - place) // length)
             stride = steps[inner - 1]
         pieces = ((rank, column, columns),)
         yield Block(member, rank, rows, column, columns, element, stride, pieces)

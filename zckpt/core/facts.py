@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from .dtypes import SIZES
 from .inert import Scalar
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ class FlatBufferEngine:
             _text(state, "name") or "",
             _text(state, "version"),
             _text(state, "class"),
-            _text(state, "dtype"),
+            _dtype(state),
             _flag(state, "elastic") or False,
             _flag(state, "excludes_frozen"),
             _dictionary(state, "config"),
@@ -124,7 +125,7 @@ class StateDictEngine:
         optimizer, folders = _list(state, "optimizer"), _list(state, "folders")
         return cls(
             _text(state, "name") or "",
-            _text(state, "dtype"),
+            _dtype(state),
             tuple(_list(state, "model") or ()),
             None if optimizer is None else tuple(optimizer),
             _text(state, "layout"),
@@ -172,7 +173,7 @@ class GraphEngine:
             _text(state, "name") or "",
             _text(state, "version"),
             _text(state, "dialect"),
-            _text(state, "dtype"),
+            _dtype(state),
             _text(state, "moments"),
             _flag(state, "ordered"),
         )
@@ -222,7 +223,7 @@ class StepPlace:
         return cls(
             _text(stated, "in") or "state",
             _text(stated, "type") or "F32",
-            tuple(_list(stated, "shape") or ()),
+            _sizes(stated, "shape"),
             optimizer.get("group_step"),
             _of_type(stated, "first", int) or 0,
         )
@@ -258,17 +259,17 @@ def facts_of(
 ) -> tuple[dict[str, Any], Engine | None, StepPlace | None]:
     """The inverse of `with_facts`; raises TypeError for values of other types.
 
-    The keys tell the kinds of engines apart: `config` is a FlatBufferEngine's, `model` a
-    StateDictEngine's.
+    The keys tell the kinds of engines apart: `config` or `elastic` is a FlatBufferEngine's, `model`
+    a StateDictEngine's.
     """
     rest = dict(state)
     stated = _dictionary(rest, "engine")
     rest.pop("engine", None)
     engine: Engine | None = None
-    if "config" in stated:
-        engine = FlatBufferEngine.of_state(stated)
-    elif "model" in stated:
+    if "model" in stated:
         engine = StateDictEngine.of_state(stated)
+    elif stated.keys() & {"config", "elastic"}:
+        engine = FlatBufferEngine.of_state(stated)
     elif stated:
         engine = GraphEngine.of_state(stated)
     optimizer = _dictionary(rest, "optimizer")
@@ -291,6 +292,20 @@ def _ordered(engine: Engine) -> dict[str, Any]:
 
 def _text(state: Mapping[str, Any], key: str) -> str | None:
     return _of_type(state, key, str)
+
+
+def _dtype(state: Mapping[str, Any]) -> str | None:
+    dtype = _text(state, "dtype")
+    if dtype is not None and dtype not in SIZES:
+        raise TypeError(f"dtype is {dtype!r}, which is not a type of elements")
+    return dtype
+
+
+def _sizes(state: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    sizes = _list(state, key) or []
+    if not all(type(size) is int for size in sizes):
+        raise TypeError(f"{key} is {sizes!r}, which is not a list of sizes")
+    return tuple(sizes)
 
 
 def _flag(state: Mapping[str, Any], key: str) -> bool | None:

@@ -144,8 +144,8 @@ class Manifest:
     `left_out` names what has no meaning outside the source.
     `warnings` are sentences for the user.
     `inferred` are the parameters whose names no file states. Each got its name by its position.
-    `states_inferred` is false if the files could not state that. `zero_padding` is true if the
-    engine fills with zeros what lies between tensors.
+    `states_inferred` is false if the files cannot state that a name was inferred. `zero_padding` is
+    true if the engine fills with zeros what lies between tensors.
     """
 
     root: str

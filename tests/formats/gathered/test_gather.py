@@ -225,6 +225,19 @@ class TestWholeFiles:
         assert len(problems) == 1
         assert "which zckpt does not read" in problems[0]
 
+    def test_an_empty_parameter(self, tmp_path: Path) -> None:
+        """Its tensors begin at no byte; there is nothing to prove."""
+        model = {"a": torch.ones(3), "empty": torch.zeros(0, 3)}
+        states = {
+            number: {"step": torch.tensor(1.0), "exp_avg": value * 2, "exp_avg_sq": value * 3}
+            for number, value in enumerate(model.values())
+        }
+        optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+        (tmp_path / "run").mkdir()
+        torch.save({"model": model, "optimizer": optimizer}, tmp_path / "run" / "checkpoint.pt")
+        taken = assert_gathers(tmp_path / "run", tmp_path)
+        assert "empty/exp_avg" in taken
+
     @pytest.mark.parametrize("dialect", [None, "safetensors", "accelerate"])
     def test_that_zckpt_wrote(self, dialect: str | None, tmp_path: Path) -> None:
         """It states the names beside the numbers."""

@@ -226,3 +226,9 @@ def test_such_a_folder_is_read_as_weights_alone(tmp_path: Path) -> None:
     assert (manifest.format, manifest.groups) == ("gathered", None)
     with pytest.raises(errors.ZckptError):
         zckpt.read(tmp_path / "out", format="hf")
+
+
+@pytest.mark.parametrize("option", ["model_config", "max_file_size", "weights_only", "param_names"])
+def test_an_option_has_one_name(option: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=f"no option '{option}'"):
+        zckpt.export(tmp_path / "run", tmp_path / "out", **{option: None})

@@ -162,8 +162,8 @@ class TargetEngine:
             return asked
         if self.options[CONFIG] is not None and stated:
             return stated
-        if self.before is not None:
-            return str(self.before.dtype)
+        if self.before is not None and self.before.dtype is not None:
+            return self.before.dtype
         dtypes = [entry.dtype for entry in source.entries.values() if entry.slot == "param"]
         # of another engine, which may have computed in 16 bits and stored none of that
         dtypes.append(str(source.engine.dtype if source.engine else None))

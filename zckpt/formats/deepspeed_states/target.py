@@ -242,7 +242,8 @@ class DeepSpeedTarget:
     @property
     def version(self) -> str:
         """The source's version of DeepSpeed, or that of the layout that is written."""
-        return str(self.engine.before.version if self.engine.before else VERSION)
+        before = self.engine.before
+        return (before.version if before is not None else None) or VERSION
 
     @property
     def counters(self) -> dict[str, Any]:

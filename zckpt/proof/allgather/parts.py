@@ -57,22 +57,24 @@ def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
     """The parts, where a nameless tensor has the name of the reader's tensor at its place.
 
     Their slot, type, shape and first byte must be equal: only the name is taken. A number has no
-    name of its own in the manifest, so a tensor of at most one element may be left out there.
+    name of its own in the manifest, so a tensor of at most one element may be left out there. An
+    empty tensor has no first byte, and none to prove.
     """
-    entries: dict[tuple[str, int], list[Entry]] = {}
+    entries: dict[tuple[str, int] | None, list[Entry]] = {}
     if any(isinstance(part, Nameless) for part in parts):
         for entry in (*manifest.entries.values(), *manifest.replicas):
             first = next(iter(entry.fragments.overlapping(0, 1)), None) if entry.numel else None
-            if first is not None:
-                entries.setdefault(_place(first.extent), []).append(entry)
+            if first is not None or not entry.numel:
+                place = _place(first.extent) if first else None
+                entries.setdefault(place, []).append(entry)
     result = WithNames([], [], [])
     for part in parts:
         if not isinstance(part, Nameless):
             result.parts.append(part)
             continue
         tensor = part.tensor
-        begin = first_extent(tensor)
-        there = entries.get(_place(begin), []) if begin else []
+        begin = first_extent(tensor) if prod(tensor.shape) else None
+        there = entries.get(_place(begin) if begin else None, [])
         same = [
             entry
             for entry in there
