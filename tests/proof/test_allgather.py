@@ -245,6 +245,14 @@ def test_any_memory_gives_the_same_report(memory: int, faulty: Path) -> None:
     assert comparable(reports[0]) == comparable(reports[1])
 
 
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    zckpt.verify(EXAMPLE, tmp_path / "universal", gather=True, device="cpu")  # imports torch
+    before = len(os.listdir("/proc/self/fd"))
+    zckpt.verify(EXAMPLE, tmp_path / "universal", gather=True, device="cpu")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_universal_checkpoint_needs_no_engine(faulty: Path, tmp_path: Path) -> None:
     zckpt.convert(faulty, tmp_path / "universal")
     report = zckpt.verify(tmp_path / "universal", EXAMPLE, gather=True, device="cpu")

@@ -52,12 +52,15 @@ class Readers:
     def __init__(self, jobs: int) -> None:
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="zckpt")
         self._own = threading.local()
+        self._all: list[Reader] = []
         self._keep = files_per_thread(jobs)
 
     def _of_thread(self) -> ElementReader:
         """This thread's reader, which has files open."""
         if not hasattr(self._own, "reader"):
-            self._own.reader = ElementReader(Reader(self._keep), RecordChecker(()), READ)
+            files = Reader(self._keep)
+            self._all.append(files)
+            self._own.reader = ElementReader(files, RecordChecker(()), READ)
         reader: ElementReader = self._own.reader
         return reader
 
@@ -106,7 +109,10 @@ class Readers:
         ]
 
     def close(self) -> None:
+        """Ends the threads and closes their files."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        for files in self._all:
+            files.close()
 
 
 Seen = tuple[BlockMatch, int, int, int]
