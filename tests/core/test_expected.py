@@ -6,13 +6,13 @@ import os
 
 import pytest
 
-from zckpt.core.expected import inside, missing_file, missing_ranks
+from zckpt.core.expected import missing_file, missing_ranks, path_inside
 from zckpt.errors import CorruptCheckpoint, IncompleteCheckpoint, listed
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a/b.pt", "..a", "a..", "a/...b"])
 def test_names_inside(name: str) -> None:
-    assert inside("/run", name, ".metadata") == os.path.join("/run", name)
+    assert path_inside("/run", name, ".metadata") == os.path.join("/run", name)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_names_inside(name: str) -> None:
 )
 def test_names_outside(name: str) -> None:
     with pytest.raises(CorruptCheckpoint, match=r"/run: \.metadata names a file outside of it"):
-        inside("/run", name, ".metadata")
+        path_inside("/run", name, ".metadata")
 
 
 def test_a_missing_file() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, listed
 
 
-def inside(folder: str, name: str, stated_by: str) -> str:
+def path_inside(folder: str, name: str, stated_by: str) -> str:
     """The path of the file `name` of a folder; `stated_by` is the file that names it.
 
     Raises CorruptCheckpoint if the name leads out of the folder, or to the folder itself.

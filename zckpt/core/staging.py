@@ -15,7 +15,7 @@ from types import TracebackType
 
 from ..errors import NotEnoughSpace, TargetExists, WrongOption
 from .checksum import crc32
-from .expected import inside
+from .expected import path_inside
 from .manifest import Sibling
 
 
@@ -110,7 +110,7 @@ class Staging:
 
     def _inside(self, name: str) -> str:
         """The path of a new file, whose folder is created; raises if the name leads outside."""
-        path = os.path.normpath(inside(self.path, name, "the source"))
+        path = os.path.normpath(path_inside(self.path, name, "the source"))
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return path
 

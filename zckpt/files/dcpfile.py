@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core.expected import inside, missing_file, missing_ranks
+from ..core.expected import missing_file, missing_ranks, path_inside
 from ..core.fragments import Extent
 from ..core.inert import Foreign, Global, Size
 from ..errors import (
@@ -216,7 +216,7 @@ def _locations(folder: str, storage: Mapping[Any, Any]) -> dict[ItemKey, ItemLoc
         name = stored["relative_path"]
         offsets = item.get("offset")
         key = item["fqn"], None if offsets is None else tuple(offsets)
-        path = inside(folder, name, METADATA)
+        path = path_inside(folder, name, METADATA)
         locations[key] = ItemLocation(path, stored["offset"], stored["length"])
     return locations
 

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES
-from ...core.expected import inside
+from ...core.expected import path_inside
 from ...core.facts import facts_of
 from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...core.inert import from_json
@@ -70,7 +70,7 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
         entries[name] = Entry(name, item["dtype"], shape, fragments, digest)
     records = []
     for name, stated in document.get("files", {}).items():
-        full = inside(path, name, MANIFEST)
+        full = path_inside(path, name, MANIFEST)
         if not os.path.isfile(full) or os.path.getsize(full) != stated["size"]:
             raise CorruptCheckpoint(
                 f"{full} does not have the {stated['size']} bytes that the manifest states",
@@ -163,7 +163,7 @@ def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
     fragments, end, size = [], 0, SIZES[entry["dtype"]]
     for item in sorted(entry["fragments"], key=lambda item: item["start"]):
         start, stop = item["start"], item["stop"]
-        extent = Extent(inside(path, item["file"], MANIFEST), item["offset"], item["length"])
+        extent = Extent(path_inside(path, item["file"], MANIFEST), item["offset"], item["length"])
         room = os.path.getsize(extent.file) if os.path.isfile(extent.file) else -1
         if start != end or extent.offset < 0 or extent.length != (stop - start) * size:
             break
