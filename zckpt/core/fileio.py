@@ -14,10 +14,14 @@ import mmap
 import os
 import resource
 from collections import OrderedDict
+from collections.abc import Iterable
 from types import TracebackType
 
 from ..errors import CorruptCheckpoint
+from .checksum import crc32
 from .fragments import Extent
+
+CRC_BLOCK = 1 << 20  # bytes
 
 ALIGNMENT = 4096
 BUFFERED_WRITE = 1 << 20  # bytes; larger ones leave the processor's cache
@@ -80,6 +84,23 @@ class Reader:
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+def crc_of(extents: Iterable[Extent]) -> int:
+    """The CRC-32 of the bytes of extents, one after another; reads them in blocks.
+
+    Raises CorruptCheckpoint at a file's end.
+    """
+    reader, block, crc = Reader(), Buffer(CRC_BLOCK).view, 0
+    try:
+        for extent in extents:
+            for start in range(0, extent.length, CRC_BLOCK):
+                part = extent.part(start, min(start + CRC_BLOCK, extent.length))
+                reader.read(part, block)
+                crc = crc32(block[: part.length], crc)
+    finally:
+        reader.close()
+    return crc
 
 
 def files_per_thread(threads: int) -> int:

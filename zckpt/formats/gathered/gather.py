@@ -21,8 +21,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core.checksum import crc32
-from ...core.fragments import Extent
+from ...core.fileio import crc_of
 from ...core.inert import Foreign, Global
 from ...core.partition import BoxPart, Partition
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, not_understood
@@ -32,7 +31,6 @@ from ..statedict import gather
 from .files import StateDictFiles, find
 
 REBUILD = "torch._tensor._rebuild_from_type_v2"
-BLOCK = 1 << 20  # bytes
 LEFT_OUT = "compare without --gather"
 
 
@@ -244,16 +242,5 @@ def _content(file: TorchFile, value: Any) -> Any:
         return value
     length, crc = file.crc(value)
     if crc is None:
-        crc = _crc(gather.box_of(file, value, (0,) * len(value.shape)).extent)
+        crc = crc_of([gather.box_of(file, value, (0,) * len(value.shape)).extent])
     return value.dtype, value.shape, value.strides, value.offset, length, crc
-
-
-def _crc(extent: Extent) -> int:
-    crc = 0
-    with open(extent.file, "rb") as file:
-        file.seek(extent.offset)
-        left = extent.length
-        while left and (data := file.read(min(left, BLOCK))):
-            crc = crc32(data, crc)
-            left -= len(data)
-    return crc

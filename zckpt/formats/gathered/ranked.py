@@ -8,7 +8,6 @@ kept and the report says so.
 from __future__ import annotations
 
 import os
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from typing import Any
 
 from ...core.dtypes import SIZES
 from ...core.expected import missing_ranks
+from ...core.fileio import crc_of
 from ...core.inert import Scalar, map_values, to_json
 from ...errors import (
     CorruptCheckpoint,
@@ -246,18 +246,11 @@ def _same(a: LocalPart, b: LocalPart) -> bool:
 
 def _crc(part: LocalPart) -> int:
     """CRC-32 of the row-major elements; reads their bytes."""
-    tensor, crc = part.tensor, 0
+    tensor = part.tensor
     runs = [
         run for fragment in part.file.fragments(tensor) for run in fragment.runs(0, tensor.numel)
     ]
-    with open(part.file.path, "rb") as file:
-        for run in sorted(runs, key=lambda run: run.start):
-            file.seek(run.extent.offset)
-            left = run.extent.length
-            while left and (data := file.read(min(left, 1 << 20))):
-                crc = zlib.crc32(data, crc)
-                left -= len(data)
-    return crc
+    return crc_of(run.extent for run in sorted(runs, key=lambda run: run.start))
 
 
 def text(value: Any, file: TorchFile) -> str:
