@@ -28,7 +28,7 @@ from ...core.dtypes import SIZES
 from ...core.manifest import Entry, Manifest
 from ...core.partition import Nameless, Partition
 from ...core.plan import Match, match
-from ...core.resources import Begin
+from ...core.resources import Begin, Means
 from ...errors import MissingExtra
 from ..pairs import selected
 from ..report import findings, versions
@@ -43,7 +43,7 @@ except ImportError as error:
     ) from error
 from .gathering import Gathering
 from .parts import alone, by_kind, by_name, cut_over, first_extent, names_of, strided, with_names
-from .world import Means, World, join_world, together_with_others
+from .world import World, join_world, together_with_others
 
 Report = dict[str, Any]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -17,11 +18,11 @@ import torch
 from ...core.buckets import Block
 from ...core.checksum import crc32
 from ...core.dtypes import SIZES
-from ...core.fileio import Reader, files_per_thread
 from ...core.fragments import Extent
 from ...core.manifest import Entry
 from ...core.pieces import ElementReader, ReadRequest, RecordChecker
 from ...core.plan import Match
+from ...core.streaming import reading
 
 READ = 8 << 20  # bytes that one thread reads at a time
 T = TypeVar("T")
@@ -51,16 +52,15 @@ class Readers:
 
     def __init__(self, jobs: int) -> None:
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="zckpt")
+        self._jobs = jobs
         self._own = threading.local()
-        self._all: list[Reader] = []
-        self._keep = files_per_thread(jobs)
+        self._open = ExitStack()
 
     def _of_thread(self) -> ElementReader:
         """This thread's reader, which has files open."""
         if not hasattr(self._own, "reader"):
-            files = Reader(self._keep)
-            self._all.append(files)
-            self._own.reader = ElementReader(files, RecordChecker(()), READ)
+            files = reading([RecordChecker(())], READ, self._jobs)
+            (self._own.reader,) = self._open.enter_context(files)
         reader: ElementReader = self._own.reader
         return reader
 
@@ -111,8 +111,7 @@ class Readers:
     def close(self) -> None:
         """Ends the threads and closes their files."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        for files in self._all:
-            files.close()
+        self._open.close()
 
 
 Seen = tuple[BlockMatch, int, int, int]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...core.resources import Means as Means
 from ...errors import ProcessFailed, WrongOption
 
 
