@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import formats
-from .core.description import inspect as inspect
+from .core import description
 from .core.description import state as state
 from .core.description import tensors as tensors
 from .core.manifest import Manifest
@@ -59,6 +59,18 @@ def read(
     that fits: NotACheckpoint, IncompleteCheckpoint, ...
     """
     return read_manifest(path, Reading(format, tag, step_policy, param_names, weights_only))
+
+
+def inspect(manifest: Manifest) -> Report:
+    """What a checkpoint contains, as `zckpt inspect --json` prints it.
+
+    `objects` are classes and functions that it names and that no engine needs: they are not written
+    into a pickle.
+    """
+    from .training import objects
+
+    others = objects.others_of(manifest, formats.engine_objects())
+    return description.inspect(manifest) | {"objects": others}
 
 
 def load(

@@ -18,9 +18,9 @@ from .core.manifest import Manifest
 from .core.resources import DEFAULT_COPYING, Begin, Copying
 from .errors import WrongOption
 from .reading import Reading, read
-from .training import steps, ties
+from .training import objects, steps, ties
 from .training.names import called_as, canonical, former, renamed
-from .training.options import PARAM_NAMES, RENAME, TIE, Options
+from .training.options import ALLOW_OBJECT, PARAM_NAMES, RENAME, TIE, Options
 from .training.order import in_order_of
 
 if TYPE_CHECKING:
@@ -86,7 +86,10 @@ def write(
     if not format.writes:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
     format.refuse(options)
-    source = _Source(*format.prepare(_named_for(format, manifest, options)))
+    named = _named_for(format, manifest, options)
+    if format.objects is not None:
+        named = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
+    source = _Source(*format.prepare(named))
     layout = _with_files(format.lay_out(source.manifest, options), source.files)
     if format.is_resumed and not format.is_neutral:
         layout = _pointing_to_the_best(layout, source.manifest, target, best_in)

@@ -18,6 +18,10 @@ class Flavour(enum.Enum):
     SOUR = "sour"
 
 
+CLASSES = ("pathlib.PurePosixPath", f"{__name__}.Flavour")
+"""Classes that are written into a pickle only if the user admits them."""
+
+
 def odd_state() -> dict[str, Any]:
     return {
         "iteration": 3,

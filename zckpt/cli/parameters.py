@@ -136,6 +136,7 @@ class Tie(click.ParamType[tuple[str, str]]):
 
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
+    "texts": {"multiple": True},
     "switch": {"is_flag": True},
     "integer": {"type": int},
     "size": {"type": Size()},

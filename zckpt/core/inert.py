@@ -29,6 +29,12 @@ PYTHON_NUMBERS: dict[str, type[int] | type[float]] = {"int": int, "float": float
 """The types of a `Scalar` that is a Python number, not a tensor."""
 
 
+def is_dotted(name: Any) -> bool:
+    """Whether a name is that of a module and of something in it: `module.name`."""
+    parts = name.split(".") if isinstance(name, str) else ()
+    return len(parts) > 1 and all(part.isidentifier() for part in parts)
+
+
 class Size(tuple):  # type: ignore[type-arg]
     """A torch.Size."""
 
@@ -37,9 +43,17 @@ class Size(tuple):  # type: ignore[type-arg]
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class, function or constant that a pickle names: `torch.float32`."""
+    """A class, function or constant that a pickle names: `torch.float32`.
+
+    Raises CorruptCheckpoint for a name that is not a dotted identifier: in a pickle, a line's end
+    in a name would begin another instruction.
+    """
 
     name: str
+
+    def __post_init__(self) -> None:
+        if not is_dotted(self.name):
+            raise CorruptCheckpoint(f"{self.name!r} is not the name of a class or function")
 
 
 @dataclass(slots=True, eq=False)

@@ -27,6 +27,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
         ("optimizer", report["optimizer"]),
         ("parameters", f"{report['parameters']:,} ({report['elements']:,} elements)"),
         ("files", f"{report['files']:,} ({size(report['bytes'])})"),
+        *([("objects of", ", ".join(map(safe, report["objects"])))] if report["objects"] else []),
     ]
     table(("", ""), facts)
     print()

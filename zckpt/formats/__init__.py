@@ -103,6 +103,11 @@ def named(name: str) -> Format:
     )
 
 
+def engine_objects() -> frozenset[str]:
+    """Classes and functions that engines put into their own pickles."""
+    return frozenset().union(*(item.objects or () for item in FORMATS))
+
+
 def family_of(name: str) -> str:
     """The family of the format of that name; the name itself for a source that is no format."""
     return next((item.family for item in FORMATS if item.name == name), name)

@@ -125,6 +125,8 @@ class Format:
     """It belongs to no engine: names, ties and best checkpoints are settled in the next target."""
     is_resumed: bool = True
     """A trainer resumes from what is written; it is not for inference only."""
+    objects: frozenset[str] | None = None
+    """Classes and functions that the engine's own pickles name; None if a target has no pickle."""
     groups: str | None = None
     """The function of training/groups.py that gives a source the groups of the target's engine."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 from ..core.dtypes import OPTIONS as DTYPES
+from ..core.inert import is_dotted
 from ..errors import WrongOption
 
 if TYPE_CHECKING:
@@ -71,6 +72,15 @@ def _check_group_defaults(given: GroupDefaults) -> None:
             )
 
 
+def _check_objects(names: Sequence[str]) -> None:
+    for name in [names] if isinstance(names, str) else names:
+        if isinstance(names, str) or not is_dotted(name):
+            raise WrongOption(
+                f"allow_object {names!r} is not a list of names such as my.module.MyClass",
+                hint="`zckpt inspect` lists the classes that a checkpoint names",
+            )
+
+
 # -- options that several formats understand
 
 DP: Option[int | None] = Option(
@@ -111,6 +121,17 @@ MAX_FILE_SIZE: Option[int | None] = Option(
     "Split safetensors and .distcp files that would be larger",
     kind="size",
     usual="8GiB",
+)
+ALLOW_OBJECT: Option[Sequence[str]] = Option(
+    "allow_object",
+    "--allow-object",
+    (),
+    "Write objects of this class too, which the program that loads the target will then run. "
+    "Repeat it for several classes",
+    kind="texts",
+    metavar="MODULE.NAME",
+    check=_check_objects,
+    reason="the target has no pickle",
 )
 
 # -- options that need nothing of a writer: the source gets other names before it is written
@@ -153,6 +174,7 @@ class Keywords(TypedDict, total=False):
     dialect: str | None
     group_defaults: GroupDefaults
     max_file_size: int | None  # bytes
+    allow_object: Sequence[str]
     param_names: Sequence[str] | None
     tie: Renames  # pairs of a second name and the name that the source has
     rename: Renames  # pairs of a regular expression and its replacement

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TypedDict
 
 from ...training.options import (
+    ALLOW_OBJECT,
     DIALECT,
     DP,
     DTYPE,
@@ -55,9 +56,11 @@ FORMAT = Format(
         replace(DIALECT, choices=("accelerate",)),
         GROUP_DEFAULTS,
         MAX_FILE_SIZE,
+        ALLOW_OBJECT,
     ),
     weak=True,
     numbers=True,
     gathers=True,
     groups="with_trainers_groups",
+    objects=frozenset(),
 )

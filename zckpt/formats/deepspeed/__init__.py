@@ -18,6 +18,7 @@ What DeepSpeed's universal checkpoints share with these files is in formats/deep
 Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back to 0.5.10 are read.
 """
 
+from ..deepspeed_states import OBJECTS
 from ..deepspeed_states.options import OPTIONS
 from ..format import Format
 
@@ -29,4 +30,5 @@ FORMAT = Format(
     options=OPTIONS,
     gathers=True,
     groups="without_empty_groups",
+    objects=OBJECTS,
 )

@@ -18,3 +18,14 @@ parameter); it is not a format itself.
 
 Facts are of DeepSpeed 0.19.8 unless said otherwise.
 """
+
+OBJECTS = frozenset(
+    (
+        "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    )
+)
+"""Classes that the engine's own files name (DeepSpeed 0.5.10 to 0.19.8)."""

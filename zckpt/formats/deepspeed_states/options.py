@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from ...training.options import DP, DTYPE, GROUP_DEFAULTS, WEIGHTS_ONLY, Option
+from ...training.options import ALLOW_OBJECT, DP, DTYPE, GROUP_DEFAULTS, WEIGHTS_ONLY, Option
 
 STAGE: Option[int | None] = Option(
     "stage",
@@ -34,7 +34,7 @@ CONFIG: Option[dict[str, Any] | None] = Option(
     metavar="FILE",
 )
 
-OPTIONS = (DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS)
+OPTIONS = (DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT)
 """What the writers of both of DeepSpeed's formats understand."""
 
 

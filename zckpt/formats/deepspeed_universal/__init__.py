@@ -10,6 +10,7 @@
 The model files are those of formats/deepspeed; both share formats/deepspeed_states.
 """
 
+from ..deepspeed_states import OBJECTS
 from ..deepspeed_states.options import OPTIONS
 from ..format import Format
 
@@ -20,4 +21,5 @@ FORMAT = Format(
     family="deepspeed",
     options=OPTIONS,
     groups="without_empty_groups",
+    objects=OBJECTS,
 )

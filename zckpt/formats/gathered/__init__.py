@@ -14,7 +14,7 @@ Facts in this package are of torch 2.13.0 unless said otherwise.
 
 from dataclasses import replace
 
-from ...training.options import DIALECT, DTYPE, GROUP_DEFAULTS, WEIGHTS_ONLY
+from ...training.options import ALLOW_OBJECT, DIALECT, DTYPE, GROUP_DEFAULTS, WEIGHTS_ONLY
 from ..format import Format
 
 FORMAT = Format(
@@ -27,6 +27,7 @@ FORMAT = Format(
         DTYPE,
         replace(DIALECT, choices=("safetensors", "accelerate")),
         GROUP_DEFAULTS,
+        ALLOW_OBJECT,
     ),
     reasons={"dp": "whole files load on any number of ranks"},
     weak=True,
@@ -34,4 +35,5 @@ FORMAT = Format(
     gathers=True,
     keeps_steps=True,
     groups="with_trainers_groups",
+    objects=frozenset(),
 )

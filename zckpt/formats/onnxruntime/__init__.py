@@ -18,7 +18,7 @@ Facts in this package are of onnxruntime-training 1.16.3 and its sources back to
 
 from dataclasses import replace
 
-from ...training.options import DIALECT, DP, DTYPE, WEIGHTS_ONLY
+from ...training.options import ALLOW_OBJECT, DIALECT, DP, DTYPE, WEIGHTS_ONLY
 from ..format import Format
 
 FORMAT = Format(
@@ -31,8 +31,10 @@ FORMAT = Format(
         WEIGHTS_ONLY,
         DTYPE,
         replace(DIALECT, choices=("hdf5", "l2"), usual="hdf5"),
+        ALLOW_OBJECT,
     ),
     checks=True,
     gathers=True,
     keeps_steps=True,
+    objects=frozenset(),
 )

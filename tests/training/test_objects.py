@@ -1,0 +1,259 @@
+"""What names of classes and functions in a source's state reach a target's pickles."""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from zckpt.core.facts import FlatBufferEngine
+from zckpt.core.inert import Foreign, Global, Size
+from zckpt.core.manifest import Manifest
+from zckpt.errors import CorruptCheckpoint, WrongOption
+from zckpt.formats.options import options_of
+from zckpt.training.objects import COMMON, others_of, without_others
+
+from ..manifests import changed
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "run"
+SYSTEM = Foreign(Global("os.system"), ("echo run",))
+FLAVOUR = Foreign(Global("my.module.Flavour"), (3,))
+NAMESPACE = Global("argparse.Namespace")
+
+
+def manifest(**parts: Any) -> Manifest:
+    return Manifest("/", "x", {}, {}, {}, **parts)
+
+
+@pytest.mark.parametrize(
+    ("state", "kept", "where"),
+    [
+        ({"a": {"b": SYSTEM, "c": 1}}, {"a": {"c": 1}}, "a.b"),
+        ({"a": [1, SYSTEM], "c": 2}, {"c": 2}, "a"),
+        ({"a": [1, {"b": SYSTEM, "c": 3}]}, {"a": [1, {"c": 3}]}, "a.1.b"),
+        ({"a": (SYSTEM,)}, {}, "a"),
+        ({"a": {frozenset((SYSTEM,)): 1, "c": 2}}, {"a": {"c": 2}}, "a."),
+        ({"a": Global("os.system")}, {}, "a"),
+        ({"a": Foreign(Global("collections.defaultdict"), (Global("os.system"),))}, {}, "a"),
+        ({"a": Foreign(NAMESPACE, (), None, "call", {"x": SYSTEM})}, {}, "a"),
+        ({"a": Foreign(NAMESPACE, (), None, "call", {}, [SYSTEM])}, {}, "a"),
+        ({"a": Foreign(NAMESPACE, (), None, "call", {}, [], [("x", SYSTEM)])}, {}, "a"),
+        ({"a": Foreign(Foreign(Global("operator.attrgetter"), ("x",)), (NAMESPACE,))}, {}, "a"),
+        ({"a": OrderedDict(b=SYSTEM, c=Size((2,)))}, {"a": OrderedDict(c=Size((2,)))}, "a.b"),
+    ],
+)
+def test_a_name_that_is_not_on_the_list_is_left_out_and_named(
+    state: dict[str, Any], kept: dict[str, Any], where: str
+) -> None:
+    result = without_others(manifest(state=state), (), ())
+    assert result.state == kept
+    (line,) = result.left_out
+    assert line.startswith(where)
+    assert "--allow-object" in line
+
+
+def test_an_attribute_of_an_object_is_left_out_alone() -> None:
+    args = Foreign(NAMESPACE, (), {"lr": 0.1, "flavour": FLAVOUR})
+    result = without_others(manifest(state={"args": args}), (), ())
+    assert result.state["args"].state == {"lr": 0.1}
+    assert args.state == {"lr": 0.1, "flavour": FLAVOUR}  # the source's own is unchanged
+    assert result.left_out[0].startswith("args.state.flavour: it names my.module.Flavour")
+
+
+def test_plain_values_stay_the_same_objects() -> None:
+    state = {"a": {"b": [1, (2, {"c": Foreign(NAMESPACE, (), {"x": b"1"})})]}}
+    result = without_others(manifest(state=state), (), ())
+    assert result.state["a"] is state["a"]
+    assert not result.left_out
+
+
+def test_groups_and_the_config_are_filtered_too() -> None:
+    engine = FlatBufferEngine("x", None, None, None, False, None, {"a": SYSTEM, "b": 1})
+    result = without_others(manifest(engine=engine, groups=({"lr": 1.0, "hook": SYSTEM},)), (), ())
+    assert result.groups == ({"lr": 1.0},)
+    assert isinstance(result.engine, FlatBufferEngine)
+    assert result.engine.config == {"b": 1}
+    assert [line.partition(":")[0] for line in result.left_out] == [
+        "param_groups.0.hook",
+        "config.a",
+    ]
+
+
+def test_what_the_engine_needs_and_what_the_user_admits_stays() -> None:
+    source = manifest(state={"a": FLAVOUR, "b": Foreign(Global("engine.Scaler"))})
+    assert without_others(source, ("engine.Scaler",), ()).state.keys() == {"b"}
+    assert without_others(source, ("engine.Scaler",), ("my.module.Flavour",)) == source
+    assert others_of(source) == ["engine.Scaler", "my.module.Flavour"]
+    assert others_of(source, ("engine.Scaler",)) == ["my.module.Flavour"]
+
+
+@pytest.mark.parametrize("name", ["system", "os.sys\ntem", "", "os.", "os.a-b", "os..b"])
+def test_a_name_is_a_dotted_identifier(name: str) -> None:
+    with pytest.raises(WrongOption, match="list of names"):
+        options_of({"allow_object": [name]})
+    with pytest.raises(CorruptCheckpoint, match="not the name"):
+        Global(name)
+
+
+def test_a_value_within_itself_is_refused() -> None:
+    state: dict[str, Any] = {"a": []}
+    state["a"].append(state)
+    with pytest.raises(CorruptCheckpoint, match="refers to itself"):
+        without_others(manifest(state=state), (), ())
+
+
+def test_a_value_that_is_repeated_is_entered_once() -> None:
+    value: list[Any] = [SYSTEM]
+    for _ in range(60):  # 2 ** 60 paths
+        value = [value, value]
+    assert without_others(manifest(state={"a": value}), (), ()).state == {}
+    value = [{"a": SYSTEM, "b": 1}]
+    for _ in range(60):
+        value = [value, value]
+    kept = without_others(manifest(state={"a": value}), (), ()).state["a"]
+    while isinstance(kept, list):
+        kept = kept[-1]
+    assert kept == {"b": 1}
+
+
+HOSTILE = {
+    "client_state": {
+        "call": SYSTEM,
+        "deep": [{"x": (SYSTEM,)}],
+        "own": FLAVOUR,
+        "epoch": 3,
+    },
+    "lr_scheduler": {"last_epoch": 7, "hook": SYSTEM},
+    "module_extra": {"fc._extra_state": SYSTEM},
+    "module_metadata": OrderedDict([("", {"version": SYSTEM})]),
+    "data_sampler": SYSTEM,
+    "random_ltd": Foreign(Global("builtins.eval"), ("1",)),
+    "user_dict": {"x": SYSTEM},
+    "optimizer": {"loss_scaler": SYSTEM, "other": {"fc1.weight": {"odd": SYSTEM}}},
+}
+TARGETS = [
+    {"to": "deepspeed", "stage": 2, "dp": 2},
+    {"to": "deepspeed", "stage": 3, "dp": 2},
+    {"to": "deepspeed-universal"},
+    {"to": "dcp", "dp": 2},
+    {"to": "dcp", "dialect": "accelerate"},
+    {"to": "gathered"},
+    {"to": "gathered", "dialect": "safetensors"},
+    {"to": "gathered", "dialect": "accelerate"},
+    {"to": "onnxruntime", "dialect": "l2", "dp": 2},
+]
+
+
+def pickles(root: Path) -> Iterator[bytes]:
+    """Every pickle of the files below `root`: of zips, `.metadata`, and zips inside `.distcp`."""
+    for path in sorted(root.rglob("*")):
+        if path.name == ".metadata":
+            yield path.read_bytes()
+        elif path.suffix == ".distcp":
+            data = path.read_bytes()
+            start = data.find(b"PK\x03\x04")
+            while start >= 0:
+                length, name, extra = struct.unpack_from("<IHH", data, start + 22)
+                begin = start + 30 + name
+                if data[start + 30 : begin].endswith(b"/data.pkl"):
+                    yield data[begin + extra : begin + extra + length]
+                start = data.find(b"PK\x03\x04", start + 4)
+        elif path.is_file() and zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as file:
+                for member in file.namelist():
+                    if member.endswith("data.pkl"):
+                        yield file.read(member)
+
+
+def names(pickle: bytes) -> set[str]:
+    """The names in a pickle, as Python's own disassembler reads it."""
+    return {
+        argument.replace(" ", ".")
+        for opcode, argument, _ in pickletools.genops(pickle)
+        if opcode.name == "GLOBAL"
+    }
+
+
+OURS = COMMON | {
+    "__builtin__.set", "__builtin__.frozenset", "__builtin__.bytearray", "__builtin__.complex",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3",
+    "torch.serialization._get_layout",
+    "torch.storage.UntypedStorage",
+    *(f"torch.{name}Storage" for name in ("Float", "Half", "BFloat16", "Long", "Double", "Int")),
+    *(
+        f"torch.distributed.checkpoint.metadata.{name}"
+        for name in (
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING", "StorageMeta",
+        )
+    ),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options", TARGETS, ids=lambda options: "-".join(map(str, options.values()))
+)
+def test_every_pickle_of_a_target_names_what_is_on_the_list_alone(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = zckpt.read(EXAMPLE)
+    hostile = replace(source, state={**source.state, **HOSTILE})
+    monkeypatch.setattr("zckpt.writing.read", lambda *_: hostile)
+    report = zckpt.convert(EXAMPLE, tmp_path / "target", **options)
+    written = [names(pickle) for pickle in pickles(tmp_path / "target")]
+    assert written
+    assert set().union(*written) <= OURS
+    lines = "\n".join(report["left_out"])
+    for name in ("os.system", "builtins.eval", "my.module.Flavour"):
+        assert name in lines
+
+
+def test_the_user_admits_an_object_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = zckpt.read(EXAMPLE)
+    hostile = replace(source, state={**source.state, **HOSTILE})
+    monkeypatch.setattr("zckpt.writing.read", lambda *_: hostile)
+    allowed = ("my.module.Flavour",)
+    zckpt.convert(EXAMPLE, tmp_path / "target", to="gathered", allow_object=allowed)
+    written = set().union(*map(names, pickles(tmp_path / "target")))
+    assert written - OURS == set(allowed)
+    state = zckpt.read(tmp_path / "target").state["client_state"]
+    assert state["own"].name == "my.module.Flavour"
+    assert state["epoch"] == 3
+
+
+def planted(target: Path, value: Any) -> None:
+    """A universal checkpoint with `value` in its client state."""
+    zckpt.convert(EXAMPLE, target)
+    with changed(target) as document:
+        document["state"]["client_state"]["evil"] = value
+
+
+def test_a_universal_checkpoint_keeps_inert_objects_and_inspect_names_them(tmp_path: Path) -> None:
+    call = {"function": {"$global": "os.system"}, "arguments": ["x"], "state": None, "how": "call"}
+    planted(tmp_path / "universal", {"$object": call})
+    assert zckpt.inspect(zckpt.read(tmp_path / "universal"))["objects"] == ["os.system"]
+    report = zckpt.reshard(tmp_path / "universal", tmp_path / "run", dp=2)
+    assert any("client_state.evil: it names os.system" in line for line in report["left_out"])
+    assert b"system" not in b"".join(pickles(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", ["os\nsystem", "c.os\nsystem\n(S'echo'\ntR"])
+def test_a_line_s_end_in_a_name_is_refused_when_it_is_read(name: str, tmp_path: Path) -> None:
+    planted(tmp_path / "universal", {"$global": name})
+    with pytest.raises(CorruptCheckpoint, match="not the name"):
+        zckpt.read(tmp_path / "universal")

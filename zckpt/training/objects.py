@@ -1,0 +1,175 @@
+"""Which objects of a source may be written into a pickle, whose reader will build them?
+
+A checkpoint may name any class or function of Python. zckpt reads such a name as data. If it wrote
+the name into a pickle again, the program that loads the target would call it: a file of data would
+have become a program. So a pickle gets only the names of a closed list: COMMON, those that engines
+need (`Format.objects`), and those that the user admits with `--allow-object`.
+Everything else stays behind, and the report names it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from ..core.dtypes import TORCH_NAMES
+from ..core.facts import FlatBufferEngine
+from ..core.inert import MAX_DEPTH, Foreign, Global, inside, map_values
+from ..core.manifest import Manifest
+from ..errors import CorruptCheckpoint, listed
+
+PLAIN = (
+    "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "object",
+    "range", "set", "slice", "str", "tuple",
+)  # fmt: skip
+COLLECTIONS = ("Counter", "OrderedDict", "defaultdict", "deque")
+NUMPY = ("_reconstruct", "scalar")
+COMMON = frozenset(
+    (
+        *(f"builtins.{name}" for name in PLAIN),
+        *(f"collections.{name}" for name in COLLECTIONS),
+        "_codecs.encode",  # bytes in protocol 2
+        "copyreg._reconstructor",  # makes an object of a class without calling its __init__
+        "argparse.Namespace",
+        "numpy.dtype",
+        "numpy.ndarray",
+        *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in NUMPY),
+        *(f"torch.{name}" for name in TORCH_NAMES.values()),
+        "torch.Size",
+        "torch.device",
+    )
+)
+"""Names that build plain values and run nothing else, whatever their arguments."""
+
+
+def without_others(
+    manifest: Manifest, needed: Collection[str], admitted: Collection[str]
+) -> Manifest:
+    """The manifest without values that name a class or function outside of the closed list.
+
+    `needed` are the names that engines put into their own files, `admitted` those of
+    `--allow-object`. A value that names another one is left out with its key in the nearest
+    dictionary. Raises CorruptCheckpoint for a value within itself.
+    """
+    filtered = _Filter(COMMON | {*needed, *admitted})
+    state = filtered.dictionary(manifest.state, "")
+    groups = manifest.groups
+    if groups is not None:
+        groups = tuple(
+            filtered.dictionary(group, f"param_groups.{place}")
+            for place, group in enumerate(groups)
+        )
+    engine = manifest.engine
+    if isinstance(engine, FlatBufferEngine):
+        engine = replace(engine, config=filtered.dictionary(engine.config, "config"))
+    return replace(
+        manifest,
+        state=state,
+        groups=groups,
+        engine=engine,
+        left_out=(*manifest.left_out, *filtered.left_out),
+    )
+
+
+def others_of(manifest: Manifest, needed: Collection[str] = ()) -> list[str]:
+    """The classes and functions outside of the closed list that a checkpoint names, sorted."""
+    names = _Names()
+    values = (manifest.state, manifest.groups, _config(manifest))
+    return sorted(frozenset().union(*map(names.of, values)) - COMMON - {*needed})
+
+
+def _config(manifest: Manifest) -> Mapping[str, Any] | None:
+    return manifest.engine.config if isinstance(manifest.engine, FlatBufferEngine) else None
+
+
+class _Filter:
+    """Leaves out what names something that is not `allowed`; collects lines for the report."""
+
+    def __init__(self, allowed: Collection[str]) -> None:
+        self.allowed = allowed
+        self.named = _Names()
+        self.lost: dict[int, frozenset[str]] = {}  # by the identity of a value
+        self.kept: dict[int, Any] = {}
+        self.left_out: list[str] = []
+
+    def dictionary(self, value: Mapping[Any, Any], path: str) -> dict[Any, Any]:
+        """The dictionary without the keys whose values, or which themselves, are not allowed."""
+        kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        for key, item in value.items():
+            where = inside(path, key) if path else str(key)
+            if names := sorted({*self._wrong(key), *self._lost(item)}):
+                self.left_out.append(
+                    f"{where}: it names {listed(names, 3)}, which a program that loads the target "
+                    f"would run; if you trust that, add --allow-object {names[0]}"
+                )
+            else:
+                kept[key] = self._kept(item, where)
+        return kept
+
+    def _wrong(self, value: Any) -> frozenset[str]:
+        """All names in a value that are not allowed."""
+        return self.named.of(value).difference(self.allowed)
+
+    def _lost(self, value: Any) -> frozenset[str]:
+        """Names that are not allowed and that no dictionary within `value` can leave out."""
+        if not self._wrong(value) or isinstance(value, dict):
+            return frozenset()
+        if id(value) not in self.lost:
+            names = self._wrong(value)
+            if isinstance(value, Foreign):
+                parts = (
+                    value.function,
+                    value.arguments,
+                    value.keywords,
+                    value.appended,
+                    value.items,
+                )
+                names = frozenset().union(*map(self._wrong, parts), self._lost(value.state))
+            elif isinstance(value, (list, tuple)):
+                names = frozenset().union(*map(self._lost, value))
+            self.lost[id(value)] = names
+        return self.lost[id(value)]
+
+    def _kept(self, value: Any, path: str) -> Any:
+        """`value` with filtered dictionaries."""
+        if not self._wrong(value):
+            return value
+        if id(value) not in self.kept:
+            if isinstance(value, dict):
+                self.kept[id(value)] = self.dictionary(value, path)
+            else:
+                self.kept[id(value)] = map_values(
+                    value, lambda item, key: self._kept(item, inside(path, key))
+                )
+        return self.kept[id(value)]
+
+
+class _Names:
+    """The classes and functions that values name; each container is entered once."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, frozenset[str]] = {}
+
+    def of(self, value: Any, depth: int = 0) -> frozenset[str]:
+        """Raises CorruptCheckpoint for a value that is nested too deeply, or within itself."""
+        if isinstance(value, Global):
+            return frozenset((value.name,))
+        if isinstance(value, Foreign):
+            parts: Iterable[Any] = (
+                value.function, value.arguments, value.state,
+                value.keywords, value.appended, value.items,
+            )  # fmt: skip
+        elif isinstance(value, Mapping):
+            parts = chain(value.keys(), value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            parts = value
+        else:
+            return frozenset()
+        if depth > MAX_DEPTH:
+            raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
+        if id(value) not in self.known:
+            self.known[id(value)] = frozenset().union(*(self.of(part, depth + 1) for part in parts))
+        return self.known[id(value)]
