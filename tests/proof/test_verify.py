@@ -20,6 +20,7 @@ from zckpt.core import compare
 from .. import faults
 from ..conftest import EXAMPLE, ROOT, Result
 from ..engines.cases import CASES
+from ..manifests import changed
 
 Zckpt = Callable[..., Result]
 Trained = Callable[[Any], Path]
@@ -274,11 +275,9 @@ class TestUniversal:
             assert not report["equal"]
 
     def test_a_changed_hyper_parameter(self, universal: Path) -> None:
-        path = universal / "manifest.json"
-        manifest = json.loads(path.read_text())
-        lr = manifest["groups"][1]["lr"]
-        manifest["groups"][1]["lr"] = 2 * lr
-        path.write_text(json.dumps(manifest))
+        with changed(universal) as manifest:
+            lr = manifest["groups"][1]["lr"]
+            manifest["groups"][1]["lr"] = 2 * lr
         report = zckpt.verify(EXAMPLE, universal)
         assert report["groups"] == [{"group": 1, "key": "lr", "a": lr, "b": 2 * lr}]
         assert not report["equal"]
@@ -298,28 +297,25 @@ class TestUniversal:
             assert report["differences"][0]["tensor"] == f"fc1.weight/{slot}"
 
     def test_a_lost_tensor(self, universal: Path) -> None:
-        path = universal / "manifest.json"
-        manifest = json.loads(path.read_text())
-        del manifest["entries"]["fc1.weight/exp_avg"]
-        path.write_text(json.dumps(manifest))
+        with changed(universal) as manifest:
+            del manifest["entries"]["fc1.weight/exp_avg"]
         report = zckpt.verify(EXAMPLE, universal)
         assert not report["equal"]
         assert report["only_a"] == ["fc1.weight/exp_avg"]
         assert "fc1.weight/exp_avg" in report["problems"][0]["message"]
 
     def test_another_shape(self, universal: Path) -> None:
-        path = universal / "manifest.json"
-        manifest = json.loads(path.read_text())
-        for slot in ("master", "exp_avg", "exp_avg_sq", "param"):
-            if f"fc1.weight/{slot}" in manifest["entries"]:
-                shape = manifest["entries"][f"fc1.weight/{slot}"]["shape"]
-                manifest["entries"][f"fc1.weight/{slot}"]["shape"] = shape[::-1]
-        path.write_text(json.dumps(manifest))
+        with changed(universal) as manifest:
+            for slot in ("master", "exp_avg", "exp_avg_sq", "param"):
+                if f"fc1.weight/{slot}" in manifest["entries"]:
+                    shape = manifest["entries"][f"fc1.weight/{slot}"]["shape"]
+                    manifest["entries"][f"fc1.weight/{slot}"]["shape"] = shape[::-1]
+            manifest["parameters"]["fc1.weight"]["shape"] = shape[::-1]
         for file in universal.glob("*.safetensors"):
             old = f'"shape":{json.dumps(shape, separators=(",", ":"))}'
             data = file.read_bytes()
             at = data.index(b'"fc1.weight"')
-            changed = data[at:].replace(
+            turned = data[at:].replace(
                 old.encode(),
                 old.encode().replace(
                     json.dumps(shape, separators=(",", ":")).encode(),
@@ -327,7 +323,7 @@ class TestUniversal:
                 ),
                 1,
             )
-            file.write_bytes(data[:at] + changed)
+            file.write_bytes(data[:at] + turned)
         for gather in (False, True):
             report = zckpt.verify(EXAMPLE, universal, gather=gather)
             line = report["differences"][0]
@@ -336,73 +332,66 @@ class TestUniversal:
 
     def test_what_a_manifest_lost(self, universal: Path) -> None:
         """Of steps, numbers, groups: what it says of others and not of one."""
-        path = universal / "manifest.json"
-        manifest = json.loads(path.read_text())
-        manifest["parameters"]["fc1.weight"]["step"] = None
-        del manifest["groups"][1]["weight_decay"]
-        manifest["parameters"]["fc2.weight"]["trainable"] = False
-        path.write_text(json.dumps(manifest))
+        with changed(universal) as manifest:
+            manifest["parameters"]["fc1.weight"]["step"] = None
+            del manifest["groups"][1]["weight_decay"]
+            manifest["parameters"]["frozen.weight"] |= {"trainable": True, "group": 1}
         report = zckpt.verify(EXAMPLE, universal)
         assert [(line["parameter"], line["b"]) for line in report["steps"]] == [
             ("fc1.weight", None)
         ]
         assert {line["key"] for line in report["groups"]} == {
             "weight_decay",
-            "trainable of fc2.weight",
+            "trainable of frozen.weight",
+            "group of frozen.weight",
         }
 
     def test_a_lost_weight_that_the_other_keeps_as_a_master(self, tmp_path: Path) -> None:
         target = tmp_path / "weights"
         zckpt.reshard(EXAMPLE, tmp_path / "z3", stage=3, dp=2)
         zckpt.convert(EXAMPLE, target, weights_only=True, dtype="fp32")
-        path = target / "manifest.json"
-        manifest = json.loads(path.read_text())
-        del manifest["entries"]["fc1.weight/param"]
-        path.write_text(json.dumps(manifest))
+        with changed(target) as manifest:
+            del manifest["entries"]["fc1.weight/param"]
+            del manifest["parameters"]["fc1.weight"]
         for gather in (False, True):
             report = zckpt.verify(tmp_path / "z3", target, gather=gather)
             assert not report["equal"]
             assert "fc1.weight/master" in report["problems"][0]["message"]
 
     def test_a_tied_weight_that_one_side_holds_twice(self, universal: Path) -> None:
-        path = universal / "manifest.json"
-        manifest = json.loads(path.read_text())
-        ((owner, parameter),) = [(n, p) for n, p in manifest["parameters"].items() if p["aliases"]]
-        (alias,) = parameter["aliases"]
-        parameter["aliases"] = []
-        manifest["parameters"][alias] = {
-            **parameter,
-            "group": None,
-            "trainable": False,
-            "step": None,
-        }
-        source = manifest["entries"][f"{owner}/param"]
-        stored = zckpt.read(universal).entries[f"{owner}/param"].fragments[0]
-        manifest["entries"][f"{alias}/param"] = {
-            **source,
-            "fragments": [
-                {
-                    "file": os.path.basename(stored.extent.file),
-                    "offset": stored.extent.offset,
-                    "length": stored.extent.length,
-                    "start": stored.start,
-                    "stop": stored.stop,
-                }
-            ],
-        }
-        path.write_text(json.dumps(manifest))
+        with changed(universal) as manifest:
+            ((owner, parameter),) = [
+                (n, p) for n, p in manifest["parameters"].items() if p["aliases"]
+            ]
+            (alias,) = parameter["aliases"]
+            parameter["aliases"] = []
+            manifest["parameters"][alias] = {
+                **parameter,
+                "group": None,
+                "trainable": False,
+                "step": None,
+            }
+            source = manifest["entries"][f"{owner}/param"]
+            stored = zckpt.read(universal).entries[f"{owner}/param"].fragments[0]
+            manifest["entries"][f"{alias}/param"] = {
+                **source,
+                "fragments": [
+                    {
+                        "file": os.path.basename(stored.extent.file),
+                        "offset": stored.extent.offset,
+                        "length": stored.extent.length,
+                        "start": stored.start,
+                        "stop": stored.stop,
+                    }
+                ],
+            }
         report = zckpt.verify(EXAMPLE, universal)
         assert report["only_b"] == []
         assert report["differences"] == report["problems"] == []
 
     def test_nothing_in_common_is_an_error(self, universal: Path, zckpt: Zckpt) -> None:
-        path = universal / "manifest.json"
-        manifest = json.loads(path.read_text())
-        for key in ("parameters", "entries"):
-            manifest[key] = {f"other.{name}": value for name, value in manifest[key].items()}
-            if key == "entries":
-                manifest[key] = {}
-        path.write_text(json.dumps(manifest))
+        with changed(universal) as manifest:
+            manifest |= {"parameters": {}, "entries": {}, "buffers": []}
         ended = zckpt("verify", EXAMPLE, "--against", universal, "--json")
         assert ended.code == 1
         assert ended.document["error"] == "MissingData"
@@ -451,12 +440,10 @@ class TestProofFile:
         zckpt("convert", EXAMPLE, universal)
         zckpt("verify", EXAMPLE, "--save-proof", file)
         assert zckpt("verify", universal, "--against", file).code == 0
-        path = universal / "manifest.json"
-        manifest = json.loads(path.read_text())
-        del manifest["entries"]["fc1.weight/exp_avg"]
-        manifest["groups"][0]["lr"] = 99
-        manifest["parameters"]["fc2.bias"]["step"] = 77
-        path.write_text(json.dumps(manifest))
+        with changed(universal) as manifest:
+            del manifest["entries"]["fc1.weight/exp_avg"]
+            manifest["groups"][0]["lr"] = 99
+            manifest["parameters"]["fc2.bias"]["step"] = 77
         report = zckpt("verify", universal, "--against", file, "--json").document
         assert "fc1.weight/exp_avg" in report["problems"][0]["message"]
         assert report["groups"][0]["key"] == "lr"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from ...conftest import EXAMPLE, Result
 from ...engines import deepspeed
 from ...engines.cases import BF16_OPTIMIZER, CASES, NARROW_STATES, Case, elastic, zero
 from ...engines.oracle import plain
+from ...manifests import changed
 from ..equality import assert_proven, same_bits
 
 Trained = Callable[[Case], Path]
@@ -364,14 +364,12 @@ def test_defaults_of_groups() -> None:
 def without_hyper_parameters(target: Path) -> Path:
     """A universal checkpoint of the example, of an engine that stores no hyper-parameters."""
     zckpt.convert(EXAMPLE, target)
-    path = target / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["groups"] = None
-    manifest["source"]["format"] = "onnxruntime"
-    manifest["state"]["engine"] = {"name": "onnxruntime", "dtype": "BF16"}
-    for parameter in manifest["parameters"].values():
-        parameter["group"] = None
-    path.write_text(json.dumps(manifest))
+    with changed(target) as manifest:
+        manifest["groups"] = None
+        manifest["source"]["format"] = "onnxruntime"
+        manifest["state"]["engine"] = {"name": "onnxruntime", "dtype": "BF16"}
+        for parameter in manifest["parameters"].values():
+            parameter["group"] = None
     return target
 
 

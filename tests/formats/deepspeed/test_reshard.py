@@ -14,6 +14,7 @@ import zckpt
 
 from ...engines import deepspeed
 from ...engines.cases import CASES, Case, zero
+from ...engines.client import CLASSES
 from ..equality import assert_proven, plain, same_bits
 
 Trained = Callable[[Case], Path]
@@ -171,7 +172,7 @@ def written(move: Move, trained: Trained, tmp_path: Path) -> Path:
         config=config,
         **move.options,
     )
-    zckpt.reshard(source, tmp_path / "resharded", **options)
+    zckpt.reshard(source, tmp_path / "resharded", allow_object=CLASSES, **options)
     return tmp_path / "resharded"
 
 

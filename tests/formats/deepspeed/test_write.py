@@ -26,6 +26,7 @@ from zckpt.files.torchfile import TorchFile
 from ...conftest import EXAMPLE, Result
 from ...engines import deepspeed
 from ...engines.cases import CASES, Case
+from ...manifests import changed
 from ..equality import load, same_bits
 
 Zckpt = Callable[..., Result]
@@ -464,10 +465,8 @@ class TestRefusals:
         self, tmp_path: Path, zckpt: Zckpt
     ) -> None:
         assert zckpt("convert", EXAMPLE, tmp_path / "universal").code == 0
-        path = tmp_path / "universal" / "manifest.json"
-        manifest = json.loads(path.read_text())
-        manifest["parameters"]["fc1.weight"]["step"] = 6
-        path.write_text(json.dumps(manifest))
+        with changed(tmp_path / "universal") as manifest:
+            manifest["parameters"]["fc1.weight"]["step"] = 6
         ended = zckpt("reshard", tmp_path / "universal", tmp_path / "run")
         assert ended.code == 1
         assert "one step" in ended.err

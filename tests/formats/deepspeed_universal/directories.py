@@ -20,6 +20,7 @@ from zckpt.core.inert import to_json
 from ...conftest import Result
 from ...engines import deepspeed
 from ...engines.cases import Case
+from ...manifests import changed
 from ..equality import load, same_bits
 
 Trained = Callable[[Case], Path]
@@ -68,10 +69,8 @@ def rename_parameter(path: Path, new: str) -> None:
 def with_info(run: Path, target: Path, info: Mapping[str, Any]) -> Path:
     """A universal checkpoint whose client state has what Megatron tells DeepSpeed's converter."""
     zckpt.convert(run, target)
-    path = target / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["state"]["client_state"]["universal_checkpoint_info"] = to_json(dict(info))
-    path.write_text(json.dumps(manifest))
+    with changed(target) as manifest:
+        manifest["state"]["client_state"]["universal_checkpoint_info"] = to_json(dict(info))
     return target
 
 

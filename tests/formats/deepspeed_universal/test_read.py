@@ -13,6 +13,7 @@ import zckpt
 from zckpt import ZckptError
 
 from ...engines.cases import CASES
+from ...manifests import changed
 from ..contract import FormatContract
 from ..equality import assert_is_what_the_engine_held, load, same_bits
 from .directories import (
@@ -193,8 +194,8 @@ class TestBadInput:
         self, tag: str, example: Path, tmp_path: Path, zckpt: Zckpt
     ) -> None:
         assert zckpt("convert", example, tmp_path / "universal").code == 0
-        path = tmp_path / "universal" / "manifest.json"
-        path.write_text(path.read_text().replace(f'"tag": "{TAG}"', f'"tag": "{tag}"'))
+        with changed(tmp_path / "universal") as manifest:
+            manifest["source"]["tag"] = tag
         ended = zckpt("convert", tmp_path / "universal", tmp_path / "target", "--to", FORMAT)
         assert ended.code == 1
         assert "tag" in ended.err

@@ -16,6 +16,7 @@ from zckpt import ZckptError
 
 from ...engines import deepspeed
 from ...engines.cases import CASES
+from ...engines.client import CLASSES
 from ..equality import load, plain, same_bits
 from .directories import (
     LOAD,
@@ -178,7 +179,7 @@ def resumed(
     if move.through:
         zckpt.convert(source, tmp_path / "universal")
         source = tmp_path / "universal"
-    merged = convert(source, tmp_path / "merged", stage=move.stage)
+    merged = convert(source, tmp_path / "merged", stage=move.stage, allow_object=CLASSES)
     config = {**(case.config if move.config is None else move.config), **LOAD}
     after = deepspeed.resume(
         case, merged, tmp_path, dp=move.dp, stage=move.stage, config=config, losses=1

@@ -17,6 +17,7 @@ from zckpt import errors
 from ...conftest import EXAMPLE
 from ...engines import onnxruntime_files as files
 from ...engines.onnxruntime_files import FROZEN, make
+from ...manifests import changed
 from ..equality import load, same_bits
 from .samples import (
     DATA,
@@ -206,8 +207,8 @@ class TestSteps:
         state.steps["scale"] = 2
         files.write(state, tmp_path / "source", 2, "hdf5")
         zckpt.convert(tmp_path / "source", tmp_path / "universal", step_policy="keep")
-        path = tmp_path / "universal" / "manifest.json"
-        path.write_text(path.read_text().replace('"optimizer": "Adam"', '"optimizer": "Lamb"'))
+        with changed(tmp_path / "universal") as manifest:
+            manifest["optimizer"] = "Lamb"
         with pytest.raises(errors.InconsistentCheckpoint, match="one step for all"):
             zckpt.reshard(tmp_path / "universal", tmp_path / "target")
 
@@ -229,8 +230,8 @@ class TestFromOthers:
 
     def test_another_optimizer_is_refused(self, tmp_path: Path) -> None:
         zckpt.convert(EXAMPLE, tmp_path / "universal")
-        path = tmp_path / "universal" / "manifest.json"
-        path.write_text(path.read_text().replace('"optimizer": "AdamW"', '"optimizer": "NAdam"'))
+        with changed(tmp_path / "universal") as manifest:
+            manifest["optimizer"] = "NAdam"
         with pytest.raises(errors.WrongOption, match="Adam and Lamb"):
             zckpt.convert(tmp_path / "universal", tmp_path / "ort", to="onnxruntime")
         zckpt.convert(tmp_path / "universal", tmp_path / "ort", to="onnxruntime", weights_only=True)

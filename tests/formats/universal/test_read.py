@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 import zckpt
 from zckpt import errors
 
+from ...manifests import changed
 from ..contract import FormatContract
-from .conftest import manifest_of
 
 
 class TestContract(FormatContract):
@@ -26,8 +25,8 @@ class TestContract(FormatContract):
 
 class TestRefusals:
     def change(self, universal: Path, **changes: Any) -> None:
-        text = json.dumps(manifest_of(universal) | changes)
-        (universal / "manifest.json").write_text(text)
+        with changed(universal) as manifest:
+            manifest |= changes
 
     def test_an_unknown_version(self, universal: Path) -> None:
         self.change(universal, zckpt=2)
@@ -110,9 +109,8 @@ class TestRefusals:
             }
             for start, stop in ((0, 10), (10, 29))
         ]
-        manifest = manifest_of(universal)
-        manifest["entries"]["fc1.bias/master"]["fragments"] = listed[keep]
-        (universal / "manifest.json").write_text(json.dumps(manifest))
+        with changed(universal) as manifest:
+            manifest["entries"]["fc1.bias/master"]["fragments"] = listed[keep]
         with pytest.raises(errors.CorruptCheckpoint, match=r"fc1.bias/master"):
             zckpt.read(universal)
 
@@ -122,18 +120,17 @@ class TestRefusals:
         assert zckpt.read(universal).step == 7
 
     def test_fragments_may_be_listed(self, universal: Path) -> None:
-        manifest = manifest_of(universal)
         entry = zckpt.read(universal).entries["fc1.bias/master"]
         extent = entry.fragments[0].extent
-        manifest["entries"]["fc1.bias/master"]["fragments"] = [
-            {
-                "file": "master.safetensors",
-                "offset": extent.offset + start * 4,
-                "length": (stop - start) * 4,
-                "start": start,
-                "stop": stop,
-            }
-            for start, stop in ((0, 10), (10, 29))
-        ]
-        (universal / "manifest.json").write_text(json.dumps(manifest))
+        with changed(universal) as manifest:
+            manifest["entries"]["fc1.bias/master"]["fragments"] = [
+                {
+                    "file": "master.safetensors",
+                    "offset": extent.offset + start * 4,
+                    "length": (stop - start) * 4,
+                    "start": start,
+                    "stop": stop,
+                }
+                for start, stop in ((0, 10), (10, 29))
+            ]
         assert len(zckpt.read(universal).entries["fc1.bias/master"].fragments) == 2

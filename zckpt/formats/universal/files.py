@@ -13,16 +13,29 @@ There is no pickle in it. The version of the format is 1; keys are added, never 
 from __future__ import annotations
 
 import os
+import re
 
 VERSION = 1
 MANIFEST = "manifest.json"
 SIBLINGS = "siblings"
 
 
+OPTIMIZERS = re.compile(r"(?:master|exp_avg|momentum_buffer)(?:-\d+-of-\d+)?\.safetensors")
+"""Files that only a universal checkpoint has; without its manifest they have lost their meaning."""
+KEYS = (b'"zckpt"', b'"source"', b'"step"', b'"optimizer"')
+"""The first keys of a manifest. Two are enough, so that a damaged one is recognised too."""
+
+
 def detect(path: str) -> list[str]:
-    """One empty tag if `path` holds a manifest that zckpt wrote."""
+    """One empty tag if `path` has a manifest that zckpt wrote, or files that have lost theirs."""
     name = os.path.join(path, MANIFEST)
-    if not os.path.isfile(name):
-        return []
-    with open(name, "rb") as file:
-        return [""] if b'"zckpt"' in file.read(4096) else []
+    if os.path.isfile(name):
+        with open(name, "rb") as file:
+            head = file.read(4096)
+        if sum(key in head for key in KEYS) > 1:
+            return [""]
+    if os.path.isdir(path):
+        with os.scandir(path) as items:
+            if any(OPTIMIZERS.fullmatch(item.name) for item in items):
+                return [""]
+    return []

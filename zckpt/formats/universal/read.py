@@ -15,20 +15,25 @@ from ...core.facts import facts_of
 from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...core.inert import from_json
 from ...core.manifest import Entry, Manifest, Sibling, Sighting, parameters_from_json
-from ...errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint
+from ...errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint
 from ...files import safefile
 from ...training.trainers import LOADED
+from .agreement import checksum, contradictions
 from .files import MANIFEST, SIBLINGS, VERSION
 
 
 def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
     """The manifest of a universal checkpoint; `tag` and `step_policy` are not used.
 
-    Raises NotACheckpoint, UnsupportedCheckpoint (a newer version) and CorruptCheckpoint.
+    Raises IncompleteCheckpoint (no manifest), UnsupportedCheckpoint (a newer version) and
+    CorruptCheckpoint (a manifest that is damaged or contradicts itself).
     """
     name = os.path.join(path, MANIFEST)
     if not os.path.isfile(name):
-        raise NotACheckpoint(f"{path} holds no {MANIFEST}")
+        raise IncompleteCheckpoint(
+            f"{path} lacks {MANIFEST}, which says what its tensors are",
+            hint="copy it from where the other files came from",
+        )
     with open(name, "rb") as file:
         text = file.read()
     try:
@@ -39,12 +44,29 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
                 f"{name} has version {version!r}; this zckpt reads version {VERSION}",
                 hint="install a newer zckpt",
             )
-        return _manifest(path, document)
+        manifest = _manifest(path, document)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{name} is malformed: {error!r}") from error
+    for sentence in contradictions(manifest):
+        raise CorruptCheckpoint(
+            f"{name} contradicts itself: {sentence}",
+            hint="it was changed after zckpt wrote it; convert again",
+        )
+    return manifest
 
 
 def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
+    warnings = list(document.get("warnings", ()))
+    if "crc32" not in document:
+        warnings.append(
+            f"{MANIFEST} has no checksum (zckpt 0.1 wrote none): damage to it may go unseen"
+        )
+    elif document["crc32"] != checksum(document):
+        raise CorruptCheckpoint(
+            f"{os.path.join(path, MANIFEST)} is damaged: its contents do not have the CRC-32 that "
+            "it states",
+            hint="copy it again, or convert again",
+        )
     _check_source(path, document)
     stored, files = _stored(path, document.get("files") or ())
     entries = {}
@@ -111,7 +133,7 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
         files=(os.path.join(path, MANIFEST), *files),
         siblings=_siblings(path),
         left_out=tuple(document.get("left_out", ())),
-        warnings=tuple(document.get("warnings", ())),
+        warnings=tuple(warnings),
         inferred=tuple(document.get("inferred", ())),
     )
 

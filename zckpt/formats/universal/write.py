@@ -24,6 +24,7 @@ from ...files import safefile
 from ...training.optimizers import are_inferred, given_groups
 from ...training.options import GROUP_DEFAULTS, Options
 from ...training.trainers import files_to_load_by
+from .agreement import checksum
 from .files import MANIFEST, SIBLINGS, VERSION
 
 
@@ -116,7 +117,7 @@ def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
     if len(weights) > 1:
         text = _index(weights)
         yield Shell("model.safetensors.index.json", len(text), ((0, text),))
-    text = _text(describe(chosen))
+    text = _text(_sealed(describe(chosen)))
     yield Shell(MANIFEST, len(text), ((0, text),))
 
 
@@ -143,7 +144,12 @@ def seal(root: str, manifest: Manifest, outcome: Any) -> None:
         for path, (size, crc) in sorted(files.items())
     }
     with open(os.path.join(root, MANIFEST), "wb") as file:
-        file.write(_text(document))
+        file.write(_text(_sealed(document)))
+
+
+def _sealed(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with the checksum of everything in it."""
+    return {**document, "crc32": checksum(document)}
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
