@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+
+
+def removal(path: str) -> str:
+    """The command that removes a directory."""
+    return f"rm -r {shlex.quote(path)}"
 
 
 def listed(items: Sequence[object], most: int = 8) -> str:
@@ -74,6 +80,10 @@ class MissingData(ZckptError):
 
 class TargetExists(ZckptError):
     """The target exists already, or an interrupted run left a part of it."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was interrupted, and what it wrote is kept: a later run can continue it."""
 
 
 class NotEnoughSpace(ZckptError):

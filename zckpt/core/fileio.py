@@ -14,7 +14,8 @@ import mmap
 import os
 import resource
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from ..errors import CorruptCheckpoint
@@ -32,6 +33,17 @@ REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 def align(size: int, alignment: int = ALIGNMENT) -> int:
     """`size` rounded up."""
     return -(-size // alignment) * alignment
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Gives an OSError of the block this file's name, unless it has one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = path
+        raise
 
 
 def write_mode(asked: str, size: int) -> str:
@@ -130,7 +142,8 @@ class Writer:
             if mode != "buffered":
                 self._direct = self._open_direct()
             self._refused = self._direct < 0
-            _allocate(self._buffered, size)
+            with naming(path):
+                _allocate(self._buffered, size)
         except OSError:
             self._close()
             raise
@@ -149,17 +162,23 @@ class Writer:
         A buffered write starts its writeback at once. Otherwise the kernel would collect gigabytes
         and then stop the writer.
         """
-        if not self._refused:
-            try:
-                _write_all(self._direct, buffer[: align(length)], offset, len(buffer))
-                return
-            except OSError as error:
-                if self.mode == "direct" or error.errno not in REFUSALS:
-                    raise
-                self._refused = True
-        _write_all(self._buffered, buffer[:length], offset, BUFFERED_WRITE)
-        # starts writing what is dirty (and drops what is clean already)
-        os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
+        with naming(self.path):
+            if not self._refused:
+                try:
+                    _write_all(self._direct, buffer[: align(length)], offset, len(buffer))
+                    return
+                except OSError as error:
+                    if self.mode == "direct" or error.errno not in REFUSALS:
+                        raise
+                    self._refused = True
+            _write_all(self._buffered, buffer[:length], offset, BUFFERED_WRITE)
+            # starts writing what is dirty (and drops what is clean already)
+            os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def sync(self) -> None:
+        """Returns when all bytes that were written are on the disk."""
+        with naming(self.path):
+            os.fdatasync(self._buffered)
 
     def __enter__(self) -> Writer:
         return self
@@ -169,8 +188,9 @@ class Writer:
     ) -> None:
         try:
             if kind is None:
-                os.ftruncate(self._buffered, self.size)  # a direct write rounds the end up
-                os.fsync(self._buffered)
+                with naming(self.path):
+                    os.ftruncate(self._buffered, self.size)  # a direct write rounds the end up
+                    os.fsync(self._buffered)
         finally:
             self._close()
 
