@@ -37,7 +37,11 @@ def verify_alone(
         matches, manifest, manifest, copying, everything=everything, begin=begin
     )
     report = findings(outcome, manifest, manifest)
-    problems = [{"message": line} for line in damage.uncovered(manifest)] + report["problems"]
+    problems = [
+        *({"message": line} for line in damage.uncovered(manifest)),
+        *damage.unused(manifest),
+        *report["problems"],
+    ]
     return {
         **report,
         "equal": not (problems or report["differences"]),
