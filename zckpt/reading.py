@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import formats
 from .core.manifest import Manifest
+from .core.neighbours import lost_states, stateless
 from .training import steps
 from .training.names import Renames, called_as, names_of, renamed
 
@@ -31,13 +32,18 @@ class Reading:
 
 
 def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
-    """The manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor."""
+    """The manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor.
+
+    Its warnings name parameters that lack states of the optimizer.
+    """
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
     names = None if reading.param_names is None else tuple(reading.param_names)
     format = formats.recognise(path, reading.format, reading.tag)
     manifest = format.read(path, reading.tag, reading.step_policy, names, reading.weights_only)
-    return renamed(manifest, reading.rename)
+    manifest = renamed(manifest, reading.rename)
+    lines = [*manifest.warnings, *lost_states(manifest), *stateless(manifest)]
+    return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings
 
 
 def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:

@@ -17,13 +17,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from zckpt import errors
 from zckpt.files.dcpfile import (
     ItemBox,
-    ItemFiles,
     ItemLocation,
     TensorItem,
-    metadata,
     read_table,
-    require_same,
 )
+from zckpt.files.dcpitems import ItemFiles, require_same
+from zckpt.files.dcpshell import metadata
 from zckpt.files.pickling import dumps
 from zckpt.files.torchfile import Tensor
 

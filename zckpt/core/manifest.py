@@ -14,7 +14,7 @@ from typing import Any
 
 from .dtypes import NUMBERS, SIZES
 from .facts import Engine, StepPlace
-from .fragments import Fragments, Record
+from .fragments import Extent, Fragments, Record
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
@@ -145,7 +145,8 @@ class Manifest:
     `warnings` are sentences for the user.
     `inferred` are the parameters whose names no file states. Each got its name by its position.
     `states_inferred` is false if the files cannot state that a name was inferred. `zero_padding` is
-    true if the engine fills with zeros what lies between tensors.
+    true if the engine fills with zeros what lies between tensors. `unused` are bytes of the
+    checkpoint's own files that nothing in it describes.
     """
 
     root: str
@@ -169,6 +170,7 @@ class Manifest:
     inferred: tuple[str, ...] = ()
     states_inferred: bool = True
     zero_padding: bool = False
+    unused: tuple[Extent, ...] = ()
 
     @property
     def dp(self) -> int:

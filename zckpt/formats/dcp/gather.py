@@ -17,7 +17,8 @@ from typing import Any
 
 from ...core.partition import BoxPart, Partition
 from ...errors import UnsupportedCheckpoint, not_understood
-from ...files.dcpfile import ItemBox, ItemFiles, ItemTable, TensorItem, read_table
+from ...files.dcpfile import ItemBox, ItemTable, TensorItem, read_table
+from ...files.dcpitems import ItemFiles
 from ...files.safefile import read_with_metadata
 from ...files.torchfile import Tensor
 from ..statedict import gather
@@ -44,9 +45,8 @@ def _partitions(root: str, folders: Sequence[str]) -> list[Partition]:
     numbers: Sequence[str] = ()
     for folder in folders:
         table, files = read_table(folder), ItemFiles()
-        paths = table.others.get("planner_data") or {}
         for key, item in table.items.items():
-            place = tuple(paths.get(key) or (key,))
+            place = table.paths.get(key) or (key,)
             if item is not None:
                 _put(tree, place, _tensor(table, files, key, item))
             else:

@@ -9,8 +9,15 @@ from itertools import pairwise
 from typing import Any
 
 from ...core.manifest import Manifest
-from ...errors import CorruptCheckpoint, NotACheckpoint, not_understood
-from ...files.dcpfile import METADATA, ItemFiles, ItemTable, TensorItem, read_table, require_same
+from ...errors import CorruptCheckpoint, NotACheckpoint, listed, not_understood
+from ...files.dcpfile import (
+    METADATA,
+    VERSION,
+    ItemTable,
+    TensorItem,
+    read_table,
+)
+from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor, TorchFile
 from ...training.trainers import beside
 from ..statedict.read import manifest
@@ -28,7 +35,7 @@ from . import hf
 from .files import located, own_files
 
 MAX_LIST = 1_000_000  # elements of all lists
-MAX_DEPTH = 100
+FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
 
 
 def read(
@@ -75,7 +82,7 @@ class _FolderReader:
     def read(self) -> None:
         """Reads every item, in the order of the saved state."""
         table, saved = self.table, self.saved
-        paths: Mapping[str, Any] = table.others.get("planner_data") or {}
+        paths = table.paths
         if not saved.source["version"]:
             saved.source["version"] = table.others.get("version")
         saved.files += table.files
@@ -90,6 +97,31 @@ class _FolderReader:
             value = self._value(key, table.items[key])
             room = _put(saved.tree, paths.get(key) or (key,), value, room)
         saved.files += sorted(self.files.sizes)
+        self._remark()
+
+    def _remark(self) -> None:
+        """Adds warnings about what `.metadata` says and zckpt cannot use, and unused bytes."""
+        table, saved = self.table, self.saved
+        name = os.path.join(table.folder, METADATA)
+        if table.unsaved:
+            saved.warnings.append(
+                f"{name} has paths of {listed(table.unsaved, 4)}, of which no rank saved anything"
+            )
+        if strangers := [str(key)[:80] for key in table.others if key not in FIELDS]:
+            saved.warnings.append(
+                f"{name} has fields that zckpt does not know: {listed(strangers)}"
+            )
+        if (version := table.others.get("version")) not in (None, VERSION):
+            saved.warnings.append(
+                f"{name} is of version {version!r:.80}; zckpt knows version {VERSION}"
+            )
+        unused = self.files.unused(table)
+        saved.unused += unused
+        saved.left_out += [
+            f"{os.path.relpath(extent.file, saved.root)}: {extent.length} bytes at "
+            f"{extent.offset}, which no item covers"
+            for extent in unused[:8]
+        ]
 
     def _value(self, key: str, item: TensorItem | None) -> Any:
         names = iter(self.names.get(key, ()))
@@ -142,10 +174,14 @@ def _put(tree: Any, path: tuple[Any, ...], value: Any, room: int) -> int:
 
     All lists together may grow by `room` elements. Returns what is left of that.
     """
-    if len(path) > MAX_DEPTH:
-        raise CorruptCheckpoint(f"{METADATA} names a path of {len(path)} keys")
     container = tree
     for key, following in pairwise((*path, None)):
+        if not isinstance(container, (dict, list)) or (
+            isinstance(container, list) and type(key) is not int
+        ):
+            raise CorruptCheckpoint(
+                f"{METADATA} names {'.'.join(map(str, path))} inside of a value that has no keys"
+            )
         if isinstance(container, list):
             room -= max(0, key + 1 - len(container))
             if key < 0 or room < 0:
