@@ -88,13 +88,16 @@ def run(runner: Runner, conversion: Conversion, fault: Fault | None = None) -> E
     return runner.run(*conversion.words, watched=watched, fault=fault)
 
 
-def good(runner: Runner, conversion: Conversion, with_data: bool = False) -> Good:
-    """The run without a fault; its target is removed again."""
+def good(runner: Runner, conversion: Conversion, with_data: Path | None = None) -> Good:
+    """The run without a fault, whose target is removed again.
+
+    Calls below the folder `with_data` are recorded with their data, if it is given.
+    """
     ended = runner.run(
         *conversion.words,
-        watched=(conversion.source, conversion.outer),
+        watched=(conversion.source, with_data or conversion.outer),
         recorded=True,
-        with_data=with_data,
+        with_data=with_data is not None,
     )
     assert ended.code == 0, ended.err
     calls = calls_of(ended.record)
