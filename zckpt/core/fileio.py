@@ -165,13 +165,13 @@ class Writer:
         with naming(self.path):
             if not self._refused:
                 try:
-                    _write_all(self._direct, buffer[: align(length)], offset, len(buffer))
+                    write_all(self._direct, buffer[: align(length)], offset, len(buffer))
                     return
                 except OSError as error:
                     if self.mode == "direct" or error.errno not in REFUSALS:
                         raise
                     self._refused = True
-            _write_all(self._buffered, buffer[:length], offset, BUFFERED_WRITE)
+            write_all(self._buffered, buffer[:length], offset, BUFFERED_WRITE)
             # starts writing what is dirty (and drops what is clean already)
             os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
 
@@ -200,7 +200,8 @@ class Writer:
             os.close(self._direct)
 
 
-def _write_all(file: int, data: memoryview, offset: int, most: int) -> None:
+def write_all(file: int, data: memoryview, offset: int, most: int = BUFFERED_WRITE) -> None:
+    """Writes all of `data`, at most `most` bytes at a time; the kernel may write less."""
     done = 0
     while done < len(data):
         done += os.pwrite(file, data[done : done + most], offset + done)

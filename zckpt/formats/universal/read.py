@@ -198,6 +198,22 @@ def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
     return Runs(fragments)
 
 
+def check(manifest: Manifest) -> None:
+    """Compares every sibling with the CRC-32 that the manifest states, as no tensor lies in it.
+
+    Called before a conversion writes anything. Raises CorruptCheckpoint.
+    """
+    from ...core.fileio import crc_of
+
+    siblings = {sibling.path for sibling in manifest.siblings}
+    for record in manifest.records:
+        if record.extent.file in siblings and crc_of([record.extent]) != record.crc:
+            raise CorruptCheckpoint(
+                f"{record.extent.file} is damaged: its bytes do not have the CRC-32 that "
+                f"{MANIFEST} states"
+            )
+
+
 def _siblings(path: str) -> tuple[Sibling, ...]:
     root = os.path.join(path, SIBLINGS)
     siblings = []
