@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...core.manifest import Manifest
-from ...errors import CorruptCheckpoint, NotACheckpoint, not_understood
+from ...errors import MALFORMED, CorruptCheckpoint, NotACheckpoint, not_understood
 from ...files.dcpfile import METADATA, ItemFiles, ItemTable, TensorItem, read_table, require_same
 from ...files.torchfile import Tensor, TorchFile
 from ...training.trainers import beside
@@ -59,7 +59,7 @@ def read(
         saved.siblings += siblings
         saved.left_out += left_out
         return manifest(saved, step_policy, param_names, weights_only)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise not_understood(root, error) from error
 
 
