@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...core.partition import BoxPart, Partition
-from ...errors import UnsupportedCheckpoint, not_understood
+from ...errors import MALFORMED, UnsupportedCheckpoint, not_understood
 from ...files.dcpfile import ItemBox, ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles
 from ...files.safefile import read_with_metadata
@@ -34,7 +34,7 @@ def partitions(path: str) -> list[Partition]:
     """
     try:
         return _partitions(*located(path))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise not_understood(path, error) from error
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from ...core.fragments import Record, solid
 from ...core.inert import Foreign
 from ...core.manifest import Entry
-from ...errors import IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
+from ...errors import MALFORMED, IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files.dcpfile import (
     METADATA,
     ItemBox,
@@ -115,7 +115,7 @@ def stored_items(path: str, tag: str | None = None) -> StoredItems:
             files += table.files
         version, saving = table.others.get("version"), table.others.get("storage_meta")
         description = attributes(saving) if isinstance(saving, Foreign) else {}
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise not_understood(root, error) from error
     version = version if isinstance(version, str) else None
     return StoredItems(root, tuple(files), items, paths, version, description)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...core.manifest import Manifest
-from ...errors import CorruptCheckpoint, NotACheckpoint, listed, not_understood
+from ...errors import MALFORMED, CorruptCheckpoint, NotACheckpoint, listed, not_understood
 from ...files.dcpfile import (
     METADATA,
     VERSION,
@@ -66,7 +66,7 @@ def read(
         saved.siblings += siblings
         saved.left_out += left_out
         return manifest(saved, step_policy, param_names, weights_only)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise not_understood(root, error) from error
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.manifest import Manifest
-from ...errors import IncompleteCheckpoint, NotACheckpoint, listed, not_understood
+from ...errors import MALFORMED, IncompleteCheckpoint, NotACheckpoint, listed, not_understood
 from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside
 from ..statedict.keys import keys_of
@@ -44,7 +44,7 @@ def read(
         # numbers are usual in these files: they do not say which layout --to dcp should write
         engine = replace(keys_of(result.engine), layout=None, whole=True, dialect=reader.dialect)
         return replace(result, engine=engine)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise not_understood(path, error) from error
 
 
