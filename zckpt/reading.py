@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import formats
+from .core import sources
 from .core.manifest import Manifest
 from .training import steps
 from .training.names import Renames, called_as, names_of, renamed
@@ -31,13 +32,19 @@ class Reading:
 
 
 def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
-    """The manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor."""
+    """The manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor.
+
+    Raises SourceChanged if a file of the checkpoint changes meanwhile.
+    """
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
     names = None if reading.param_names is None else tuple(reading.param_names)
     format = formats.recognise(path, reading.format, reading.tag)
-    manifest = format.read(path, reading.tag, reading.step_policy, names, reading.weights_only)
-    return renamed(manifest, reading.rename)
+    with sources.watching() as watch:
+        manifest = format.read(path, reading.tag, reading.step_policy, names, reading.weights_only)
+        siblings = (item.path for item in manifest.siblings)
+        fingerprints = watch.of((*manifest.files, *siblings))
+    return renamed(replace(manifest, fingerprints=fingerprints), reading.rename)
 
 
 def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:

@@ -21,6 +21,7 @@ from . import fileio, plan
 from .copy import CopyOutcome, copy
 from .manifest import Manifest
 from .resources import Begin, Copying
+from .sources import unchanged
 from .staging import Layout, Staging
 from .streaming import chunk_size
 
@@ -54,10 +55,11 @@ def convert(
     """Writes `source` as the directory `target`, `size` bytes in the files of `layout`.
 
     If an error is raised, there is no `target`. Raises NotEnoughSpace, CorruptCheckpoint if the
-    source's bytes do not have the checksums that its files state, MissingData, OSError.
+    source's bytes do not have the checksums that its files state, SourceChanged if one of its files
+    is not as it was read, MissingData, OSError.
     """
     try:
-        with Staging(target) as staging:
+        with Staging(target) as staging, unchanged(source):
             staging.lay(layout.shells())
             shells = read_shells(staging.path)
             pairs = plan.join(source, shells, layout.from_masters)

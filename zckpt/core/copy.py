@@ -99,7 +99,7 @@ class _Copy:
         self.chunk = chunk
         self.io = io
         self.progress = progress
-        self.checker = RecordChecker(source.records)
+        self.checker = RecordChecker(source.records, fingerprints=source.fingerprints)
         self.records: dict[str, list[Extent]] = {}
         for record in target.records:
             self.records.setdefault(record.extent.file, []).append(record.extent)

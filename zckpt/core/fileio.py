@@ -20,6 +20,7 @@ from types import TracebackType
 from ..errors import CorruptCheckpoint
 from .checksum import crc32
 from .fragments import Extent
+from .sources import Fingerprints, named, open_file
 
 CRC_BLOCK = 1 << 20  # bytes
 
@@ -53,18 +54,28 @@ class Buffer:
 
 
 class Reader:
-    """Reads at given offsets, for one thread; keeps at most `keep` files open."""
+    """Reads at given offsets, for one thread; keeps at most `keep` files open.
 
-    def __init__(self, keep: int = 64) -> None:
+    A file with other `fingerprints` than these is not opened: SourceChanged.
+    """
+
+    def __init__(self, keep: int = 64, fingerprints: Fingerprints | None = None) -> None:
         self.keep = keep
+        self.fingerprints = fingerprints
         self._open: OrderedDict[str, int] = OrderedDict()
 
     def read(self, extent: Extent, into: memoryview) -> None:
-        """Fills `into`, which has the extent's length; raises CorruptCheckpoint at a file's end."""
+        """Fills `into`, which has the extent's length; raises CorruptCheckpoint at a file's end.
+
+        An OSError names the file.
+        """
         file = self._file(extent.file)
         done = 0
         while done < extent.length:
-            count = os.preadv(file, [into[done : extent.length]], extent.offset + done)
+            try:
+                count = os.preadv(file, [into[done : extent.length]], extent.offset + done)
+            except OSError as error:
+                raise named(error, extent.file) from None
             if not count:
                 raise CorruptCheckpoint(
                     f"{extent.file} ends at byte {extent.offset + done}, inside a tensor",
@@ -78,7 +89,7 @@ class Reader:
             return self._open[path]
         if len(self._open) >= self.keep:
             os.close(self._open.popitem(last=False)[1])
-        self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._open[path] = open_file(path, self.fingerprints)
         return self._open[path]
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from .dtypes import NUMBERS, SIZES
 from .facts import Engine, StepPlace
 from .fragments import Fragments, Record
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
+from .sources import Fingerprint
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
 
@@ -146,6 +147,8 @@ class Manifest:
     `inferred` are the parameters whose names no file states. Each got its name by its position.
     `states_inferred` is false if the files cannot state that a name was inferred. `zero_padding` is
     true if the engine fills with zeros what lies between tensors.
+    `fingerprints` are those of `files` and of the siblings when they were first opened or listed,
+    by path. They are empty for a manifest that `reading.read` has not read.
     """
 
     root: str
@@ -169,6 +172,7 @@ class Manifest:
     inferred: tuple[str, ...] = ()
     states_inferred: bool = True
     zero_padding: bool = False
+    fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     @property
     def dp(self) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from ..errors import NotEnoughSpace, TargetExists, WrongOption
+from . import sources
 from .checksum import crc32
 from .expected import path_inside
 from .manifest import Sibling
@@ -118,7 +119,7 @@ class Staging:
         """Copies a whole file unchanged to `name`; gives its size and CRC-32."""
         path = self._inside(name)
         size = crc = 0
-        with open(source, "rb") as read, open(path, "xb") as write:
+        with sources.opened(source) as read, open(path, "xb") as write:
             while data := read.read(1 << 20):
                 write.write(data)
                 crc = crc32(data, crc)
@@ -132,10 +133,9 @@ class Staging:
             shutil.rmtree(self.path, ignore_errors=True)
             return
         try:
-            for folder, _folders, names in os.walk(self.path):
-                for name in names:
-                    _sync(os.path.join(folder, name))
-                _sync(folder)
+            for entry in sources.walk(self.path):
+                _sync(entry.path)
+            _sync(self.path)
             refuse_existing(self.target, partial=False)
             os.rename(self.path, self.target)
         except BaseException:
