@@ -176,7 +176,7 @@ def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
             now = os.fstat(file)
         if not stat.S_ISREG(now.st_mode):
             raise _not_regular(path, now)
-        _seen(path, now)
+        note(path, now)
         if fingerprints is not None:
             _check(path, fingerprints.get(path), now)
     except BaseException:
@@ -185,18 +185,17 @@ def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
     return file
 
 
-def _seen(path: str, now: os.stat_result) -> None:
+def note(path: str, now: os.stat_result) -> None:
+    """Notes the fingerprint of a file for `watching`; does nothing outside of its block."""
     watch = _watch.get()
     if watch is not None:
         watch.note(path, now)
 
 
-def _not_regular(path: str, now: os.stat_result) -> Exception:
-    if stat.S_ISDIR(now.st_mode):
-        return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+def _not_regular(path: str, now: os.stat_result) -> CorruptCheckpoint:
+    what = "directory" if stat.S_ISDIR(now.st_mode) else "pipe, a socket or a device"
     return CorruptCheckpoint(
-        f"{path} is not a regular file (it is a pipe, a socket or a device)",
-        hint="put a copy of the file there",
+        f"{path} is not a regular file: it is a {what}", hint="put a copy of the file there"
     )
 
 
@@ -258,38 +257,42 @@ def is_folder(path: str) -> bool:
 def size(path: str) -> int:
     """Bytes of a file; its fingerprint is noted, as if it were opened."""
     now = os.stat(path)
-    _seen(path, now)
+    note(path, now)
     return now.st_size
 
 
 # -- listing
 
 
-def names(folder: str, if_denied: list[str] | None = None) -> list[str]:
-    """The sorted names in a folder; raises OSError.
+def is_denied(path: str) -> bool:
+    """Whether a file may not be read, or a folder not listed, by this user.
 
-    `if_denied` is returned instead if permission is denied: for a folder that a search passes by,
-    and that may have nothing to do with a checkpoint (`lost+found`).
+    A search that passes by files of others leaves such ones alone: `lost+found`, a private log.
+    Any other OSError is raised.
     """
     try:
-        return sorted(os.listdir(folder))
+        if is_folder(path):
+            os.stat(os.path.join(path, "."))  # it may be listed, but not entered
+            os.scandir(path).close()
+        else:
+            os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
     except PermissionError:
-        if if_denied is None:
-            raise
-        return if_denied
+        return True
+    return False
 
 
 def walk(
     folder: str, enter: Callable[[str], bool] = lambda path: True
 ) -> Iterator[os.DirEntry[str]]:
-    """Everything below a folder, in the order of names; a folder comes before what is in it.
+    """Everything below a folder: what is in it, in the order of names, then what is in its folders.
 
     Enters the folders for whose path `enter` is true, but follows no link. Raises OSError for what
     cannot be listed, where os.walk would pass it by.
     """
-    with os.scandir(folder) as items:
-        entries = sorted(items, key=lambda item: item.name)
-    for entry in entries:
-        yield entry
-        if entry.is_dir(follow_symlinks=False) and enter(entry.path):
-            yield from walk(entry.path, enter)
+    waiting = [folder]
+    while waiting:
+        with os.scandir(waiting.pop()) as items:
+            entries = sorted(items, key=lambda item: item.name)
+        yield from entries
+        inside = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        waiting += [path for path in reversed(inside) if enter(path)]

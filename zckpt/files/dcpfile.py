@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..core import sources
 from ..core.expected import missing_file, missing_ranks, path_inside
 from ..core.fragments import Extent
 from ..core.inert import Foreign, Global, Size
@@ -124,7 +125,7 @@ def read_table(folder: str) -> ItemTable:
     with os.scandir(folder) as entries:
         files = sorted(entry.path for entry in entries if entry.name.endswith(METADATA))
     name = os.path.join(folder, METADATA)
-    if os.path.isfile(name):
+    if sources.is_file(name):
         return _read_one(folder, tuple(files), name)
     ranks = {
         int(match[1]): path
@@ -143,7 +144,7 @@ def read_table(folder: str) -> ItemTable:
 
 
 def _read_one(folder: str, files: tuple[str, ...], name: str) -> ItemTable:
-    with open(name, "rb") as file:
+    with sources.opened(name) as file:
         text = file.read()
     try:
         fields = dict(attributes(Unpickler(text).load()))
@@ -247,7 +248,7 @@ class ItemFiles:
         begin = location.file, location.offset
         if begin not in self._tensors:
             self._require(location, 1)
-            with open(location.file, "rb") as file:
+            with sources.opened(location.file) as file:
                 file.seek(location.offset)
                 is_torch = file.read(2) == b"PK"
             if is_torch:
@@ -270,10 +271,10 @@ class ItemFiles:
         """Raises IncompleteCheckpoint unless the file exists and has these bytes."""
         path, stop = location.file, location.offset + length
         if path not in self.sizes:
-            if not os.path.isfile(path):
+            if not sources.is_file(path):
                 hint = "copy the whole directory; every rank writes files of its own"
                 raise missing_file(path, METADATA, hint)
-            self.sizes[path] = os.path.getsize(path)
+            self.sizes[path] = sources.size(path)
         if min(location.offset, length) < 0 or stop > self.sizes[path]:
             raise IncompleteCheckpoint(
                 f"{path} has {self.sizes[path]} bytes, but {METADATA} needs at least {stop}",
