@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import formats
-from .core import description
+from .core import description, sources
 from .core.description import state as state
 from .core.description import tensors as tensors
 from .core.manifest import Manifest
@@ -90,11 +90,12 @@ def load(
 
     manifest = read_manifest(path, Reading(format, tag, step_policy, param_names))
     entry = loading.entry_of(manifest, name)
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        return loading.as_numpy(entry, manifest.records)
-    return loading.as_torch(entry, manifest.records)
+    with sources.unchanged(manifest):
+        try:
+            import torch  # noqa: F401
+        except ImportError:
+            return loading.as_numpy(entry, manifest.records)
+        return loading.as_torch(entry, manifest.records)
 
 
 # -- writing
@@ -306,13 +307,15 @@ def _verify(
 
     manifest = read_manifest(path, reading)
     about = saved.about(manifest)
-    if against is None:
-        return about | verify_alone(manifest, pattern, copying, begin)
-    against = os.fspath(against)
-    if saved.is_proof(against):
-        return about | saved.verify_proof(manifest, against, pattern, copying, begin)
-    other = read_other(against, manifest, reading)
-    return about | verify_against(manifest, other, pattern, copying, begin)
+    with sources.unchanged(manifest):
+        if against is None:
+            return about | verify_alone(manifest, pattern, copying, begin)
+        against = os.fspath(against)
+        if saved.is_proof(against):
+            return about | saved.verify_proof(manifest, against, pattern, copying, begin)
+        other = read_other(against, manifest, reading)
+        with sources.unchanged(other):
+            return about | verify_against(manifest, other, pattern, copying, begin)
 
 
 def _gather(
@@ -332,8 +335,10 @@ def _gather(
     other = read_other(against, manifest, reading)
     from .proof.allgather import verify_gathered
 
-    parts = formats.named(manifest.format).partitions(manifest.root)
-    return saved.about(manifest) | verify_gathered(manifest, parts, other, pattern, means, begin)
+    about = saved.about(manifest)
+    with sources.unchanged(manifest, other):
+        parts = formats.named(manifest.format).partitions(manifest.root)
+        return about | verify_gathered(manifest, parts, other, pattern, means, begin)
 
 
 def diff(
@@ -362,7 +367,8 @@ def diff(
     reading = Reading(format, tag, step_policy, param_names, rename=rename)
     first = read_manifest(a, reading)
     second = read_other(b, first, reading)
-    findings = proof.diff(first, second, tensors, copying, begin)
+    with sources.unchanged(first, second):
+        findings = proof.diff(first, second, tensors, copying, begin)
     report: Report = {"zckpt": 1, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}
 
@@ -390,11 +396,8 @@ def stats(
     started = time.monotonic()
     copying = Copying(jobs, memory)
     manifest = read_manifest(path, Reading(format, tag, step_policy, param_names))
-    report: Report = {
-        "zckpt": 1,
-        "command": "stats",
-        "path": os.fspath(path),
-        "format": manifest.format,
-    }
-    findings = health.measure_all(manifest, tensors, copying, begin)
+    report: Report = {"zckpt": 1, "command": "stats", "path": os.fspath(path)}
+    report["format"] = manifest.format
+    with sources.unchanged(manifest):
+        findings = health.measure_all(manifest, tensors, copying, begin)
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}

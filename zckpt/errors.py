@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 import struct
 from collections.abc import Sequence
@@ -92,6 +93,12 @@ def not_understood(path: str, error: Exception) -> CorruptCheckpoint:
     )
 
 
+class SourceChanged(ZckptError):
+    """A file of the source is not the one that was read before: another program writes there."""
+
+    usual_hint = "stop what writes there, or take a copy, and start again"
+
+
 class InconsistentCheckpoint(ZckptError):
     """Files of one checkpoint contradict each other: tags, steps, world sizes, shapes."""
 
@@ -136,3 +143,31 @@ class WrongOption(ZckptError):
     """Options contradict each other or this checkpoint (exit code 2)."""
 
     usual_hint = "see --help for the options"
+
+
+HINTS = {
+    errno.EIO: "the disk or the network storage failed: see `dmesg`, and take another copy",
+    errno.EBADMSG: "the filesystem found damage: see `dmesg`, and take another copy",
+    errno.ESTALE: "the network filesystem no longer has this file: mount it again",
+    errno.ETIMEDOUT: "the network storage does not answer: try again when it does",
+    errno.ENOTCONN: "the network storage is not connected: mount it again",
+    errno.EACCES: "check the permissions of the path: `namei -l PATH` lists them",
+    errno.EPERM: "check the permissions of the path: `namei -l PATH` lists them",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path: a part of it is a file",
+    errno.EISDIR: "check the path: it is a directory",
+    errno.ELOOP: "check the path: its links lead in a circle",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.EROFS: "the filesystem is mounted read-only: choose another one",
+    errno.ENOMEM: "too little memory is free: use a lower -j or --memory",
+    errno.EMFILE: "too many files are open: raise the limit (`ulimit -n`), or use a lower -j",
+    errno.ENFILE: "the machine has too many open files: end other programs, or use a lower -j",
+    errno.ENOSPC: "free some space, or choose a target on another filesystem",
+    errno.EDQUOT: "free some of your quota, or choose a target on another filesystem",
+    errno.EFBIG: "the filesystem (or `ulimit -f`) limits the size of files: use --max-file-size",
+}
+
+
+def hint_for(error: OSError) -> str:
+    """What to do next after an error of the filesystem."""
+    return HINTS.get(error.errno or 0, "check the path, and whether you may read or write it")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from . import formats
+from .core import sources
 from .core.manifest import Manifest
 from .core.neighbours import lost_states, stateless
 from .training import steps
@@ -34,14 +35,18 @@ class Reading:
 def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
     """The manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor.
 
-    Its warnings name parameters that lack states of the optimizer.
+    Its warnings name parameters that lack states of the optimizer. Raises SourceChanged if a file
+    of the checkpoint changes meanwhile.
     """
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
     names = None if reading.param_names is None else tuple(reading.param_names)
     format = formats.recognise(path, reading.format, reading.tag)
-    manifest = format.read(path, reading.tag, reading.step_policy, names, reading.weights_only)
-    manifest = renamed(manifest, reading.rename)
+    with sources.watching() as watch:
+        manifest = format.read(path, reading.tag, reading.step_policy, names, reading.weights_only)
+        siblings = (item.path for item in manifest.siblings)
+        fingerprints = watch.of((*manifest.files, *siblings))
+    manifest = renamed(replace(manifest, fingerprints=fingerprints), reading.rename)
     lines = [*manifest.warnings, *lost_states(manifest), *stateless(manifest)]
     return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings
 

@@ -174,9 +174,8 @@ def identity(
         place = record.extent
         crc = crc32(b"%d %d %d;" % (place.offset, place.length, record.crc or 0), crc)
     source: dict[str, Any] = {"records": f"{crc:08x}"}
-    for file in (*manifest.files, *(item.path for item in manifest.siblings)):
-        status = os.stat(file)
-        source[os.path.relpath(file, manifest.root)] = [status.st_size, status.st_mtime_ns]
+    for file, seen in manifest.fingerprints.items():
+        source[os.path.relpath(file, manifest.root)] = [seen.size, seen.mtime]
     asked = {option.flag: value for option, value in options.given}
     asked |= {"--to": to, "--from": reading.format, "--tag": reading.tag}
     asked |= {"--step-policy": reading.step_policy}

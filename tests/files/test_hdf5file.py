@@ -73,7 +73,24 @@ class TestReading:
         for data in (b"", b"hello", hdf5file.MAGIC, hdf5file.MAGIC + bytes(200)):
             (tmp_path / "file").write_bytes(data)
             assert hdf5file.root_names(str(tmp_path / "file")) == set()
-        assert hdf5file.root_names(str(tmp_path / "absent")) == set()
+
+    def test_a_file_that_cannot_be_read_is_an_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(FileNotFoundError):
+            hdf5file.root_names(str(tmp_path / "absent"))
+        path = str(tmp_path / "file")
+        with h5py.File(path, "w") as file:
+            file["x"] = [1.0]
+
+        def fail(*_: Any, **_options: Any) -> Any:
+            text = "Can't read data (file read failed: errno = 5, error message = 'I/O error')"
+            raise OSError(text)
+
+        monkeypatch.setattr(h5py, "File", fail)
+        with pytest.raises(OSError, match="Input/output error") as caught:
+            hdf5file.read(path, lambda name: True)
+        assert caught.value.filename == path
 
 
 def add(change: Callable[[Any], Any]) -> Callable[[Path], None]:

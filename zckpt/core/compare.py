@@ -111,9 +111,9 @@ class _Comparison:
         self.chunk = chunk
         self.measure = measure
         self.progress = progress
-        self.checkers = [RecordChecker(a.records, collect=True)]
+        self.checkers = [RecordChecker(a.records, True, a.fingerprints)]
         if b is not a:
-            self.checkers.append(RecordChecker(b.records, collect=True))
+            self.checkers.append(RecordChecker(b.records, True, b.fingerprints))
         self.covers: dict[int, Cover] = {}
         self.first: dict[int, int] = {}  # the match that counts an entry's bytes, by identity
         for number, item in enumerate(matches):

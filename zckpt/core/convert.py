@@ -22,6 +22,7 @@ from . import fileio, plan
 from .copy import CopyOutcome, copy
 from .manifest import Manifest
 from .resources import Begin, Copying
+from .sources import unchanged
 from .staging import Layout, Staging
 from .streaming import chunk_size
 
@@ -60,11 +61,11 @@ def convert(
     """Writes `source` as the target of `staging`, `size` bytes in the files of `layout`.
 
     If an error is raised, there is no target. Raises NotEnoughSpace, CorruptCheckpoint if the
-    source's bytes do not have the checksums that its files state, MissingData, OSError, and what
-    `Staging` raises.
+    source's bytes do not have the checksums that its files state, SourceChanged if one of its files
+    is not as it was read, MissingData, OSError, and what `Staging` raises.
     """
     try:
-        with staging:
+        with staging, unchanged(source):
             staging.lay(layout.shells(), _strictest_mode(source))
             shells = read_shells(staging.path)
             pairs = plan.join(source, shells, layout.from_masters)

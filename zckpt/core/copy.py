@@ -70,7 +70,7 @@ class _Copy:
         self.journal = journal
         self.source_records = source.records
         self.record_numbers = {record.extent: n for n, record in enumerate(source.records)}
-        self.checker = RecordChecker(source.records)
+        self.checker = RecordChecker(source.records, fingerprints=source.fingerprints)
         self.records: dict[str, list[Extent]] = {}
         for record in target.records:
             self.records.setdefault(record.extent.file, []).append(record.extent)

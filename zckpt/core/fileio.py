@@ -14,13 +14,13 @@ import mmap
 import os
 import resource
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from types import TracebackType
 
 from ..errors import CorruptCheckpoint
 from .checksum import crc32
 from .fragments import Extent
+from .sources import Fingerprints, named, naming, open_file
 
 CRC_BLOCK = 1 << 20  # bytes
 
@@ -33,17 +33,6 @@ REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 def align(size: int, alignment: int = ALIGNMENT) -> int:
     """`size` rounded up."""
     return -(-size // alignment) * alignment
-
-
-@contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Gives an OSError of the block this file's name, unless it has one."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            error.filename = path
-        raise
 
 
 def write_mode(asked: str, size: int) -> str:
@@ -65,18 +54,28 @@ class Buffer:
 
 
 class Reader:
-    """Reads at given offsets, for one thread; keeps at most `keep` files open."""
+    """Reads at given offsets, for one thread; keeps at most `keep` files open.
 
-    def __init__(self, keep: int = 64) -> None:
+    A file with other `fingerprints` than these is not opened: SourceChanged.
+    """
+
+    def __init__(self, keep: int = 64, fingerprints: Fingerprints | None = None) -> None:
         self.keep = keep
+        self.fingerprints = fingerprints
         self._open: OrderedDict[str, int] = OrderedDict()
 
     def read(self, extent: Extent, into: memoryview) -> None:
-        """Fills `into`, which has the extent's length; raises CorruptCheckpoint at a file's end."""
+        """Fills `into`, which has the extent's length; raises CorruptCheckpoint at a file's end.
+
+        An OSError names the file.
+        """
         file = self._file(extent.file)
         done = 0
         while done < extent.length:
-            count = os.preadv(file, [into[done : extent.length]], extent.offset + done)
+            try:
+                count = os.preadv(file, [into[done : extent.length]], extent.offset + done)
+            except OSError as error:
+                raise named(error, extent.file) from None
             if not count:
                 raise CorruptCheckpoint(
                     f"{extent.file} ends at byte {extent.offset + done}, inside a tensor",
@@ -90,7 +89,7 @@ class Reader:
             return self._open[path]
         if len(self._open) >= self.keep:
             os.close(self._open.popitem(last=False)[1])
-        self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._open[path] = open_file(path, self.fingerprints)
         return self._open[path]
 
     def close(self) -> None:

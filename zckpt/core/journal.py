@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import TargetExists, listed, removal
 from .checksum import crc32
-from .fileio import naming
+from .sources import naming
 
 NAME = "journal"
 MARK = "user.zckpt.run"

@@ -17,6 +17,7 @@ from .dtypes import NUMBERS, SIZES
 from .facts import Engine, StepPlace
 from .fragments import Extent, Fragments, Record
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
+from .sources import Fingerprint
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
 MAX_STEP = 1 << 63
@@ -196,6 +197,8 @@ class Manifest:
     `states_inferred` is false if the files cannot state that a name was inferred. `zero_padding` is
     true if the engine fills with zeros what lies between tensors. `unused` are bytes of the
     checkpoint's own files that nothing in it describes.
+    `fingerprints` are those of `files` and of the siblings when they were first opened or listed,
+    by path. They are empty for a manifest that `reading.read` has not read.
     """
 
     root: str
@@ -220,6 +223,7 @@ class Manifest:
     states_inferred: bool = True
     zero_padding: bool = False
     unused: tuple[Extent, ...] = ()
+    fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     @property
     def dp(self) -> int:

@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 
 from ..errors import CorruptCheckpoint
 from .checksum import Cover, crc32
@@ -21,6 +22,7 @@ from .dtypes import SIZES
 from .fileio import Buffer, Reader
 from .fragments import Extent, Fragment, Record, Slices
 from .manifest import Entry
+from .sources import Fingerprints
 
 MANY = 4096  # slices; copying more of them takes longer than importing numpy
 SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbours
@@ -63,10 +65,17 @@ PassedRecord = tuple[Record, int, int, int]
 class RecordChecker:
     """Do the records have the CRC-32 that their files state? Bytes may come in any order.
 
-    Damage raises CorruptCheckpoint. With `collect` it is put into `damage` instead.
+    Damage raises CorruptCheckpoint. With `collect` it is put into `damage` instead. `fingerprints`
+    are those that the files must have whenever they are opened.
     """
 
-    def __init__(self, records: Sequence[Record], collect: bool = False) -> None:
+    def __init__(
+        self,
+        records: Sequence[Record],
+        collect: bool = False,
+        fingerprints: Fingerprints = MappingProxyType({}),
+    ) -> None:
+        self.fingerprints = fingerprints
         by_file: dict[str, list[Record]] = {}
         for record in records:
             if record.extent.length:

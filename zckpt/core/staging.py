@@ -18,9 +18,9 @@ from itertools import chain
 from typing import BinaryIO
 
 from ..errors import Interrupted, removal
+from . import sources
 from .checksum import crc32
 from .expected import path_inside
-from .fileio import naming
 from .journal import Identity, Journal, set_mark
 from .manifest import Sibling
 from .targets import refuse_existing, refuse_strange
@@ -158,7 +158,7 @@ class Staging:
         """Writes shells, as files of this mode under the umask; their holes take no space yet."""
         for shell in shells:
             path = self._inside(shell.name)
-            with naming(path), self._created(path, mode) as file:
+            with sources.naming(path), self._created(path, mode) as file:
                 file.truncate(shell.size)
                 for offset, data in shell.parts:
                     file.seek(offset)
@@ -181,7 +181,11 @@ class Staging:
         """Copies a whole file with its mode to `name`; gives its size and CRC-32."""
         path = self._inside(name)
         size = crc = 0
-        with open(source, "rb") as read, naming(path), self._created(path, 0o600) as write:
+        with (
+            sources.opened(source) as read,
+            sources.naming(path),
+            self._created(path, 0o600) as write,
+        ):
             write.truncate(0)
             os.fchmod(write.fileno(), stat.S_IMODE(os.fstat(read.fileno()).st_mode) & 0o777)
             while data := read.read(1 << 20):
@@ -205,11 +209,8 @@ class Staging:
 
     def _complete(self) -> None:
         try:
-            for folder, _folders, names in os.walk(self.path, onerror=_raise):
-                for name in names:
-                    _sync(os.path.join(folder, name))
-                if folder != self.path:
-                    _sync(folder)
+            for entry in sources.walk(self.path):
+                _sync(entry.path)
             set_mark(self.path, self.target, self.identity)
             _sync(self.path)
             if self.before_rename:
@@ -266,7 +267,7 @@ def save(path: str, data: bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:
         try:
-            with naming(path):
+            with sources.naming(path):
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -275,10 +276,6 @@ def save(path: str, data: bytes) -> None:
             os.unlink(partial)
             raise
     _sync(os.path.dirname(os.path.abspath(path)))
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def make_folders(path: str) -> None:
@@ -296,7 +293,7 @@ def make_folders(path: str) -> None:
 def _sync(path: str) -> None:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with naming(path):
+        with sources.naming(path):
             os.fsync(file)
     finally:
         os.close(file)

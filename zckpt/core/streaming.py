@@ -11,6 +11,7 @@ alone: one tensor for a program (`loading`), regions of a process's tensors (`dc
 from __future__ import annotations
 
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
@@ -20,6 +21,7 @@ from .fileio import Reader, files_per_thread
 from .fragments import Extent, Record
 from .manifest import Entry
 from .pieces import ElementReader, ReadRequest, RecordChecker
+from .sources import Fingerprints
 
 CHUNK = 4 << 20  # bytes
 
@@ -89,11 +91,18 @@ def reading(
     checkers: Sequence[RecordChecker], memory: int, jobs: int = 1
 ) -> Iterator[list[ElementReader]]:
     """One thread's readers of elements, one for each checker; their files are closed in the end."""
-    reader = Reader(files_per_thread(jobs))
+    reader = Reader(files_per_thread(jobs), _fingerprints(checkers))
     try:
         yield [ElementReader(reader, checker, memory) for checker in checkers]
     finally:
         reader.close()
+
+
+def _fingerprints(checkers: Sequence[RecordChecker]) -> Fingerprints:
+    """Those of all checkpoints that a thread reads."""
+    if len(checkers) == 1:
+        return checkers[0].fingerprints
+    return ChainMap(*(dict(checker.fingerprints) for checker in checkers))
 
 
 def share(tasks: Iterator[Task], jobs: int, worker: Worker[Task]) -> None:
@@ -144,7 +153,7 @@ def finish(
 ) -> tuple[int, int]:
     """Checks the rest of the records after a pass, and counts checked and unchecked ones."""
     checked = unchecked = 0
-    reader = Reader()
+    reader = Reader(fingerprints=_fingerprints(checkers))
     try:
         for checker in checkers:
             counts = checker.finish(reader, everything, beside)

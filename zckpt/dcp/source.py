@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from .. import api, formats
+from ..core import sources
 from ..core.dtypes import TORCH_NAMES
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
@@ -96,7 +97,7 @@ class Source:
     def _format(self) -> str | None:
         """The requested format; `dcp` if the path has a `.metadata`, even beside other files."""
         file = os.path.join(self.path, self.reading.tag or "", METADATA)
-        return self.reading.format or ("dcp" if os.path.isfile(file) else None)
+        return self.reading.format or ("dcp" if sources.is_file(file) else None)
 
     @property
     def is_current(self) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..core import sources
 from ..core.expected import missing_ranks, path_inside
 from ..core.inert import Foreign, Global
 from ..errors import (
@@ -142,7 +143,7 @@ def read_table(folder: str) -> ItemTable:
     with os.scandir(folder) as entries:
         files = sorted(entry.path for entry in entries if entry.name.endswith(METADATA))
     name = os.path.join(folder, METADATA)
-    if os.path.isfile(name):
+    if sources.is_file(name):
         table = _read_one(folder, tuple(files), name)
         need_agreement(table, name)
         return table
@@ -165,7 +166,7 @@ def read_table(folder: str) -> ItemTable:
 
 
 def _read_one(folder: str, files: tuple[str, ...], name: str) -> ItemTable:
-    with open(name, "rb") as file:
+    with sources.opened(name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_METADATA:
             raise UnsupportedCheckpoint(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from itertools import chain
 
+from ..core import sources
 from ..core.expected import missing_file
 from ..core.fragments import Extent
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint
@@ -35,7 +36,7 @@ class ItemFiles:
         begin = location.file, location.offset
         if begin not in self._tensors:
             self._require(location, 1)
-            with open(location.file, "rb") as file:
+            with sources.opened(location.file) as file:
                 file.seek(location.offset)
                 is_torch = file.read(2) == b"PK"
             if is_torch:
@@ -72,7 +73,7 @@ class ItemFiles:
             locations.setdefault(location.file, []).append(location)
         unused = []
         for file in sorted(locations):
-            size, reached = os.path.getsize(file), 0
+            size, reached = sources.size(file), 0
             for location in sorted(locations[file], key=lambda location: location.offset):
                 start = location.offset
                 if start > reached and (start - reached >= ALIGNMENT or start % ALIGNMENT):
@@ -89,10 +90,10 @@ class ItemFiles:
         """Raises IncompleteCheckpoint unless the file exists and has these bytes."""
         path, stop = location.file, location.offset + length
         if path not in self.sizes:
-            if not os.path.isfile(path):
+            if not sources.is_file(path):
                 hint = "copy the whole directory; every rank writes files of its own"
                 raise missing_file(path, METADATA, hint)
-            self.sizes[path] = os.path.getsize(path)
+            self.sizes[path] = sources.size(path)
         if min(location.offset, length) < 0 or stop > self.sizes[path]:
             raise IncompleteCheckpoint(
                 f"{path} has {self.sizes[path]} bytes, but {METADATA} needs at least {stop}",

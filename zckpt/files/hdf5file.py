@@ -8,14 +8,16 @@ Only datasets that are one contiguous run of bytes are read, and only inside the
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ..core import sources
 from ..core.fragments import Extent
-from ..errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
+from ..errors import HINTS, CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 MAX_ELEMENTS = 1 << 16  # of a dataset that is read as a value
@@ -52,40 +54,50 @@ def import_h5py() -> Any:
 
 
 def root_names(path: str) -> set[bytes]:
-    """The names in the root group; none if the file is not HDF5 or cannot be opened.
+    """The names in the root group; none if the file is not HDF5 or is damaged.
 
     Files with the first version of the superblock, which h5py writes by default, need no h5py. From
     those, text beside the names in the same heap is returned too.
     """
-    try:
-        with open(path, "rb") as file:
-            if file.read(8) != MAGIC:
-                return set()
-            names = _names_in_heap(file.fileno())
-    except OSError:
-        return set()
+    with sources.opened(path) as file:
+        if file.read(8) != MAGIC:
+            return set()
+        names = _names_in_heap(file.fileno())
     if names is not None:
         return names
     try:
         with import_h5py().File(path, "r", locking=False) as opened:
             return {name.encode() for name in opened}
-    except (MissingExtra, OSError, RuntimeError, ValueError):
+    except (MissingExtra, OSError, RuntimeError, ValueError) as error:
+        _raise_if_system(path, error)
         return set()
+
+
+def _raise_if_system(path: str, error: Exception) -> None:
+    """Raises OSError if h5py failed because the operating system did, not because of the bytes.
+
+    h5py (3.16) puts the number into `errno`, or only into the text: "... errno = 5, error ...".
+    """
+    if isinstance(error, OSError):
+        match = re.search(r"errno = (\d+)", str(error))
+        number = error.errno or (int(match[1]) if match else 0)
+        if number in HINTS:
+            raise OSError(number, os.strerror(number), path) from error
 
 
 def _names_in_heap(file: int) -> set[bytes] | None:
     """Names from the root group's local heap; None unless the superblock has version 0."""
-    head = os.pread(file, 96, 0)
+    head = sources.pread(file, 96, 0)
     if len(head) < 96 or head[8] != 0 or head[13:15] != b"\x08\x08":
         return None
     cached, heap = struct.unpack_from("<I", head, 72)[0], struct.unpack_from("<Q", head, 88)[0]
-    heap_header = os.pread(file, 32, heap) if heap < 1 << 62 else b""
+    heap_header = sources.pread(file, 32, heap) if heap < 1 << 62 else b""
     if cached != 1 or len(heap_header) < 32 or heap_header[:4] != b"HEAP":
         return None
     size, _, address = struct.unpack_from("<QQQ", heap_header, 8)
     if address >= 1 << 62:
         return None
-    return set(os.pread(file, min(size, 1 << 16), address).split(b"\0"))
+    return set(sources.pread(file, min(size, 1 << 16), address).split(b"\0"))
 
 
 # -- datasets
@@ -100,9 +112,10 @@ def read(path: str, is_tensor: Callable[[str], bool]) -> tuple[dict[str, Dataset
     """
     h5py = import_h5py()
     try:
-        with h5py.File(path, "r", locking=False) as opened:
+        with sources.opened(path), h5py.File(path, "r", locking=False) as opened:
             return _contents(h5py, path, opened, is_tensor)
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
+        _raise_if_system(path, error)
         raise CorruptCheckpoint(f"{path} is a damaged HDF5 file: {error}") from error
 
 
@@ -111,7 +124,7 @@ def _contents(
 ) -> tuple[dict[str, Dataset], dict[str, Any]]:
     if opened.userblock_size:
         raise UnsupportedCheckpoint(f"{path} begins with a user block")
-    file_size = os.path.getsize(path)
+    file_size = sources.size(path)
     tensors: dict[str, Dataset] = {}
     values: dict[str, Any] = {}
     for name, dataset in _datasets(h5py, path, opened.id):
@@ -197,8 +210,8 @@ def _value(h5py: Any, path: str, file_size: int, name: str, dataset: Any) -> Any
     shape, extent = _location(h5py, path, file_size, name, dataset, size)
     if prod(shape) > MAX_ELEMENTS or (is_text and shape):
         raise UnsupportedCheckpoint(f"{path}: {name} has shape {shape}")
-    with open(path, "rb") as file:
-        data = os.pread(file.fileno(), extent.length, extent.offset)
+    with sources.opened(path) as file:
+        data = sources.pread(file.fileno(), extent.length, extent.offset)
         if is_text:
             return _text(file.fileno(), path, file_size, name, data)
     import numpy as np  # h5py has imported it
@@ -209,13 +222,13 @@ def _value(h5py: Any, path: str, file_size: int, name: str, dataset: Any) -> Any
 def _text(file: int, path: str, file_size: int, name: str, reference: bytes) -> str:
     """A string: an object in a global heap, found there by its number."""
     length, address, number = REFERENCE.unpack(reference)
-    head = os.pread(file, 16, address) if address < file_size else b""
+    head = sources.pread(file, 16, address) if address < file_size else b""
     end = address + int.from_bytes(head[8:16], "little")
     offset = address + 16
     while head[:4] == b"GCOL" and offset + 16 <= min(end, file_size):
-        candidate, size = struct.unpack("<H6xQ", os.pread(file, 16, offset))
+        candidate, size = struct.unpack("<H6xQ", sources.pread(file, 16, offset))
         if candidate == number and length <= size and offset + 16 + size <= file_size:
-            return os.pread(file, length, offset + 16).decode("utf-8", "surrogateescape")
+            return sources.pread(file, length, offset + 16).decode("utf-8", "surrogateescape")
         if not candidate:  # the heap's free space
             break
         offset += 16 + -(-size // 8) * 8

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ..core import sources
 from ..core.dtypes import SIZES
 from ..core.fileio import align
 from ..core.fragments import Extent
@@ -47,7 +48,7 @@ def read_with_metadata(path: str, begin: int = 0) -> tuple[list[Stored], dict[st
     header is too long, is malformed or names a tensor twice, and if its offsets leave holes,
     overlap or pass the end of the file.
     """
-    with open(path, "rb") as file:
+    with sources.opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(begin)
         length = int.from_bytes(file.read(8), "little")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import stat
 import struct
 import zlib
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
+from ..core import sources
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, decode
 from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
 from ..core.inert import Foreign, Global, Scalar
@@ -119,13 +119,11 @@ class TorchFile:
     ) -> None:
         self.path = path
         self.records: dict[str, Record] = {}
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CorruptCheckpoint(f"{path} is not a regular file")
-        with open(path, "rb") as file:
+        with sources.opened(path) as file:
             self.size = os.fstat(file.fileno()).st_size
             if within is None:
                 within = Extent(path, 0, self.size)
-            head = os.pread(file.fileno(), 4, within.offset)
+            head = sources.pread(file.fileno(), 4, within.offset)
             if head == b"PK\3\4":
                 seen = {} if parsed is None else parsed
                 loaded = self._read_zip(file.fileno(), within, seen)
@@ -181,8 +179,8 @@ class TorchFile:
         crc, whole = record.crc, record.extent
         if crc is None or whole.length > SMALL:
             crc, whole = None, extent
-        with open(self.path, "rb") as file:
-            data = os.pread(file.fileno(), whole.length, whole.offset)
+        with sources.opened(self.path) as file:
+            data = sources.pread(file.fileno(), whole.length, whole.offset)
         if len(data) != whole.length or (crc is not None and zlib.crc32(data) != crc):
             raise CorruptCheckpoint(
                 f"{self.path} is damaged: storage {tensor.storage.key!r} does not have the CRC-32 "
@@ -449,7 +447,7 @@ class ZipMember(NamedTuple):
 
 def _data_offset(file: int, header: int, name: bytes, path: str) -> int:
     """The offset of a member's data, which only its local header determines."""
-    head = os.pread(file, 30 + len(name), header)
+    head = sources.pread(file, 30 + len(name), header)
     if head[:4] != b"PK\3\4" or head[30:] != name:
         raise CorruptCheckpoint(f"{path}: the zip directory points to a place without a member")
     length, extra = struct.unpack_from("<HH", head, 26)
@@ -458,7 +456,7 @@ def _data_offset(file: int, header: int, name: bytes, path: str) -> int:
 
 def _member(file: int, member: ZipMember, path: str) -> bytes:
     """All bytes of a small member; raises CorruptCheckpoint if its CRC-32 differs."""
-    data = os.pread(file, member.length, member.offset)
+    data = sources.pread(file, member.length, member.offset)
     if len(data) != member.length or (member.crc is not None and zlib.crc32(data) != member.crc):
         raise CorruptCheckpoint(
             f"{path}: {member.name} is damaged (its CRC-32 differs)",
@@ -478,7 +476,7 @@ def read_directory(file: int, within: Extent) -> dict[str, ZipMember]:
     path, size = within.file, within.length
 
     def read(start: int, length: int) -> bytes:
-        return os.pread(file, length, within.offset + start) if start + length <= size else b""
+        return sources.pread(file, length, within.offset + start) if start + length <= size else b""
 
     for most in (
         4096,

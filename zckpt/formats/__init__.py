@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..core import sources
 from ..errors import (
     AmbiguousCheckpoint,
     NotACheckpoint,
@@ -118,7 +119,7 @@ def recognise(path: str, name: str | None = None, tag: str | None = None) -> For
     Raises NotACheckpoint, which says what is near, and AmbiguousCheckpoint, which lists what is
     there.
     """
-    if not os.path.lexists(path):
+    if sources.status(path) is None and not os.path.islink(path):
         raise NotACheckpoint(f"{path} does not exist", hint=_neighbours(path))
     tags_of = {
         item: tags for item in ([named(name)] if name else FORMATS) if (tags := item.detect(path))
@@ -159,10 +160,14 @@ def _weak(path: str, name: str | None) -> dict[Format, list[str]]:
 
 def _inside(path: str) -> list[str]:
     """Folders of `path` that are checkpoints, `checkpoint-9` before `checkpoint-10`."""
-    if not os.path.isdir(path):
+    if not sources.is_folder(path):
         return []
     with os.scandir(path) as items:
-        folders = [item.name for item in items if item.is_dir()]
+        folders = [
+            item.name
+            for item in items
+            if sources.is_folder(item.path) and not sources.is_denied(item.path)
+        ]
     checkpoints = [
         name for name in folders if any(item.detect(os.path.join(path, name)) for item in FORMATS)
     ]
@@ -171,8 +176,8 @@ def _inside(path: str) -> list[str]:
 
 def _looks(path: str) -> str:
     """What a path that is no checkpoint seems to be."""
-    if not os.path.isdir(path):
-        return _of_torch(path) or f"it is a file of {os.path.getsize(path)} bytes"
+    if not sources.is_folder(path):
+        return _of_torch(path) or f"it is a file of {sources.size(path)} bytes"
     names = sorted(os.listdir(path))
     if not names:
         return "it is empty"
@@ -188,7 +193,7 @@ def _of_torch(path: str) -> str | None:
 
     try:
         value = peek(path)
-    except (ZckptError, OSError):
+    except ZckptError:
         return None
     if isinstance(value, Foreign):
         return f"it has an object of class {value.name} (save its state_dict() instead)"
@@ -210,7 +215,7 @@ def _near(path: str, inside: Sequence[str]) -> str:
 def _neighbours(path: str) -> str:
     """What is there instead of a path that does not exist."""
     above = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(above):
+    if not sources.is_folder(above):
         return f"{above} does not exist either"
     names = sorted(os.listdir(above))
     return f"{above} holds {listed(names)}" if names else f"{above} is empty"

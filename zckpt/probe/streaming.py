@@ -126,7 +126,7 @@ class _Streamer(Subscriber):
             id(module): [_Weight(*each) for each in own] for module, own in _owned(model, whole)
         }
         self._loaded: dict[int, int] = {}  # calls of each module that have not returned
-        self._reader = Reader()
+        self._reader = Reader(fingerprints=manifest.fingerprints)
         self._element_reader = ElementReader(self._reader, RecordChecker(manifest.records), SCRATCH)
         self._read: set[str] = set()
 

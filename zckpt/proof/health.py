@@ -69,7 +69,7 @@ def measure_all(
         entries = matching(manifest.entries.values(), pattern)
     measured = [entry for entry in entries if entry.dtype in NUMBERS]
     totals = {entry.name: _Total(entry.numel) for entry in measured}
-    checker = RecordChecker(manifest.records, collect=True)
+    checker = RecordChecker(manifest.records, True, manifest.fingerprints)
     # each thread has a buffer of this size, and reads with as much
     chunk = chunk_size(manifest.dp, copying.jobs, copying.memory)
     lock = Lock()

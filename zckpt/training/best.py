@@ -12,7 +12,9 @@ import os
 import re
 from collections.abc import Iterable
 
+from ..core import sources
 from ..core.manifest import Sibling
+from ..core.siblings import SiblingList
 from ..core.staging import Shell
 from ..errors import NotACheckpoint
 from .trainers import json_of
@@ -68,8 +70,10 @@ def chosen(run: str, which: str) -> list[str]:
     if which == "all":
         return names
     last = os.path.join(run, names[-1], STATE)
-    size = os.path.getsize(last) if os.path.isfile(last) else 0
-    best = best_of([Sibling(STATE, last, size)])
+    state = SiblingList(run)
+    if sources.exists(last):
+        state.add(STATE, last)
+    best = best_of(state.files)
     if best is None:
         return names[-1:]
     name = os.path.basename(os.path.normpath(best))

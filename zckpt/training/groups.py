@@ -116,7 +116,7 @@ def _scheduler_of(item: Sibling) -> dict[str, Any] | None:
     """The state in a trainer's scheduler file; None if it has more than plain values."""
     try:
         value = TorchFile(item.path).value
-    except (ZckptError, OSError):
+    except ZckptError:
         return None
     plain = isinstance(value, dict) and all(map(_is_plain, value.values()))
     return value if plain else None

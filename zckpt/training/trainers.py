@@ -15,8 +15,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..core import sources
 from ..core.inert import Scalar
 from ..core.manifest import Sibling
+from ..core.siblings import SiblingList
 
 TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
@@ -47,14 +49,14 @@ def program_of(siblings: Iterable[Sibling]) -> str | None:
 
 
 def json_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
-    """The JSON object in the sibling `name`; None if the file is missing or cannot be read."""
+    """The JSON object in the sibling `name`; None if there is none, or the file has no JSON."""
     item = next((each for each in siblings if each.name == name and each.size <= MAX_JSON), None)
     if item is None:
         return None
     try:
-        with open(item.path, encoding="utf-8") as file:
-            content = json.load(file)
-    except (OSError, ValueError, RecursionError):
+        with sources.opened(item.path) as file:
+            content = json.loads(file.read().decode("utf-8"))
+    except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 
@@ -90,29 +92,34 @@ def files_to_load_by(siblings: Iterable[Sibling]) -> list[Sibling]:
     return list(by_name.values())
 
 
-def beside(root: str, own: Collection[str]) -> tuple[list[Sibling], list[str]]:
+def beside(
+    root: str, own: Collection[str], source: str | None = None
+) -> tuple[list[Sibling], list[str]]:
     """Files of a directory that do not belong to its checkpoint, and lines about what is left out.
 
     `own` are paths of the checkpoint's files and folders. A folder is copied if it has only
     configuration and tokenizer files (verl's `huggingface`); other folders are left out and listed.
+    Links are followed inside of the directory `source`, by default `root`.
     """
-    siblings: list[Sibling] = []
-    left_out: list[str] = []
+    siblings = SiblingList(source or root)
+    folders: list[str] = []
     with os.scandir(root) as items:
         listed = sorted(items, key=lambda item: item.name)
     for item in listed:
         if item.path in own:
             continue
-        if item.is_file():
-            siblings.append(Sibling(item.name, item.path, item.stat().st_size))
-        elif item.is_dir():
-            with os.scandir(item.path) as inside:
-                files = sorted(inside, key=lambda file: file.name)
-            if files and all(file.is_file() and LOADED.fullmatch(file.name) for file in files):
-                siblings += [
-                    Sibling(f"{item.name}/{file.name}", file.path, file.stat().st_size)
-                    for file in files
-                ]
-            else:
-                left_out.append(f"{item.name}/: a folder that is not part of the checkpoint")
-    return siblings, left_out
+        if siblings.is_closed(item) or not siblings.is_folder(item):
+            siblings.add(item.name, item.path)
+            continue
+        with os.scandir(item.path) as inside:
+            files = sorted(inside, key=lambda file: file.name)
+        if files and all(map(_is_loaded, files)):
+            for file in files:
+                siblings.add(f"{item.name}/{file.name}", file.path)
+        else:
+            folders.append(f"{item.name}/: a folder that is not part of the checkpoint")
+    return siblings.files, folders + siblings.left_out
+
+
+def _is_loaded(file: os.DirEntry[str]) -> bool:
+    return LOADED.fullmatch(file.name) is not None and not file.is_dir(follow_symlinks=False)

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from ...core import sources
 from ...errors import UnsupportedCheckpoint
 from ...files.dcpfile import ITEMS, METADATA
 from . import hf
@@ -23,7 +24,7 @@ PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
 
 def detect(path: str) -> list[str]:
     """One empty tag for a checkpoint; the names of torchtitan's folders if there are several."""
-    if not os.path.isdir(path):
+    if not sources.is_folder(path):
         return []
     if folders(path):
         return [""]
@@ -35,12 +36,12 @@ def detect(path: str) -> list[str]:
 
 def detect_weak(path: str) -> list[str]:
     """Hugging Face's storage: weights alone, which count only where no other format is found."""
-    return [""] if os.path.isdir(path) and hf.files(path) else []
+    return [""] if sources.is_folder(path) and hf.files(path) else []
 
 
 def has_items(path: str) -> bool:
     """Whether a folder has such files, even from a save that did not finish."""
-    if not os.path.isdir(path):
+    if not sources.is_folder(path):
         return False
     with os.scandir(path) as entries:
         return any(entry.name == METADATA or entry.name.endswith(ITEMS) for entry in entries)
@@ -61,8 +62,8 @@ def located(path: str, tag: str | None = None) -> tuple[str, list[str]]:
     Raises UnsupportedCheckpoint for several models, and for Megatron-Core.
     """
     root = os.path.join(path, tag) if tag else path
-    parts = folders(root) if os.path.isdir(root) else []
-    steps = detect(path) if os.path.isdir(path) and not tag else []
+    parts = folders(root) if sources.is_folder(root) else []
+    steps = detect(path) if sources.is_folder(path) and not tag else []
     if not parts and len(steps) == 1 and steps[0]:
         root = os.path.join(path, steps[0])
         parts = folders(root)
@@ -83,7 +84,7 @@ def _refuse_several(root: str, parts: list[str]) -> None:
 
 
 def _refuse_megatron(folder: str) -> None:
-    if os.path.exists(os.path.join(folder, "metadata.json")):
+    if sources.exists(os.path.join(folder, "metadata.json")):
         raise UnsupportedCheckpoint(
             f"{folder} was written by Megatron-Core, which zckpt does not read yet"
         )

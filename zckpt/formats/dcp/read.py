@@ -8,6 +8,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from ...core import sources
 from ...core.manifest import Manifest
 from ...errors import MALFORMED, CorruptCheckpoint, NotACheckpoint, listed, not_understood
 from ...files.dcpfile import (
@@ -52,7 +53,7 @@ def read(
     encrypted items).
     """
     root, parts = located(path, tag)
-    shards = hf.files(root) if os.path.isdir(root) and not parts else []
+    shards = hf.files(root) if sources.is_folder(root) and not parts else []
     if not parts and not shards:
         raise NotACheckpoint(f"{root} has no {METADATA}")
     saved = SavedTree(root, {"format": "dcp", "version": None, "dp": None, "tag": None}, {})
@@ -62,7 +63,7 @@ def read(
         for folder in parts:
             _FolderReader(folder, saved).read()
         hf.read(shards, saved)
-        siblings, left_out = beside(root, [*parts, *shards, *own_files(root, parts)])
+        siblings, left_out = beside(root, [*parts, *shards, *own_files(root, parts)], path)
         saved.siblings += siblings
         saved.left_out += left_out
         return manifest(saved, step_policy, param_names, weights_only)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...core import sources
 from ...core.expected import missing_ranks
 from ...errors import (
     IncompleteCheckpoint,
@@ -117,7 +118,7 @@ def _all_ranks(directory: TagDirectory, files: Mapping[int, str], what: str) -> 
 def recovery_scripts(tag: str) -> list[str]:
     """What is left out where DeepSpeed's scripts lie in the run directory around a tag's."""
     run = os.path.dirname(os.path.abspath(tag))
-    names = [name for name in SCRIPTS if os.path.isfile(os.path.join(run, name))]
+    names = [name for name in SCRIPTS if sources.is_file(os.path.join(run, name))]
     if not names:
         return []
     return [f"{' and '.join(names)}: `zckpt convert --weights-only --dtype fp32` does their work"]

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ...core.manifest import Sibling
+from ...core import sources
+from ...core.siblings import SiblingList, leads_out
 from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, listed
 
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -22,7 +23,8 @@ TRAINER = re.compile(
 )
 # what DeepSpeed itself puts beside the tags
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-OWN = frozenset({*SCRIPTS, "latest", "latest_universal"})
+POINTERS = ("latest", "latest_universal")
+OWN = frozenset({*SCRIPTS, *POINTERS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class TagKind:
 
     def detect(self, path: str) -> list[str]:
         """Tags of the checkpoints at `path`; a tag directory's own is its name."""
-        if not os.path.isdir(path):
+        if not sources.is_folder(path):
             return []
         if self.holds(path):
             return [os.path.basename(os.path.abspath(path))]
@@ -61,6 +63,12 @@ class TagKind:
         if tag is not None:
             return self._folder(path, tag, "--tag names")
         tags = self.detect(path)
+        pointer = os.path.join(path, self.pointer)
+        if not self.holds(path) and sources.is_file(pointer) and leads_out(pointer, path):
+            raise UnsupportedCheckpoint(
+                f"{pointer} is a link that leads out of {path}, which zckpt does not follow",
+                hint="choose the tag with --tag, or put a file there",
+            )
         if not tags:
             raise NotACheckpoint(f"{path} holds no {self.what}")
         if len(tags) > 1:
@@ -77,11 +85,11 @@ class TagKind:
         directory = os.path.join(path, tag)
         if not tag or tag in (".", "..") or re.search(r"[/\\\0]", tag):
             why = "which cannot be a folder's name"
-        elif not os.path.isdir(directory):
+        elif not sources.is_folder(directory):
             why = f"but {path} has no such folder"
         else:
             return TagDirectory(directory, tag, path)
-        tags = self.tags(path) if os.path.isdir(path) else []
+        tags = self.tags(path) if sources.is_folder(path) else []
         there = listed(tags) if tags else "no tag folder"
         raise NotACheckpoint(
             f"{said} {tag[:99]!r}, {why}", hint=f"choose a tag with --tag; {path} has {there}"
@@ -90,14 +98,14 @@ class TagKind:
 
 def holds_states(path: str) -> bool:
     """Whether `path` holds files of ranks; beside zero/ they are a universal directory's copies."""
-    if not os.access(path, os.R_OK | os.X_OK) or holds_universal(path):  # lost+found
+    if sources.is_denied(path) or holds_universal(path):  # lost+found
         return False
     return any(pattern.fullmatch(name) for name in os.listdir(path) for pattern in FILES)
 
 
 def holds_universal(path: str) -> bool:
     """Whether model files lie beside a folder `zero`, without any rank's optimizer file."""
-    if not os.path.isdir(os.path.join(path, "zero")):
+    if not sources.is_folder(os.path.join(path, "zero")):
         return False
     names = os.listdir(path)
     model, model_3, optimizer = (any(map(pattern.fullmatch, names)) for pattern in FILES)
@@ -105,8 +113,10 @@ def holds_universal(path: str) -> bool:
 
 
 def _folders(path: str) -> list[str]:
+    """Names of the folders in a folder, without those that may not be listed (`lost+found`)."""
     with os.scandir(path) as items:
-        return sorted(item.name for item in items if item.is_dir())
+        folders = [item for item in items if sources.is_folder(item.path)]
+    return sorted(item.name for item in folders if not sources.is_denied(item.path))
 
 
 def tags_of(path: str) -> list[str]:
@@ -124,11 +134,14 @@ def universal_tags(path: str) -> list[str]:
 
 
 def pointed(path: str, pointer: str) -> str | None:
-    """The tag that a file `latest` or `latest_universal` names; None if there is no such file."""
+    """The tag that a file `latest` or `latest_universal` names; None if there is no such file.
+
+    A link to a file outside of the directory is not followed: errors print what it names.
+    """
     full = os.path.join(path, pointer)
-    if not os.path.isfile(full):
+    if not sources.is_file(full) or leads_out(full, path):
         return None
-    with open(full, "rb") as file:
+    with sources.opened(full) as file:
         return file.read(4096).decode("utf-8", "replace").strip()
 
 
@@ -140,30 +153,23 @@ def refuse(directory: TagDirectory, what: str) -> NoReturn:
     )
 
 
-def siblings(directory: TagDirectory) -> tuple[Sibling, ...]:
+def siblings(directory: TagDirectory) -> SiblingList:
     """Files of a trainer's directory around the tag; none for a plain run directory."""
-    if directory.run is None or not any(map(TRAINER.fullmatch, os.listdir(directory.run))):
-        return ()
-    tags = {directory.tag, *tags_of(directory.run), *universal_tags(directory.run)}
-    files = []
-    for folder, folders, names in os.walk(directory.run):
-        inside = os.path.relpath(folder, directory.run)
-        if inside == ".":
-            folders[:] = [name for name in folders if name not in tags]
-            names = [name for name in names if name not in OWN]
-        # without directories that zckpt has written, or was writing, here
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.endswith(".partial")
-            and not os.path.isfile(os.path.join(folder, name, "manifest.json"))
-        )
-        for name in sorted(names):
-            full = os.path.join(folder, name)
-            if os.path.isfile(full):  # a link too: its content is carried
-                relative = os.path.normpath(os.path.join(inside, name))
-                files.append(Sibling(relative, full, os.path.getsize(full)))
-    return tuple(files)
+    run = directory.run
+    files = SiblingList(run or directory.path)
+    if run is None or not any(map(TRAINER.fullmatch, os.listdir(run))):
+        return files
+    own = {directory.tag, *tags_of(run), *universal_tags(run), *OWN}
+
+    def is_other(name: str, entry: os.DirEntry[str]) -> bool:
+        """Tags, and directories that zckpt has written, or was writing, here."""
+        if name in own or files.is_closed(entry) or not files.is_folder(entry):
+            return name in own
+        stated = os.path.join(entry.path, "manifest.json")
+        return name.endswith(".partial") or sources.is_file(stated)
+
+    files.add_below(run, is_other)
+    return files
 
 
 def file_of_rank(example: str, rank: int) -> str:

@@ -73,6 +73,7 @@ def manifest_of(
     if not isinstance(stated, str):
         stated = steps.infer_optimizer(slots | scalars, groups[0] if groups else None)
     sightings = [line for buffer in buffers for line in buffer.sightings]
+    beside = siblings(ranks.directory)
     return Manifest(
         root=ranks.directory.path,
         format=format,
@@ -107,10 +108,11 @@ def manifest_of(
             for record in file.records.values()
         ),
         files=tuple(file.path for file in (*ranks.models, *ranks.optimizers)),
-        siblings=siblings(ranks.directory),
+        siblings=tuple(beside.files),
         left_out=tuple(
             [line for buffer in buffers for line in buffer.left_out]
             + _own_client_state(ranks)
+            + beside.left_out
             + [f"{name}: a second name of a weight that was left out of the save" for name in alone]
         ),
         warnings=tuple(

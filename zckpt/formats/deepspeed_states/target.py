@@ -25,6 +25,7 @@ from ...training import steps
 from ...training.options import Options
 from ...training.trainers import ACCELERATE, program_of
 from .. import zero
+from .directories import POINTERS
 from .engine import TargetEngine
 from .hyper import NEEDED_NUMBERS, adam_class, complete_groups, optimizer_name
 from .manifest import ENGINE_KEYS
@@ -218,11 +219,14 @@ class DeepSpeedTarget:
     def take_siblings(self) -> list[tuple[str, Sibling]]:
         """The trainer's files that are copied beside the tag, where the trainer looks for them.
 
-        Files of single ranks have no meaning at another data-parallel size: they are left out.
+        Files of single ranks have no meaning at another data-parallel size: they are left out. So
+        are files that the target writes itself, as a universal checkpoint may have them.
         """
         taken = []
         for sibling in self.source.siblings:
-            if PER_RANK.fullmatch(sibling.name) and self.dp != self.source.dp:
+            if sibling.name in POINTERS or sibling.name.startswith(f"{self.tag}/"):
+                self.left_out.append(f"{sibling.name}: the target has its own")
+            elif PER_RANK.fullmatch(sibling.name) and self.dp != self.source.dp:
                 self.left_out.append(
                     f"{sibling.name}: random state of one of {self.source.dp} ranks"
                 )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from ...core import sources
 from ...core.expected import missing_file
 from ...core.facts import StepPlace
 from ...core.inert import Scalar
@@ -45,7 +46,7 @@ class ParameterFolders:
         folder = os.path.join(self.root, name)
         paths = [
             os.path.join(folder, file)
-            for file in (sorted(os.listdir(folder)) if os.path.isdir(folder) else ())
+            for file in (sorted(os.listdir(folder)) if sources.is_folder(folder) else ())
             if file.endswith(".pt")
         ]
         master = os.path.join(folder, f"{MASTER}.pt")
@@ -61,7 +62,7 @@ class ParameterFolders:
         paths = []
         for name in sorted(set(os.listdir(self.root)) - known):
             folder = os.path.join(self.root, name)
-            files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+            files = sorted(os.listdir(folder)) if sources.is_folder(folder) else []
             states = [file for file in files if file.endswith(".pt") and file != f"{MASTER}.pt"]
             if states:
                 raise InconsistentCheckpoint(

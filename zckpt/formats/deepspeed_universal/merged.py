@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from ...core import sources
 from ...core.expected import missing_file
 from ...errors import IncompleteCheckpoint, listed
 from ...files.torchfile import Parsed, TorchFile
@@ -34,7 +35,7 @@ class MergedStates:
 
     def __init__(self, directory: TagDirectory) -> None:
         common = os.path.join(directory.path, ZERO, COMMON)
-        if not os.path.isfile(common):
+        if not sources.is_file(common):
             raise missing_file(
                 common, hint="the conversion did not finish, or the folder zero/ was not copied"
             )

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...core import sources
 from ...errors import (
     AmbiguousCheckpoint,
     InconsistentCheckpoint,
@@ -67,7 +68,7 @@ class StateDictFiles:
 
 def detect(path: str) -> list[str]:
     """One empty tag for a model's with an optimizer's state, and for any single file of both."""
-    if os.path.isfile(path):
+    if sources.is_file(path):
         return [""] if _has_state_dicts(path) else []
     if not _is_readable_folder(path):
         return []
@@ -83,7 +84,7 @@ def detect_weak(path: str) -> list[str]:
 
     These are a model's weights alone, and a folder of single files; the tags are their names.
     """
-    if os.path.isfile(path):
+    if sources.is_file(path):
         return [""] if path.endswith(".safetensors") else []
     if not _is_readable_folder(path):
         return []
@@ -95,12 +96,18 @@ def detect_weak(path: str) -> list[str]:
 
 
 def _is_readable_folder(path: str) -> bool:
-    return os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK)
+    """Whether it is a folder; one that nobody may list is no checkpoint (`lost+found`)."""
+    return sources.is_folder(path) and not sources.is_denied(path)
 
 
 def _names(folder: str) -> list[str]:
+    """Names of everything but folders; a pipe or a link to nothing fails when it is opened."""
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_file())
+        return sorted(
+            entry.name
+            for entry in entries
+            if not (sources.is_folder(entry.path) if entry.is_symlink() else entry.is_dir())
+        )
 
 
 def _whole(names: Sequence[str]) -> dict[str, str]:
@@ -139,7 +146,7 @@ def _is_part(folder: str, name: str) -> bool:
         return True
     try:
         value = peek(path)
-    except (ZckptError, OSError):
+    except ZckptError:
         return False
     return next(distributed.distributed_in(value), None) is not None or _has_groups(value)
 
@@ -153,7 +160,9 @@ def _has_groups(value: Any, depth: int = DEPTH) -> bool:
 
 def _is_torch(path: str) -> bool:
     """Whether a file begins as one of torch.save."""
-    with open(path, "rb") as file:
+    if not sources.is_file(path):
+        return False
+    with sources.opened(path) as file:
         head = file.read(4)
     return head == b"PK\3\4" or (head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4"))
 
@@ -165,7 +174,7 @@ def _has_state_dicts(path: str) -> bool:
         return False
     try:
         value = peek(path)
-    except (ZckptError, OSError):
+    except ZckptError:
         return name.endswith(ENDINGS)  # reading it will say what is wrong
     return _has_tensors(value) and not any(
         isinstance(key, str) and key.startswith(("Moment_1_", "Update_Count"))  # ONNX Runtime's
@@ -184,7 +193,7 @@ def find(path: str) -> StateDictFiles:
 
     Raises NotACheckpoint, AmbiguousCheckpoint, InconsistentCheckpoint.
     """
-    if not os.path.isdir(path):
+    if not sources.is_folder(path):
         match = _match_rank(os.path.basename(path))
         if match is None:
             return StateDictFiles({None: path})

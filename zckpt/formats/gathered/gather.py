@@ -21,6 +21,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...core import sources
 from ...core.fileio import crc_of
 from ...core.inert import Foreign, Global
 from ...core.partition import BoxPart, Partition
@@ -66,7 +67,7 @@ def _partitions(files: StateDictFiles) -> list[Partition]:
 def _whole_file(path: str, parsed: Parsed) -> Any:
     """The values of a file that is not one rank's."""
     if path.endswith(".json"):
-        with open(path, "rb") as file:
+        with sources.opened(path) as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
         folder = os.path.dirname(path)
         paths = [os.path.join(folder, os.path.basename(name)) for name in names]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...core import sources
 from ...core.manifest import Manifest
 from ...errors import MALFORMED, IncompleteCheckpoint, NotACheckpoint, listed, not_understood
 from ...files.torchfile import Parsed, TorchFile
@@ -105,7 +106,7 @@ class _TreeReader:
         weights = os.path.basename(files.whole.get("model") or files.whole.get(None, ""))
         self.dialect = _dialect_of(weights)
         self.saved.in_order = self.dialect != "safetensors"
-        if os.path.isdir(path):
+        if sources.is_folder(path):
             siblings, left_out = beside(path, set(self.saved.files))
             self.saved.siblings += siblings
             self.saved.left_out += left_out

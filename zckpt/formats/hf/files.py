@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from ...core import sources
 from ...training import peft
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -17,4 +18,4 @@ def find(folder: str) -> str:
     """The file of weights, or their index, that zckpt has written to a folder."""
     names = (WEIGHTS, INDEX, peft.WEIGHTS[0])
     paths = [os.path.join(folder, name) for name in names]
-    return next(path for path in paths if os.path.isfile(path))
+    return next(path for path in paths if sources.is_file(path))

@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from ...core import sources
 from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
 from ...core.manifest import Manifest, Sibling
 from ...core.staging import Layout, Shell
@@ -78,7 +79,7 @@ class PretrainedWriter:
         given = self.options[MODEL_CONFIG]
         if given is None:
             return list(files.values())
-        if os.path.isdir(given):
+        if sources.is_folder(given):
             with os.scandir(given) as entries:
                 names = sorted(entry.name for entry in entries if entry.is_file())
             files |= {
@@ -86,7 +87,7 @@ class PretrainedWriter:
                 for name in names
                 if LOADED.fullmatch(name)
             }
-        elif os.path.isfile(given):
+        elif sources.is_file(given):
             files[self._config_name] = _sibling(self._config_name, given)
         else:
             raise WrongOption(f"--config {given} does not exist")
@@ -202,7 +203,7 @@ class PretrainedWriter:
 
 
 def _sibling(name: str, path: str) -> Sibling:
-    return Sibling(name, path, os.path.getsize(path))
+    return Sibling(name, path, sources.size(path))
 
 
 def _text(name: str, value: Any) -> Shell:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ...core import sources
 from ...core.expected import missing_ranks
 from ...errors import (
     AmbiguousCheckpoint,
@@ -38,15 +39,25 @@ class CheckpointFiles:
 
 def detect(path: str) -> list[str]:
     """One empty tag if there is a checkpoint; `find` says which one, if there are several."""
-    if os.path.isdir(path):
-        if not os.access(path, os.R_OK | os.X_OK):  # lost+found
+    if sources.is_folder(path):
+        if sources.is_denied(path):  # lost+found
             return []
         with os.scandir(path) as items:
             files = [
                 item for item in items if item.is_file() and not item.name.endswith(OTHER_FILES)
             ]
-        return [""] if any(_is_named(item.name) or hdf5.is_one(item.path) for item in files) else []
-    return [""] if os.path.isfile(path) and (hdf5.is_one(path) or legacy.is_one(path)) else []
+        return (
+            [""] if any(_is_named(item.name) or _may_be_hdf5(item.path) for item in files) else []
+        )
+    return [""] if sources.is_file(path) and (hdf5.is_one(path) or legacy.is_one(path)) else []
+
+
+def _may_be_hdf5(path: str) -> bool:
+    """Whether a file in a folder is one of these; False for one that this user may not read."""
+    try:
+        return hdf5.is_one(path)
+    except PermissionError:
+        return False
 
 
 def _candidates(folder: str) -> list[str]:
@@ -64,7 +75,7 @@ def find(path: str) -> CheckpointFiles:
     Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank is missing) and
     InconsistentCheckpoint (two files of one rank).
     """
-    if os.path.isdir(path):
+    if sources.is_folder(path):
         checkpoints = _all(path, _candidates(path))
         if not checkpoints:
             raise NotACheckpoint(f"{path} holds no checkpoint of ONNX Runtime")
@@ -93,7 +104,7 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[C
     partitions: list[hdf5.RankFile] = []
     for name in sorted(names):
         full = os.path.join(folder, name)
-        if not os.path.isfile(full):
+        if not sources.is_file(full):
             continue
         if hdf5.is_one(full):
             file = hdf5.open_file(full)

@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...core import sources
 from ...core.dtypes import SIZES
 from ...core.inert import TensorName, inside, map_values, to_json
 from ...core.manifest import Entry
@@ -46,12 +47,12 @@ def is_one(path: str) -> bool:
     if path.endswith(SUFFIX):
         return True
     try:
-        with open(path, "rb") as file:
+        with sources.opened(path) as file:
             if file.read(1) not in (b"P", b"\x80"):
                 return False
         value = peek(path)
         model = value.get(MODEL, value) if isinstance(value, dict) else None
-    except (ZckptError, OSError):
+    except ZckptError:
         return False
     return isinstance(model, dict) and any(
         isinstance(key, str) and key.startswith(("Moment_1_", f"{COUNT}_")) for key in model

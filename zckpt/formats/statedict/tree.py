@@ -7,12 +7,12 @@ file or in many.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from ...core import sources
 from ...core.dtypes import SIZES, decode
 from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, tile
 from ...core.inert import Scalar, map_values
@@ -127,8 +127,8 @@ def number_of(stored: Stored) -> Callable[[], Scalar]:
     """Reads the value of a 0-d tensor of a safetensors file."""
 
     def number() -> Scalar:
-        with open(stored.extent.file, "rb") as file:
-            data = os.pread(file.fileno(), stored.extent.length, stored.extent.offset)
+        with sources.opened(stored.extent.file) as file:
+            data = sources.pread(file.fileno(), stored.extent.length, stored.extent.offset)
         return Scalar(decode(stored.dtype, data), stored.dtype)
 
     return number

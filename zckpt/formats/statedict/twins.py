@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...core import sources
 from ...core.dtypes import FLOATS
 from .tree import Leaf
 
@@ -54,8 +54,8 @@ def is_distinctive(leaf: Leaf) -> bool:
     first = next(iter(leaf.fragments), None)
     if first is None or leaf.numel < 2:
         return False
-    with open(first.extent.file, "rb") as file:
-        sample = os.pread(file.fileno(), min(SAMPLE, first.extent.length), first.extent.offset)
+    with sources.opened(first.extent.file) as file:
+        sample = sources.pread(file.fileno(), min(SAMPLE, first.extent.length), first.extent.offset)
     size = first.extent.length // ((first.stop - first.start) * first.count)
     return sample != sample[:size] * (len(sample) // size)
 

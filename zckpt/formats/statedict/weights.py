@@ -6,6 +6,7 @@ import json
 import os
 from math import prod
 
+from ...core import sources
 from ...core.expected import missing_file
 from ...core.fragments import solid
 from ...files import safefile
@@ -30,10 +31,10 @@ def files_of_index(path: str) -> list[str]:
 
     Raises IncompleteCheckpoint for one that is missing.
     """
-    with open(path, "rb") as file:
+    with sources.opened(path) as file:
         names = sorted(set(json.load(file)["weight_map"].values()))
     files = [os.path.join(os.path.dirname(path), os.path.basename(name)) for name in names]
     for name in files:
-        if not os.path.isfile(name):
+        if not sources.is_file(name):
             raise missing_file(name, path)
     return files

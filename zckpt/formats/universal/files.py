@@ -15,6 +15,8 @@ from __future__ import annotations
 import os
 import re
 
+from ...core import sources
+
 VERSION = 1
 MANIFEST = "manifest.json"
 SIBLINGS = "siblings"
@@ -29,12 +31,12 @@ KEYS = (b'"zckpt"', b'"source"', b'"step"', b'"optimizer"')
 def detect(path: str) -> list[str]:
     """One empty tag if `path` has a manifest that zckpt wrote, or files that have lost theirs."""
     name = os.path.join(path, MANIFEST)
-    if os.path.isfile(name):
-        with open(name, "rb") as file:
+    if sources.is_file(name):
+        with sources.opened(name) as file:
             head = file.read(4096)
         if sum(key in head for key in KEYS) > 1:
             return [""]
-    if os.path.isdir(path):
+    if sources.is_folder(path):
         with os.scandir(path) as items:
             if any(OPTIMIZERS.fullmatch(item.name) for item in items):
                 return [""]

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
+from ...core import sources
 from ...core.dtypes import SIZES
 from ...core.expected import path_inside
 from ...core.facts import facts_of
@@ -17,7 +18,6 @@ from ...core.inert import from_json
 from ...core.manifest import (
     Entry,
     Manifest,
-    Sibling,
     Sighting,
     crc_from_json,
     parameters_from_json,
@@ -25,6 +25,7 @@ from ...core.manifest import (
     step_from_json,
     texts_from_json,
 )
+from ...core.siblings import SiblingList
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -51,12 +52,12 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     CorruptCheckpoint (a manifest that is damaged or contradicts itself).
     """
     name = os.path.join(path, MANIFEST)
-    if not os.path.isfile(name):
+    if not sources.is_file(name):
         raise IncompleteCheckpoint(
             f"{path} lacks {MANIFEST}, which says what its tensors are",
             hint="copy it from where the other files came from",
         )
-    with open(name, "rb") as file:
+    with sources.opened(name) as file:
         if os.fstat(file.fileno()).st_size > MAX_MANIFEST:
             raise UnsupportedCheckpoint(
                 f"{name} has {os.fstat(file.fileno()).st_size} bytes; zckpt reads up to "
@@ -123,7 +124,7 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
     records = []
     for name, stated in document.get("files", {}).items():
         full = path_inside(path, name, MANIFEST)
-        if not os.path.isfile(full) or os.path.getsize(full) != stated["size"]:
+        if not sources.is_file(full) or sources.size(full) != stated["size"]:
             raise CorruptCheckpoint(
                 f"{full} does not have the {brief(stated['size'])} bytes that the manifest states",
                 hint="the file is missing or was cut short",
@@ -135,6 +136,7 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
     groups = document["groups"]
     if not all(isinstance(group, dict) for group in groups or ()):
         raise TypeError("groups are not dictionaries")
+    siblings = _siblings(path)
     return Manifest(
         root=path,
         format="universal",
@@ -163,8 +165,8 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
         ),
         records=tuple(records),
         files=(os.path.join(path, MANIFEST), *files),
-        siblings=_siblings(path),
-        left_out=texts_from_json(document.get("left_out", [])),
+        siblings=tuple(siblings.files),
+        left_out=(*texts_from_json(document.get("left_out", [])), *siblings.left_out),
         warnings=tuple(warnings),
         inferred=texts_from_json(document.get("inferred", [])),
     )
@@ -253,7 +255,7 @@ def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
     for item in sorted(entry["fragments"], key=lambda item: item["start"]):
         start, stop = item["start"], item["stop"]
         extent = Extent(path_inside(path, item["file"], MANIFEST), item["offset"], item["length"])
-        room = os.path.getsize(extent.file) if os.path.isfile(extent.file) else -1
+        room = sources.size(extent.file) if sources.is_file(extent.file) else -1
         if start != end or extent.offset < 0 or extent.length != (stop - start) * size:
             break
         if extent.offset + extent.length > room:
@@ -281,17 +283,14 @@ def check(manifest: Manifest) -> None:
             )
 
 
-def _siblings(path: str) -> tuple[Sibling, ...]:
+def _siblings(path: str) -> SiblingList:
     root = os.path.join(path, SIBLINGS)
-    siblings = []
-    for folder, folders, names in os.walk(root):
-        folders.sort()
-        for name in sorted(names):
-            full = os.path.join(folder, name)
-            siblings.append(Sibling(os.path.relpath(full, root), full, os.path.getsize(full)))
-    if not siblings:  # beside weights that were written alone
-        with os.scandir(path) as items:
-            names = sorted(item.name for item in items if LOADED.fullmatch(item.name))
-        full_names = [(name, os.path.join(path, name)) for name in names]
-        siblings = [Sibling(name, full, os.path.getsize(full)) for name, full in full_names]
-    return tuple(siblings)
+    siblings = SiblingList(path)
+    if os.path.islink(root):
+        siblings.add(SIBLINGS, root)
+    elif sources.is_folder(root):
+        siblings.add_below(root)
+    if not siblings.files:  # beside weights that were written alone
+        for name in sorted(filter(LOADED.fullmatch, os.listdir(path))):
+            siblings.add(name, os.path.join(path, name))
+    return siblings

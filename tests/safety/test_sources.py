@@ -1,0 +1,259 @@
+"""Whole commands whose source changes, cannot be read, or has more in it than a checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from zckpt.errors import SourceChanged
+
+FORMATS = ["deepspeed", "deepspeed-universal", "dcp", "gathered", "onnxruntime", "universal"]
+
+
+def source_of(example: Path, to: str) -> Path:
+    """The example in another format."""
+    if to == "deepspeed":
+        return example
+    source = example.parent / to
+    zckpt.convert(example, source, to=to)
+    return source
+
+
+def main_file(source: Path) -> Path:
+    """The largest file of a checkpoint."""
+    files = [path for path in source.rglob("*") if path.is_file()]
+    return max(files, key=lambda path: (path.stat().st_size, path.name))
+
+
+def replaced(path: Path) -> None:
+    """Another file with one other bit in its last third, where no header is."""
+    data = bytearray(path.read_bytes())
+    data[-len(data) // 3] ^= 1
+    other = path.with_name("other")
+    other.write_bytes(data)
+    other.rename(path)
+
+
+def touched(path: Path) -> None:
+    before = path.stat()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+
+
+# -- a source that changes
+
+
+@pytest.mark.parametrize("change", [replaced, touched])
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_change_in_the_middle_ends_the_conversion(
+    example: Path, to: str, change: Callable[[Path], None]
+) -> None:
+    source, target = source_of(example, to), example.parent / "target"
+    wanted = "gathered" if to == "universal" else "universal"
+    file = main_file(source)
+
+    def begin(_: int) -> Callable[[int], None]:
+        change(file)
+        return lambda _: None
+
+    with pytest.raises(SourceChanged, match=f"{file.name} changed while it was read"):
+        zckpt.convert(source, target, to=wanted, begin=begin)
+    assert not list(example.parent.glob("target*"))
+
+
+@pytest.mark.parametrize("to", ["deepspeed", "onnxruntime"])
+def test_a_change_in_the_middle_ends_verify_diff_and_stats(example: Path, to: str) -> None:
+    source = source_of(example, to)
+    other = Path(shutil.copytree(source, example.parent / "copy"))
+
+    def begin(_: int) -> Callable[[int], None]:
+        touched(main_file(source))
+        return lambda _: None
+
+    calls: list[Callable[[], Any]] = [
+        lambda: zckpt.verify(source, begin=begin),
+        lambda: zckpt.verify(source, other, begin=begin),
+        lambda: zckpt.verify(other, source, begin=begin),
+        lambda: zckpt.diff(source, other, begin=begin),
+        lambda: zckpt.diff(other, source, begin=begin),
+        lambda: zckpt.stats(source, begin=begin),
+    ]
+    for call in calls:
+        with pytest.raises(SourceChanged):
+            call()
+
+
+def test_a_sibling_that_grows_ends_the_conversion(example: Path) -> None:
+    (example / "trainer_state.json").write_text("{}")
+    (example / "log.txt").write_text("one line")
+
+    def begin(_: int) -> Callable[[int], None]:
+        (example / "log.txt").write_text("one line, and one more")
+        return lambda _: None
+
+    with pytest.raises(SourceChanged, match=r"log\.txt"):
+        zckpt.convert(example, example.parent / "target", begin=begin)
+
+
+def test_training_may_go_on_beside_the_tag(example: Path) -> None:
+    """A new tag, another `latest` and a log are no part of the checkpoint that is read."""
+
+    def begin(_: int) -> Callable[[int], None]:
+        (example / "latest").write_text("global_step50")
+        (example / "log.txt").write_text("one line")
+        shutil.copytree(example / "global_step7", example / "global_step50")
+        return lambda _: None
+
+    (example / "log.txt").write_text("")
+    zckpt.convert(example, example.parent / "target", begin=begin)
+
+
+# -- files beside the checkpoint
+
+TRAINER = {"trainer_state.json": "{}", "tokenizer.json": "{}", "notes/run.txt": "a note"}
+PLANTED = {".env", "linked", "pipe"}
+
+
+def with_siblings(source: Path, to: str) -> Path:
+    """The folder of a source in which its siblings are, with good ones and planted ones."""
+    folder = source / "siblings" if to == "universal" else source
+    for name, text in TRAINER.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    secret = source.parent / "secret"
+    secret.write_text("SECRET=1")
+    (folder / ".env").write_text("SECRET=1")
+    (folder / "linked").symlink_to(secret)
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+@pytest.mark.parametrize("to", ["deepspeed", "deepspeed-universal", "dcp", "gathered", "universal"])
+@pytest.mark.parametrize("wanted", ["universal", "dcp", "gathered", "deepspeed"])
+def test_planted_files_are_left_out_and_named(example: Path, to: str, wanted: str) -> None:
+    source, target = source_of(example, to), example.parent / "target"
+    with_siblings(source, to)
+    if wanted == "deepspeed":
+        report = zckpt.reshard(source, target)
+        wanted = report["format"]
+    else:
+        report = zckpt.convert(source, target, to=wanted)
+    files = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+    assert set(report["files"]) == files
+    assert not any(name.rpartition("/")[2] in PLANTED for name in files)
+    for path in files:
+        assert b"SECRET" not in (target / path).read_bytes()
+    words = {word for line in report["left_out"] for word in line.partition(": ")[0].split(", ")}
+    assert words >= PLANTED
+    prefix = "siblings/" if wanted == "universal" else ""
+    carried = {name for name in TRAINER if f"{prefix}{name}" in files}
+    assert carried >= {"trainer_state.json", "tokenizer.json"}
+    # every sibling is a file of the target, or its folder is named
+    assert "notes/run.txt" in carried or "notes/" in words
+
+
+@pytest.mark.parametrize("pointer", ["latest", "latest_universal"])
+def test_a_link_to_a_foreign_tag_is_not_printed(
+    example: Path, zckpt: Callable[..., Any], pointer: str
+) -> None:
+    source = example if pointer == "latest" else source_of(example, "deepspeed-universal")
+    secret = example.parent / "secret"
+    secret.write_text("SECRET=1")
+    tag = (source / pointer).read_text()
+    (source / pointer).unlink()
+    (source / pointer).symlink_to(secret)
+    result = zckpt("inspect", source)
+    assert result.code == 1
+    assert "SECRET" not in result.out + result.err
+    assert f"{pointer} is a link that leads out of" in result.err
+    assert zckpt("inspect", source, "--tag", tag).code == 0
+    (source / pointer).unlink()
+    (source / "pointer").write_text(tag)
+    (source / pointer).symlink_to("pointer")
+    assert zckpt("inspect", source).code == 0
+
+
+def test_shards_may_be_links_to_other_storage(example: Path) -> None:
+    """A checkpoint's own files are what the user asked for, wherever they lie."""
+    storage = example.parent / "storage"
+    (example / "global_step7").rename(storage)
+    (example / "global_step7").mkdir()
+    for path in storage.iterdir():
+        (example / "global_step7" / path.name).symlink_to(path)
+    assert zckpt.verify(example)["equal"]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_no_command_waits_for_a_pipe(example: Path, to: str, zckpt: Callable[..., Any]) -> None:
+    source = source_of(example, to)
+    file = main_file(source)
+    file.unlink()
+    os.mkfifo(file)
+    result = zckpt("inspect", source)
+    assert result.code == 1
+    assert "InternalError" not in result.err
+    assert "Traceback" not in result.err
+
+
+def test_reshard_of_a_universal_checkpoint_with_a_pointer(example: Path) -> None:
+    source, target = source_of(example, "universal"), example.parent / "target"
+    (source / "siblings").mkdir()
+    (source / "siblings" / "latest").write_text("another")
+    report = zckpt.reshard(source, target)
+    assert (target / "latest").read_text() == (example / "latest").read_text()
+    assert "latest: the target has its own" in report["left_out"]
+
+
+# -- directories that cannot be listed
+
+
+@pytest.fixture
+def unlistable(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
+    """Makes every look into a folder fail, as a disk or its permissions would."""
+    real = {name: getattr(os, name) for name in ("scandir", "listdir")}
+
+    def close(folder: Path, number: int) -> None:
+        def fail(name: str, path: Any = ".") -> Any:
+            if isinstance(path, str) and os.path.abspath(path) == str(folder):
+                raise OSError(number, os.strerror(number), os.fspath(path))
+            return real[name](path)
+
+        monkeypatch.setattr(os, "scandir", partial(fail, "scandir"))
+        monkeypatch.setattr(os, "listdir", partial(fail, "listdir"))
+
+    return close
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("to", ["deepspeed", "universal"])
+def test_a_trainers_folder_that_cannot_be_listed(
+    example: Path, to: str, number: int, unlistable: Callable[[Path, int], None]
+) -> None:
+    source, target = source_of(example, to), example.parent / "target"
+    folder = with_siblings(source, to) / "notes"
+    unlistable(folder, number)
+    with pytest.raises(OSError, match=os.strerror(number)) as caught:
+        zckpt.convert(source, target, to="dcp")
+    assert caught.value.filename == str(folder)
+    assert not list(example.parent.glob("target*"))
+
+
+def test_staging_that_cannot_be_listed_is_not_renamed(
+    example: Path, unlistable: Callable[[Path, int], None]
+) -> None:
+    target = example.parent / "target"
+
+    def begin(_: int) -> Callable[[int], None]:
+        unlistable(example.parent / "target.partial" / "global_step7", errno.EIO)
+        return lambda _: None
+
+    with pytest.raises(OSError, match="Input/output error"):
+        zckpt.reshard(example, target, begin=begin, dp=2)
+    assert not target.exists()

@@ -1,0 +1,298 @@
+"""How is a source file opened, looked at, listed and watched?
+
+Every read of a source goes through this module. It sees to four things:
+
+    a file that changes while it is read    is noticed at every opening, and in the end
+    an error of the filesystem              names the file, and is never taken for "there is none"
+    a pipe, a socket or a device            is refused: to open one could take for ever
+    a short read                            is continued: only 0 bytes are the end of a file
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO
+
+from ..errors import CorruptCheckpoint, SourceChanged, ZckptError
+
+if TYPE_CHECKING:
+    from .manifest import Manifest
+
+# nothing is there: a path without a file, through a file, through links in a circle, too long
+NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+# -- which file it is, and whether it stays the same
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What shows that a file is still the same: `size` in bytes, `mtime` in nanoseconds."""
+
+    device: int
+    inode: int
+    size: int
+    mtime: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Fingerprint:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+Fingerprints = Mapping[str, Fingerprint]
+"""Fingerprints by path; the paths are those of extents."""
+
+
+class Watch:
+    """The first fingerprint of every file that is opened or measured, by path.
+
+    `changed` are the files that had another fingerprint later.
+    """
+
+    def __init__(self) -> None:
+        self.first: dict[str, Fingerprint] = {}
+        self.changed: set[str] = set()
+
+    def note(self, path: str, status: os.stat_result) -> None:
+        seen = Fingerprint.of(status)
+        if self.first.setdefault(path, seen) != seen:
+            self.changed.add(path)
+
+    def of(self, paths: Iterable[str]) -> dict[str, Fingerprint]:
+        """The fingerprints of these files; raises SourceChanged.
+
+        The others, such as a log beside a checkpoint that a reader looked at, may change.
+        """
+        fingerprints = {}
+        for path in paths:
+            if path in self.changed:
+                raise _changed(path)
+            fingerprints[path] = self.first.get(path) or Fingerprint.of(os.stat(path))
+        return fingerprints
+
+
+_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """Notes every file that is opened or measured inside the block, in this thread.
+
+    Whoever reads a checkpoint's structure opens its files in one thread, so that a context variable
+    is enough. Threads that read tensors open the files again: they get the fingerprints of the
+    manifest (`Manifest.fingerprints`). If the block raises because files contradict each other, and
+    one of them changed meanwhile, SourceChanged is raised.
+    """
+    watch = Watch()
+    token = _watch.set(watch)
+    try:
+        yield watch
+    except ZckptError as error:
+        _blame_change(watch.first, error)
+        raise
+    finally:
+        _watch.reset(token)
+
+
+@contextmanager
+def unchanged(*manifests: Manifest) -> Iterator[None]:
+    """Raises SourceChanged at the end of the block if a file of these checkpoints has changed.
+
+    So it does if the block raises: the bytes of a file that changed do not fit together.
+    """
+    try:
+        yield
+    except ZckptError as error:
+        for manifest in manifests:
+            _blame_change(manifest.fingerprints, error)
+        raise
+    for manifest in manifests:
+        check_unchanged(manifest)
+
+
+def check_unchanged(manifest: Manifest) -> None:
+    """Raises SourceChanged if a file of the checkpoint, or beside it, is not as it was read."""
+    for path, first in manifest.fingerprints.items():
+        _check(path, first, status(path))
+
+
+def _check(path: str, first: Fingerprint | None, now: os.stat_result | None) -> None:
+    if now is None:
+        raise SourceChanged(f"{path} was removed while it was read")
+    if first is not None and first != Fingerprint.of(now):
+        raise _changed(path)
+
+
+def _changed(path: str) -> SourceChanged:
+    return SourceChanged(f"{path} changed while it was read")
+
+
+def _blame_change(fingerprints: Fingerprints, error: ZckptError) -> None:
+    """Raises SourceChanged if one of the files has changed, from the error that followed."""
+    for path, first in fingerprints.items():
+        try:
+            _check(path, first, status(path))
+        except OSError:  # the first error says more
+            continue
+        except SourceChanged as change:
+            raise change from error
+
+
+# -- opening and reading
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Every OSError inside the block gets the name of the file, if it has none."""
+    try:
+        yield
+    except OSError as error:
+        named(error, path)
+        raise
+
+
+def named(error: OSError, path: str) -> OSError:
+    """The error with the name of the file, if it had none."""
+    if error.filename is None and error.errno is not None:
+        error.filename = path
+    return error
+
+
+def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
+    """The descriptor of a source file; the caller closes it.
+
+    Raises CorruptCheckpoint unless it is a regular file, SourceChanged if `fingerprints` have
+    another one for it, OSError with the path.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        with naming(path):
+            now = os.fstat(file)
+        if not stat.S_ISREG(now.st_mode):
+            raise _not_regular(path, now)
+        note(path, now)
+        if fingerprints is not None:
+            _check(path, fingerprints.get(path), now)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def note(path: str, now: os.stat_result) -> None:
+    """Notes the fingerprint of a file for `watching`; does nothing outside of its block."""
+    watch = _watch.get()
+    if watch is not None:
+        watch.note(path, now)
+
+
+def _not_regular(path: str, now: os.stat_result) -> CorruptCheckpoint:
+    what = "directory" if stat.S_ISDIR(now.st_mode) else "pipe, a socket or a device"
+    return CorruptCheckpoint(
+        f"{path} is not a regular file: it is a {what}", hint="put a copy of the file there"
+    )
+
+
+@contextmanager
+def opened(path: str) -> Iterator[BinaryIO]:
+    """A source file to read; raises as `open_file`. OSErrors inside the block name the file."""
+    with naming(path), os.fdopen(open_file(path), "rb") as file:
+        yield file
+
+
+def pread(file: int, length: int, offset: int) -> bytes:
+    """The bytes [offset, offset + length) of a file; fewer only if it ends there."""
+    data = os.pread(file, length, offset)
+    if len(data) == length:
+        return data
+    parts = [data]
+    done = len(data)
+    while data and done < length:
+        data = os.pread(file, length - done, offset + done)
+        parts.append(data)
+        done += len(data)
+    return b"".join(parts)
+
+
+# -- looking
+
+
+def status(path: str) -> os.stat_result | None:
+    """What lies at a path, links followed; None if nothing does.
+
+    Raises OSError if that cannot be known: no permission, a failed disk, a stale mount.
+    """
+    try:
+        return os.stat(path)
+    except ValueError:  # a path that no file can have
+        return None
+    except OSError as error:
+        if error.errno in NOTHING:
+            return None
+        raise
+
+
+def exists(path: str) -> bool:
+    return status(path) is not None
+
+
+def is_file(path: str) -> bool:
+    """Whether a regular file is there; raises OSError if that cannot be known."""
+    now = status(path)
+    return now is not None and stat.S_ISREG(now.st_mode)
+
+
+def is_folder(path: str) -> bool:
+    """Whether a folder is there; raises OSError if that cannot be known."""
+    now = status(path)
+    return now is not None and stat.S_ISDIR(now.st_mode)
+
+
+def size(path: str) -> int:
+    """Bytes of a file; its fingerprint is noted, as if it were opened."""
+    now = os.stat(path)
+    note(path, now)
+    return now.st_size
+
+
+# -- listing
+
+
+def is_denied(path: str) -> bool:
+    """Whether a file may not be read, or a folder not listed, by this user.
+
+    A search that passes by files of others leaves such ones alone: `lost+found`, a private log.
+    Any other OSError is raised.
+    """
+    try:
+        if is_folder(path):
+            os.stat(os.path.join(path, "."))  # it may be listed, but not entered
+            os.scandir(path).close()
+        else:
+            os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    except PermissionError:
+        return True
+    return False
+
+
+def walk(
+    folder: str, enter: Callable[[str], bool] = lambda path: True
+) -> Iterator[os.DirEntry[str]]:
+    """Everything below a folder: what is in it, in the order of names, then what is in its folders.
+
+    Enters the folders for whose path `enter` is true, but follows no link. Raises OSError for what
+    cannot be listed, where os.walk would pass it by.
+    """
+    waiting = [folder]
+    while waiting:
+        with os.scandir(waiting.pop()) as items:
+            entries = sorted(items, key=lambda item: item.name)
+        yield from entries
+        inside = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        waiting += [path for path in reversed(inside) if enter(path)]
