@@ -87,7 +87,7 @@ values = st.recursive(
             st.sampled_from(["call", "new"]),
             st.dictionaries(texts, inner, max_size=2),
             st.lists(inner, max_size=2),
-            st.lists(st.tuples(inner, inner), max_size=2),
+            st.lists(st.tuples(keys, inner), max_size=2),
         ),
     ),
     max_leaves=8,
