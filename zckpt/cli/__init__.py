@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ..errors import Interrupted, WrongOption, ZckptError
+from ..errors import Interrupted, WrongOption, ZckptError, hint_for
 from . import signals
 from .commands import cli as cli
 
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         fail(words, type(error).__name__, error.message, error.hint, 1)
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        fail(words, "OSError", what, "check the path, and whether you may read or write it", 1)
+        fail(words, "OSError", what, hint_for(error), 1)
     except (click.Abort, KeyboardInterrupt) as error:
         cause = error.__cause__ if isinstance(error, click.Abort) else error
         code = 128 + (cause.args[0] if cause and cause.args else signal.SIGINT)
@@ -61,7 +61,18 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         fail(words, "InternalError", what, "a bug of zckpt: ZCKPT_TRACEBACK=1 shows where", 1)
+    flush()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def flush() -> None:
+    """Ends the process with code 1 if the report cannot be written: a full disk behind stdout."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        with suppress(OSError):
+            click.echo(f"Error: the report could not be printed: {error.strerror}", err=True)
+        os._exit(1)  # Python's own end would flush again
 
 
 def open_standard_files() -> None:
@@ -74,8 +85,8 @@ def open_standard_files() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 class Pipe(io.FileIO):
