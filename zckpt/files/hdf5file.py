@@ -18,6 +18,7 @@ from typing import Any
 from ..core import sources
 from ..core.fragments import Extent
 from ..errors import HINTS, CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
+from .hdf5groups import check_names
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 MAX_ELEMENTS = 1 << 16  # of a dataset that is read as a value
@@ -112,22 +113,22 @@ def read(path: str, is_tensor: Callable[[str], bool]) -> tuple[dict[str, Dataset
     """
     h5py = import_h5py()
     try:
-        with sources.opened(path), h5py.File(path, "r", locking=False) as opened:
-            return _contents(h5py, path, opened, is_tensor)
+        with sources.opened(path) as file, h5py.File(path, "r", locking=False) as opened:
+            return _contents(h5py, path, file.fileno(), opened, is_tensor)
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
         _raise_if_system(path, error)
         raise CorruptCheckpoint(f"{path} is a damaged HDF5 file: {error}") from error
 
 
 def _contents(
-    h5py: Any, path: str, opened: Any, is_tensor: Callable[[str], bool]
+    h5py: Any, path: str, file: int, opened: Any, is_tensor: Callable[[str], bool]
 ) -> tuple[dict[str, Dataset], dict[str, Any]]:
     if opened.userblock_size:
         raise UnsupportedCheckpoint(f"{path} begins with a user block")
     file_size = sources.size(path)
     tensors: dict[str, Dataset] = {}
     values: dict[str, Any] = {}
-    for name, dataset in _datasets(h5py, path, opened.id):
+    for name, dataset in _datasets(h5py, path, file, opened.id):
         if is_tensor(name):
             tensors[name] = _tensor(h5py, path, file_size, name, dataset)
         else:
@@ -135,7 +136,7 @@ def _contents(
     return tensors, values
 
 
-def _datasets(h5py: Any, path: str, root: Any) -> Iterator[tuple[str, Any]]:
+def _datasets(h5py: Any, path: str, file: int, root: Any) -> Iterator[tuple[str, Any]]:
     """Every dataset by its path; links to elsewhere and circles of groups are refused.
 
     Uses h5py's low-level objects: a file has tens of thousands of datasets, and the high-level
@@ -145,7 +146,8 @@ def _datasets(h5py: Any, path: str, root: Any) -> Iterator[tuple[str, Any]]:
     waiting: list[tuple[str, Any, int]] = [("", h5py.h5g.open(root, b"/"), 0)]
     while waiting:
         prefix, group, depth = waiting.pop()
-        for name in group:
+        names = list(group)
+        for name in names:
             full_name = prefix + name.decode("utf-8", "surrogateescape")
             if group.links.get_info(name).type != h5py.h5l.TYPE_HARD:
                 raise UnsupportedCheckpoint(f"{path}: {full_name} is a link to somewhere else")
@@ -160,6 +162,8 @@ def _datasets(h5py: Any, path: str, root: Any) -> Iterator[tuple[str, Any]]:
                 waiting.append((f"{full_name}/", item, depth + 1))
             else:
                 raise UnsupportedCheckpoint(f"{path}: {full_name} is neither group nor dataset")
+        header = h5py.h5o.get_info(group).addr
+        check_names(path, file, header, prefix.rstrip("/"), set(names))
 
 
 def _tensor(h5py: Any, path: str, file_size: int, name: str, dataset: Any) -> Dataset:
