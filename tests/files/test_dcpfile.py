@@ -116,7 +116,7 @@ Change = Callable[[Metadata], Any]
         (
             lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", "float32"),
             errors.CorruptCheckpoint,
-            "'float32' is not a dtype",
+            "w has a str instead of a dtype",
         ),
         (lambda m: m.__dict__.pop("storage_data"), errors.CorruptCheckpoint, "is not metadata"),
         (lambda m: m.__dict__.update(state_dict_metadata={"w": 5}), errors.CorruptCheckpoint, ""),

@@ -26,7 +26,7 @@ def need_agreement(table: ItemTable, name: str) -> None:
     if table.paths:  # a path without an item is no error: torch before 2.4 wrote some
         pathless = [key for key in table.items if key not in table.paths]
         if pathless:
-            raise CorruptCheckpoint(f"{name}: no path leads to {listed(pathless, 4)}")
+            raise CorruptCheckpoint(f"{name}: no path leads to {_shown(pathless)}")
     places: set[tuple[str, tuple[int, ...] | None]] = set()
     for key, item in table.items.items():
         if item is None:
@@ -37,8 +37,8 @@ def need_agreement(table: ItemTable, name: str) -> None:
     if len(places) < len(table.locations):
         strangers = [key for key, offsets in table.locations if (key, offsets) not in places]
         raise CorruptCheckpoint(
-            f"{name}: it names files of {listed(list(dict.fromkeys(strangers)), 4)}, which no item "
-            "describes"
+            f"{name}: it names files of {_shown(list(dict.fromkeys(strangers)))}, "
+            "which no item describes"
         )
     _need_separate(table, name)
 
@@ -49,7 +49,7 @@ def _boxes(table: ItemTable, key: str, item: TensorItem, name: str) -> set[tuple
     for box in item.boxes:
         if len(box.offsets) != len(item.shape) or len(box.sizes) != len(item.shape):
             raise CorruptCheckpoint(
-                f"{name}: a piece of {key} has another number of axes than its shape "
+                f"{name}: a piece of {_shown([key])} has another number of axes than its shape "
                 f"{list(item.shape)}"
             )
         if box.is_empty:  # several ranks may have none of its rows
@@ -60,11 +60,16 @@ def _boxes(table: ItemTable, key: str, item: TensorItem, name: str) -> set[tuple
         ends = map(sum, zip(box.offsets, box.sizes, strict=True))
         if any(end > size for end, size in zip(ends, item.shape, strict=True)):
             raise InconsistentCheckpoint(
-                f"{name}: a piece of {key} of shape {list(box.sizes)} at {list(box.offsets)} lies "
-                f"outside of its shape {list(item.shape)}"
+                f"{name}: a piece of {_shown([key])} of shape {list(box.sizes)} at "
+                f"{list(box.offsets)} lies outside of its shape {list(item.shape)}"
             )
         offsets.add(box.offsets)
     return offsets
+
+
+def _shown(keys: list[str]) -> str:
+    """The first keys, in one line."""
+    return listed([key if key.isprintable() else repr(key) for key in keys], 4)
 
 
 def _need_separate(table: ItemTable, name: str) -> None:

@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from ..core import sources
@@ -123,9 +124,9 @@ class ItemTable:
         """Where a value or one box of a tensor lies; raises IncompleteCheckpoint."""
         location = self.locations.get((key, None if box is None else box.offsets))
         if location is None:
-            where = key if box is None else f"{key} at {list(box.offsets)}"
+            what = _called(key, None if box is None else box.offsets)
             raise IncompleteCheckpoint(
-                f"{self.folder}: {METADATA} does not say in which file {where} is"
+                f"{self.folder}: {METADATA} does not say in which file {what} is"
             )
         return location
 
@@ -243,7 +244,7 @@ def _item(key: str, record: Any, most: int) -> TensorItem | None:
     if not fields:  # BytesStorageMetadata
         return None
     if not {"properties", "size", "chunks"} <= fields.keys():
-        raise CorruptCheckpoint(f"{key} is neither a tensor nor a value")
+        raise CorruptCheckpoint(f"{shown(key)} is neither a tensor nor a value")
     # TensorProperties pickles a tuple; the dtype is its first element
     properties = fields["properties"]
     properties = properties.state if isinstance(properties, Foreign) else None
@@ -251,17 +252,20 @@ def _item(key: str, record: Any, most: int) -> TensorItem | None:
         properties = (properties.get("dtype"),)
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, Global):
-        raise CorruptCheckpoint(f"{dtype!r:.80} is not a dtype, which {key} needs")
+        raise CorruptCheckpoint(f"{shown(key)} has a {type(dtype).__name__} instead of a dtype")
     chunks = fields["chunks"]
     if not isinstance(chunks, (list, tuple)) or len(chunks) > most:
-        raise CorruptCheckpoint(f"the pieces of {key} are not a list, or more than the files have")
+        raise CorruptCheckpoint(
+            f"the pieces of {shown(key)} are not a list, or more than the files have"
+        )
     boxes = (
         ItemBox(_numbers(box.get("offsets"), key), _numbers(box.get("sizes"), key))
         for box in map(attributes, chunks)
     )
-    return TensorItem(
-        dtype.name.removeprefix("torch."), _numbers(fields["size"], key), tuple(boxes)
-    )
+    size = _numbers(fields["size"], key)
+    if prod(size) >= MAX_NUMBER:
+        raise CorruptCheckpoint(f"the sizes of {shown(key)} are those of {prod(size)} elements")
+    return TensorItem(dtype.name.removeprefix("torch."), size, tuple(boxes))
 
 
 def _locations(folder: str, storage: Mapping[Any, Any]) -> dict[ItemKey, ItemLocation]:
@@ -273,9 +277,12 @@ def _locations(folder: str, storage: Mapping[Any, Any]) -> dict[ItemKey, ItemLoc
         key, offsets = _text(item.get("fqn"), "a key"), item.get("offset")
         if stored.get("transform_descriptors"):
             raise UnsupportedCheckpoint(
-                f"{key} is stored compressed or encrypted: {stored['transform_descriptors']!r:.80}"
+                f"{shown(key)} is stored compressed or encrypted: "
+                f"{_texts(stored['transform_descriptors'])}"
             )
         name = _text(stored.get("relative_path"), "the name of a file")
+        if not name.isprintable():
+            raise CorruptCheckpoint(f"no file is called {name!r}")
         if name not in paths:
             paths[name] = path_inside(folder, name, METADATA)
         offset, length = _numbers((stored.get("offset"), stored.get("length")), key)
@@ -307,11 +314,11 @@ def _path(key: str, path: Any) -> KeyPath:
             type(step) is str or (type(step) is int and 0 <= step < MAX_NUMBER) for step in path
         )
     ):
-        raise CorruptCheckpoint(f"the path of {key} is not a list of up to {MAX_PATH} keys")
+        raise CorruptCheckpoint(f"the path of {shown(key)} is not a list of up to {MAX_PATH} keys")
     # the lengths first, since many paths may refer to one long text
     length = len(path) - 1 + sum(len(step) for step in path if isinstance(step, str))
     if length > len(key) or ".".join(map(str, path)) != key:
-        raise CorruptCheckpoint(f"the path of {key} leads to another item")
+        raise CorruptCheckpoint(f"the path of {shown(key)} leads to another item")
     return tuple(path)
 
 
@@ -329,12 +336,26 @@ def _numbers(values: Any, key: str) -> tuple[int, ...]:
                 break
         else:
             return tuple(values)
-    raise CorruptCheckpoint(f"the sizes or offsets of {key} are not numbers that a tensor can have")
+    raise CorruptCheckpoint(
+        f"the sizes or offsets of {shown(key)} are not numbers that a tensor can have"
+    )
+
+
+def _texts(values: Any) -> str:
+    """A list of texts for a message; the type of anything else."""
+    if isinstance(values, (list, tuple)):
+        return listed([str(value)[:80] for value in values[:9] if isinstance(value, str)])
+    return type(values).__name__
+
+
+def shown(key: str) -> str:
+    """A key for a message, in one line."""
+    return key if key.isprintable() else repr(key)
 
 
 def _called(key: str, offsets: tuple[int, ...] | None) -> str:
     """An item's name in a message."""
-    return key if offsets is None else f"{key} at {list(offsets)}"
+    return shown(key) if offsets is None else f"{shown(key)} at {list(offsets)}"
 
 
 def attributes(record: Any) -> dict[str, Any]:

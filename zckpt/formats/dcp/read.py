@@ -10,7 +10,14 @@ from typing import Any
 
 from ...core import sources
 from ...core.manifest import Manifest
-from ...errors import MALFORMED, CorruptCheckpoint, NotACheckpoint, listed, not_understood
+from ...errors import (
+    MALFORMED,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    UnsupportedCheckpoint,
+    listed,
+    not_understood,
+)
 from ...files.dcpfile import (
     METADATA,
     VERSION,
@@ -22,6 +29,7 @@ from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor, TorchFile
 from ...training.trainers import beside
 from ..statedict.read import manifest
+from ..statedict.stated import checked
 from ..statedict.tree import (
     Leaf,
     SavedTree,
@@ -83,12 +91,18 @@ class _FolderReader:
     def read(self) -> None:
         """Reads every item, in the order of the saved state."""
         table, saved = self.table, self.saved
-        paths = table.paths
+        paths, planned = table.paths, table.others["planner_data"]
+        if not isinstance(planned, (dict, type(None))):
+            raise UnsupportedCheckpoint(
+                f"{os.path.join(table.folder, METADATA)} keeps a {type(planned).__name__} instead "
+                "of the paths of its items",
+                hint="save with torch's DefaultSavePlanner",
+            )
         if not saved.source["version"]:
             saved.source["version"] = table.others.get("version")
         saved.files += table.files
-        stated = table.others.get("zckpt")
-        if isinstance(stated, dict):
+        stated = checked(table.others.get("zckpt"), os.path.join(table.folder, METADATA))
+        if stated is not None:
             saved.stated = stated
             saved.inferred = list(stated.get("inferred", ()))
             self.names = stated["names"]
@@ -112,9 +126,12 @@ class _FolderReader:
             saved.warnings.append(
                 f"{name} has fields that zckpt does not know: {listed(strangers)}"
             )
-        if (version := table.others.get("version")) not in (None, VERSION):
+        version = table.others.get("version")
+        if not isinstance(version, (str, type(None))):
+            raise CorruptCheckpoint(f"{name}: its version is a {type(version).__name__}")
+        if version not in (None, VERSION):
             saved.warnings.append(
-                f"{name} is of version {version!r:.80}; zckpt knows version {VERSION}"
+                f"{name} is of version {version[:80]!r}; zckpt knows version {VERSION}"
             )
         unused = self.files.unused(table)
         saved.unused += unused
@@ -159,7 +176,7 @@ class _FolderReader:
             )
             parts.append((box.offsets, tensor, file))
             number = partial(file.scalar, tensor)
-        fragments = assembled(key, dtype, shape, pieces)
+        fragments = assembled(f"{key} in {self.table.folder}", dtype, shape, pieces)
         # every item has its own memory; safetensors have no checksums
         twin = identities(dtype, shape, parts)[1] if len(parts) == len(pieces) else None
         sharded, name = len(item.boxes) > 1, next(names, None)

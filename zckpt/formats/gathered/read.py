@@ -14,6 +14,7 @@ from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside
 from ..statedict.keys import keys_of
 from ..statedict.read import manifest
+from ..statedict.stated import checked
 from ..statedict.tree import SavedTree, leaves
 from ..statedict.weights import files_of_index, weights_of
 from . import distributed, local, ranked
@@ -138,8 +139,8 @@ class _TreeReader:
             return {}
         self._add(file)
         value = dict(file.value)
-        stated = value.pop("zckpt", None)
-        if isinstance(stated, dict):
+        stated = checked(value.pop("zckpt", None), file.path)
+        if stated is not None:
             self.saved.stated = stated
             self.saved.inferred = list(stated.get("inferred", ()))
             self.names = stated["names"]
