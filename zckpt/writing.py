@@ -79,7 +79,7 @@ def write(
 
     `best_in` is the directory in which a Trainer's best checkpoint will lie.
     """
-    from .core import convert, staging
+    from .core import convert, description, staging
 
     started = time.monotonic()
     format = formats.named(to)
@@ -125,6 +125,7 @@ def write(
         running.copying,
         running.begin,
     )
+    report |= description.advice(source.manifest, outcome.unchecked)
     return report | {
         "tensors": len(outcome.digests),
         "records": {"checked": outcome.checked, "unchecked": outcome.unchecked},

@@ -257,3 +257,21 @@ def test_staging_that_cannot_be_listed_is_not_renamed(
     with pytest.raises(OSError, match="Input/output error"):
         zckpt.reshard(example, target, begin=begin, dp=2)
     assert not target.exists()
+
+
+# -- files without checksums
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_no_checksum_guards_has_an_advice(
+    example: Path, to: str, zckpt: Callable[..., Any]
+) -> None:
+    source, target = source_of(example, to), example.parent / "target"
+    for words in (("verify", source), ("convert", source, target)):
+        printed = zckpt(*words)
+        shutil.rmtree(target, ignore_errors=True)
+        report = zckpt(*words, "--json").document
+        assert printed.code == 0
+        assert (report["records"]["unchecked"] > 0) == (to == "onnxruntime")
+        assert ("advice" in report) == (to == "onnxruntime")
+        assert (f"`zckpt verify {source} --against COPY`" in printed.out) == ("advice" in report)

@@ -24,18 +24,28 @@ MAX_DEPTH = 100  # folders; programs that copy and remove trees call themselves 
 
 
 def leads_out(path: str, root: str) -> bool:
-    """Whether a path, its links followed, is outside of the directory `root`.
+    """Whether a path, its links followed, is outside of the directory `root`; raises OSError.
 
     The cache of Hugging Face's hub has `snapshots/REVISION/FILE`, which are links to
     `blobs/HASH` of the same repository (huggingface_hub 1.0): these are inside, too.
     """
-    real, inside = os.path.realpath(path), os.path.realpath(root)
+    real, inside = _real(path), _real(root)
     above, revision = os.path.split(inside)
     if revision and os.path.basename(above) == "snapshots":
         blobs = os.path.join(os.path.dirname(above), "blobs")
         if os.path.dirname(real) == blobs:
             return False
     return os.path.commonpath([real, inside]) != inside
+
+
+def _real(path: str) -> str:
+    """The path without links; raises OSError if a link cannot be looked at."""
+    try:
+        return os.path.realpath(path, strict=True)
+    except OSError as error:
+        if error.errno not in sources.NOTHING:
+            raise
+        return os.path.realpath(path)
 
 
 class SiblingList:
@@ -66,7 +76,7 @@ class SiblingList:
         reason = HIDDEN if os.path.basename(path).startswith(".") else ""
         if not reason and stat.S_ISLNK(status.st_mode):
             reason = OUT if leads_out(path, self.root) else ""
-            status = status if reason else sources.status(os.path.realpath(path))
+            status = status if reason else sources.status(_real(path))
         if reason:
             pass
         elif status is None:

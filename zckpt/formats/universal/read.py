@@ -16,7 +16,7 @@ from ...core.facts import facts_of
 from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...core.inert import from_json
 from ...core.manifest import Entry, Manifest, Sighting, parameters_from_json
-from ...core.siblings import SiblingList
+from ...core.siblings import SiblingList, leads_out
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint
 from ...files import safefile
 from ...training.trainers import LOADED
@@ -204,10 +204,11 @@ def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
 def _siblings(path: str) -> SiblingList:
     root = os.path.join(path, SIBLINGS)
     siblings = SiblingList(path)
-    if os.path.islink(root):
-        siblings.add(SIBLINGS, root)
-    elif sources.is_folder(root):
-        siblings.add_below(root)
+    if sources.is_folder(root):
+        if leads_out(root, path):
+            siblings.add(SIBLINGS, root)
+        else:
+            siblings.add_below(root)
     if not siblings.files:  # beside weights that were written alone
         for name in sorted(filter(LOADED.fullmatch, os.listdir(path))):
             siblings.add(name, os.path.join(path, name))
