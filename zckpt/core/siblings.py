@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from . import sources
 from .manifest import Sibling
@@ -20,6 +20,7 @@ FOLDER = "a link to a folder"
 SPECIAL = "a pipe, a socket or a device"
 DENIED = "a folder that may not be listed"
 DEEP = "a folder too deep below others"
+REASONS = (HIDDEN, OUT, NOTHING, FOLDER, SPECIAL, DENIED, DEEP)
 MAX_DEPTH = 100  # folders; programs that copy and remove trees call themselves for each
 
 
@@ -46,6 +47,11 @@ def _real(path: str) -> str:
         if error.errno not in sources.NOTHING:
             raise
         return os.path.realpath(path)
+
+
+def refusals(left_out: Iterable[str]) -> list[str]:
+    """The lines that a SiblingList has added to what a source leaves out."""
+    return [line for line in left_out if line.rpartition(": ")[2] in REASONS]
 
 
 class SiblingList:
