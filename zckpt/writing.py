@@ -92,7 +92,7 @@ def write(
     `to` is the target's format. `best_in` is the directory in which a Trainer's best checkpoint
     will lie. Gives the command's report.
     """
-    from .core import convert, staging, targets
+    from .core import convert, description, staging, targets
 
     started = time.monotonic()
     format = formats.named(to)
@@ -149,6 +149,7 @@ def write(
         running.begin,
     )
     report["warnings"] += stage.warnings
+    report |= description.advice(source.manifest, outcome.unchecked)
     return report | {
         "tensors": len(outcome.digests),
         "records": {"checked": outcome.checked, "unchecked": outcome.unchecked},

@@ -257,3 +257,39 @@ def test_staging_that_cannot_be_listed_is_not_renamed(
     with pytest.raises(OSError, match="Input/output error"):
         zckpt.reshard(example, target, begin=begin, dp=2)
     assert not target.exists()
+
+
+# -- files without checksums
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_no_checksum_guards_has_an_advice(
+    example: Path, to: str, zckpt: Callable[..., Any]
+) -> None:
+    source, target = source_of(example, to), example.parent / "target"
+    for words in (("verify", source), ("convert", source, target)):
+        printed = zckpt(*words)
+        shutil.rmtree(target, ignore_errors=True)
+        report = zckpt(*words, "--json").document
+        assert printed.code == 0
+        assert (report["records"]["unchecked"] > 0) == (to == "onnxruntime")
+        assert ("advice" in report) == (to == "onnxruntime")
+        assert (f"`zckpt verify {source} --against COPY`" in printed.out) == ("advice" in report)
+
+
+# -- export
+
+
+def test_export_copies_no_foreign_file(example: Path) -> None:
+    """Neither from the source's folder nor from the one that --config names."""
+    source, config = source_of(example, "gathered"), example.parent / "model"
+    secret = example.parent / "secret"
+    secret.write_text('{"SECRET": 1}')
+    config.mkdir()
+    (config / "config.json").write_text('{"model_type": "x"}')
+    (config / "tokenizer.json").symlink_to(secret)
+    (source / "vocab.txt").symlink_to(secret)
+    report = zckpt.export(source, example.parent / "target", config=config)
+    assert set(report["files"]) == {"config.json", "model.safetensors"}
+    for name in ("tokenizer.json", "vocab.txt"):
+        assert f"{name}: a link out of the directory" in report["left_out"]

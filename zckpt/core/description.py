@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from math import prod
 from typing import Any
 
@@ -48,6 +49,21 @@ def inspect(manifest: Manifest) -> Report:
         "problems": list(manifest.warnings),
         "left_out": list(manifest.left_out),
         "inferred": list(manifest.inferred),
+    }
+
+
+def advice(manifest: Manifest, unchecked: int) -> Report:
+    """What can still be done where `unchecked` records were read without a checksum, as a report.
+
+    It is empty if the files have checksums: then a few bytes of a large record were read.
+    """
+    if not unchecked or all(record.crc is not None for record in manifest.records):
+        return {}
+    path = shlex.quote(manifest.root)
+    return {
+        "advice": f"the files of {manifest.root} have no checksums, so damage in them may go "
+        f"unseen: compare them with another copy (`zckpt verify {path} --against COPY`), or "
+        "convert them to universal while they are good, whose files have checksums"
     }
 
 

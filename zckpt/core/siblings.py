@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from . import sources
 from .manifest import Sibling
@@ -20,22 +20,38 @@ FOLDER = "a link to a folder"
 SPECIAL = "a pipe, a socket or a device"
 DENIED = "a folder that may not be listed"
 DEEP = "a folder too deep below others"
+REASONS = (HIDDEN, OUT, NOTHING, FOLDER, SPECIAL, DENIED, DEEP)
 MAX_DEPTH = 100  # folders; programs that copy and remove trees call themselves for each
 
 
 def leads_out(path: str, root: str) -> bool:
-    """Whether a path, its links followed, is outside of the directory `root`.
+    """Whether a path, its links followed, is outside of the directory `root`; raises OSError.
 
     The cache of Hugging Face's hub has `snapshots/REVISION/FILE`, which are links to
     `blobs/HASH` of the same repository (huggingface_hub 1.0): these are inside, too.
     """
-    real, inside = os.path.realpath(path), os.path.realpath(root)
+    real, inside = _real(path), _real(root)
     above, revision = os.path.split(inside)
     if revision and os.path.basename(above) == "snapshots":
         blobs = os.path.join(os.path.dirname(above), "blobs")
         if os.path.dirname(real) == blobs:
             return False
     return os.path.commonpath([real, inside]) != inside
+
+
+def _real(path: str) -> str:
+    """The path without links; raises OSError if a link cannot be looked at."""
+    try:
+        return os.path.realpath(path, strict=True)
+    except OSError as error:
+        if error.errno not in sources.NOTHING:
+            raise
+        return os.path.realpath(path)
+
+
+def refusals(left_out: Iterable[str]) -> list[str]:
+    """The lines that a SiblingList has added to what a source leaves out."""
+    return [line for line in left_out if line.rpartition(": ")[2] in REASONS]
 
 
 class SiblingList:
@@ -66,7 +82,7 @@ class SiblingList:
         reason = HIDDEN if os.path.basename(path).startswith(".") else ""
         if not reason and stat.S_ISLNK(status.st_mode):
             reason = OUT if leads_out(path, self.root) else ""
-            status = status if reason else sources.status(os.path.realpath(path))
+            status = status if reason else sources.status(_real(path))
         if reason:
             pass
         elif status is None:

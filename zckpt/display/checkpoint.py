@@ -136,3 +136,5 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
         print(f"left out: {safe(line)}")
     if report["records"]["unchecked"]:
         print(f"{report['records']['unchecked']:,} source records could not be checked (no CRC-32)")
+    if advice := report.get("advice"):
+        print(f"note: {safe(advice)}")

@@ -35,6 +35,8 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
         _one_sided(report, path, other)
         for line in report.get("notes", ()):
             print(f"note: {safe(line)}")
+        if advice := report.get("advice"):
+            print(f"note: {safe(advice)}")
         if names := report.get("names_of_reader"):
             print(
                 f"names that no file states, so that gathering proves only the elements: "
@@ -202,6 +204,8 @@ def probed(report: dict[str, Any], quiet: bool) -> None:
                 print(f"only {safe(report[side])} has {records}")
         for line in report["notes"]:
             print(f"note: {safe(line)}")
+        if advice := report.get("advice"):
+            print(f"note: {safe(advice)}")
         if first:
             from ..probe.picture import drawn
 

@@ -23,6 +23,7 @@ from ..core.fileio import write_all
 from ..core.fragments import Extent
 from ..core.inert import Foreign, Global, Scalar, TensorName, map_values
 from ..core.manifest import Entry, Manifest
+from ..core.sources import naming
 from ..core.staging import Shell
 from .pickling import Persistent, dumps
 from .torchfile import Storage, Tensor, read_directory
@@ -177,11 +178,12 @@ def state_checksums(within: Extent, crcs: Mapping[int, int]) -> None:
     """Writes the CRC-32 of a zip's members into a filled file; `crcs` go by the data's offset."""
     file = os.open(within.file, os.O_RDWR)
     try:
-        for member in read_directory(file, within).values():
-            crc = crcs.get(member.offset)
-            if crc is not None:
-                stated = memoryview(struct.pack("<I", crc))
-                write_all(file, stated, member.header + 14)
-                write_all(file, stated, member.entry + 16)
+        with naming(within.file):
+            for member in read_directory(file, within).values():
+                crc = crcs.get(member.offset)
+                if crc is not None:
+                    stated = memoryview(struct.pack("<I", crc))
+                    write_all(file, stated, member.header + 14)
+                    write_all(file, stated, member.entry + 16)
     finally:
         os.close(file)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..core.compare import ComparisonOutcome, Result
+from ..core.description import advice
 from ..core.difference import Difference
 from ..core.manifest import Entry, Manifest
 from ..errors import listed
@@ -49,6 +50,7 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
         "bytes": outcome.bytes,
         "records": {"checked": outcome.checked, "unchecked": outcome.unchecked},
         "digests": digests(outcome.results),
+        **(advice(a, outcome.unchecked) if a is b else {}),
     }
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
-from ..core import compare
+from ..core import compare, sources
 from ..core.compare import Result
 from ..core.dtypes import SIZES
 from ..core.fragments import Runs
@@ -47,9 +46,9 @@ def about(manifest: Manifest) -> Report:
 
 def is_proof(path: str) -> bool:
     """Whether a path is a file that `--save-proof` wrote, and not a checkpoint."""
-    if not os.path.isfile(path):
+    if not sources.is_file(path):
         return False
-    with open(path, "rb") as file:
+    with sources.opened(path) as file:
         head = file.read(256)
     return head.lstrip()[:1] == b"{" and b'"command": "verify"' in head
 
@@ -96,10 +95,11 @@ def _hex(crc: int | None) -> str | None:
 def _read_proof(path: str) -> Manifest:
     """The checkpoint that was proven, as its proof describes it: tensors are checksums only."""
     try:
-        with open(path, encoding="utf-8") as file:
-            if os.fstat(file.fileno()).st_size > MAX_PROOF:
+        with sources.opened(path) as file:
+            if file.seek(0, 2) > MAX_PROOF:
                 raise UnsupportedCheckpoint(f"{path} is larger than any proof that zckpt writes")
-            report = json.load(file)
+            file.seek(0)
+            report = json.loads(file.read().decode("utf-8"))
         if report["equal"] is not True:
             raise CorruptCheckpoint(f"{path} proves a difference", hint="take a proof of equality")
         description = report["held"]

@@ -20,6 +20,7 @@ from typing import Any
 from ...core import sources
 from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
 from ...core.manifest import Manifest, Sibling
+from ...core.siblings import SiblingList, refusals
 from ...core.staging import Layout, Shell
 from ...core.weights import weight_of
 from ...errors import MissingData, WrongOption, listed
@@ -64,6 +65,7 @@ class PretrainedWriter:
         names = [item.name for item in source.siblings]
         others = [name for name in names if name.removeprefix(HUGGING_FACE) not in kept]
         self.left_out = [f"{', '.join(others)}: not needed to load the weights"] if others else []
+        self.left_out += refusals(source.left_out) + self.refused
         if base := [name for name in self._names() if not self._is_exported(name)]:
             self.left_out.append(f"{listed(base, 4)}: weights of the base model, not the adapter")
 
@@ -74,19 +76,21 @@ class PretrainedWriter:
         return peft.CONFIG if self.adapter else ties.CONFIG
 
     def _files_to_load_by(self) -> list[Sibling]:
-        """Configuration, tokenizer and processor, from the source's folder or from `--config`."""
+        """Configuration, tokenizer and processor, from the source's folder or from `--config`.
+
+        `refused` are lines about those that are links out of the folder, and their like.
+        """
+        self.refused: list[str] = []
         files = {item.name: item for item in files_to_load_by(self.source.siblings)}
         given = self.options[MODEL_CONFIG]
         if given is None:
             return list(files.values())
         if sources.is_folder(given):
-            with os.scandir(given) as entries:
-                names = sorted(entry.name for entry in entries if entry.is_file())
-            files |= {
-                name: _sibling(name, os.path.join(given, name))
-                for name in names
-                if LOADED.fullmatch(name)
-            }
+            inside = SiblingList(given)
+            for name in sorted(filter(LOADED.fullmatch, os.listdir(given))):
+                inside.add(name, os.path.join(given, name))
+            files |= {item.name: item for item in inside.files}
+            self.refused = inside.left_out
         elif sources.is_file(given):
             files[self._config_name] = _sibling(self._config_name, given)
         else:

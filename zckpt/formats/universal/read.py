@@ -25,7 +25,7 @@ from ...core.manifest import (
     step_from_json,
     texts_from_json,
 )
-from ...core.siblings import SiblingList
+from ...core.siblings import SiblingList, leads_out
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -286,10 +286,11 @@ def check(manifest: Manifest) -> None:
 def _siblings(path: str) -> SiblingList:
     root = os.path.join(path, SIBLINGS)
     siblings = SiblingList(path)
-    if os.path.islink(root):
-        siblings.add(SIBLINGS, root)
-    elif sources.is_folder(root):
-        siblings.add_below(root)
+    if sources.is_folder(root):
+        if leads_out(root, path):
+            siblings.add(SIBLINGS, root)
+        else:
+            siblings.add_below(root)
     if not siblings.files:  # beside weights that were written alone
         for name in sorted(filter(LOADED.fullmatch, os.listdir(path))):
             siblings.add(name, os.path.join(path, name))
