@@ -51,15 +51,19 @@ class Target:
 
 def zip_of(members: Mapping[str, bytes]) -> bytes:
     """A zip of STORED members in the order of the mapping."""
-    body, directory = b"", b""
+    parts: list[bytes] = []
+    directory: list[bytes] = []
+    place = 0
     for name, data in members.items():
-        text, crc = name.encode(), zlib.crc32(data)
-        sizes = struct.pack("<IIIHH", crc, len(data), len(data), len(text), 0)
-        directory += b"PK\1\2" + struct.pack("<HHHHHH", 20, 20, 0, 0, 0, 0x21)[:12] + sizes
-        directory += struct.pack("<HHHII", 0, 0, 0, 0, len(body)) + text
-        body += b"PK\3\4" + struct.pack("<HHHHH", 20, 0, 0, 0, 0x21) + sizes + text + data
-    end = struct.pack("<HHHHIIH", 0, 0, len(members), len(members), len(directory), len(body), 0)
-    return body + directory + b"PK\5\6" + end
+        text = name.encode()
+        sizes = struct.pack("<IIIHH", zlib.crc32(data), len(data), len(data), len(text), 0)
+        directory.append(b"PK\1\2" + struct.pack("<HHHHHH", 20, 20, 0, 0, 0, 0x21) + sizes)
+        directory.append(struct.pack("<HHHII", 0, 0, 0, 0, place) + text)
+        parts += [b"PK\3\4" + struct.pack("<HHHHH", 20, 0, 0, 0, 0x21) + sizes, text, data]
+        place += 30 + len(text) + len(data)
+    listed, count = b"".join(directory), len(members)
+    end = struct.pack("<HHHHIIH", 0, 0, count, count, len(listed), place, 0)
+    return b"".join([*parts, listed, b"PK\5\6", end])
 
 
 def torch_file(text: bytes, storages: Mapping[str, bytes]) -> bytes:
@@ -126,7 +130,7 @@ def describe(path: str) -> None:
 
 def _zip(root: Path) -> Target:
     path, texts = root / "file.pt", list(_pickles())
-    storages = {str(number): bytes(64) for number in range(8)}
+    storages = parts_of(EXAMPLE / "global_step7" / "mp_rank_00_model_states.pt")[1]
 
     def run(data: bytes) -> None:
         path.write_bytes(data if data[:2] == b"PK" else torch_file(data, storages))

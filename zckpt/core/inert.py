@@ -5,6 +5,8 @@ becomes a `Foreign` record (which global, which arguments, which state); a bare 
 becomes a `Global`. Both survive as JSON in a universal manifest, and can be written into a pickle
 again as the same global.
 
+Over 400 lines: what a value may be, what may be asked of it, and its two forms belong together.
+
 JSON has no tuples, sets, bytes, integer keys or NaN. They are written as objects with one `$` key.
 """
 
@@ -202,6 +204,8 @@ def require_tree(value: Any, most: int, most_containers: int) -> None:
             continue
         items = _parts(top)
         parts = [item for item in items if type(item) in _NESTING]
+        if len(items) > most or len(parts) > most_containers:
+            raise CorruptCheckpoint("values refer to the same ones over and over, or are too many")
         texts = sum([len(item) for item in items if type(item) in (str, bytes, bytearray)])
         begun[key] = len(items) + texts // 64, parts
         for part in parts:

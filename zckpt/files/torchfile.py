@@ -25,7 +25,7 @@ from ..core import sources
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, decode
 from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
 from ..core.inert import Foreign, Global, Scalar
-from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, brief
+from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, brief
 from .unpickle import BUILTINS, Build, Unpickler
 
 TORCH_DTYPES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
@@ -46,6 +46,8 @@ Parsed = dict[tuple[int, int, int], "_Loaded"]
 """Parsed pickles by length, CRC-32 and hash; one dictionary for the files of all ranks."""
 _peeked: Parsed = {}
 """The last pickle that `peek` parsed, until a TorchFile takes it."""
+_refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
+"""The error of the last pickle that could not be read, by its file."""
 
 
 class _Loaded(NamedTuple):
@@ -252,8 +254,20 @@ class TorchFile:
         seen = (stated.length, zlib.crc32(text), hash(text))
         if seen not in parsed:
             peeked = _peeked.pop(seen) if seen in _peeked else None
-            parsed[seen] = peeked or _Parser(text, self.path).loaded()
+            parsed[seen] = peeked or self._parse(text, seen)
         return parsed[seen]
+
+    def _parse(self, text: bytes, seen: tuple[int, int, int]) -> _Loaded:
+        """The pickle of a zip. Several formats may look at a file: an error is raised again."""
+        known = _refused.get((self.path, seen))
+        if known is not None:
+            raise known
+        try:
+            return _Parser(text, self.path).loaded()
+        except (CorruptCheckpoint, UnsupportedCheckpoint) as error:
+            _refused.clear()
+            _refused[self.path, seen] = type(error)(error.message, error.hint)
+            raise
 
     # -- torch < 1.6
 

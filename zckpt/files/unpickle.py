@@ -32,9 +32,9 @@ MAX_KEY_DEPTH = 16
 MAX_KEY_ITEMS = 1000
 MAX_COPIES = 4  # of the pickle's own length, by functions that copy their arguments
 MAX_MEMO = 1 << 32  # a memo's numbers; BINPUT has four bytes for them
-# Values that a pickle builds, each as often as others refer to it. A list of small numbers has one
-# for two bytes; the metadata of torch.distributed.checkpoint has a container for seven bytes.
-FEW_VALUES, VALUES_PER_BYTE = 1_000_000, 1
+# Values that a pickle builds, each as often as others refer to it. A list of numbers has one for
+# three bytes and more; the metadata of torch.distributed.checkpoint has a container for seven.
+FEW_VALUES, BYTES_PER_VALUE = 1_000_000, 3
 FEW_CONTAINERS, BYTES_PER_CONTAINER = 200_000, 6
 # Calls of functions take longest. A tensor has two or three, and takes 60 bytes and more.
 FEW_CALLS, BYTES_PER_CALL = 50_000, 10
@@ -152,7 +152,7 @@ class Unpickler:
         length = self.position - self.start
         require_tree(
             value,
-            FEW_VALUES + VALUES_PER_BYTE * length,
+            FEW_VALUES + length // BYTES_PER_VALUE,
             FEW_CONTAINERS + length // BYTES_PER_CONTAINER,
         )
         return value
