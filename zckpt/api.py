@@ -198,14 +198,9 @@ def export(
     Raises TypeError for an option that has another name here or is always set, and MissingData if
     there is no configuration; otherwise as `convert`.
     """
-    own = {
-        "weights_only": True,
-        "dtype": dtype,
-        "model_config": None if config is None else os.fspath(config),
-        "max_file_size": max_shard_size,
-        "tie": tuple(tie),
-        "rename": tuple(rename),
-    }
+    own = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
+    own |= {"model_config": None if config is None else os.fspath(config)}
+    own |= {"tie": tuple(tie), "rename": tuple(rename)}
     if wrong := sorted(options.keys() & {*own, "param_names"}):
         raise TypeError(f"export() takes no option {wrong[0]!r}")
     wanted = options_of({**own, **options})
@@ -387,9 +382,8 @@ def stats(
 ) -> Report:
     """Statistics of every tensor in a checkpoint, and which numbers are dead or impossible.
 
-    `tensors` is a glob that selects. The statistics are over the finite numbers of a tensor, in
-    float64: min, max, mean, std (with n - 1, as torch.std), norm (L2), counts, and a histogram of
-    magnitudes.
+    `tensors` is a glob that selects. Over the finite numbers of a tensor, in float64: min, max,
+    mean, std (with n - 1, as torch.std), norm (L2), counts, and a histogram of magnitudes.
     """
     from .proof import health
 

@@ -97,10 +97,7 @@ class RecordChecker:
     def passed(
         self, file: str, offset: int, data: memoryview, log: list[PassedRecord] | None = None
     ) -> None:
-        """Counts `data`, which is at byte `offset`, and notes in `log` what it is of.
-
-        Raises CorruptCheckpoint for a damaged record.
-        """
+        """Counts the bytes at `offset`, also in `log`; raises CorruptCheckpoint for damage."""
         end = offset + len(data)
         for record in self._within(file, offset, end):  # one read may pass over several records
             begin = record.extent.offset
