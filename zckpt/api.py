@@ -198,7 +198,7 @@ def export(
     Raises TypeError for an option that has another name here or is always set, and MissingData if
     there is no configuration; otherwise as `convert`.
     """
-    own = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
+    own: Report = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
     own |= {"model_config": None if config is None else os.fspath(config)}
     own |= {"tie": tuple(tie), "rename": tuple(rename)}
     if wrong := sorted(options.keys() & {*own, "param_names"}):
