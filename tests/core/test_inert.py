@@ -206,10 +206,13 @@ def test_mapping_nothing_changes_nothing(value: Any) -> None:
 
 
 def test_mapping_reaches_every_part() -> None:
-    value = [(1,), {"a": 1}, Foreign(Global("m.f"), (1,), 1, "new", {"k": 1}, [1], [(1, 1)])]
+    def nested(item: Scalar) -> Any:
+        parts = Foreign(Global("m.f"), (item,), item, "new", {"k": item}, [item], [(1, item)])
+        return [(item,), {"a": item}, OrderedDict(b=item), parts, "text", 5, None]
 
     def add(item: Any, _: Any) -> Any:
-        return item + 1 if isinstance(item, int) else map_values(item, add)
+        return second if item == first else map_values(item, add)
 
-    expected = [(2,), {"a": 2}, Foreign(Global("m.f"), (2,), 2, "new", {"k": 2}, [2], [(1, 2)])]
+    first, second = Scalar(1, "F32"), Scalar(2, "F32")
+    value, expected = nested(first), nested(second)
     assert same(map_values(value, add), expected)

@@ -260,6 +260,8 @@ def to_json(value: Any) -> Any:
 
         def each(values: Collection[Any]) -> list[Any]:
             spend(len(values))
+            if values and depth >= MAX_DEPTH:
+                raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
             return [
                 item
                 if item is None
@@ -358,7 +360,7 @@ def _foreign(parts: dict[str, Any]) -> Foreign:
         parts["how"],
         keywords,
         _list(_decoded(parts.get("appended", []))),
-        [(_key(key), item) for key, item in _list(_decoded(parts.get("items", [])))],
+        [(key, item) for key, item in _list(_decoded(parts.get("items", [])))],
     )
 
 
@@ -366,12 +368,6 @@ def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError("not a list")
     return value
-
-
-def _key(value: Any) -> Hashable:
-    hash(value)
-    key: Hashable = value
-    return key
 
 
 def _keys(value: Any) -> list[Any]:
