@@ -205,13 +205,14 @@ def test_mapping_nothing_changes_nothing(value: Any) -> None:
     assert same(map_values(value, lambda item, _: item), value)
 
 
-def test_mapping_reaches_every_part_that_is_not_plain() -> None:
-    def filled(item: Any) -> Any:
-        parts = ((item,), item, "new", {"k": item}, [item], [(1, item)])
-        return [(item,), {"a": item}, [1, None, "b", item], Foreign(Global("m.f"), *parts)]
+def test_mapping_reaches_every_part() -> None:
+    def nested(item: Scalar) -> Any:
+        parts = Foreign(Global("m.f"), (item,), item, "new", {"k": item}, [item], [(1, item)])
+        return [(item,), {"a": item}, OrderedDict(b=item), parts, "text", 5, None]
 
-    def renamed(item: Any, _: Any) -> Any:
-        return TensorName("new") if item == TensorName("old") else map_values(item, renamed)
+    def add(item: Any, _: Any) -> Any:
+        return second if item == first else map_values(item, add)
 
-    value = filled(TensorName("old"))
-    assert same(map_values(value, renamed), filled(TensorName("new")))
+    first, second = Scalar(1, "F32"), Scalar(2, "F32")
+    value, expected = nested(first), nested(second)
+    assert same(map_values(value, add), expected)

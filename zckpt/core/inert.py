@@ -31,6 +31,7 @@ MAX_VALUES = 5_000_000  # a small pickle that refers to itself over and over sto
 MAX_PATH = 1000  # characters
 MAX_INTEGER = 1024  # bytes; Python writes no integer of more than 4300 digits (1785 bytes)
 MAX_EQUAL_HASHES = 100
+_SMALL = 1 << 63
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 """Types of values without parts."""
 
@@ -252,15 +253,21 @@ def to_json(value: Any) -> Any:
 
     def encode(value: Any, depth: int) -> Any:
         # long strings cost more: a pickle may refer to the same one a million times
-        spend(1 + (len(value) // 100 if isinstance(value, (str, bytes, bytearray)) else 0))
+        if isinstance(value, (str, bytes, bytearray)):
+            spend(len(value) // 100)
         if depth > MAX_DEPTH:
             raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
 
         def each(values: Collection[Any]) -> list[Any]:
-            quick = [item for item in values if item is None or type(item) is bool]
-            spend(len(quick))
+            spend(len(values))
+            if values and depth >= MAX_DEPTH:
+                raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
             return [
-                item if item is None or type(item) is bool else encode(item, depth + 1)
+                item
+                if item is None
+                or (kind := type(item)) is bool
+                or (kind is int and -_SMALL < item < _SMALL)
+                else encode(item, depth + 1)
                 for item in values
             ]
 
@@ -353,7 +360,7 @@ def _foreign(parts: dict[str, Any]) -> Foreign:
         parts["how"],
         keywords,
         _list(_decoded(parts.get("appended", []))),
-        [(_key(key), item) for key, item in _list(_decoded(parts.get("items", [])))],
+        [(key, item) for key, item in _list(_decoded(parts.get("items", [])))],
     )
 
 
@@ -361,12 +368,6 @@ def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError("not a list")
     return value
-
-
-def _key(value: Any) -> Hashable:
-    hash(value)
-    key: Hashable = value
-    return key
 
 
 def _keys(value: Any) -> list[Any]:
@@ -427,8 +428,8 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "$size": lambda items: Size(_list(items)),
     "$set": lambda items: set(_keys(items)),
     "$frozenset": lambda items: frozenset(_keys(items)),
-    "$bytes": base64.b64decode,
-    "$bytearray": lambda text: bytearray(base64.b64decode(text)),
+    "$bytes": lambda text: base64.b64decode(text, validate=True),
+    "$bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
     "$complex": lambda parts: complex(*parts),
     "$ordered": lambda pairs: OrderedDict(_pairs(pairs)),
     "$dict": lambda pairs: dict(_pairs(pairs)),

@@ -35,6 +35,8 @@ MAX_PICKLE = 1 << 30
 # Bytes of a zip's directory: a storage takes 100 to 150, and a rank of stage 3 has one for each of
 # a model's parameters. There are 50,000 in the largest models; a million fit in.
 MAX_DIRECTORY = 1 << 28
+# Most values here are tensors. A dictionary in the state of an optimizer takes 40 and more.
+BYTES_PER_CONTAINER = 20
 MAX_AXES = 64  # torch's own limit
 # Tensors of one file may share memory: tied weights, views of a flat buffer, and masks that were
 # expanded to a batch (stride 0). These bounds leave room for all of them. Without bounds a tensor
@@ -324,7 +326,13 @@ class _Parser(Unpickler):
     """The unpickler with torch's storages and tensors in its table of functions."""
 
     def __init__(self, data: Any, path: str, start: int = 0) -> None:
-        super().__init__(data, start, table=_FUNCTIONS, persistent=self.storage)
+        super().__init__(
+            data,
+            start,
+            table=_FUNCTIONS,
+            persistent=self.storage,
+            bytes_per_container=BYTES_PER_CONTAINER,
+        )
         self.path = path
         self.storages: dict[str, Storage] = {}
         self.tensors: set[Tensor] = set()

@@ -116,8 +116,10 @@ class Unpickler:
         *,
         table: Mapping[str, Build] = BUILTINS,
         persistent: Callable[[Any], Any] | None = None,
+        bytes_per_container: int = BYTES_PER_CONTAINER,
     ) -> None:
         self.data = data
+        self.bytes_per_container = bytes_per_container
         self.position = start
         self.table = table
         self.persistent = persistent
@@ -153,7 +155,7 @@ class Unpickler:
         require_tree(
             value,
             FEW_VALUES + length // BYTES_PER_VALUE,
-            FEW_CONTAINERS + length // BYTES_PER_CONTAINER,
+            FEW_CONTAINERS + length // self.bytes_per_container,
         )
         return value
 
