@@ -175,6 +175,10 @@ def test_a_link_to_a_foreign_tag_is_not_printed(
     assert "SECRET" not in result.out + result.err
     assert f"{pointer} is a link that leads out of" in result.err
     assert zckpt("inspect", source, "--tag", tag).code == 0
+    shutil.copytree(source / tag, source / "another")
+    result = zckpt("inspect", source)
+    assert (result.code, "SECRET" in result.err) == (1, False)
+    shutil.rmtree(source / "another")
     (source / pointer).unlink()
     (source / "pointer").write_text(tag)
     (source / pointer).symlink_to("pointer")
@@ -244,6 +248,21 @@ def test_a_trainers_folder_that_cannot_be_listed(
         zckpt.convert(source, target, to="dcp")
     assert caught.value.filename == str(folder)
     assert not list(example.parent.glob("target*"))
+
+
+@pytest.mark.parametrize("is_trainers", [False, True])
+def test_a_filesystems_own_folder_is_passed_by(
+    example: Path, is_trainers: bool, unlistable: Callable[[Path, int], None]
+) -> None:
+    """`lost+found`, where a run is the root of a filesystem."""
+    (example / "lost+found").mkdir()
+    (example / "latest").unlink()  # every folder may be a tag
+    if is_trainers:
+        (example / "trainer_state.json").write_text("{}")
+    unlistable(example / "lost+found", errno.EACCES)
+    report = zckpt.convert(example, example.parent / "target")
+    line = "lost+found/: a folder that may not be listed"
+    assert (line in report["left_out"]) == is_trainers
 
 
 def test_staging_that_cannot_be_listed_is_not_renamed(
