@@ -22,7 +22,7 @@ ARROWS = {
     "training": "core errors files",
     "formats": "core errors files training",
     "reading": "core formats training",
-    "writing": "core errors formats reading training",
+    "writing": "core errors formats reading training version",
     "proof": "core errors version",
     "api": "core errors formats proof reading training writing",
     "dcp": "api core errors files formats proof training",

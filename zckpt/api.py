@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import formats
@@ -62,11 +62,7 @@ def read(
 
 
 def inspect(manifest: Manifest) -> Report:
-    """What a checkpoint contains, as `zckpt inspect --json` prints it.
-
-    `objects` are classes and functions that it names and that no engine needs: they are not written
-    into a pickle.
-    """
+    """What a checkpoint contains; `objects` are classes and functions that no engine needs."""
     from .training import objects
 
     others = objects.others_of(manifest, formats.engine_objects())
@@ -117,6 +113,8 @@ def convert(
     dry_run: bool = False,
     begin: Begin | None = None,
     tell: Tell | None = None,
+    resume: bool = False,
+    before_rename: Callable[[], None] | None = None,
     **options: Unpack[Options],
 ) -> Report:
     """Writes the checkpoint at `source` as a new directory `target`, in format `to`.
@@ -124,12 +122,14 @@ def convert(
     `options` are the options of `zckpt convert`: dtype="bf16", weights_only=True, ... `begin` is
     called with the number of bytes to come and returns a function that is called with the number of
     bytes of every piece. `tell` is called with the warnings before the first byte is written.
-    Raises a ZckptError; then there is no `target`.
+    `resume` continues an interrupted run of the same source and options. `before_rename` is called
+    before the last check. Raises a ZckptError; then there is no `target`.
     """
     wanted = options_of(options)
-    manifest = read_for(target, source, Reading(format, tag, step_policy), wanted)
-    running = Running(copying, dry_run, begin, tell)
-    return write("convert", manifest, os.fspath(target), to, wanted, running)
+    reading = Reading(format, tag, step_policy)
+    manifest = read_for(target, source, reading, wanted, resume)
+    running = Running(copying, dry_run, begin, tell, resume, before_rename)
+    return write("convert", manifest, os.fspath(target), to, reading, wanted, running)
 
 
 def reshard(
@@ -143,6 +143,8 @@ def reshard(
     dry_run: bool = False,
     begin: Begin | None = None,
     tell: Tell | None = None,
+    resume: bool = False,
+    before_rename: Callable[[], None] | None = None,
     checkpoints: str | None = None,
     best_in: str | None = None,
     **options: Unpack[Options],
@@ -155,12 +157,13 @@ def reshard(
     """
     wanted = options_of(options)
     reading = Reading(format, tag, step_policy)
-    running = Running(copying, dry_run, begin, tell)
+    running = Running(copying, dry_run, begin, tell, resume, before_rename)
 
     def write_one(source: Path, target: Path, running: Running, best_in: str | None) -> Report:
-        manifest = read_for(target, source, reading, wanted)
+        manifest = read_for(target, source, reading, wanted, running.resume)
         engine = str(manifest.source.get("format"))
-        return write("reshard", manifest, os.fspath(target), engine, wanted, running, best_in)
+        to = os.fspath(target)
+        return write("reshard", manifest, to, engine, reading, wanted, running, best_in)
 
     if checkpoints is None:
         return write_one(source, target, running, best_in)
@@ -183,6 +186,8 @@ def export(
     dry_run: bool = False,
     begin: Begin | None = None,
     tell: Tell | None = None,
+    resume: bool = False,
+    before_rename: Callable[[], None] | None = None,
     **options: Unpack[hf.Keywords],
 ) -> Report:
     """Writes a folder for `from_pretrained`: weights, configuration, tokenizer, and nothing else.
@@ -193,20 +198,16 @@ def export(
     Raises TypeError for an option that has another name here or is always set, and MissingData if
     there is no configuration; otherwise as `convert`.
     """
-    own = {
-        "weights_only": True,
-        "dtype": dtype,
-        "model_config": None if config is None else os.fspath(config),
-        "max_file_size": max_shard_size,
-        "tie": tuple(tie),
-        "rename": tuple(rename),
-    }
+    own: Report = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
+    own |= {"model_config": None if config is None else os.fspath(config)}
+    own |= {"tie": tuple(tie), "rename": tuple(rename)}
     if wrong := sorted(options.keys() & {*own, "param_names"}):
         raise TypeError(f"export() takes no option {wrong[0]!r}")
     wanted = options_of({**own, **options})
-    manifest = read_for(target, source, Reading(format, tag, step_policy), wanted)
-    running = Running(copying, dry_run, begin, tell)
-    return write("export", manifest, os.fspath(target), "hf", wanted, running)
+    reading = Reading(format, tag, step_policy)
+    manifest = read_for(target, source, reading, wanted, resume)
+    running = Running(copying, dry_run, begin, tell, resume, before_rename)
+    return write("export", manifest, os.fspath(target), "hf", reading, wanted, running)
 
 
 # -- looking
@@ -381,9 +382,8 @@ def stats(
 ) -> Report:
     """Statistics of every tensor in a checkpoint, and which numbers are dead or impossible.
 
-    `tensors` is a glob that selects. The statistics are over the finite numbers of a tensor, in
-    float64: min, max, mean, std (with n - 1, as torch.std), norm (L2), counts, and a histogram of
-    magnitudes.
+    `tensors` is a glob that selects. Over the finite numbers of a tensor, in float64: min, max,
+    mean, std (with n - 1, as torch.std), norm (L2), counts, and a histogram of magnitudes.
     """
     from .proof import health
 

@@ -3,7 +3,30 @@
 from __future__ import annotations
 
 import errno
+import shlex
+import struct
 from collections.abc import Sequence
+from reprlib import Repr
+
+MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+"""What Python raises while a file is read whose values have other types or sizes than expected."""
+MAX_MESSAGE = 2000  # characters
+_REPR = Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 100, 100, 100
+
+
+def removal(path: str) -> str:
+    """The command that removes a directory."""
+    return f"rm -r {shlex.quote(path)}"
 
 
 def listed(items: Sequence[object], most: int = 8) -> str:
@@ -12,12 +35,29 @@ def listed(items: Sequence[object], most: int = 8) -> str:
     return ", ".join(map(str, items[:most])) + more
 
 
+def brief(value: object) -> str:
+    """A value of a file for a sentence: a hostile one may be large, or nested without end."""
+    return _REPR.repr(value)
+
+
+def cause(error: BaseException) -> str:
+    """Why a file could not be read, for a sentence. Some errors hold the whole text of a file."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, MemoryError):
+        return "it needs more memory than there is"
+    texts = [brief(item) for item in error.args if isinstance(item, (str, int))]
+    return f"{type(error).__name__}({', '.join(texts)})"
+
+
 class ZckptError(Exception):
     """Base of all errors that zckpt raises on purpose; `hint` says what to do next."""
 
     usual_hint = ""
 
     def __init__(self, message: str, hint: str = "") -> None:
+        if len(message) > MAX_MESSAGE:  # a name in a hostile file may have any length
+            message = f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2 :]}"
         super().__init__(message)
         self.message = message
         self.hint = hint or self.usual_hint
@@ -36,6 +76,8 @@ class AmbiguousCheckpoint(ZckptError):
 class IncompleteCheckpoint(ZckptError):
     """A rank, a file or a part of a file is missing."""
 
+    usual_hint = "copy all files of the checkpoint again, or use an earlier one"
+
 
 class CorruptCheckpoint(ZckptError):
     """Bytes of a file contradict what the file states about them."""
@@ -46,7 +88,7 @@ class CorruptCheckpoint(ZckptError):
 def not_understood(path: str, error: Exception) -> CorruptCheckpoint:
     """The error for a file that cannot be read: damaged, or intact but of an unknown layout."""
     return CorruptCheckpoint(
-        f"{path} is damaged, or has a layout that zckpt does not know: {error!r}",
+        f"{path} is damaged, or has a layout that zckpt does not know: {cause(error)}",
         hint="try another copy; if it fails too, the layout is not supported: see `zckpt formats`",
     )
 
@@ -81,6 +123,10 @@ class MissingData(ZckptError):
 
 class TargetExists(ZckptError):
     """The target exists already, or an interrupted run left a part of it."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was interrupted, and what it wrote is kept: a later run can continue it."""
 
 
 class NotEnoughSpace(ZckptError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from . import formats
 from .core import sources
 from .core.manifest import Manifest
+from .core.neighbours import lost_states, stateless
 from .training import steps
 from .training.names import Renames, called_as, names_of, renamed
 
@@ -34,7 +35,8 @@ class Reading:
 def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
     """The manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor.
 
-    Raises SourceChanged if a file of the checkpoint changes meanwhile.
+    Its warnings name parameters that lack states of the optimizer. Raises SourceChanged if a file
+    of the checkpoint changes meanwhile.
     """
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
@@ -44,7 +46,9 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
         manifest = format.read(path, reading.tag, reading.step_policy, names, reading.weights_only)
         siblings = (item.path for item in manifest.siblings)
         fingerprints = watch.of((*manifest.files, *siblings))
-    return renamed(replace(manifest, fingerprints=fingerprints), reading.rename)
+    manifest = renamed(replace(manifest, fingerprints=fingerprints), reading.rename)
+    lines = [*manifest.warnings, *lost_states(manifest), *stateless(manifest)]
+    return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings
 
 
 def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:

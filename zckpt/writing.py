@@ -6,9 +6,10 @@ the target's format lays out is then written by `core.convert`.
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,17 @@ from typing import TYPE_CHECKING, Any
 from . import formats
 from .core.manifest import Manifest
 from .core.resources import DEFAULT_COPYING, Begin, Copying
-from .errors import WrongOption
+from .errors import TargetExists, WrongOption
 from .reading import Reading, read
 from .training import objects, steps, ties
 from .training.names import called_as, canonical, former, renamed
 from .training.options import ALLOW_OBJECT, PARAM_NAMES, RENAME, TIE, Options
 from .training.order import in_order_of
+from .version import __version__
 
 if TYPE_CHECKING:
     from .core.copy import CopyOutcome
+    from .core.journal import Identity
     from .core.staging import Layout, Shell
     from .formats.format import Format
 
@@ -37,13 +40,16 @@ Tell = Callable[[Sequence[str]], None]
 class Running:
     """How a conversion runs, and whom it informs.
 
-    A `dry_run` reports what would be written, and writes nothing.
+    A `dry_run` reports what would be written, and writes nothing. With `resume` a run continues
+    what an earlier one left. `before_rename` is called when all but the last check is done.
     """
 
     copying: Copying = DEFAULT_COPYING
     dry_run: bool = False
     begin: Begin | None = None
     tell: Tell | None = None
+    resume: bool = False
+    before_rename: Callable[[], None] | None = None
 
 
 def read_for(
@@ -51,11 +57,16 @@ def read_for(
     source: str | os.PathLike[str],
     reading: Reading,
     options: Options,
+    resume: bool = False,
 ) -> Manifest:
-    """The source of a conversion; raises TargetExists before a large source is read."""
-    from .core.staging import refuse_existing, refuse_inside
+    """The source of a conversion; raises TargetExists before a large source is read.
 
-    refuse_existing(os.fspath(target))
+    With `resume` there may be a target: whether it fits is known once the source is read.
+    """
+    from .core.targets import refuse_existing, refuse_inside
+
+    if not resume:
+        refuse_existing(os.fspath(target))
     refuse_inside(os.fspath(source), os.fspath(target))
     names, weights_only = options[PARAM_NAMES], options.weights_only
     if names is not None and options[RENAME]:  # the user gives the names after renaming
@@ -71,15 +82,17 @@ def write(
     manifest: Manifest,
     target: str,
     to: str,
+    reading: Reading,
     options: Options,
     running: Running,
     best_in: str | None = None,
 ) -> Report:
-    """Writes `manifest` as the directory `target` in format `to`; gives the command's report.
+    """Writes `manifest`, which was read as `reading` says, as the directory `target`.
 
-    `best_in` is the directory in which a Trainer's best checkpoint will lie.
+    `to` is the target's format. `best_in` is the directory in which a Trainer's best checkpoint
+    will lie. Gives the command's report.
     """
-    from .core import convert, description, staging
+    from .core import convert, description, staging, targets
 
     started = time.monotonic()
     format = formats.named(to)
@@ -101,12 +114,15 @@ def write(
     files = convert.files_of(layout)
     size = sum(files.values())
     report = _report(command, source.manifest, target, format, layout, files)
+    run = identity(manifest, to, reading, options, files)
+    if running.resume and targets.is_complete(target, run):
+        return report | {"already_complete": True, "seconds": _since(started)}
     if running.tell:
         running.tell(report["warnings"])
     if running.dry_run:
         memory = convert.memory_of(source.manifest, running.copying)
-        return report | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}
-    staging.need_space(target, size)
+        return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
+    targets.need_space(target, size, running.resume)
     formats.named(manifest.format).check(manifest)
 
     def seal(path: str, shells: Manifest, outcome: CopyOutcome) -> None:
@@ -115,9 +131,16 @@ def write(
             shells = replace(shells, warnings=(*shells.warnings, warning))
         format.seal(path, shells, outcome)
 
+    stage = staging.Staging(
+        target,
+        run,
+        convert.chunk_size_of(source.manifest, running.copying),
+        running.resume,
+        running.before_rename,
+    )
     outcome = convert.convert(
         source.manifest,
-        target,
+        stage,
         layout,
         size,
         format.read_shells,
@@ -125,12 +148,41 @@ def write(
         running.copying,
         running.begin,
     )
+    report["warnings"] += stage.warnings
     report |= description.advice(source.manifest, outcome.unchecked)
     return report | {
         "tensors": len(outcome.digests),
         "records": {"checked": outcome.checked, "unchecked": outcome.unchecked},
-        "seconds": round(time.monotonic() - started, 3),
+        "seconds": _since(started),
+        **({"resumed": stage.resumed} if running.resume else {}),
     }
+
+
+def _since(started: float) -> float:
+    """Seconds, for a report."""
+    return round(time.monotonic() - started, 3)
+
+
+def identity(
+    manifest: Manifest, to: str, reading: Reading, options: Options, files: Mapping[str, int]
+) -> Identity:
+    """Which conversion this is: another one may not continue what it leaves unfinished."""
+    from .core.checksum import crc32
+    from .core.journal import Identity
+
+    crc = 0
+    for record in manifest.records:
+        place = record.extent
+        crc = crc32(b"%d %d %d;" % (place.offset, place.length, record.crc or 0), crc)
+    source: dict[str, Any] = {"records": f"{crc:08x}"}
+    for file, seen in manifest.fingerprints.items():
+        source[os.path.relpath(file, manifest.root)] = [seen.size, seen.mtime]
+    asked = {option.flag: value for option, value in options.given}
+    asked |= {"--to": to, "--from": reading.format, "--tag": reading.tag}
+    asked |= {"--step-policy": reading.step_policy}
+    given = {flag: value for flag, value in asked.items() if value is not None}
+    plain = json.loads(json.dumps(given, default=repr))
+    return Identity(__version__, source, plain, dict(files))
 
 
 def _report(
@@ -235,13 +287,15 @@ def write_run(
     `which` is "all" or "best-and-last". `write_one` writes a checkpoint to a path; it also gets the
     directory in which the best one will lie.
     """
-    from .core import staging
+    from .core import staging, targets
+    from .core.journal import Identity
     from .training import best
 
     if which not in best.CHOICES:
         raise WrongOption(f"--checkpoints {which} is not one of {', '.join(best.CHOICES)}")
-    staging.refuse_existing(target)
-    staging.refuse_inside(source, target)
+    if not running.resume:
+        targets.refuse_existing(target)
+    targets.refuse_inside(source, target)
     names = best.chosen(source, which)
 
     def write_all(folder: str, running: Running) -> list[Report]:
@@ -250,9 +304,14 @@ def write_run(
             for name in names
         ]
 
-    parent = os.path.dirname(os.path.abspath(target))
-    planned = os.path.join(parent, f"{os.path.basename(target)}.partial")
-    reports = write_all(planned, replace(running, dry_run=True))
+    named = dict.fromkeys(names, 0)
+    stage = staging.Staging(
+        target,
+        Identity(__version__, {}, {"--checkpoints": which}, named),
+        resume=running.resume,
+        before_rename=running.before_rename,
+    )
+    reports = write_all(stage.path, replace(running, dry_run=True))
     total = sum(report["bytes"] for report in reports)
     summary: Report = {
         "zckpt": 1,
@@ -272,15 +331,24 @@ def write_run(
     }
     for key in ("left_out", "warnings", "inferred"):
         summary[key] = list(dict.fromkeys(line for report in reports for line in report[key]))
+    if running.resume and os.path.lexists(target):
+        there = write_all(target, replace(running, dry_run=True))
+        if not all(report.get("already_complete") for report in there):
+            raise TargetExists(f"{target} exists, and is of another run")
+        return summary | {"already_complete": True, "seconds": 0.0}
     if running.dry_run:
-        memory = max(report["memory"] for report in reports)
-        return summary | {"dry_run": True, "memory": memory, "free": staging.free_space(target)}
-    staging.need_space(target, total)
-    with staging.Staging(target) as staged:
-        reports = write_all(staged.path, replace(running, tell=None))
-    records = {key: sum(r["records"][key] for r in reports) for key in ("checked", "unchecked")}
+        memory = max(report.get("memory", 0) for report in reports)
+        return summary | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
+    targets.need_space(target, total, running.resume)
+    with stage:
+        reports = write_all(stage.path, replace(running, tell=None, before_rename=None))
+    summary["warnings"] += stage.warnings
+    written = [report for report in reports if "tensors" in report]  # now, not by an earlier run
+    records = {key: sum(r["records"][key] for r in written) for key in ("checked", "unchecked")}
+    if running.resume:
+        summary["resumed"] = sum(report.get("resumed", report["bytes"]) for report in reports)
     return summary | {
-        "tensors": sum(report["tensors"] for report in reports),
+        "tensors": sum(report["tensors"] for report in written),
         "records": records,
-        "seconds": round(sum(report["seconds"] for report in reports), 3),
+        "seconds": round(sum(report["seconds"] for report in written), 3),
     }

@@ -12,10 +12,10 @@ from zckpt.cli.options import asked, together
 from zckpt.training.options import DP, WEIGHTS_ONLY, Option
 
 READING = ["--from", "--tag", "--param-names", "--step-policy", "--json", "--quiet"]
-COPYING = ["--jobs", "--memory", "--io", "--dry-run"]
+COPYING = ["--jobs", "--memory", "--io", "--resume", "--dry-run"]
 WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
-    "--dialect", "--group-defaults", "--max-file-size", "--tie", "--rename",
+    "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--tie", "--rename",
 ]  # fmt: skip
 EXPORTING = ["--dtype", "--config", "--max-shard-size", "--tie", "--rename"]
 

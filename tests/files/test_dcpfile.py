@@ -17,13 +17,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from zckpt import errors
 from zckpt.files.dcpfile import (
     ItemBox,
-    ItemFiles,
     ItemLocation,
     TensorItem,
-    metadata,
     read_table,
-    require_same,
 )
+from zckpt.files.dcpitems import ItemFiles, require_same
+from zckpt.files.dcpshell import metadata
 from zckpt.files.pickling import dumps
 from zckpt.files.torchfile import Tensor
 
@@ -117,7 +116,7 @@ Change = Callable[[Metadata], Any]
         (
             lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", "float32"),
             errors.CorruptCheckpoint,
-            "'float32' is not a dtype",
+            "w has a str instead of a dtype",
         ),
         (lambda m: m.__dict__.pop("storage_data"), errors.CorruptCheckpoint, "is not metadata"),
         (lambda m: m.__dict__.update(state_dict_metadata={"w": 5}), errors.CorruptCheckpoint, ""),

@@ -157,11 +157,11 @@ def test_sharing_survives(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_list_that_holds_itself_is_loaded(protocol: int) -> None:
+def test_a_list_that_holds_itself_is_refused(protocol: int) -> None:
     value: list[Any] = []
     value.append(value)
-    loaded = load(pickle.dumps(value, protocol))
-    assert loaded[0] is loaded
+    with pytest.raises(CorruptCheckpoint, match="refers to itself"):
+        load(pickle.dumps(value, protocol))
 
 
 @pytest.mark.parametrize("name", ["bytearray", "bytes"])
@@ -365,7 +365,7 @@ REFUSED = {
 
 
 # `BUILD on a class` and `ADDITEMS to a dictionary` must at least leave plain data behind
-HARMLESS = {"BUILD on a class", "ADDITEMS to a dictionary"}
+HARMLESS = {"BUILD on a class"}
 
 
 @pytest.mark.filterwarnings("error")
@@ -377,7 +377,7 @@ def test_a_pickle_that_no_pickler_writes_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(HARMLESS))
 def test_what_is_not_refused_is_plain(name: str) -> None:
-    assert load(REFUSED[name]) in (Global("posix.system"), {1: 2})
+    assert load(REFUSED[name]) == Global("posix.system")
 
 
 def test_every_truncation_is_refused() -> None:
@@ -477,10 +477,9 @@ def test_a_value_that_explodes_later_is_refused_by_json(name: str) -> None:
     "data",
     [
         b"\x80\x02Nr\xff\xff\xff\xff0j\xff\xff\xff\xff.",
-        b"Np99999999999999999999\n.",
         b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.",
     ],
-    ids=["BINPUT", "PUT", "FRAME"],
+    ids=["BINPUT", "FRAME"],
 )
 def test_a_huge_number_that_is_no_size_costs_no_memory(data: bytes) -> None:
     assert outcome(data, "json") == ""

@@ -11,6 +11,7 @@ import click
 
 from ..errors import NotEnoughSpace, WrongOption
 from ..version import __version__
+from . import signals
 from .options import common, copying, exporting, moving, renaming, writing
 
 
@@ -142,7 +143,8 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
     """The work that convert, reshard and export share: options, progress, the report."""
     from .. import api, display
 
-    as_json, quiet, dry_run = (words.pop(key) for key in ("as_json", "quiet", "dry_run"))
+    as_json, quiet = (words.pop(key) for key in ("as_json", "quiet"))
+    dry_run: bool = words["dry_run"]
     copying = api.Copying(*(words.pop(key) for key in ("jobs", "memory", "io")))
     shown: list[str] = []
 
@@ -157,9 +159,9 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
             **more,
             **words,
             copying=copying,
-            dry_run=dry_run,
             begin=begin,
             tell=tell,
+            before_rename=signals.ignore,
         )
     try:
         if as_json:
@@ -173,8 +175,6 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
                 "free",
                 hint="choose a target on another filesystem, or free some space",
             )
-    except BrokenPipeError:
-        raise
     except OSError as error:  # a full disk behind stdout
         if dry_run:
             raise

@@ -95,6 +95,11 @@ copying = together(
         help="Write past the page cache (direct), through it (buffered), or as fits (auto).",
     ),
     click.option(
+        "--resume",
+        is_flag=True,
+        help="Continue an interrupted run of the same source and options. Without one, start.",
+    ),
+    click.option(
         "--dry-run", is_flag=True, help="Report what would be written, and write nothing."
     ),
 )

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from ..errors import MALFORMED, cause
+
 UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
 
@@ -42,7 +44,7 @@ class Pairs(click.ParamType[dict[Any, Any]]):
             # a comma within brackets belongs to a value
             pairs = [pair.partition("=") for pair in re.split(r",(?![^\[]*\])", text)]
             values = {key.strip(): json.loads(item) for key, _, item in pairs}
-        except json.JSONDecodeError:
+        except MALFORMED:
             values = {}
         if not values or not all(key.isidentifier() for key in values):
             self.fail(f"{value!r} is not a list such as lr=3e-4,weight_decay=0.1", param, ctx)
@@ -69,8 +71,9 @@ def in_file(
     try:
         with open(path, encoding="utf-8") as file:
             return parse(file.read())
-    except (OSError, ValueError) as error:
-        return type.fail(f"{path} cannot be read: {error}", param, ctx)
+    except (OSError, *MALFORMED) as error:
+        why = error if isinstance(error, OSError) else cause(error)
+        return type.fail(f"{path} cannot be read: {why}", param, ctx)
 
 
 class Config(click.ParamType[dict[str, Any]]):

@@ -87,6 +87,10 @@ class Cover:
         self._by_start[start] = stop, crc
         self._by_stop[stop] = start
 
+    def parts(self) -> list[tuple[int, int, int]]:
+        """What was seen so far, as arguments of `add`."""
+        return [(start, stop, crc) for start, (stop, crc) in self._by_start.items()]
+
     @property
     def crc(self) -> int | None:
         """The CRC of all bytes; None while some are missing."""
@@ -132,6 +136,10 @@ class Scattered:
         """`count` bytes in runs, the last of which ends at `stop`, have this `crc_of_runs`."""
         self.seen += count
         self._sum ^= combine(crc, 0, self.length - stop)
+
+    def parts(self) -> list[tuple[int, int, int]]:
+        """What was seen so far, as arguments of `add`."""
+        return [(self.length - self.seen, self.length, self._sum)]
 
     @property
     def crc(self) -> int | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -37,14 +38,19 @@ def files_of(layout: Layout) -> dict[str, int]:
     return shells | {name: sibling.size for name, sibling in layout.siblings}
 
 
+def chunk_size_of(source: Manifest, copying: Copying) -> int:
+    """Bytes that a conversion of `source` copies at a time."""
+    return chunk_size(source.dp, copying.jobs, copying.memory)
+
+
 def memory_of(source: Manifest, copying: Copying) -> int:
     """Bytes of all buffers that a conversion of `source` allocates."""
-    return 2 * copying.jobs * chunk_size(source.dp, copying.jobs, copying.memory)
+    return 2 * copying.jobs * chunk_size_of(source, copying)
 
 
 def convert(
     source: Manifest,
-    target: str,
+    staging: Staging,
     layout: Layout,
     size: int,
     read_shells: ReadShells,
@@ -52,15 +58,15 @@ def convert(
     copying: Copying,
     begin: Begin | None,
 ) -> CopyOutcome:
-    """Writes `source` as the directory `target`, `size` bytes in the files of `layout`.
+    """Writes `source` as the target of `staging`, `size` bytes in the files of `layout`.
 
-    If an error is raised, there is no `target`. Raises NotEnoughSpace, CorruptCheckpoint if the
+    If an error is raised, there is no target. Raises NotEnoughSpace, CorruptCheckpoint if the
     source's bytes do not have the checksums that its files state, SourceChanged if one of its files
-    is not as it was read, MissingData, OSError.
+    is not as it was read, MissingData, OSError, and what `Staging` raises.
     """
     try:
-        with Staging(target) as staging, unchanged(source):
-            staging.lay(layout.shells())
+        with staging, unchanged(source):
+            staging.lay(layout.shells(), _strictest_mode(source))
             shells = read_shells(staging.path)
             pairs = plan.join(source, shells, layout.from_masters)
             outcome = copy(
@@ -69,6 +75,7 @@ def convert(
                 shells,
                 replace(copying, io=fileio.write_mode(copying.io, size)),
                 begin(size) if begin else None,
+                staging.journal,
             )
             for name, sibling in layout.siblings:
                 path = os.path.join(staging.path, name)
@@ -77,8 +84,16 @@ def convert(
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise NotEnoughSpace(
-                f"the filesystem of {target} is full ({error.strerror})",
+                f"the filesystem of {staging.target} is full: {error.filename}: {error.strerror}",
                 hint=f"{size / 1e9:.3f} GB are needed; nothing was left behind",
             ) from error
         raise
     return outcome
+
+
+def _strictest_mode(source: Manifest) -> int:
+    """The permissions that all files of a source give: the target's files give no others."""
+    mode = 0o666
+    for file in source.files:
+        mode &= os.stat(file).st_mode
+    return mode | stat.S_IRUSR | stat.S_IWUSR  # a sealed checkpoint may be read-only

@@ -1,16 +1,16 @@
 """How does a copy fill the files of a target from a source?
 
 Chunk by chunk (4 MiB): elements are read into an aligned buffer, hashed while they are in the
-processor's cache, and written.
+processor's cache, and written. A region is some chunks that follow each other. When all of them are
+written, the file is synced, and the region goes into the journal with the CRC-32s of its parts. A
+later run takes these and skips the region.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -18,13 +18,19 @@ from ..errors import CorruptCheckpoint
 from . import plan
 from .checksum import Cover, Scattered, crc32, crc_of_runs
 from .dtypes import SIZES
-from .fileio import Buffer, Reader, Writer
-from .fragments import Extent, Runs, Slices
-from .manifest import Manifest
+from .fileio import Buffer, Reader
+from .filling import FILE, RECORD, TargetFile, UnfinishedRegion
+from .fragments import Extent, Record, Runs, Slices
+from .journal import Journal, Key, Passed, Region
+from .manifest import Entry, Manifest
 from .pieces import CAST_BLOCK, SMALL, ElementReader, ReadRequest, RecordChecker
 from .plan import Chunk, Pair, TargetPiece
 from .resources import DEFAULT_COPYING, Copying, Progress
 from .streaming import chunk_size, finish, stream
+
+# of what a CRC-32 is, beside files and records of the target: a tensor of the target, a tensor of
+# the source before it is cast, a record of the source
+TENSOR, SOURCE, CHECKED = "tensor", "source", "checked"
 
 
 @dataclass(slots=True)
@@ -45,45 +51,6 @@ class CopyOutcome:
     unchecked: int = 0
 
 
-class _TargetFile:
-    """A target file while it is filled: its writer, its records, and how many chunks it lacks."""
-
-    def __init__(self, path: str, records: Sequence[Extent], io: str, chunk: int) -> None:
-        self.path = path
-        self.size = os.path.getsize(path)
-        self.left = -(-self.size // chunk)
-        self.cover = Cover(self.size)
-        self.records = {extent: Cover(extent.length) for extent in records}
-        self._listed = sorted(records, key=lambda extent: extent.offset)
-        self._starts = [extent.offset for extent in self._listed]
-        self.stack = ExitStack()
-        self.writer = self.stack.enter_context(Writer(path, self.size, io))
-
-    def edges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """[start, stop) of the file, cut where records begin and end."""
-        offset = start
-        first = max(0, bisect_right(self._starts, start) - 1)
-        for extent in self._listed[first:]:
-            for edge in (extent.offset, extent.offset + extent.length):
-                if offset < edge < stop:
-                    yield offset, edge
-                    offset = edge
-            if extent.offset >= stop:
-                break
-        if offset < stop:
-            yield offset, stop
-
-    def passed(self, start: int, stop: int, crc: int) -> None:
-        """Counts bytes [start, stop) with this CRC; they lie in one record, or between two."""
-        self.cover.add(start, stop, crc)
-        place = bisect_right(self._starts, start) - 1
-        if place >= 0:
-            extent = self._listed[place]
-            first = start - extent.offset
-            if first < extent.length:
-                self.records[extent].add(first, stop - extent.offset, crc)
-
-
 class _Copy:
     """One copy in progress, shared by its threads."""
 
@@ -95,10 +62,14 @@ class _Copy:
         chunk: int,
         io: str,
         progress: Progress | None,
+        journal: Journal | None,
     ) -> None:
         self.chunk = chunk
         self.io = io
         self.progress = progress
+        self.journal = journal
+        self.source_records = source.records
+        self.record_numbers = {record.extent: n for n, record in enumerate(source.records)}
         self.checker = RecordChecker(source.records, fingerprints=source.fingerprints)
         self.records: dict[str, list[Extent]] = {}
         for record in target.records:
@@ -106,15 +77,14 @@ class _Copy:
         self.outcome = CopyOutcome()
         in_order = [pair for pair in pairs if _is_in_order(pair)]
         ordered = {id(pair) for pair in in_order}
-        self.covers: dict[int, Cover | Scattered] = {
-            id(pair): (Cover if id(pair) in ordered else Scattered)(pair.target.length)
-            for pair in pairs
-        }
-        self.cast_covers: dict[int, Cover | Scattered] = {
-            id(pair): (Cover if id(pair) in ordered else Scattered)(pair.source.length)
-            for pair in pairs
-            if pair.source.digest is not None and pair.source.dtype != pair.target.dtype
-        }
+        self.covers: dict[Key, Cover | Scattered] = {}
+        self.numbers: dict[int, int] = {}  # by the identity of a pair
+        for number, pair in enumerate(pairs):
+            self.numbers[id(pair)] = number
+            kind = Cover if id(pair) in ordered else Scattered
+            self.covers[TENSOR, number, 0] = kind(pair.target.length)
+            if pair.source.digest is not None and pair.source.dtype != pair.target.dtype:
+                self.covers[SOURCE, number, 0] = kind(pair.source.length)
         self.pairs = pairs
         # one pair per source entry counts for its records; the records of tensors that all targets
         # cut along inner axes are read once more in the end
@@ -125,56 +95,122 @@ class _Copy:
                 for fragment in pair.source.fragments:
                     self.checker.require(fragment.extent)
         self.lock = threading.Lock()
-        self.targets: list[_TargetFile] = []
+        self.targets: list[TargetFile] = []
         self.tasks = self._tasks()
 
-    def _tasks(self) -> Iterator[tuple[_TargetFile, Chunk]]:
-        for file, pieces in plan.files(self.pairs):
+    def _tasks(self) -> Iterator[tuple[TargetFile, Chunk]]:
+        for number, (file, pieces) in enumerate(plan.files(self.pairs)):
             if not os.path.getsize(file):
                 continue
-            records = self.records.get(file, ())
-            target = _TargetFile(file, records, self.io, self.chunk)
+            name = os.path.relpath(file, self.journal.root) if self.journal else file
+            target = TargetFile(number, file, name, self.records.get(file, ()), self.chunk)
+            self.covers.update(target.covers())
+            complete = self._complete_regions(target)
             self.targets.append(target)
+            if not target.left:
+                continue
+            target.open(self.io)
             for chunk in plan.chunks(file, target.size, pieces, self.chunk):
-                yield target, chunk
+                if target.region_at(chunk.offset).start not in complete:
+                    yield target, chunk
+
+    def _complete_regions(self, target: TargetFile) -> set[int]:
+        """Where regions start that an earlier run has written; takes the CRC-32s that they gave."""
+        complete: set[int] = set()
+        for region in self.journal.regions.get(target.name, ()) if self.journal else ():
+            if region.start in complete:
+                continue
+            complete.add(region.start)
+            target.left -= 1
+            with self.lock:
+                self._count(region.passed)
+            if self.progress:
+                self.progress(region.stop - region.start)
+        return complete
+
+    def _count(self, passed: Iterable[Passed]) -> None:
+        """Takes the CRC-32s of bytes that passed; called with the lock."""
+        for key, start, stop, crc in passed:
+            if key[0] == CHECKED:
+                self.checker.passed_before(self.source_records[key[1]], start, stop, crc)
+            else:
+                self.covers[key].add(start, stop, crc)
 
     def start(
         self, element_readers: Sequence[ElementReader]
-    ) -> Callable[[tuple[_TargetFile, Chunk]], None]:
+    ) -> Callable[[tuple[TargetFile, Chunk]], None]:
         """One thread's buffer, and the function that fills a chunk."""
         (element_reader,) = element_readers
+        element_reader.passed = [] if self.journal else None
         buffer = Buffer(self.chunk)
         return lambda task: self._fill(*task, element_reader, buffer.view)
 
     def _fill(
-        self, target: _TargetFile, chunk: Chunk, element_reader: ElementReader, buffer: memoryview
+        self, target: TargetFile, chunk: Chunk, element_reader: ElementReader, buffer: memoryview
     ) -> None:
         view = buffer[: chunk.length]
+        passed: list[Passed] = []
         self._keep_shell(target, chunk, element_reader.reader, view)
         same: list[ReadRequest] = []
         for piece in chain.from_iterable(map(_parts, chunk.pieces)):
             source, at = piece.pair.source, piece.offset - chunk.offset
             if piece.count > 1:
-                self._fill_runs(piece, at, element_reader, view)
+                passed += self._fill_runs(piece, at, element_reader, view)
             elif source.dtype != piece.pair.target.dtype:
-                self._cast(piece, at, element_reader, view)
+                passed += self._cast(piece, at, element_reader, view)
             else:
                 check = id(piece.pair) in self.checking
                 same.append(ReadRequest(source, piece.start, piece.stop, at, check))
         element_reader.read(same, view)
-        self._hash(target, chunk, view)
+        passed += self._hash(target, chunk, view)
         target.writer.write(buffer, chunk.length, chunk.offset)
+        region = target.region_at(chunk.offset)
         with self.lock:
             self.outcome.bytes += chunk.length
-            target.left -= 1
-            done = not target.left
+            self._count(passed)
+            if element_reader.passed is not None:
+                region.passed += passed
+                region.passed += self._checked(element_reader.passed)
+            region.left -= 1
+            is_complete = not region.left
         if self.progress:
             self.progress(chunk.length)
-        if done:
+        if is_complete:
+            self._complete(target, region)
+
+    def _complete(self, target: TargetFile, region: UnfinishedRegion) -> None:
+        """Syncs a region and notes it; closes the file after its last one."""
+        single = len(target.regions) == 1
+        if self.journal and not single:
+            target.writer.sync()
+        with self.lock:
+            target.left -= 1
+            is_last = not target.left
+        if is_last:
             target.stack.close()
+        if self.journal:
+            passed = self._merged(region.passed)
+            self.journal.add(Region(target.name, region.start, region.stop, passed))
+        region.passed = []
+
+    def _checked(self, log: list[tuple[Record, int, int, int]]) -> Iterator[Passed]:
+        """The parts of source records that a thread has read since the last call."""
+        for record, start, stop, crc in log:
+            yield (CHECKED, self.record_numbers[record.extent], 0), start, stop, crc
+        log.clear()
+
+    def _merged(self, passed: Iterable[Passed]) -> list[Passed]:
+        """The same with neighbouring parts as one."""
+        covers: dict[Key, Cover | Scattered] = {}
+        for key, start, stop, crc in passed:
+            if key not in covers:
+                whole = self.covers.get(key)
+                covers[key] = Scattered(whole.length) if isinstance(whole, Scattered) else Cover(0)
+            covers[key].add(start, stop, crc)
+        return [(key, *part) for key, cover in covers.items() for part in cover.parts()]
 
     def _keep_shell(
-        self, target: _TargetFile, chunk: Chunk, reader: Reader, view: memoryview
+        self, target: TargetFile, chunk: Chunk, reader: Reader, view: memoryview
     ) -> None:
         """Reads what the file holds already between tensors (headers)."""
         offset = chunk.offset
@@ -189,23 +225,22 @@ class _Copy:
 
     def _cast(
         self, piece: TargetPiece, at: int, element_reader: ElementReader, view: memoryview
-    ) -> None:
-        source, cover = piece.pair.source, self.cast_covers.get(id(piece.pair))
+    ) -> list[Passed]:
+        source, key = piece.pair.source, (SOURCE, self.numbers[id(piece.pair)], 0)
         size, check = SIZES[source.dtype], id(piece.pair) in self.checking
+        passed: list[Passed] = []
 
         def count(start: int, stop: int, elements: memoryview) -> None:
-            assert cover is not None
-            crc = crc32(elements)
-            with self.lock:
-                cover.add(start * size, stop * size, crc)
+            passed.append((key, start * size, stop * size, crc32(elements)))
 
         request = ReadRequest(source, piece.start, piece.stop, at, check)
         dtype = piece.pair.target.dtype
-        element_reader.read_as(dtype, request, view, count if cover is not None else None)
+        element_reader.read_as(dtype, request, view, count if key in self.covers else None)
+        return passed
 
     def _fill_runs(
         self, piece: TargetPiece, at: int, element_reader: ElementReader, view: memoryview
-    ) -> None:
+    ) -> list[Passed]:
         """Fills runs at a stride: reads the rows that they are cut from, then copies the runs."""
         import numpy as np
 
@@ -215,6 +250,7 @@ class _Copy:
         size, length, stride = SIZES[source.dtype], piece.stop - piece.start, piece.stride
         block = element_reader.block()
         most = max(1, min(CAST_BLOCK, len(block) // size) // stride)
+        key, passed = (SOURCE, self.numbers[id(piece.pair)], 0), []
         for first in range(0, piece.count, most):
             count = min(most, piece.count - first)
             start = piece.start + first * stride
@@ -230,23 +266,12 @@ class _Copy:
                 into[:] = runs
                 continue
             cast(runs, source.dtype, into, target.dtype)
-            if id(piece.pair) in self.cast_covers:
-                self._add_runs(self.cast_covers[id(piece.pair)], piece, runs, stop)
+            if key in self.covers:
+                passed.append(_passed_runs(key, source, piece, runs, stop))
+        return passed
 
-    def _add_runs(
-        self, cover: Cover | Scattered, piece: TargetPiece, runs: memoryview, stop: int
-    ) -> None:
-        """Counts the CRC of runs of a piece; the last one ends at element `stop` of the tensor."""
-        assert isinstance(cover, Scattered)
-        length = piece.stop - piece.start
-        # bytes per element, before the cast or after it
-        size = cover.length // piece.pair.target.numel
-        crc = crc_of_runs(runs, length * size, piece.stride * size)
-        with self.lock:
-            cover.add_runs(len(runs), stop * size, crc)
-
-    def _hash(self, target: _TargetFile, chunk: Chunk, view: memoryview) -> None:
-        """Counts the CRCs of the chunk's pieces and gaps: for tensors, records and the file."""
+    def _hash(self, target: TargetFile, chunk: Chunk, view: memoryview) -> list[Passed]:
+        """The CRCs of the chunk's pieces and gaps: for tensors, records and the file."""
         offset = chunk.offset
         ranges: list[tuple[int, int, TargetPiece | None]] = []
         for piece in chunk.pieces:
@@ -255,17 +280,20 @@ class _Copy:
             offset = piece.end
         ranges += [(*gap, None) for gap in target.edges(offset, chunk.offset + chunk.length)]
         crcs = [crc32(view[a - chunk.offset : b - chunk.offset]) for a, b, _ in ranges]
-        with self.lock:
-            for (start, stop, own), crc in zip(ranges, crcs, strict=True):
-                target.passed(start, stop, crc)
-                if own is not None and own.count == 1:
-                    size = SIZES[own.pair.target.dtype]
-                    self.covers[id(own.pair)].add(own.start * size, own.stop * size, crc)
-        for piece in chunk.pieces:
-            if piece.count > 1:
-                runs = view[piece.offset - chunk.offset : piece.end - chunk.offset]
-                stop = piece.stop + (piece.count - 1) * piece.stride
-                self._add_runs(self.covers[id(piece.pair)], piece, runs, stop)
+        passed: list[Passed] = []
+        for (start, stop, own), crc in zip(ranges, crcs, strict=True):
+            passed += target.passed(start, stop, crc)
+            if own is None:
+                continue
+            entry, key = own.pair.target, (TENSOR, self.numbers[id(own.pair)], 0)
+            if own.count > 1:
+                runs = view[start - chunk.offset : stop - chunk.offset]
+                last = own.stop + (own.count - 1) * own.stride
+                passed.append(_passed_runs(key, entry, own, runs, last))
+            else:
+                size = SIZES[entry.dtype]
+                passed.append((key, own.start * size, own.stop * size, crc))
+        return passed
 
     def close(self, error: BaseException) -> None:
         """Closes files after a failure, without a sync, whose own failure would hide the first."""
@@ -275,18 +303,14 @@ class _Copy:
     def finish(self) -> CopyOutcome:
         """Checks the rest of the records and the source's digests; raises CorruptCheckpoint."""
         for target in self.targets:
-            crc = target.cover.crc
-            assert crc is not None, target.path
-            self.outcome.files[target.path] = target.size, crc
-            for extent, cover in target.records.items():
-                assert cover.crc is not None, extent
-                self.outcome.records[extent] = cover.crc
-        for pair in self.pairs:
-            crc = self.covers[id(pair)].crc
-            assert crc is not None, pair.target.name
+            self.outcome.files[target.path] = target.size, self._crc((FILE, target.number, 0))
+            for place, extent in enumerate(target.records):
+                self.outcome.records[extent] = self._crc((RECORD, target.number, place))
+        for number, pair in enumerate(self.pairs):
+            crc = self._crc((TENSOR, number, 0))
             self.outcome.digests[pair.target.name] = crc
-            cast_cover = self.cast_covers.get(id(pair))
-            source_crc = crc if cast_cover is None else cast_cover.crc
+            is_cast = (SOURCE, number, 0) in self.covers
+            source_crc = self._crc((SOURCE, number, 0)) if is_cast else crc
             if pair.source.digest not in (None, source_crc):
                 raise CorruptCheckpoint(
                     f"{pair.source.name} is damaged: its CRC-32 is not the manifest's",
@@ -294,6 +318,18 @@ class _Copy:
                 )
         self.outcome.checked, self.outcome.unchecked = finish([self.checker])
         return self.outcome
+
+    def _crc(self, key: Key) -> int:
+        crc = self.covers[key].crc
+        assert crc is not None, key
+        return crc
+
+
+def _passed_runs(key: Key, entry: Entry, piece: TargetPiece, runs: memoryview, stop: int) -> Passed:
+    """What runs of a piece give to the CRC of `entry`; the last one ends at its element `stop`."""
+    size = SIZES[entry.dtype]
+    crc = crc_of_runs(runs, (piece.stop - piece.start) * size, piece.stride * size)
+    return key, stop * size - len(runs), stop * size, crc
 
 
 def _is_in_order(pair: Pair) -> bool:
@@ -313,16 +349,21 @@ def copy(
     target: Manifest,
     copying: Copying = DEFAULT_COPYING,
     progress: Progress | None = None,
+    journal: Journal | None = None,
 ) -> CopyOutcome:
     """Fills the target's files from the source; they exist already, with their final sizes.
 
-    Raises CorruptCheckpoint if bytes of the source do not have the CRC-32 that its files state, or
-    OSError (a full disk).
+    Regions that `journal` lists are not written again. Raises CorruptCheckpoint if bytes of the
+    source do not have the CRC-32 that its files state, or OSError (a full disk).
     """
     chunk = chunk_size(source.dp, copying.jobs, copying.memory)
-    running = _Copy(pairs, source, target, chunk, copying.io, progress)
+    jobs = copying.jobs
+    if journal and journal.chunk:  # an earlier run may have been given more memory
+        chunk = journal.chunk
+        jobs = max(1, min(jobs, copying.memory // (2 * chunk)))
+    running = _Copy(pairs, source, target, chunk, copying.io, progress, journal)
     try:
-        stream(running.tasks, copying.jobs, [running.checker], chunk, running.start)
+        stream(running.tasks, jobs, [running.checker], chunk, running.start)
     except BaseException as error:
         running.close(error)
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, listed
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, brief, listed
 
 
 def path_inside(folder: str, name: str, stated_by: str) -> str:
@@ -13,9 +13,11 @@ def path_inside(folder: str, name: str, stated_by: str) -> str:
 
     Raises CorruptCheckpoint if the name leads out of the folder, or to the folder itself.
     """
+    if not isinstance(name, str):
+        raise CorruptCheckpoint(f"{folder}: {stated_by} names a file by {brief(name)}")
     outside = os.path.isabs(name) or ".." in name.split("/") or os.path.normpath(name) == "."
     if outside or "\0" in name:
-        raise CorruptCheckpoint(f"{folder}: {stated_by} names a file outside of it: {name!r}")
+        raise CorruptCheckpoint(f"{folder}: {stated_by} names a file outside of it: {brief(name)}")
     return os.path.join(folder, name)
 
 

@@ -20,7 +20,7 @@ from types import TracebackType
 from ..errors import CorruptCheckpoint
 from .checksum import crc32
 from .fragments import Extent
-from .sources import Fingerprints, named, open_file
+from .sources import Fingerprints, named, naming, open_file
 
 CRC_BLOCK = 1 << 20  # bytes
 
@@ -141,7 +141,8 @@ class Writer:
             if mode != "buffered":
                 self._direct = self._open_direct()
             self._refused = self._direct < 0
-            _allocate(self._buffered, size)
+            with naming(path):
+                _allocate(self._buffered, size)
         except OSError:
             self._close()
             raise
@@ -160,17 +161,23 @@ class Writer:
         A buffered write starts its writeback at once. Otherwise the kernel would collect gigabytes
         and then stop the writer.
         """
-        if not self._refused:
-            try:
-                _write_all(self._direct, buffer[: align(length)], offset, len(buffer))
-                return
-            except OSError as error:
-                if self.mode == "direct" or error.errno not in REFUSALS:
-                    raise
-                self._refused = True
-        _write_all(self._buffered, buffer[:length], offset, BUFFERED_WRITE)
-        # starts writing what is dirty (and drops what is clean already)
-        os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
+        with naming(self.path):
+            if not self._refused:
+                try:
+                    write_all(self._direct, buffer[: align(length)], offset, len(buffer))
+                    return
+                except OSError as error:
+                    if self.mode == "direct" or error.errno not in REFUSALS:
+                        raise
+                    self._refused = True
+            write_all(self._buffered, buffer[:length], offset, BUFFERED_WRITE)
+            # starts writing what is dirty (and drops what is clean already)
+            os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def sync(self) -> None:
+        """Returns when all bytes that were written are on the disk."""
+        with naming(self.path):
+            os.fdatasync(self._buffered)
 
     def __enter__(self) -> Writer:
         return self
@@ -180,8 +187,9 @@ class Writer:
     ) -> None:
         try:
             if kind is None:
-                os.ftruncate(self._buffered, self.size)  # a direct write rounds the end up
-                os.fsync(self._buffered)
+                with naming(self.path):
+                    os.ftruncate(self._buffered, self.size)  # a direct write rounds the end up
+                    os.fsync(self._buffered)
         finally:
             self._close()
 
@@ -191,7 +199,8 @@ class Writer:
             os.close(self._direct)
 
 
-def _write_all(file: int, data: memoryview, offset: int, most: int) -> None:
+def write_all(file: int, data: memoryview, offset: int, most: int = BUFFERED_WRITE) -> None:
+    """Writes all of `data`, at most `most` bytes at a time; the kernel may write less."""
     done = 0
     while done < len(data):
         done += os.pwrite(file, data[done : done + most], offset + done)

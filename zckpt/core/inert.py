@@ -5,24 +5,34 @@ becomes a `Foreign` record (which global, which arguments, which state); a bare 
 becomes a `Global`. Both survive as JSON in a universal manifest, and can be written into a pickle
 again as the same global.
 
+Over 400 lines: what a value may be, what may be asked of it, and its two forms belong together.
+
 JSON has no tuples, sets, bytes, integer keys or NaN. They are written as objects with one `$` key.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import math
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import CorruptCheckpoint
+from ..errors import MALFORMED, CorruptCheckpoint, brief
+from .dtypes import SIZES
 
 MAX_DEPTH = 100
+MAX_NESTING = 150  # of a pickle; functions that walk over it take four frames for each level
 MAX_VALUES = 5_000_000  # a small pickle that refers to itself over and over stops here
+MAX_PATH = 1000  # characters
+MAX_INTEGER = 1024  # bytes; Python writes no integer of more than 4300 digits (1785 bytes)
+MAX_EQUAL_HASHES = 100
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
+"""Types of values without parts."""
 
 
 PYTHON_NUMBERS: dict[str, type[int] | type[float]] = {"int": int, "float": float, "bool": bool}
@@ -53,10 +63,10 @@ class Global:
 
     def __post_init__(self) -> None:
         if not is_dotted(self.name):
-            raise CorruptCheckpoint(f"{self.name!r} is not the name of a class or function")
+            raise CorruptCheckpoint(f"{brief(self.name)} is not the name of a class or function")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Foreign:
     """An object of a class that is not imported: `function(*arguments)`, then `state`.
 
@@ -71,6 +81,9 @@ class Foreign:
     keywords: dict[str, Any] = field(default_factory=dict)
     appended: list[Any] = field(default_factory=list)
     items: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"<object of {self.name}>"
 
     @property
     def name(self) -> str:
@@ -106,12 +119,25 @@ class TensorName:
 
 
 def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """A copy of a container with items `change(item, key)`; each key occurs once in a container."""
+    """A copy of a container with items `change(item, key)`; each key occurs once in a container.
+
+    Items of the types in PLAIN stay as they are.
+    """
     kind = type(value)
     if kind in (dict, OrderedDict):
-        return kind((key, change(item, key)) for key, item in value.items())
+        return kind(
+            [
+                (key, item if type(item) in PLAIN else change(item, key))
+                for key, item in value.items()
+            ]
+        )
     if kind in (list, tuple, Size):
-        return kind(change(item, number) for number, item in enumerate(value))
+        return kind(
+            [
+                item if type(item) in PLAIN else change(item, number)
+                for number, item in enumerate(value)
+            ]
+        )
     if kind is Foreign:
         return Foreign(
             value.function,
@@ -126,9 +152,92 @@ def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def inside(path: str, key: Any) -> str:
-    """The path of an item: `client_state.rng`. Odd keys are written as by `repr`, so all differ."""
+    """The path of an item: `client_state.rng`. Odd keys are written as by `repr`, so all differ.
+
+    A path that would be longer than MAX_PATH ends with a hash: every value of a large state has
+    one, and all of them would otherwise repeat a long key.
+    """
     plain = isinstance(key, str) and re.fullmatch(r"[^\W\d][\w-]*", key)
-    return f"{path}.{key if plain else repr(key)}"
+    full = f"{path}.{key if plain else repr(key)}"
+    if len(full) <= MAX_PATH:
+        return full
+    digest = hashlib.sha256(full.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{full[: MAX_PATH // 2]}...{digest[:32]}"
+
+
+# -- how much work a value is
+
+
+_NESTING = frozenset({dict, OrderedDict, list, tuple, Size, set, frozenset, Foreign})
+
+
+def require_tree(value: Any, most: int, most_containers: int) -> None:
+    """Raises CorruptCheckpoint for a value that is too much work for functions that walk over it.
+
+    They enter a container wherever a value refers to it, and a small pickle can refer to one a
+    million times, or double with every level. So every container counts as often as it is reached:
+    all values together at most `most` (64 characters of a text are one), and the containers among
+    them at most `most_containers`. They may be nested MAX_NESTING deep, and not in themselves.
+    """
+    # of each container that is done: values, containers, depth
+    done: dict[int, tuple[int, int, int]] = {}
+    begun: dict[int, tuple[int, list[Any]]] = {}
+    waiting = [value] if type(value) in _NESTING else []
+    while waiting:
+        top = waiting[-1]
+        key = id(top)
+        if key in begun:
+            count, parts = begun.pop(key)
+            sizes = [done[id(part)] for part in parts]
+            values = count + sum([size[0] for size in sizes])
+            containers = 1 + sum([size[1] for size in sizes])
+            depth = 1 + max([size[2] for size in sizes], default=0)
+            if values > most or containers > most_containers:
+                raise CorruptCheckpoint(
+                    "values refer to the same ones over and over, or are too many"
+                )
+            if depth > MAX_NESTING:
+                raise CorruptCheckpoint(f"values are nested more than {MAX_NESTING} levels deep")
+            done[key] = values, containers, depth
+        if key in done:
+            waiting.pop()
+            continue
+        items = _parts(top)
+        parts = [item for item in items if type(item) in _NESTING]
+        if len(items) > most or len(parts) > most_containers:
+            raise CorruptCheckpoint("values refer to the same ones over and over, or are too many")
+        texts = sum([len(item) for item in items if type(item) in (str, bytes, bytearray)])
+        begun[key] = len(items) + texts // 64, parts
+        for part in parts:
+            if id(part) in begun:
+                raise CorruptCheckpoint("a value refers to itself")
+            if id(part) not in done:
+                waiting.append(part)
+
+
+def _parts(value: Any) -> Collection[Any]:
+    """Everything that a container refers to, once for each reference."""
+    if isinstance(value, dict):
+        parts = [*value.values(), *[key for key in value if type(key) not in (int, Global)]]
+        if hasattr(value, "_metadata"):  # of a module's state dict
+            parts.append(value._metadata)
+        return parts
+    if isinstance(value, Foreign):
+        pairs = [part for pair in value.items for part in pair]
+        named = [*value.keywords.values(), *value.keywords]
+        return [value.function, value.state, *value.arguments, *named, *value.appended, *pairs]
+    items: Collection[Any] = value
+    return items
+
+
+def require_spread(keys: Iterable[Hashable]) -> None:
+    """Raises CorruptCheckpoint if many keys of one dictionary or set have the same hash.
+
+    Python protects texts alone against keys that are chosen so: each is compared with all others.
+    """
+    hashes = Counter([hash(key) for key in keys if type(key) is not str])
+    if hashes and max(hashes.values()) > MAX_EQUAL_HASHES:
+        raise CorruptCheckpoint("a dictionary or set has keys that were chosen to be slow")
 
 
 def to_json(value: Any) -> Any:
@@ -147,8 +256,13 @@ def to_json(value: Any) -> Any:
         if depth > MAX_DEPTH:
             raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
 
-        def each(values: Iterable[Any]) -> list[Any]:
-            return [encode(item, depth + 1) for item in values]
+        def each(values: Collection[Any]) -> list[Any]:
+            quick = [item for item in values if item is None or type(item) is bool]
+            spend(len(quick))
+            return [
+                item if item is None or type(item) is bool else encode(item, depth + 1)
+                for item in values
+            ]
 
         kind = type(value)
         if value is None or kind in (bool, str):
@@ -162,7 +276,7 @@ def to_json(value: Any) -> Any:
         if kind is dict:
             if all(type(key) is str for key in value) and not any(k[:1] == "$" for k in value):
                 spend(sum(map(len, value)) // 100)
-                return {key: encode(item, depth + 1) for key, item in value.items()}
+                return dict(zip(value, each(value.values()), strict=True))
             return {"$dict": [each(pair) for pair in value.items()]}
         if kind in (set, frozenset):  # sorted, so that the JSON is the same every time
             return {f"${kind.__name__}": sorted(each(value), key=json.dumps)}
@@ -192,14 +306,27 @@ def to_json(value: Any) -> Any:
 def plain_group(group: dict[str, Any]) -> dict[str, Any]:
     """Hyper-parameters as JSON that people expect: tuples are lists (betas)."""
     return {
-        key: to_json(list(value) if type(value) is tuple else value) for key, value in group.items()
+        key if type(key) is str else brief(key): to_json(
+            list(value) if type(value) is tuple else value
+        )
+        for key, value in group.items()
     }
 
 
 def from_json(value: Any) -> Any:
-    """The inverse of `to_json`; raises CorruptCheckpoint for an unknown tag."""
+    """The inverse of `to_json`; raises CorruptCheckpoint for what `to_json` does not write."""
+    try:
+        result = _decoded(value)
+    except MALFORMED as error:
+        raise CorruptCheckpoint(f"state holds a value of a wrong type: {brief(value)}") from error
+    if type(result) in _NESTING:
+        require_tree(result, MAX_VALUES, MAX_VALUES)
+    return result
+
+
+def _decoded(value: Any) -> Any:
     if isinstance(value, list):
-        return [from_json(item) for item in value]
+        return [item if type(item) in PLAIN else _decoded(item) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
@@ -207,22 +334,73 @@ def from_json(value: Any) -> Any:
         if tag == "$object":
             return _foreign(inner)
         if tag in _MAKERS:
-            return _MAKERS[tag](from_json(inner))
+            return _MAKERS[tag](_decoded(inner))
         if tag.startswith("$"):
-            raise CorruptCheckpoint(f"state holds an unknown tag {tag!r}")
-    return {key: from_json(item) for key, item in value.items()}
+            raise CorruptCheckpoint(f"state holds an unknown tag {brief(tag)}")
+    return {key: _decoded(item) for key, item in value.items()}
 
 
 def _foreign(parts: dict[str, Any]) -> Foreign:
+    function, keywords = _decoded(parts["function"]), _decoded(parts.get("keywords", {}))
+    if not isinstance(function, (Global, Foreign)) or parts["how"] not in ("call", "new"):
+        raise CorruptCheckpoint("state holds an object without a class")
+    if not isinstance(keywords, dict) or not all(type(key) is str for key in keywords):
+        raise CorruptCheckpoint(f"state holds a malformed object of {function.name}")
     return Foreign(
-        from_json(parts["function"]),
-        tuple(from_json(parts["arguments"])),
-        from_json(parts["state"]),
+        function,
+        tuple(_list(_decoded(parts["arguments"]))),
+        _decoded(parts["state"]),
         parts["how"],
-        from_json(parts.get("keywords", {})),
-        from_json(parts.get("appended", [])),
-        [(key, item) for key, item in from_json(parts.get("items", []))],
+        keywords,
+        _list(_decoded(parts.get("appended", []))),
+        [(_key(key), item) for key, item in _list(_decoded(parts.get("items", [])))],
     )
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError("not a list")
+    return value
+
+
+def _key(value: Any) -> Hashable:
+    hash(value)
+    key: Hashable = value
+    return key
+
+
+def _keys(value: Any) -> list[Any]:
+    require_spread(_list(value))
+    return _list(value)
+
+
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    pairs = [(key, item) for key, item in _list(value)]
+    require_spread(key for key, _ in pairs)
+    return pairs
+
+
+def _integer(text: Any) -> int:
+    if len(text) > 2 * MAX_INTEGER + 3:  # hex digits behind "-0x"
+        raise ValueError("too long")
+    return int(text, 16)
+
+
+def _scalar(parts: Any) -> Scalar:
+    value, dtype, *shapes = _list(parts)
+    known = isinstance(dtype, str) and (dtype in SIZES or dtype in PYTHON_NUMBERS)
+    if not known or type(value) not in (bool, int, float) or len(shapes) > 1:
+        raise TypeError("not a number")
+    shape = tuple(_list(shapes[0])) if shapes else ()
+    if any(size != 1 for size in shape):
+        raise TypeError("not one number")
+    return Scalar(value, dtype, shape)
+
+
+def _tensor_name(name: Any) -> TensorName:
+    if not isinstance(name, str):
+        raise TypeError("not a name")
+    return TensorName(name)
 
 
 def _base64(data: bytes | bytearray) -> str:
@@ -245,18 +423,18 @@ _TAGS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     TensorName: ("$tensor", lambda value: value.name),
 }
 _MAKERS: dict[str, Callable[[Any], Any]] = {
-    "$tuple": tuple,
-    "$size": Size,
-    "$set": set,
-    "$frozenset": frozenset,
+    "$tuple": lambda items: tuple(_list(items)),
+    "$size": lambda items: Size(_list(items)),
+    "$set": lambda items: set(_keys(items)),
+    "$frozenset": lambda items: frozenset(_keys(items)),
     "$bytes": base64.b64decode,
     "$bytearray": lambda text: bytearray(base64.b64decode(text)),
     "$complex": lambda parts: complex(*parts),
-    "$ordered": lambda pairs: OrderedDict((key, item) for key, item in pairs),
-    "$dict": lambda pairs: dict(map(tuple, pairs)),
+    "$ordered": lambda pairs: OrderedDict(_pairs(pairs)),
+    "$dict": lambda pairs: dict(_pairs(pairs)),
     "$float": float,
-    "$int": lambda text: int(text, 16),
+    "$int": _integer,
     "$global": Global,
-    "$scalar": lambda parts: Scalar(*parts[:2], *map(tuple, parts[2:])),
-    "$tensor": TensorName,
+    "$scalar": _scalar,
+    "$tensor": _tensor_name,
 }

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ..errors import brief
 from .dtypes import NUMBERS, SIZES
 from .facts import Engine, StepPlace
-from .fragments import Fragments, Record
+from .fragments import Extent, Fragments, Record
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
 from .sources import Fingerprint
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
+MAX_STEP = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +88,62 @@ def parameters_from_json(document: Mapping[str, Any]) -> dict[str, Parameter]:
     """The inverse of `parameters_to_json`; raises KeyError, TypeError etc. for other documents."""
     return {
         name: Parameter(
-            tuple(item["shape"]),
-            item["trainable"],
-            item["group"],
-            item["step"],
+            sizes_from_json(item["shape"]),
+            _flag_from_json(item["trainable"]),
+            _group_from_json(item["group"]),
+            step_from_json(item["step"]),
             {key: _scalar_from_json(scalar) for key, scalar in item.get("scalars", {}).items()},
-            tuple(item.get("aliases", ())),
+            texts_from_json(item.get("aliases", [])),
         )
         for name, item in document.items()
     }
+
+
+def sizes_from_json(value: Any) -> tuple[int, ...]:
+    """A shape; raises TypeError for anything but a list of sizes."""
+    if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
+        raise TypeError(f"{brief(value)} is not a shape")
+    return tuple(value)
+
+
+def texts_from_json(value: Any) -> tuple[str, ...]:
+    """Names or sentences; raises TypeError for anything but a list of texts."""
+    if not isinstance(value, list) or not all(type(text) is str for text in value):
+        raise TypeError(f"{brief(value)} is not a list of texts")
+    return tuple(value)
+
+
+def step_from_json(value: Any) -> float | int | None:
+    """A step; raises TypeError for a value that is neither a finite number nor null."""
+    if value is not None and not is_step(value):
+        raise TypeError(f"steps are not numbers: {brief(value)}")
+    step: float | int | None = value
+    return step
+
+
+def is_step(value: Any) -> bool:
+    """Whether a value is a number that an optimizer's counter can have: 64 bits, finite."""
+    return type(value) in (int, float) and abs(value) < MAX_STEP
+
+
+def crc_from_json(value: Any) -> int:
+    """A CRC-32; raises ValueError for anything but eight hex digits."""
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
+        raise ValueError(f"{brief(value)} is not a CRC-32")
+    return int(value, 16)
+
+
+def _flag_from_json(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{brief(value)} is not true or false")
+    return value
+
+
+def _group_from_json(value: Any) -> int | None:
+    if value is not None and type(value) is not int:
+        raise TypeError(f"{brief(value)} is not the number of a group")
+    group: int | None = value
+    return group
 
 
 def _scalar_to_json(scalar: Scalar) -> dict[str, Any]:
@@ -104,12 +153,12 @@ def _scalar_to_json(scalar: Scalar) -> dict[str, Any]:
 
 
 def _scalar_from_json(document: Mapping[str, Any]) -> Scalar:
-    shape = tuple(document.get("shape", ()))
+    shape = sizes_from_json(document.get("shape", []))
     scalar = Scalar(from_json(document["value"]), document["dtype"], shape)
     if scalar.dtype not in PYTHON_NUMBERS and scalar.dtype not in NUMBERS:
-        raise ValueError(f"a number of type {scalar.dtype!r}")
-    if any(size != 1 for size in scalar.shape):
-        raise ValueError(f"a number of shape {list(scalar.shape)}")
+        raise ValueError(f"a number of type {brief(scalar.dtype)}")
+    if type(scalar.value) not in (bool, int, float) or any(size != 1 for size in scalar.shape):
+        raise ValueError(f"{brief(scalar.value)} of shape {list(scalar.shape)} is not a number")
     return scalar
 
 
@@ -146,7 +195,8 @@ class Manifest:
     `warnings` are sentences for the user.
     `inferred` are the parameters whose names no file states. Each got its name by its position.
     `states_inferred` is false if the files cannot state that a name was inferred. `zero_padding` is
-    true if the engine fills with zeros what lies between tensors.
+    true if the engine fills with zeros what lies between tensors. `unused` are bytes of the
+    checkpoint's own files that nothing in it describes.
     `fingerprints` are those of `files` and of the siblings when they were first opened or listed,
     by path. They are empty for a manifest that `reading.read` has not read.
     """
@@ -172,6 +222,7 @@ class Manifest:
     inferred: tuple[str, ...] = ()
     states_inferred: bool = True
     zero_padding: bool = False
+    unused: tuple[Extent, ...] = ()
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     @property

@@ -58,6 +58,10 @@ class Damage:
     crc: int
 
 
+PassedRecord = tuple[Record, int, int, int]
+"""Bytes [start, stop) of a record, and their CRC-32."""
+
+
 class RecordChecker:
     """Do the records have the CRC-32 that their files state? Bytes may come in any order.
 
@@ -90,21 +94,25 @@ class RecordChecker:
         self._collect = collect
         self.damage: dict[Extent, Damage] = {}
 
-    def passed(self, file: str, offset: int, data: memoryview) -> None:
-        """Counts `data`, which `offset` holds; raises CorruptCheckpoint for a damaged record."""
+    def passed(
+        self, file: str, offset: int, data: memoryview, log: list[PassedRecord] | None = None
+    ) -> None:
+        """Counts the bytes at `offset`, also in `log`; raises CorruptCheckpoint for damage."""
         end = offset + len(data)
         for record in self._within(file, offset, end):  # one read may pass over several records
             begin = record.extent.offset
             start, stop = max(offset, begin), min(end, begin + record.extent.length)
             part = data[start - offset : stop - offset]
             crc = crc32(part) if record.crc is not None else 0
-            self._add(record, start - begin, stop - begin, crc)
+            self.passed_before(record, start - begin, stop - begin, crc)
+            if log is not None:
+                log.append((record, start - begin, stop - begin, crc))
 
     def passed_crc(self, extent: Extent, crc: int) -> None:
         """Counts bytes of one record whose CRC-32 is known already."""
         for record in self._within(extent.file, extent.offset, extent.offset + extent.length):
             start = extent.offset - record.extent.offset
-            self._add(record, start, start + extent.length, crc)
+            self.passed_before(record, start, start + extent.length, crc)
 
     def require(self, extent: Extent) -> None:
         """`finish` will read and check the records with any of these bytes, even if none passed."""
@@ -123,8 +131,8 @@ class RecordChecker:
             first += 1
         return records[first : bisect_left(starts, end)]
 
-    def _add(self, record: Record, start: int, stop: int, crc: int) -> None:
-        """Bytes [start, stop) of a record have this CRC."""
+    def passed_before(self, record: Record, start: int, stop: int, crc: int) -> None:
+        """Counts bytes [start, stop) of a record, which have this CRC."""
         extent = record.extent
         with self._lock:
             cover = self._cover(record)
@@ -194,12 +202,16 @@ class RecordChecker:
 
 
 class ElementReader:
-    """Reads elements of entries into buffers, for one thread."""
+    """Reads elements of entries into buffers, for one thread.
+
+    `passed`, if it is a list, gets what was read of records.
+    """
 
     def __init__(self, reader: Reader, checker: RecordChecker, memory: int) -> None:
         self.reader = reader
         self.checker = checker
         self.memory = memory
+        self.passed: list[PassedRecord] | None = None
         self._scratch: Buffer | None = None
         self._block: Buffer | None = None
 
@@ -216,7 +228,7 @@ class ElementReader:
     def _read(self, extent: Extent, into: memoryview, check: bool) -> None:
         self.reader.read(extent, into)
         if check:
-            self.checker.passed(extent.file, extent.offset, into)
+            self.checker.passed(extent.file, extent.offset, into, self.passed)
 
     def read(self, requests: Sequence[ReadRequest], view: memoryview) -> None:
         """Puts the elements of every item at its place in `view`."""

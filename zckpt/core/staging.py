@@ -1,23 +1,31 @@
 """How does a target directory appear whole or not at all?
 
-Everything is written into `<target>.partial` and synced to the disk. One rename makes it the
-target. A run that fails removes what it wrote. A run that is killed leaves `.partial` behind.
+Everything is written into a folder within `<target>.partial` and synced to the disk. One rename
+makes that folder the target. A run that fails removes what it wrote. A run that is killed, or is
+interrupted after some work, leaves `.partial` with its journal behind, and can be continued.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
+import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
+from itertools import chain
+from typing import BinaryIO
 
-from ..errors import NotEnoughSpace, TargetExists, WrongOption
+from ..errors import Interrupted, removal
 from . import sources
 from .checksum import crc32
 from .expected import path_inside
+from .journal import Identity, Journal, set_mark
 from .manifest import Sibling
+from .targets import refuse_existing, refuse_strange
+
+WORTH_KEEPING = 10.0  # seconds of work
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +94,82 @@ def remembered(
 class Staging:
     """`with Staging(target) as staging:` write below `staging.path`; the end of the block renames.
 
-    Raises TargetExists if the target or `<target>.partial` exists already.
+    `identity` is of the run, and `chunk` the bytes that it copies at a time. With `resume` it
+    continues what an earlier run of the same identity left in `<target>.partial`: `journal.regions`
+    are complete. `before_rename` is called before the last check.
+    `warnings` are about what failed after the target existed.
+    Raises TargetExists if the target or, without `resume`, `<target>.partial` exists already; with
+    `resume` also if another run is writing there, or if the earlier run had another identity.
+    Raises Interrupted for a KeyboardInterrupt after some work, which is kept.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(
+        self,
+        target: str,
+        identity: Identity | None = None,
+        chunk: int = 0,
+        resume: bool = False,
+        before_rename: Callable[[], None] | None = None,
+    ) -> None:
         self.target = os.path.abspath(target)
-        self.path = f"{self.target}.partial"
+        self.folder = f"{self.target}.partial"
+        self.path = os.path.join(self.folder, os.path.basename(self.target))
+        self.identity = identity or Identity()
+        self.resume = resume
+        self.before_rename = before_rename
+        self.warnings: list[str] = []
+        self._chunk = chunk
+        self._started = time.monotonic()
 
     def __enter__(self) -> Staging:
-        refuse_existing(self.target)
-        os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        os.mkdir(self.path)
+        refuse_existing(self.target, partial=not self.resume)
+        make_folders(os.path.dirname(self.folder))
+        try:
+            os.mkdir(self.folder)
+        except FileExistsError:
+            refuse_strange(self.folder, os.path.basename(self.target))
+        self.journal = Journal(self.folder, self.path, self.identity, self._chunk)
+        try:
+            self._prepare()
+        except BaseException:
+            if self.journal.is_new:
+                self._remove()
+            self.journal.close()
+            raise
         return self
 
-    def lay(self, shells: Iterable[Shell]) -> None:
-        """Writes shells; their holes take no space yet."""
+    def _prepare(self) -> None:
+        """Removes what an earlier run left without a journal; forgets regions of lost files."""
+        if self.journal.is_new and os.path.lexists(self.path):
+            shutil.rmtree(self.path)
+        os.makedirs(self.path, exist_ok=True)
+        for name, regions in self.journal.regions.items():
+            path = os.path.join(self.path, name)
+            size = os.path.getsize(path) if os.path.lexists(path) else 0
+            self.journal.regions[name] = [region for region in regions if region.stop <= size]
+
+    @property
+    def resumed(self) -> int:
+        """Bytes that an earlier run has written."""
+        regions = chain.from_iterable(self.journal.regions.values())
+        return sum(region.stop - region.start for region in regions)
+
+    def lay(self, shells: Iterable[Shell], mode: int = 0o666) -> None:
+        """Writes shells, as files of this mode under the umask; their holes take no space yet."""
         for shell in shells:
             path = self._inside(shell.name)
-            with open(path, "xb") as file:
+            with sources.naming(path), self._created(path, mode) as file:
                 file.truncate(shell.size)
                 for offset, data in shell.parts:
                     file.seek(offset)
                     file.write(data)
+
+    def _created(self, path: str, mode: int) -> BinaryIO:
+        """A new file; of a run that is continued, the file that is there."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        if not self.resume:
+            flags |= os.O_EXCL
+        return os.fdopen(os.open(path, flags, mode), "r+b")
 
     def _inside(self, name: str) -> str:
         """The path of a new file, whose folder is created; raises if the name leads outside."""
@@ -116,10 +178,16 @@ class Staging:
         return path
 
     def copy(self, source: str, name: str) -> tuple[int, int]:
-        """Copies a whole file unchanged to `name`; gives its size and CRC-32."""
+        """Copies a whole file with its mode to `name`; gives its size and CRC-32."""
         path = self._inside(name)
         size = crc = 0
-        with sources.opened(source) as read, open(path, "xb") as write:
+        with (
+            sources.opened(source) as read,
+            sources.naming(path),
+            self._created(path, 0o600) as write,
+        ):
+            write.truncate(0)
+            os.fchmod(write.fileno(), stat.S_IMODE(os.fstat(read.fileno()).st_mode) & 0o777)
             while data := read.read(1 << 20):
                 write.write(data)
                 crc = crc32(data, crc)
@@ -127,74 +195,105 @@ class Staging:
         return size, crc
 
     def __exit__(
-        self, kind: type[BaseException] | None, _: object, _trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        if kind is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
-            return
+        try:
+            if kind is None:
+                self._complete()
+            elif issubclass(kind, KeyboardInterrupt) and self._is_worth_keeping():
+                raise Interrupted(*error.args if error else ()) from error
+            else:
+                self._remove()
+        finally:
+            self.journal.close()
+
+    def _complete(self) -> None:
         try:
             for entry in sources.walk(self.path):
                 _sync(entry.path)
+            set_mark(self.path, self.target, self.identity)
             _sync(self.path)
+            if self.before_rename:
+                self.before_rename()
             refuse_existing(self.target, partial=False)
             os.rename(self.path, self.target)
-        except BaseException:
-            shutil.rmtree(self.path, ignore_errors=True)
+        except KeyboardInterrupt as error:
+            if self._is_worth_keeping():
+                raise Interrupted(*error.args) from error
+            self._remove()
             raise
-        _sync(os.path.dirname(self.target))
+        except BaseException:
+            self._remove()
+            raise
+        self._leave()
+
+    def _leave(self) -> None:
+        """Syncs the rename and removes the journal; the target exists, whatever fails."""
+        try:
+            _sync(os.path.dirname(self.target))
+        except OSError as error:
+            self.warnings.append(
+                f"{self.target} is complete, but a power loss may still undo its rename: "
+                f"{error.strerror} while its folder was synced; run `sync`"
+            )
+        try:
+            os.unlink(self.journal.path)
+            os.rmdir(self.folder)
+        except OSError as error:
+            self.warnings.append(
+                f"{self.target} is complete, but {self.folder} could not be removed "
+                f"({error.strerror}): {removal(self.folder)}"
+            )
+
+    def _is_worth_keeping(self) -> bool:
+        """Whether this run, or the one that it continues, did so much that it may be continued."""
+        worked = time.monotonic() - self._started
+        continues = not self.journal.is_new
+        return bool(self.identity.files) and (continues or worked > WORTH_KEEPING)
+
+    def _remove(self) -> None:
+        """Removes what was written; first the journal forgets it, since a kill may end this."""
+        with suppress(OSError):
+            self.journal.forget()
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            os.unlink(self.journal.path)
+            os.rmdir(self.folder)
 
 
-def refuse_existing(target: str, partial: bool = True) -> None:
-    """Raises TargetExists if the target, or with `partial` its `.partial`, exists already."""
-    target = os.path.normpath(target)
-    if os.path.lexists(target) and not _is_empty(target):
-        raise TargetExists(f"{target} exists", hint="choose another name, or remove it first")
-    if partial and os.path.lexists(f"{target}.partial"):
-        raise TargetExists(
-            f"{target}.partial exists: another run is writing there, or one was killed",
-            hint=f"if none is running, remove it: rm -r {shlex.quote(target + '.partial')}",
-        )
+def save(path: str, data: bytes) -> None:
+    """Writes a file whole or not at all; follows no link that another user has put there."""
+    partial = f"{path}.{os.urandom(4).hex()}.partial"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:
+        try:
+            with sources.naming(path):
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            os.unlink(partial)
+            raise
+    _sync(os.path.dirname(os.path.abspath(path)))
 
 
-def _is_empty(target: str) -> bool:
-    """Whether a target is an empty directory."""
-    if os.path.islink(target) or not os.path.isdir(target):
-        return False
-    with os.scandir(target) as items:
-        return next(items, None) is None
-
-
-def refuse_inside(source: str, target: str) -> None:
-    """Raises WrongOption if the target is inside the source, of which it would become a part."""
-    outer, inner = os.path.realpath(source), os.path.realpath(target)
-    if os.path.isdir(outer) and inner.startswith(outer + os.sep):
-        raise WrongOption(
-            f"{target} is inside of {source}", hint="choose a target beside the source"
-        )
-
-
-def free_space(target: str) -> int:
-    """The free bytes of the filesystem that `target` would be on."""
-    folder = os.path.dirname(os.path.abspath(target))
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
-
-
-def need_space(target: str, size: int) -> None:
-    """Raises NotEnoughSpace if `size` bytes do not fit on the filesystem of `target`."""
-    free = free_space(target)
-    if size > free:
-        raise NotEnoughSpace(
-            f"{target} needs {size / 1e9:.3f} GB, {free / 1e9:.3f} GB are free",
-            hint="choose a target on another filesystem, or free some space",
-        )
+def make_folders(path: str) -> None:
+    """Creates a directory and those above it; a power loss leaves all of them or the first ones."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for folder in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(folder)
+        _sync(os.path.dirname(folder))
 
 
 def _sync(path: str) -> None:
-    file = os.open(path, os.O_RDONLY)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(file)
+        with sources.naming(path):
+            os.fsync(file)
     finally:
         os.close(file)

@@ -114,6 +114,9 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
     if quiet:
         return
     where = safe(report["target"])
+    if report.get("already_complete"):
+        print(f"{where} is complete already; nothing was written")
+        return
     if report.get("dry_run"):
         print(f"{where} would be {safe(report['about'])}")
         print(f"{size(report['bytes'])} in {len(report['files'])} files:")
@@ -127,6 +130,8 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
         f"{report['seconds']:.1f} s" + checked(report["records"])
     )
     print(f"written: {safe(report['about'])}")
+    if report.get("resumed"):
+        print(f"continued: an earlier run had written {size(report['resumed'])}")
     for line in report["left_out"]:
         print(f"left out: {safe(line)}")
     if report["records"]["unchecked"]:

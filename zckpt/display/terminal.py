@@ -109,16 +109,9 @@ def save(path: str, report: dict[str, Any]) -> None:
 
 def save_text(path: str, text: str) -> None:
     """A text as a file, whole or not at all."""
-    partial = f"{path}.{os.getpid()}.partial"
-    try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        if os.path.lexists(partial):
-            os.unlink(partial)
+    from ..core.staging import save
+
+    save(path, text.encode("utf-8"))
 
 
 @contextmanager

@@ -16,28 +16,37 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from ..core import sources
-from ..core.expected import missing_file, missing_ranks, path_inside
-from ..core.fragments import Extent
-from ..core.inert import Foreign, Global, Size
+from ..core.expected import missing_ranks, path_inside
+from ..core.inert import Foreign, Global
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
-    InconsistentCheckpoint,
     UnsupportedCheckpoint,
+    listed,
 )
-from .safefile import Stored, read_with_metadata
-from .torchfile import TORCH_DTYPES, Parsed, TorchFile
+from .dcpagreement import need_agreement
+from .torchfile import TORCH_DTYPES
 from .unpickle import Unpickler
 
 METADATA = ".metadata"
 ITEMS = ".distcp"
 OF_RANK = re.compile(r"__(\d+)\.metadata")
 VERSION = "1.0.0"  # of the metadata, torch 2.13
+FIELDS = {"state_dict_metadata", "planner_data", "storage_data"}  # of every version of torch
+MAX_METADATA = 2 << 30  # bytes; a box takes about 200, and 2 KB of memory once it is read
+MAX_AXES = 64  # of a torch.Tensor
+MAX_NUMBER = 1 << 60  # elements or bytes
+MAX_PATH = 100  # keys that lead to one item
+MAX_TEXT = 4096  # characters of a key or a file's name
+
+KeyPath = tuple[str | int, ...]
+"""Keys that lead to an item in the program's state dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +95,17 @@ class ItemLocation:
     file: str
     offset: int
     length: int
+    shared: bool = False  # other tensors begin there too: it is one safetensors file
 
 
 @dataclass(frozen=True, slots=True)
 class ItemTable:
     """What the metadata of one folder says; `files` are the metadata files themselves.
 
-    `others` are the fields that describe no item: `planner_data`, `version`, `storage_meta`, and
-    what a writer has added.
+    `paths` are the keys that lead to each item, in the order of the saved state; it is empty if the
+    writer did not keep them. `copies` are further locations of items that several ranks saved.
+    `unsaved` are keys with a path of which no rank saved an item. `others` are the fields that
+    describe no item: `planner_data`, `version`, `storage_meta`, and what a writer has added.
     """
 
     folder: str
@@ -101,14 +113,20 @@ class ItemTable:
     items: Items
     locations: dict[ItemKey, ItemLocation]
     others: dict[str, Any]
+    paths: dict[str, KeyPath]
+    copies: tuple[ItemLocation, ...] = ()
+
+    @property
+    def unsaved(self) -> list[str]:
+        return [key for key in self.paths if key not in self.items]
 
     def location(self, key: str, box: ItemBox | None = None) -> ItemLocation:
         """Where a value or one box of a tensor lies; raises IncompleteCheckpoint."""
         location = self.locations.get((key, None if box is None else box.offsets))
         if location is None:
-            where = key if box is None else f"{key} at {list(box.offsets)}"
+            what = _called(key, None if box is None else box.offsets)
             raise IncompleteCheckpoint(
-                f"{self.folder}: {METADATA} does not say in which file {where} is"
+                f"{self.folder}: {METADATA} does not say in which file {what} is"
             )
         return location
 
@@ -119,14 +137,17 @@ class ItemTable:
 def read_table(folder: str) -> ItemTable:
     """The metadata of a folder: one `.metadata`, or those of all ranks combined.
 
-    Raises CorruptCheckpoint, IncompleteCheckpoint (no metadata, or none of some rank),
-    UnsupportedCheckpoint (items that are compressed or encrypted).
+    Raises CorruptCheckpoint (values of wrong types, parts that contradict each other),
+    IncompleteCheckpoint (no metadata, or none of some rank; an item without a location),
+    UnsupportedCheckpoint (items that are compressed or encrypted; more than 2 GiB).
     """
     with os.scandir(folder) as entries:
         files = sorted(entry.path for entry in entries if entry.name.endswith(METADATA))
     name = os.path.join(folder, METADATA)
     if sources.is_file(name):
-        return _read_one(folder, tuple(files), name)
+        table = _read_one(folder, tuple(files), name)
+        need_agreement(table, name)
+        return table
     ranks = {
         int(match[1]): path
         for path in files
@@ -140,31 +161,60 @@ def read_table(folder: str) -> ItemTable:
     missing = sorted(set(range(max(ranks))) - set(ranks))
     if missing:
         raise missing_ranks(folder, missing, hint=f"expected __{missing[0]}{METADATA}")
-    return _combined([_read_one(folder, tuple(files), ranks[rank]) for rank in sorted(ranks)])
+    table = _combined([_read_one(folder, tuple(files), ranks[rank]) for rank in sorted(ranks)])
+    need_agreement(table, os.path.join(folder, f"__*{METADATA}"))
+    return table
 
 
 def _read_one(folder: str, files: tuple[str, ...], name: str) -> ItemTable:
     with sources.opened(name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_METADATA:
+            raise UnsupportedCheckpoint(
+                f"{name} has {size} bytes; zckpt reads metadata of up to {MAX_METADATA}",
+                hint="save with fewer ranks, or with fewer tensors",
+            )
         text = file.read()
     try:
-        fields = dict(attributes(Unpickler(text).load()))
-    except CorruptCheckpoint as error:
-        raise CorruptCheckpoint(f"{name}: {error.message}", error.hint) from error
-    if not {"state_dict_metadata", "storage_data"} <= fields.keys():
-        raise CorruptCheckpoint(f"{name} is not metadata of torch.distributed.checkpoint")
-    items = {key: _item(value) for key, value in fields.pop("state_dict_metadata").items()}
-    return ItemTable(folder, files, items, _locations(folder, fields.pop("storage_data")), fields)
+        return _table(folder, files, Unpickler(text).load())
+    except (CorruptCheckpoint, UnsupportedCheckpoint) as error:
+        named = error.message.startswith(folder)
+        message = error.message if named else f"{name}: {error.message}"
+        raise type(error)(message, error.hint) from error
+    except RecursionError as error:
+        raise CorruptCheckpoint(f"{name}: its values are nested too deeply") from error
+
+
+def _table(folder: str, files: tuple[str, ...], content: Any) -> ItemTable:
+    fields = dict(attributes(content))
+    if missing := FIELDS - fields.keys():
+        raise CorruptCheckpoint(
+            f"it is not metadata of torch.distributed.checkpoint: no {listed(sorted(missing))}"
+        )
+    described, stored = fields.pop("state_dict_metadata"), fields.pop("storage_data")
+    if not isinstance(described, dict) or not isinstance(stored, dict):
+        raise CorruptCheckpoint("its items or their locations are not a dictionary")
+    locations = _locations(folder, stored)
+    # every box is stored, so a list that many tensors share cannot be long
+    room = len(locations) + MAX_AXES
+    items: Items = {}
+    for key, record in described.items():
+        items[_text(key, "a key")] = item = _item(key, record, room)
+        room -= len(_boxes(item))
+    return ItemTable(folder, files, items, locations, fields, _paths(fields["planner_data"], items))
 
 
 def _combined(tables: list[ItemTable]) -> ItemTable:
     """The tables of all ranks as one. Ranks may repeat whole tensors: each box counts once."""
     first = tables[0]
     items, locations = dict(first.items), dict(first.locations)
-    paths = first.others.get("planner_data") or {}
+    copies: list[ItemLocation] = []
+    paths = {**first.paths}
     known = {(key, box.offsets) for key, item in items.items() for box in _boxes(item)}
     for table in tables[1:]:
         for place, location in table.locations.items():
-            locations.setdefault(place, location)
+            if locations.setdefault(place, location) is not location:
+                copies.append(location)
         for key, item in table.items.items():
             if key not in items:
                 items[key] = item
@@ -174,9 +224,8 @@ def _combined(tables: list[ItemTable]) -> ItemTable:
                 if (key, box.offsets) not in known:
                     items[key] = _with_box(items[key], box)
                     known.add((key, box.offsets))
-        paths = {**(table.others.get("planner_data") or {}), **paths}
-    others = {**first.others, "planner_data": paths}
-    return replace(first, items=items, locations=locations, others=others)
+        paths = {**table.paths, **paths}
+    return replace(first, items=items, locations=locations, paths=paths, copies=tuple(copies))
 
 
 def _boxes(item: TensorItem | None) -> tuple[ItemBox, ...]:
@@ -189,37 +238,124 @@ def _with_box(item: TensorItem | None, box: ItemBox) -> TensorItem:
     return replace(item, boxes=(*item.boxes, box))
 
 
-def _item(record: Any) -> TensorItem | None:
+def _item(key: str, record: Any, most: int) -> TensorItem | None:
+    """What is described under a key; `most` is the number of boxes that it may have."""
     fields = attributes(record)
-    if "chunks" not in fields:
+    if not fields:  # BytesStorageMetadata
         return None
+    if not {"properties", "size", "chunks"} <= fields.keys():
+        raise CorruptCheckpoint(f"{shown(key)} is neither a tensor nor a value")
     # TensorProperties pickles a tuple; the dtype is its first element
-    properties = fields["properties"].state
-    dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+    properties = fields["properties"]
+    properties = properties.state if isinstance(properties, Foreign) else None
+    if isinstance(properties, dict):
+        properties = (properties.get("dtype"),)
+    dtype = properties[0] if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, Global):
-        raise CorruptCheckpoint(f"{METADATA} is malformed: {dtype!r} is not a dtype")
+        raise CorruptCheckpoint(f"{shown(key)} has a {type(dtype).__name__} instead of a dtype")
+    chunks = fields["chunks"]
+    if not isinstance(chunks, (list, tuple)) or len(chunks) > most:
+        raise CorruptCheckpoint(
+            f"the pieces of {shown(key)} are not a list, or more than the files have"
+        )
     boxes = (
-        ItemBox(tuple(box["offsets"]), tuple(box["sizes"]))
-        for box in map(attributes, fields["chunks"])
+        ItemBox(_numbers(box.get("offsets"), key), _numbers(box.get("sizes"), key))
+        for box in map(attributes, chunks)
     )
-    return TensorItem(dtype.name.removeprefix("torch."), tuple(fields["size"]), tuple(boxes))
+    size = _numbers(fields["size"], key)
+    if prod(size) >= MAX_NUMBER:
+        raise CorruptCheckpoint(f"the sizes of {shown(key)} are those of {prod(size)} elements")
+    return TensorItem(dtype.name.removeprefix("torch."), size, tuple(boxes))
 
 
 def _locations(folder: str, storage: Mapping[Any, Any]) -> dict[ItemKey, ItemLocation]:
     locations: dict[ItemKey, ItemLocation] = {}
+    paths: dict[str, str] = {}  # of files, by the names that the metadata has
+    begins: dict[tuple[str, int], int] = {}
     for index, info in storage.items():
         item, stored = attributes(index), attributes(info)
+        key, offsets = _text(item.get("fqn"), "a key"), item.get("offset")
         if stored.get("transform_descriptors"):
             raise UnsupportedCheckpoint(
-                f"{folder}: {item['fqn']} is stored compressed or encrypted "
-                f"({stored['transform_descriptors']})"
+                f"{shown(key)} is stored compressed or encrypted: "
+                f"{_texts(stored['transform_descriptors'])}"
             )
-        name = stored["relative_path"]
-        offsets = item.get("offset")
-        key = item["fqn"], None if offsets is None else tuple(offsets)
-        path = path_inside(folder, name, METADATA)
-        locations[key] = ItemLocation(path, stored["offset"], stored["length"])
+        name = _text(stored.get("relative_path"), "the name of a file")
+        if not name.isprintable():
+            raise CorruptCheckpoint(f"no file is called {name!r}")
+        if name not in paths:
+            paths[name] = path_inside(folder, name, METADATA)
+        offset, length = _numbers((stored.get("offset"), stored.get("length")), key)
+        place = key, None if offsets is None else _numbers(offsets, key)
+        if place in locations:
+            raise CorruptCheckpoint(f"two files are stated for {_called(*place)}")
+        begin = paths[name], offset
+        begins[begin] = begins.get(begin, 0) + 1
+        locations[place] = ItemLocation(*begin, length)
+    if len(begins) < len(locations):
+        for place, location in locations.items():
+            if begins[location.file, location.offset] > 1:
+                locations[place] = replace(location, shared=True)
     return locations
+
+
+def _paths(planner_data: Any, items: Items) -> dict[str, KeyPath]:
+    """The path of every key; empty if the writer kept none, or something of its own instead."""
+    if not isinstance(planner_data, dict) or planner_data.keys().isdisjoint(items):
+        return {}
+    return {_text(key, "a key"): _path(key, path) for key, path in planner_data.items()}
+
+
+def _path(key: str, path: Any) -> KeyPath:
+    if (
+        not isinstance(path, (tuple, list))
+        or not 0 < len(path) <= MAX_PATH
+        or not all(
+            type(step) is str or (type(step) is int and 0 <= step < MAX_NUMBER) for step in path
+        )
+    ):
+        raise CorruptCheckpoint(f"the path of {shown(key)} is not a list of up to {MAX_PATH} keys")
+    # the lengths first, since many paths may refer to one long text
+    length = len(path) - 1 + sum(len(step) for step in path if isinstance(step, str))
+    if length > len(key) or ".".join(map(str, path)) != key:
+        raise CorruptCheckpoint(f"the path of {shown(key)} leads to another item")
+    return tuple(path)
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
+        raise CorruptCheckpoint(f"{what} is not a text of up to {MAX_TEXT} characters")
+    return value
+
+
+def _numbers(values: Any, key: str) -> tuple[int, ...]:
+    """Sizes, offsets or lengths."""
+    if isinstance(values, (tuple, list)) and len(values) <= MAX_AXES:
+        for value in values:
+            if type(value) is not int or not 0 <= value < MAX_NUMBER:
+                break
+        else:
+            return tuple(values)
+    raise CorruptCheckpoint(
+        f"the sizes or offsets of {shown(key)} are not numbers that a tensor can have"
+    )
+
+
+def _texts(values: Any) -> str:
+    """A list of texts for a message; the type of anything else."""
+    if isinstance(values, (list, tuple)):
+        return listed([str(value)[:80] for value in values[:9] if isinstance(value, str)])
+    return type(values).__name__
+
+
+def shown(key: str) -> str:
+    """A key for a message, in one line."""
+    return key if key.isprintable() else repr(key)
+
+
+def _called(key: str, offsets: tuple[int, ...] | None) -> str:
+    """An item's name in a message."""
+    return shown(key) if offsets is None else f"{shown(key)} at {list(offsets)}"
 
 
 def attributes(record: Any) -> dict[str, Any]:
@@ -228,138 +364,5 @@ def attributes(record: Any) -> dict[str, Any]:
     if state is None:  # BytesStorageMetadata has none
         return {}
     if not isinstance(record, Foreign) or not isinstance(state, dict):
-        raise CorruptCheckpoint(f"{METADATA} is malformed")
+        raise CorruptCheckpoint("a description of an item is malformed")
     return state
-
-
-class ItemFiles:
-    """The item files of a folder, each opened when one of its items is needed.
-
-    `sizes` are the bytes of every file that was opened, by path.
-    """
-
-    def __init__(self) -> None:
-        self.sizes: dict[str, int] = {}
-        self._parsed: Parsed = {}
-        self._tensors: dict[tuple[str, int], dict[str, Stored]] = {}
-
-    def stored(self, location: ItemLocation, key: str) -> Stored | None:
-        """The tensor `key`, if a safetensors file begins at the location; None if it does not."""
-        begin = location.file, location.offset
-        if begin not in self._tensors:
-            self._require(location, 1)
-            with sources.opened(location.file) as file:
-                file.seek(location.offset)
-                is_torch = file.read(2) == b"PK"
-            if is_torch:
-                return None
-            tensors, _ = read_with_metadata(location.file, location.offset)
-            self._tensors[begin] = {stored.name: stored for stored in tensors}
-        if key not in self._tensors[begin]:
-            raise IncompleteCheckpoint(
-                f"{location.file} lacks {key}, which should be there according to {METADATA}"
-            )
-        return self._tensors[begin][key]
-
-    def torch_file(self, location: ItemLocation) -> TorchFile:
-        """The item as a file of torch.save, which it is in full."""
-        self._require(location, location.length)
-        extent = Extent(location.file, location.offset, location.length)
-        return TorchFile(location.file, self._parsed, extent)
-
-    def _require(self, location: ItemLocation, length: int) -> None:
-        """Raises IncompleteCheckpoint unless the file exists and has these bytes."""
-        path, stop = location.file, location.offset + length
-        if path not in self.sizes:
-            if not sources.is_file(path):
-                hint = "copy the whole directory; every rank writes files of its own"
-                raise missing_file(path, METADATA, hint)
-            self.sizes[path] = sources.size(path)
-        if min(location.offset, length) < 0 or stop > self.sizes[path]:
-            raise IncompleteCheckpoint(
-                f"{path} has {self.sizes[path]} bytes, but {METADATA} needs at least {stop}",
-                hint="it was cut short; take another copy of it",
-            )
-
-
-def require_same(
-    location: ItemLocation,
-    key: str,
-    stored: tuple[str, tuple[int, ...]] | None,
-    stated: tuple[str, tuple[int, ...]],
-) -> None:
-    """Raises InconsistentCheckpoint unless a stored dtype and shape are those of the metadata.
-
-    `stored` is None for an item that is not a tensor.
-    """
-    if stored != stated:
-        raise InconsistentCheckpoint(
-            f"{location.file} should have {stated[0]} {list(stated[1])} of {key} at byte "
-            f"{location.offset} according to {METADATA}, but something else is there"
-        )
-
-
-# -- writing
-
-
-def metadata(
-    items: Items,
-    paths: Mapping[str, tuple[Any, ...]],
-    locations: Iterable[tuple[ItemKey, ItemLocation]],
-    **others: Any,
-) -> Foreign:
-    """The object to pickle as `.metadata`; files of locations are relative to its folder.
-
-    `paths` are the keys that lead to each item in the program's state dict. torch ignores `others`.
-    """
-    return _record(
-        "metadata.Metadata",
-        state_dict_metadata={key: _item_record(item) for key, item in items.items()},
-        planner_data=paths,
-        storage_data={
-            _record(
-                "metadata.MetadataIndex",
-                fqn=key,
-                offset=None if offsets is None else Size(offsets),
-                index=None,
-            ): _record(
-                "filesystem._StorageInfo",
-                relative_path=location.file,
-                offset=location.offset,
-                length=location.length,
-            )
-            for (key, offsets), location in locations
-        },
-        storage_meta=None,
-        version=VERSION,
-        **others,
-    )
-
-
-def _item_record(item: TensorItem | None) -> Foreign:
-    if item is None:
-        return _record("metadata.BytesStorageMetadata")
-    properties = _record("metadata.TensorProperties")
-    properties.state = (
-        Global(f"torch.{item.torch_dtype}"),
-        Foreign(Global("torch.serialization._get_layout"), ("torch.strided",)),
-        False,
-        Foreign(Global("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"), (0,)),
-        False,
-    )
-    return _record(
-        "metadata.TensorStorageMetadata",
-        properties=properties,
-        size=Size(item.shape),
-        chunks=[
-            _record(
-                "metadata.ChunkStorageMetadata", offsets=Size(box.offsets), sizes=Size(box.sizes)
-            )
-            for box in item.boxes
-        ],
-    )
-
-
-def _record(name: str, **state: Any) -> Foreign:
-    """An object of one of torch.distributed.checkpoint's dataclasses."""
-    return Foreign(Global(f"torch.distributed.checkpoint.{name}"), (), state or None, "new")

@@ -17,11 +17,13 @@ from typing import Any
 
 from ..core import sources
 from ..core.fragments import Extent
-from ..errors import HINTS, CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
+from ..errors import HINTS, MALFORMED, CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
+from .hdf5groups import check_names
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 MAX_ELEMENTS = 1 << 16  # of a dataset that is read as a value
 MAX_DEPTH = 64
+MAX_STEPS = 500_000  # past texts in heaps; a heap of 4096 bytes has at most 256
 REFERENCE = struct.Struct("<IQI")  # to a string: its length, a heap's address, a number in it
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16",
@@ -68,7 +70,7 @@ def root_names(path: str) -> set[bytes]:
     try:
         with import_h5py().File(path, "r", locking=False) as opened:
             return {name.encode() for name in opened}
-    except (MissingExtra, OSError, RuntimeError, ValueError) as error:
+    except (MissingExtra, OSError, RuntimeError, *MALFORMED) as error:
         _raise_if_system(path, error)
         return set()
 
@@ -112,30 +114,57 @@ def read(path: str, is_tensor: Callable[[str], bool]) -> tuple[dict[str, Dataset
     """
     h5py = import_h5py()
     try:
-        with sources.opened(path), h5py.File(path, "r", locking=False) as opened:
-            return _contents(h5py, path, opened, is_tensor)
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
+        with sources.opened(path) as file, h5py.File(path, "r", locking=False) as opened:
+            return _contents(h5py, path, file.fileno(), opened, is_tensor)
+    except (OSError, RuntimeError, *MALFORMED) as error:
         _raise_if_system(path, error)
         raise CorruptCheckpoint(f"{path} is a damaged HDF5 file: {error}") from error
 
 
 def _contents(
-    h5py: Any, path: str, opened: Any, is_tensor: Callable[[str], bool]
+    h5py: Any, path: str, file: int, opened: Any, is_tensor: Callable[[str], bool]
 ) -> tuple[dict[str, Dataset], dict[str, Any]]:
     if opened.userblock_size:
         raise UnsupportedCheckpoint(f"{path} begins with a user block")
     file_size = sources.size(path)
     tensors: dict[str, Dataset] = {}
     values: dict[str, Any] = {}
-    for name, dataset in _datasets(h5py, path, opened.id):
+    bounds = _Bounds(path, file_size)
+    for name, dataset in _datasets(h5py, path, file, opened.id):
         if is_tensor(name):
-            tensors[name] = _tensor(h5py, path, file_size, name, dataset)
+            tensors[name] = _tensor(h5py, path, bounds, name, dataset)
         else:
-            values[name] = _value(h5py, path, file_size, name, dataset)
+            values[name] = _value(h5py, path, bounds, name, dataset)
     return tensors, values
 
 
-def _datasets(h5py: Any, path: str, root: Any) -> Iterator[tuple[str, Any]]:
+class _Bounds:
+    """How much of a file is left for datasets: they lie beside each other.
+
+    Datasets that share their bytes could have any size together. So could texts, which a heap lists
+    one after another.
+    """
+
+    def __init__(self, path: str, file_size: int) -> None:
+        self.path = path
+        self.file_size = file_size
+        self.bytes = file_size
+        self.steps = MAX_STEPS
+
+    def take(self, name: str, length: int) -> None:
+        """Counts the bytes of a dataset; raises CorruptCheckpoint."""
+        self.bytes -= length
+        if self.bytes < 0:
+            raise CorruptCheckpoint(f"{self.path}: {name} shares its bytes with other datasets")
+
+    def step(self) -> None:
+        """Counts a text in a heap; raises CorruptCheckpoint."""
+        self.steps -= 1
+        if self.steps < 0:
+            raise CorruptCheckpoint(f"{self.path}: its texts are in too many places")
+
+
+def _datasets(h5py: Any, path: str, file: int, root: Any) -> Iterator[tuple[str, Any]]:
     """Every dataset by its path; links to elsewhere and circles of groups are refused.
 
     Uses h5py's low-level objects: a file has tens of thousands of datasets, and the high-level
@@ -145,7 +174,8 @@ def _datasets(h5py: Any, path: str, root: Any) -> Iterator[tuple[str, Any]]:
     waiting: list[tuple[str, Any, int]] = [("", h5py.h5g.open(root, b"/"), 0)]
     while waiting:
         prefix, group, depth = waiting.pop()
-        for name in group:
+        names = list(group)
+        for name in names:
             full_name = prefix + name.decode("utf-8", "surrogateescape")
             if group.links.get_info(name).type != h5py.h5l.TYPE_HARD:
                 raise UnsupportedCheckpoint(f"{path}: {full_name} is a link to somewhere else")
@@ -160,19 +190,21 @@ def _datasets(h5py: Any, path: str, root: Any) -> Iterator[tuple[str, Any]]:
                 waiting.append((f"{full_name}/", item, depth + 1))
             else:
                 raise UnsupportedCheckpoint(f"{path}: {full_name} is neither group nor dataset")
+        header = h5py.h5o.get_info(group).addr
+        check_names(path, file, header, prefix.rstrip("/"), set(names))
 
 
-def _tensor(h5py: Any, path: str, file_size: int, name: str, dataset: Any) -> Dataset:
+def _tensor(h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any) -> Dataset:
     numpy_dtype = dataset.dtype
     dtype = DTYPES.get(numpy_dtype.name)
     if dtype is None or numpy_dtype.byteorder == ">":
         raise UnsupportedCheckpoint(f"{path}: {name} has elements of type {numpy_dtype}")
-    shape, extent = _location(h5py, path, file_size, name, dataset, numpy_dtype.itemsize)
+    shape, extent = _location(h5py, path, bounds, name, dataset, numpy_dtype.itemsize)
     return Dataset(dtype, shape, extent)
 
 
 def _location(
-    h5py: Any, path: str, file_size: int, name: str, dataset: Any, size: int
+    h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any, size: int
 ) -> tuple[tuple[int, ...], Extent]:
     """Shape and bytes of a dataset whose elements take `size` bytes each."""
     shape = tuple(map(int, dataset.shape or ()))
@@ -188,15 +220,16 @@ def _location(
     if not length:
         return shape, Extent(path, 0, 0)
     offset = dataset.get_offset()
-    if offset is None or offset + length > file_size:
+    if offset is None or offset + length > bounds.file_size:
         raise CorruptCheckpoint(
             f"{path} ends early: {name} is not inside it",
             hint="the file was cut short, or the save did not finish",
         )
+    bounds.take(name, length)
     return shape, Extent(path, int(offset), length)
 
 
-def _value(h5py: Any, path: str, file_size: int, name: str, dataset: Any) -> Any:
+def _value(h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any) -> Any:
     """A number, a list of numbers, or text.
 
     The bytes are read here, not by h5py: in a damaged file the library trusts what it reads, and
@@ -207,27 +240,30 @@ def _value(h5py: Any, path: str, file_size: int, name: str, dataset: Any) -> Any
     if not is_text and numpy_dtype.kind not in "iufb":
         raise UnsupportedCheckpoint(f"{path}: {name} is neither number nor text ({numpy_dtype})")
     size = REFERENCE.size if is_text else numpy_dtype.itemsize
-    shape, extent = _location(h5py, path, file_size, name, dataset, size)
+    shape, extent = _location(h5py, path, bounds, name, dataset, size)
     if prod(shape) > MAX_ELEMENTS or (is_text and shape):
         raise UnsupportedCheckpoint(f"{path}: {name} has shape {shape}")
     with sources.opened(path) as file:
         data = sources.pread(file.fileno(), extent.length, extent.offset)
         if is_text:
-            return _text(file.fileno(), path, file_size, name, data)
+            return _text(file.fileno(), path, bounds, name, data)
     import numpy as np  # h5py has imported it
 
     return np.frombuffer(data, numpy_dtype).reshape(shape).tolist()
 
 
-def _text(file: int, path: str, file_size: int, name: str, reference: bytes) -> str:
+def _text(file: int, path: str, bounds: _Bounds, name: str, reference: bytes) -> str:
     """A string: an object in a global heap, found there by its number."""
+    file_size = bounds.file_size
     length, address, number = REFERENCE.unpack(reference)
     head = sources.pread(file, 16, address) if address < file_size else b""
     end = address + int.from_bytes(head[8:16], "little")
     offset = address + 16
     while head[:4] == b"GCOL" and offset + 16 <= min(end, file_size):
+        bounds.step()
         candidate, size = struct.unpack("<H6xQ", sources.pread(file, 16, offset))
         if candidate == number and length <= size and offset + 16 + size <= file_size:
+            bounds.take(name, length)
             return sources.pread(file, length, offset + 16).decode("utf-8", "surrogateescape")
         if not candidate:  # the heap's free space
             break

@@ -21,7 +21,7 @@ from ..core import sources
 from ..core.dtypes import SIZES
 from ..core.fileio import align
 from ..core.fragments import Extent
-from ..errors import CorruptCheckpoint
+from ..errors import MALFORMED, CorruptCheckpoint, brief
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
@@ -53,11 +53,15 @@ def read_with_metadata(path: str, begin: int = 0) -> tuple[list[Stored], dict[st
         file.seek(begin)
         length = int.from_bytes(file.read(8), "little")
         first = begin + 8 + length
-        if size < begin + 8 or length > MAX_HEADER or first > size:
+        if size < begin + 8 or first > size:
             raise CorruptCheckpoint(f"{path} ends early, or is not a safetensors file")
+        if length > MAX_HEADER:
+            raise CorruptCheckpoint(
+                f"{path} has a header of {length} bytes; safetensors allows {MAX_HEADER}"
+            )
         try:
             header = json.loads(file.read(length).decode(), object_pairs_hook=_unique)
-            metadata = header.pop("__metadata__", None) or {}
+            metadata = _texts(header.pop("__metadata__", None) or {})
             tensors = [
                 Stored(
                     name,
@@ -67,20 +71,27 @@ def read_with_metadata(path: str, begin: int = 0) -> tuple[list[Stored], dict[st
                 )
                 for name, item in header.items()
             ]
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        except MALFORMED as error:
             raise CorruptCheckpoint(f"{path}: the safetensors header is malformed") from error
     tensors.sort(key=lambda stored: (stored.extent.offset, stored.extent.length))
     end = first
     for stored in tensors:
         wrong = stored.extent.offset != end
         if wrong or stored.extent.length != prod(stored.shape) * SIZES[stored.dtype]:
-            raise CorruptCheckpoint(f"{path}: the header contradicts itself at {stored.name!r}")
+            raise CorruptCheckpoint(
+                f"{path}: the header contradicts itself at {brief(stored.name)}"
+            )
         end += stored.extent.length
     if end != size:
         raise CorruptCheckpoint(
             f"{path} has {size} bytes, its header says {end}", hint="it was cut short, or grew"
         )
-    return tensors, {key: text for key, text in metadata.items() if isinstance(text, str)}
+    return tensors, metadata
+
+
+def _texts(metadata: Any) -> dict[str, str]:
+    """The texts of the metadata: safetensors itself has no other values there."""
+    return {key: text for key, text in metadata.items() if isinstance(text, str)}
 
 
 def _dtype(name: Any) -> str:

@@ -25,17 +25,41 @@ from ..core import sources
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, decode
 from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
 from ..core.inert import Foreign, Global, Scalar
-from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint
+from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, brief
 from .unpickle import BUILTINS, Build, Unpickler
 
 TORCH_DTYPES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
-MAX_PICKLE = 1 << 30  # bytes
+# Bytes of a file's pickle, which is parsed in memory: a tensor takes 100 to 300, so that the
+# weights and states of a million parameters fit in.
+MAX_PICKLE = 1 << 30
+# Bytes of a zip's directory: a storage takes 100 to 150, and a rank of stage 3 has one for each of
+# a model's parameters. There are 50,000 in the largest models; a million fit in.
+MAX_DIRECTORY = 1 << 28
+MAX_AXES = 64  # torch's own limit
+# Tensors of one file may share memory: tied weights, views of a flat buffer, and masks that were
+# expanded to a batch (stride 0). These bounds leave room for all of them. Without bounds a tensor
+# with stride 0 has any size, and whoever reads it never ends.
+SPARE_BYTES, COPIES = 64 << 20, 8  # of all tensors: a fixed number, and times the file's size
+SPARE_RUNS, BYTES_PER_RUN = 250_000, 8  # runs of elements that do not follow each other
 SMALL = 1 << 20  # bytes; a record up to this size is checked when a tensor in it is read
-Parsed = dict[tuple[int, int, int], Any]
+Parsed = dict[tuple[int, int, int], "_Loaded"]
 """Parsed pickles by length, CRC-32 and hash; one dictionary for the files of all ranks."""
 _peeked: Parsed = {}
 """The last pickle that `peek` parsed, until a TorchFile takes it."""
-_NOTHING = object()
+_refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
+"""The error of the last pickle that could not be read, by its file."""
+
+
+class _Loaded(NamedTuple):
+    """What a pickle is: its value, and how much its tensors have, each view counted once.
+
+    `bytes` is the sum of their elements' bytes, `runs` how many reads those need whose elements are
+    apart in the file.
+    """
+
+    value: Any
+    bytes: int
+    runs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +128,27 @@ class TorchFile:
             head = sources.pread(file.fileno(), 4, within.offset)
             if head == b"PK\3\4":
                 seen = {} if parsed is None else parsed
-                self.value = self._read_zip(file.fileno(), within, seen)
-            elif head[:1] == b"\x80" and 2 <= head[1] <= 5 and not within.offset:
-                self.value = self._read_legacy(file.fileno())
+                loaded = self._read_zip(file.fileno(), within, seen)
+            elif head[:1] == b"\x80" and head[1:2] in _PROTOCOLS and not within.offset:
+                loaded = self._read_legacy(file.fileno())
             elif not self.size:
                 raise CorruptCheckpoint(f"{path} is empty", hint="the save did not finish")
             elif head == b"vers":  # "version https://git-lfs.github.com/..."
                 raise CorruptCheckpoint(f"{path} is a Git LFS pointer", hint="run `git lfs pull`")
             else:
                 raise CorruptCheckpoint(f"{path} is not a file of torch.save")
+        self.value = loaded.value
+        if loaded.bytes > SPARE_BYTES + COPIES * self.size:
+            raise CorruptCheckpoint(
+                f"{path} has {self.size} bytes, but its tensors have {loaded.bytes}",
+                hint="a tensor was expanded, or many are views of the same elements: save copies "
+                "of them, as by tensor.clone()",
+            )
+        if loaded.runs > SPARE_RUNS + self.size // BYTES_PER_RUN:
+            raise UnsupportedCheckpoint(
+                f"{path} has tensors whose elements are apart in {loaded.runs} places",
+                hint="save them as they are in memory after tensor.contiguous()",
+            )
 
     # -- the bytes of a tensor
 
@@ -191,7 +227,7 @@ class TorchFile:
 
     # -- torch >= 1.6
 
-    def _read_zip(self, file: int, within: Extent, parsed: Parsed) -> Any:
+    def _read_zip(self, file: int, within: Extent, parsed: Parsed) -> _Loaded:
         members = read_directory(file, within)
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
@@ -203,7 +239,11 @@ class TorchFile:
 
         stated = members[pickles[0]]
         if stated.length > MAX_PICKLE:
-            raise UnsupportedCheckpoint(f"{self.path} holds a pickle of {stated.length} bytes")
+            raise UnsupportedCheckpoint(
+                f"{self.path} has a pickle of {stated.length} bytes; zckpt reads up to "
+                f"{MAX_PICKLE}",
+                hint="save large values as tensors, or in files of their own",
+            )
         text = _member(file, stated, self.path)
         for name, member in members.items():
             if member.length and name.startswith(folder + "data/"):
@@ -213,13 +253,25 @@ class TorchFile:
         # CRC-32 alone: of 10,000 checkpoints of 1,000 ranks one has two equal values by chance
         seen = (stated.length, zlib.crc32(text), hash(text))
         if seen not in parsed:
-            peeked = _peeked.pop(seen, _NOTHING)
-            parsed[seen] = _Parser(text, self.path).load() if peeked is _NOTHING else peeked
+            peeked = _peeked.pop(seen) if seen in _peeked else None
+            parsed[seen] = peeked or self._parse(text, seen)
         return parsed[seen]
+
+    def _parse(self, text: bytes, seen: tuple[int, int, int]) -> _Loaded:
+        """The pickle of a zip. Several formats may look at a file: an error is raised again."""
+        known = _refused.get((self.path, seen))
+        if known is not None:
+            raise known
+        try:
+            return _Parser(text, self.path).loaded()
+        except (CorruptCheckpoint, UnsupportedCheckpoint) as error:
+            _refused.clear()
+            _refused[self.path, seen] = type(error)(error.message, error.hint)
+            raise
 
     # -- torch < 1.6
 
-    def _read_legacy(self, file: int) -> Any:
+    def _read_legacy(self, file: int) -> _Loaded:
         with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
             magic = _Parser(data, self.path)
             if magic.load() != 0x1950A86A20F9469CFC6C:
@@ -232,7 +284,7 @@ class TorchFile:
             if not (isinstance(about, dict) and about.get("little_endian", True)):
                 raise UnsupportedCheckpoint(f"{self.path} was written on a big-endian machine")
             parser = _Parser(data, self.path, system.position)
-            value = parser.load()
+            loaded = parser.loaded()
             keys = _Parser(data, self.path, parser.position)
             names = keys.load()
             offset = keys.position
@@ -249,7 +301,7 @@ class TorchFile:
                 # this container has no checksums
                 self.records[key] = Record(Extent(self.path, offset + 8, length), None)
                 offset += 8 + length
-        return value
+        return loaded
 
 
 def peek(path: str) -> Any:
@@ -272,10 +324,22 @@ class _Parser(Unpickler):
     """The unpickler with torch's storages and tensors in its table of functions."""
 
     def __init__(self, data: Any, path: str, start: int = 0) -> None:
-        table = {**BUILTINS, **_TENSORS}
-        super().__init__(data, start, table=table, persistent=self.storage)
+        super().__init__(data, start, table=_FUNCTIONS, persistent=self.storage)
         self.path = path
         self.storages: dict[str, Storage] = {}
+        self.tensors: set[Tensor] = set()
+
+    def build(self, build: Build, arguments: tuple[Any, ...]) -> Any:
+        value = super().build(build, arguments)
+        if type(value) is Tensor:
+            self.tensors.add(value)
+        return value
+
+    def loaded(self) -> _Loaded:
+        """The value of the pickle, and how much its tensors have."""
+        value = self.load()
+        length = sum([tensor.numel * SIZES[tensor.dtype] for tensor in self.tensors])
+        return _Loaded(value, length, sum(map(_runs, self.tensors)))
 
     def load(self) -> Any:
         try:
@@ -285,6 +349,8 @@ class _Parser(Unpickler):
 
     def storage(self, identity: Any) -> Storage:
         """The storage of torch's persistent id: ("storage", type, key, location, numel[, view])."""
+        if not isinstance(identity, tuple) or len(identity) not in (5, 6):
+            raise CorruptCheckpoint("a pickle names a storage in a way that torch does not")
         kind, cls, key, _location, numel, *view = identity
         dtype = STORAGES.get(cls.name.rsplit(".", 1)[-1]) if isinstance(cls, Global) else None
         if kind != "storage" or dtype is None or not isinstance(key, str):
@@ -316,11 +382,21 @@ def _tensor(
 ) -> Tensor:
     if not isinstance(storage, Storage) or len(shape) != len(strides):
         raise CorruptCheckpoint("a pickle builds a tensor from a value that is not a storage")
+    if len(shape) > MAX_AXES:
+        raise CorruptCheckpoint(f"a tensor has {len(shape)} axes")
     if lazy:  # {"conj": True} or {"neg": True}: the bytes are not the values
         raise UnsupportedCheckpoint("a tensor with a pending conjugation or negation")
     sizes, steps = tuple(map(_size, shape)), tuple(map(_size, strides))
     _size(prod(sizes))
     return Tensor(storage, storage.dtype, _size(offset), sizes, steps)
+
+
+def _runs(tensor: Tensor) -> int:
+    """How many runs of elements a tensor is, as its strides give them; 0 if it is contiguous."""
+    if tensor.contiguous:
+        return 0
+    inner = [size for size, stride in zip(tensor.shape, tensor.strides, strict=True) if stride == 1]
+    return tensor.numel // max([1, *inner])
 
 
 def _typed_tensor(
@@ -337,7 +413,7 @@ def _typed_tensor(
     name = TORCH_DTYPES.get(dtype.name) if isinstance(dtype, Global) else None
     if name is None:
         raise UnsupportedCheckpoint(
-            f"zckpt does not read tensors of type {getattr(dtype, 'name', dtype)}",
+            f"zckpt does not read tensors of type {brief(getattr(dtype, 'name', dtype))}",
             hint="cast them before saving, or leave them out of the checkpoint",
         )
     plain = _tensor(storage, offset, shape, strides, grad, hooks, lazy)
@@ -361,6 +437,8 @@ _TENSORS: dict[str, Build] = {
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     "torch._tensor._rebuild_from_type_v2": _from_type,
 }
+_FUNCTIONS = {**BUILTINS, **_TENSORS}
+_PROTOCOLS = (b"\2", b"\3", b"\4", b"\5")
 
 
 # -- the zip directory
@@ -437,6 +515,11 @@ def read_directory(file: int, within: Extent) -> dict[str, ZipMember]:
         count, length, start = struct.unpack_from("<QQQ", record, 32)
     if start + length > size or 46 * count > length:
         raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
+    if length > MAX_DIRECTORY:
+        raise UnsupportedCheckpoint(
+            f"{path} has a zip directory of {length} bytes; zckpt reads up to {MAX_DIRECTORY}",
+            hint="save the checkpoint in several files, or by its ranks",
+        )
     directory = tail[start - behind :][:length] if start >= behind else read(start, length)
 
     members: dict[str, ZipMember] = {}

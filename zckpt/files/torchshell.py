@@ -19,6 +19,7 @@ from typing import Any
 
 from ..core.checksum import crc_of_zeros
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, encode
+from ..core.fileio import write_all
 from ..core.fragments import Extent
 from ..core.inert import Foreign, Global, Scalar, TensorName, map_values
 from ..core.manifest import Entry, Manifest
@@ -181,8 +182,8 @@ def state_checksums(within: Extent, crcs: Mapping[int, int]) -> None:
             for member in read_directory(file, within).values():
                 crc = crcs.get(member.offset)
                 if crc is not None:
-                    stated = struct.pack("<I", crc)
-                    os.pwrite(file, stated, member.header + 14)
-                    os.pwrite(file, stated, member.entry + 16)
+                    stated = memoryview(struct.pack("<I", crc))
+                    write_all(file, stated, member.header + 14)
+                    write_all(file, stated, member.entry + 16)
     finally:
         os.close(file)

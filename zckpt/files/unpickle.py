@@ -12,17 +12,32 @@ from __future__ import annotations
 
 import codecs
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from ..core.inert import Foreign, Global, Size
-from ..errors import CorruptCheckpoint
+from ..core.inert import (
+    MAX_EQUAL_HASHES,
+    MAX_INTEGER,
+    Foreign,
+    Global,
+    Size,
+    require_spread,
+    require_tree,
+)
+from ..errors import MALFORMED, CorruptCheckpoint
 
 Build = Callable[..., Any]
 MAX_KEY_DEPTH = 16
 MAX_KEY_ITEMS = 1000
 MAX_COPIES = 4  # of the pickle's own length, by functions that copy their arguments
+MAX_MEMO = 1 << 32  # a memo's numbers; BINPUT has four bytes for them
+# Values that a pickle builds, each as often as others refer to it. A list of numbers has one for
+# three bytes and more; the metadata of torch.distributed.checkpoint has a container for seven.
+FEW_VALUES, BYTES_PER_VALUE = 1_000_000, 3
+FEW_CONTAINERS, BYTES_PER_CONTAINER = 200_000, 6
+# Calls of functions take longest. A tensor has two or three, and takes 60 bytes and more.
+FEW_CALLS, BYTES_PER_CALL = 50_000, 10
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
@@ -35,8 +50,8 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
 BUILTINS: dict[str, Build] = {
     "collections.OrderedDict": lambda pairs=(): OrderedDict(_pairs(pairs)),
     "_codecs.encode": _encode,
-    "builtins.set": lambda items=(): set(map(_key, items)),
-    "builtins.frozenset": lambda items=(): frozenset(map(_key, items)),
+    "builtins.set": lambda items=(): set(_keys(items)),
+    "builtins.frozenset": lambda items=(): frozenset(_keys(items)),
     "builtins.bytes": lambda data=(): bytes(_octets(data)),
     "builtins.bytearray": lambda data=(), encoding="latin1": bytearray(
         _encode(data, encoding) if isinstance(data, str) else _octets(data)
@@ -53,29 +68,45 @@ def _octets(data: Any) -> bytes | list[int] | tuple[int, ...]:
 
 
 def _pairs(pairs: Any) -> list[tuple[Hashable, Any]]:
-    return [(_key(key), value) for key, value in pairs]
+    pairs = [(_key(key), value) for key, value in pairs]
+    require_spread(key for key, _ in pairs)
+    return list(pairs)
+
+
+def _keys(values: Any) -> list[Hashable]:
+    keys = [_key(value) for value in values]
+    require_spread(keys)
+    return keys
 
 
 def _key(value: Any) -> Hashable:
     """`value`, if it can be hashed and compared without deep recursion, in little time."""
-    nested, depth = [value] if isinstance(value, (tuple, frozenset)) else [], 0
+    _parts_of_key(value)
+    if not isinstance(value, Hashable):
+        raise CorruptCheckpoint("a pickle uses a list or dictionary as a key")
+    return value
+
+
+def _parts_of_key(value: Any) -> int:
+    """How many values are in a key that is a tuple, and in those within it; 0 for other keys."""
+    nested, depth, total = [value] if isinstance(value, (tuple, frozenset)) else [], 0, 0
     while nested:
         depth += 1
-        if depth > MAX_KEY_DEPTH or sum(map(len, nested)) > MAX_KEY_ITEMS:
+        count = sum(map(len, nested))
+        total += count
+        if depth > MAX_KEY_DEPTH or count > MAX_KEY_ITEMS:
             raise CorruptCheckpoint("a pickle nests a dictionary key too deeply")
         nested = [
             item for outer in nested for item in outer if isinstance(item, (tuple, frozenset))
         ]
-    if not isinstance(value, Hashable):
-        raise CorruptCheckpoint("a pickle uses a list or dictionary as a key")
-    return value
+    return total
 
 
 class Unpickler:
     """Reads one pickle of `data` from `start`; afterwards `position` is the first byte after it.
 
     `persistent` turns a persistent id (torch: a storage) into a value. Raises CorruptCheckpoint
-    if the pickle is not well-formed.
+    if the pickle is not well-formed, or if it is more work than one of its length ever needs.
     """
 
     def __init__(
@@ -94,6 +125,8 @@ class Unpickler:
         self.marked: list[list[Any]] = []  # the stacks below each mark
         self.start = start
         self.copied = 0
+        self.calls = 0
+        self.hashes: Counter[tuple[int, int]] = Counter()  # of keys that are no texts
         self.memo: dict[int, Any] = {}
         self.globals: dict[str, Global] = {}
 
@@ -107,14 +140,21 @@ class Unpickler:
                     break
                 dispatch[code](self)
             value = self.stack.pop()
-        except CorruptCheckpoint:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CorruptCheckpoint(f"malformed pickle near byte {self.position}") from error
         except struct.error as error:
             raise CorruptCheckpoint("a pickle ends early") from error
+        except MemoryError as error:
+            self.stack, self.marked, self.memo = [], [], {}
+            raise CorruptCheckpoint("a pickle needs more memory than there is") from error
+        except MALFORMED as error:
+            raise CorruptCheckpoint(f"malformed pickle near byte {self.position}") from error
         if self.stack or self.marked:
             raise CorruptCheckpoint("a pickle ends with more than one value")
+        length = self.position - self.start
+        require_tree(
+            value,
+            FEW_VALUES + length // BYTES_PER_VALUE,
+            FEW_CONTAINERS + length // BYTES_PER_CONTAINER,
+        )
         return value
 
     # -- bytes
@@ -159,6 +199,7 @@ class Unpickler:
     def call(self, function: Any, arguments: Any) -> Any:
         if not isinstance(arguments, tuple):
             raise CorruptCheckpoint("a pickle calls a function with arguments that are not a tuple")
+        self.count_call()
         if isinstance(function, Global):
             build = self.table.get(function.name)
             if build is not None:
@@ -174,18 +215,56 @@ class Unpickler:
             isinstance(key, str) for key in keywords or ()
         ):
             raise CorruptCheckpoint("a pickle builds an object with malformed keywords")
+        self.charge(len(keywords or ()))
+        self.count_call()
         if isinstance(cls, Global) and cls.name in self.table and not keywords:
             return self.build(self.table[cls.name], arguments)
         return Foreign(cls, arguments, None, "new", keywords or {})
 
     def build(self, build: Build, arguments: tuple[Any, ...]) -> Any:
         # each may copy an argument that the memo supplies repeatedly
-        self.copied += sum(
-            len(item) for item in arguments if isinstance(item, (str, bytes, tuple, list, dict))
-        )
+        self.charge(len(arguments))
+        for item in arguments:
+            if isinstance(item, (str, bytes, tuple, list, dict, set, frozenset)):
+                self.charge(len(item))
+                if isinstance(item, (list, tuple)):  # of keys, or of pairs with keys
+                    self.charge(sum([_nested(part) for part in item if type(part) in _KEYS]))
+        return build(*arguments)
+
+    def charge(self, copied: int) -> None:
+        """Counts values that were copied or looked through; raises CorruptCheckpoint."""
+        self.copied += copied
         if self.copied > MAX_COPIES * (self.position - self.start) + 1000:
             raise CorruptCheckpoint("a pickle copies the same values over and over")
-        return build(*arguments)
+
+    def count_call(self) -> None:
+        """Counts calls of functions and classes; raises CorruptCheckpoint."""
+        self.calls += 1
+        if self.calls > FEW_CALLS + (self.position - self.start) // BYTES_PER_CALL:
+            raise CorruptCheckpoint("a pickle calls functions over and over")
+
+    def key(self, value: Any, container: Any) -> Hashable:
+        """`value` as a key of a dictionary or set; raises CorruptCheckpoint."""
+        if type(value) is str:
+            return value
+        key = _key(value)
+        self.charge(_parts_of_key(value))
+        if type(value) in (Global, Foreign):
+            return key
+        if type(value) is not int or not -(1 << 60) < value < 1 << 60:
+            place = id(container), hash(key)
+            self.hashes[place] += 1
+            if self.hashes[place] > MAX_EQUAL_HASHES and key not in container:
+                raise CorruptCheckpoint("a dictionary or set has keys that were chosen to be slow")
+        return key
+
+
+_KEYS = frozenset({tuple, frozenset, Size})
+
+
+def _nested(part: Any) -> int:
+    """The parts of a value that may become a key, or a pair of a key and a value."""
+    return sum([_parts_of_key(item) for item in part if type(item) in _KEYS]) if part else 0
 
 
 def _push(make: Callable[[Unpickler], Any]) -> Callable[[Unpickler], None]:
@@ -218,9 +297,13 @@ def _string(form: str, size: int) -> Callable[[Unpickler], None]:
 
 
 def _long(form: str, size: int) -> Callable[[Unpickler], None]:
-    return _push(
-        lambda self: int.from_bytes(self.take(self.number(form, size)), "little", signed=True)
-    )
+    def make(self: Unpickler) -> int:
+        length = self.number(form, size)
+        if length > MAX_INTEGER:
+            raise CorruptCheckpoint(f"a pickle has an integer of {length} bytes")
+        return int.from_bytes(self.take(length), "little", signed=True)
+
+    return _push(make)
 
 
 def _tuple(count: int) -> Callable[[Unpickler], None]:
@@ -238,7 +321,10 @@ def _get(index: Callable[[Unpickler], int]) -> Callable[[Unpickler], None]:
 
 def _put(index: Callable[[Unpickler], int]) -> Callable[[Unpickler], None]:
     def operate(self: Unpickler) -> None:
-        self.memo[index(self)] = self.stack[-1]
+        number = index(self)
+        if not 0 <= number < MAX_MEMO:
+            raise CorruptCheckpoint("a pickle numbers a value in a way that no pickler does")
+        self.memo[number] = self.stack[-1]
 
     return operate
 
@@ -283,34 +369,39 @@ def _extend(target: Any, items: list[Any]) -> None:
         raise CorruptCheckpoint("a pickle appends to a value that is not a list")
 
 
-def _set_items(target: Any, flat: list[Any]) -> None:
-    pairs = [(_key(flat[i]), flat[i + 1]) for i in range(0, len(flat), 2)]
+def _set_items(self: Unpickler, target: Any, flat: list[Any]) -> None:
     if isinstance(target, dict):
-        target.update(pairs)
+        for i in range(0, len(flat), 2):
+            target[self.key(flat[i], target)] = flat[i + 1]
     elif isinstance(target, Foreign):
-        target.items.extend(pairs)
+        for i in range(0, len(flat), 2):
+            self.charge(_parts_of_key(flat[i]))
+            target.items.append((_key(flat[i]), flat[i + 1]))
     else:
         raise CorruptCheckpoint("a pickle sets items of a value that is not a dictionary")
 
 
 def _setitem(self: Unpickler) -> None:
     value, key = self.stack.pop(), self.stack.pop()
-    _set_items(self.stack[-1], [key, value])
+    _set_items(self, self.stack[-1], [key, value])
 
 
 def _setitems(self: Unpickler) -> None:
     flat = self.pop_mark()
-    _set_items(self.stack[-1], flat)
+    _set_items(self, self.stack[-1], flat)
 
 
 def _additems(self: Unpickler) -> None:
-    items = self.pop_mark()
-    self.stack[-1].update(map(_key, items))
+    items, target = self.pop_mark(), self.stack[-1]
+    if not isinstance(target, set):
+        raise CorruptCheckpoint("a pickle adds items to a value that is not a set")
+    for item in items:
+        target.add(self.key(item, target))
 
 
 def _dict(self: Unpickler) -> None:
     flat, value = self.pop_mark(), {}  # type: ignore[var-annotated]
-    _set_items(value, flat)
+    _set_items(self, value, flat)
     self.stack.append(value)
 
 
@@ -429,7 +520,7 @@ _TABLE: dict[bytes, Callable[[Unpickler], None]] = {
     b"d": _dict,
     b"\x8f": _push(lambda self: set()),
     b"\x90": _additems,
-    b"\x91": _push(lambda self: frozenset(map(_key, self.pop_mark()))),
+    b"\x91": _push(lambda self: frozenset(_keys(self.pop_mark()))),
     b"c": _push(lambda self: self.named(self.line().decode(), self.line().decode())),
     b"\x93": _stack_global,
     b"R": _reduce,

@@ -62,10 +62,9 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
     READERS: tuple[Reader, ...] = (
         deepspeed_read,
         deepspeed_universal_read,
-        universal_read,
         hf_read,
     )
-    CHECKING_READERS: tuple[CheckingReader, ...] = (onnxruntime_read,)
+    CHECKING_READERS: tuple[CheckingReader, ...] = (onnxruntime_read, universal_read)
     NUMBERS_READERS: tuple[NumbersReader, ...] = (dcp_read, gathered_read)
     WRITERS: tuple[Writer, ...] = (
         dcp_write,

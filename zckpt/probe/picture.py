@@ -144,7 +144,7 @@ def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> list[str]:
         os.makedirs(folder)
         for step in run.steps:
             path = os.path.join(folder, f"step_{step:08d}.txt")
-            with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+            with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
                 for rank, place in order:
                     if place[0] == step:
                         file.write(_text(rank, place, records_by_place.get((rank, place))))

@@ -155,6 +155,21 @@ def uncovered(manifest: Manifest) -> list[str]:
     return problems
 
 
+def unused(manifest: Manifest) -> list[Report]:
+    """Bytes of files that nothing in the checkpoint describes."""
+    return [
+        {
+            "message": f"{os.path.relpath(extent.file, manifest.root)}: no item covers the "
+            f"{extent.length} bytes at {extent.offset}",
+            "hint": "an item was lost, or the file is of another save",
+            "file": extent.file,
+            "offset": extent.offset,
+            "length": extent.length,
+        }
+        for extent in manifest.unused
+    ]
+
+
 def _covers(entry: Entry) -> bool:
     fragments, size = entry.fragments, SIZES[entry.dtype]
     if isinstance(fragments, Slices):

@@ -7,17 +7,28 @@ from typing import Any
 
 from ..core import compare, sources
 from ..core.compare import Result
+from ..core.dtypes import SIZES
 from ..core.fragments import Runs
 from ..core.inert import from_json, plain_group
-from ..core.manifest import Entry, Manifest, parameters_from_json, parameters_to_json
+from ..core.manifest import (
+    Entry,
+    Manifest,
+    crc_from_json,
+    parameters_from_json,
+    parameters_to_json,
+    sizes_from_json,
+    texts_from_json,
+)
 from ..core.plan import Match, match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
-from ..errors import CorruptCheckpoint
+from ..errors import MALFORMED, CorruptCheckpoint, UnsupportedCheckpoint, brief, cause
 from .pairs import selected
 from .report import difference, findings
 from .verify import inferences, needs_weights, nothing_found, with_values
 
 Report = dict[str, Any]
+MAX_PROOF = 1 << 29
+"""Bytes: 100 to 200 for each of a tensor's and a parameter's lines, as those of a manifest."""
 
 
 def about(manifest: Manifest) -> Report:
@@ -85,12 +96,21 @@ def _read_proof(path: str) -> Manifest:
     """The checkpoint that was proven, as its proof describes it: tensors are checksums only."""
     try:
         with sources.opened(path) as file:
+            if file.seek(0, 2) > MAX_PROOF:
+                raise UnsupportedCheckpoint(f"{path} is larger than any proof that zckpt writes")
+            file.seek(0)
             report = json.loads(file.read().decode("utf-8"))
         if report["equal"] is not True:
             raise CorruptCheckpoint(f"{path} proves a difference", hint="take a proof of equality")
         description = report["held"]
         entries = {
-            name: Entry(name, item["dtype"], tuple(item["shape"]), Runs([]), int(item["a"], 16))
+            name: Entry(
+                name,
+                _dtype(item["dtype"]),
+                sizes_from_json(item["shape"]),
+                Runs([]),
+                crc_from_json(item["a"]),
+            )
             for name, item in report["digests"].items()
             if "a" in item
         }
@@ -98,15 +118,29 @@ def _read_proof(path: str) -> Manifest:
         return Manifest(
             root=path,
             format="proof",
-            source=report["versions"]["a"],
+            source=_dictionary(report["versions"]["a"]),
             entries=entries,
             parameters=parameters_from_json(description["parameters"]),
-            buffers=tuple(description["buffers"]),
-            groups=None if groups is None else tuple(map(from_json, groups)),
+            buffers=texts_from_json(description["buffers"]),
+            groups=None
+            if groups is None
+            else tuple(_dictionary(from_json(group)) for group in groups),
             states_inferred=False,
         )
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise CorruptCheckpoint(
-            f"{path} is not a proof: {error!r}",
+            f"{path} is not a proof: {cause(error)}",
             hint="`zckpt verify PATH --save-proof FILE` writes one",
         ) from error
+
+
+def _dtype(name: Any) -> str:
+    if name not in SIZES:
+        raise ValueError(f"{brief(name)} is not a type of elements")
+    return str(name)
+
+
+def _dictionary(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(type(key) is str for key in value):
+        raise TypeError(f"{brief(value)} is not a JSON object")
+    return value

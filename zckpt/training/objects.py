@@ -18,6 +18,7 @@ from typing import Any
 from ..core.dtypes import TORCH_NAMES
 from ..core.facts import FlatBufferEngine
 from ..core.inert import MAX_DEPTH, Foreign, Global, inside, map_values
+from ..core.inert import PLAIN as PLAIN_TYPES
 from ..core.manifest import Manifest
 from ..errors import CorruptCheckpoint, listed
 
@@ -171,5 +172,6 @@ class _Names:
         if depth > MAX_DEPTH:
             raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
         if id(value) not in self.known:
-            self.known[id(value)] = frozenset().union(*(self.of(part, depth + 1) for part in parts))
+            named = [part for part in parts if type(part) not in PLAIN_TYPES]
+            self.known[id(value)] = frozenset().union(*(self.of(part, depth + 1) for part in named))
         return self.known[id(value)]

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
 
 from ..core.facts import StepPlace
 from ..core.inert import Scalar
-from ..core.manifest import Manifest, Sighting
+from ..core.manifest import Manifest, Sighting, is_step
 from ..errors import InconsistentCheckpoint, WrongOption
 
 Step = float | int
@@ -64,9 +63,7 @@ def counter_sightings(
 def step_of(value: Any) -> Step | None:
     """The step that a 0-d tensor or a number states; whole numbers become int."""
     number = value.value if isinstance(value, Scalar) else value
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        return None
-    if not isfinite(number):
+    if not is_step(number):
         return None
     return int(number) if number == int(number) else number
 

@@ -118,7 +118,20 @@ class TestRefused:
             metadata.state_dict_metadata["model.trunk.0.weight"].chunks.pop()
 
         change_metadata(checkpoint, change)
-        self.refused(checkpoint, errors.IncompleteCheckpoint, "model.trunk.0.weight")
+        self.refused(checkpoint, errors.CorruptCheckpoint, "model.trunk.0.weight", "no item")
+
+    def test_a_damaged_key_path(self, checkpoint: Path) -> None:
+        """It would turn a moment into a value of the program that no optimizer has."""
+
+        def change(metadata: Metadata) -> None:
+            assert metadata.planner_data is not None
+            key = "optim.state.trunk.0.weight.exp_avg"
+            metadata.planner_data[key] = ("optin", *metadata.planner_data[key][1:])
+
+        change_metadata(checkpoint, change)
+        self.refused(checkpoint, errors.CorruptCheckpoint, "optim.state.trunk.0.weight.exp_avg")
+        report = zckpt.verify(checkpoint)
+        assert "optim.state.trunk.0.weight.exp_avg" in str(report["problems"])
 
     def test_pieces_that_overlap(self, checkpoint: Path) -> None:
         def change(metadata: Metadata) -> None:
@@ -164,7 +177,7 @@ class TestRefused:
                 metadata.planner_data[key] = ("model", "trunk.0.weight")
 
         change_metadata(checkpoint, change)
-        self.refused(checkpoint, errors.CorruptCheckpoint, "two values")
+        self.refused(checkpoint, errors.CorruptCheckpoint, "path", "another item")
 
     @pytest.mark.parametrize("path", [("a",) * 50_000, ("a", 999_999, 999_999)])
     def test_paths_without_end(self, checkpoint: Path, path: tuple[Any, ...]) -> None:
@@ -181,7 +194,7 @@ class TestRefused:
                 info.offset, info.length = 0, -1
 
         change_metadata(checkpoint, change)
-        self.refused(checkpoint, errors.IncompleteCheckpoint)
+        self.refused(checkpoint, errors.CorruptCheckpoint)
 
     def test_megatron(self, checkpoint: Path) -> None:
         (checkpoint / "metadata.json").write_text("{}")
@@ -213,6 +226,64 @@ class TestRefused:
         (checkpoint / ".metadata").write_bytes(text)
         with suppress(errors.ZckptError):
             zckpt.read(checkpoint)
+
+
+class TestUnused:
+    """Bytes of item files that no item covers."""
+
+    def test_a_lost_item(self, checkpoint: Path, tmp_path: Path) -> None:
+        key = "optim.param_groups.0.lr"
+
+        def change(metadata: Metadata) -> None:
+            assert metadata.planner_data is not None
+            del metadata.planner_data[key], metadata.state_dict_metadata[key]
+            place = metadata.storage_data.pop(MetadataIndex(key))
+            lost.append((place.relative_path, place.offset, place.length))
+
+        lost: list[tuple[str, int, int]] = []
+        change_metadata(checkpoint, change)
+        ((file, offset, length),) = lost
+        report = zckpt.verify(checkpoint)
+        assert not report["equal"]
+        (problem,) = report["problems"]
+        assert problem["file"] == str(checkpoint / file)
+        assert (problem["offset"], problem["length"]) == (offset, length)
+        assert f"{file}: no item covers the {length} bytes at {offset}" in problem["message"]
+        left_out = zckpt.convert(checkpoint, tmp_path / "target")["left_out"]
+        assert any(file in line and "no item covers" in line for line in left_out)
+
+    def test_bytes_at_the_end(self, checkpoint: Path) -> None:
+        file = checkpoint / "__0_0.distcp"
+        size = file.stat().st_size
+        file.write_bytes(file.read_bytes() + b"x")
+        (problem,) = zckpt.verify(checkpoint)["problems"]
+        assert (problem["offset"], problem["length"]) == (size, 1)
+
+    def test_a_file_of_another_save(self, checkpoint: Path) -> None:
+        (checkpoint / "__2_0.distcp").write_bytes(b"")  # a rank without items
+        assert zckpt.verify(checkpoint)["equal"]
+        shutil.copy(checkpoint / "__1_0.distcp", checkpoint / "__2_0.distcp")
+        (problem,) = zckpt.verify(checkpoint)["problems"]
+        assert problem["file"] == str(checkpoint / "__2_0.distcp")
+
+    def test_zckpt_aligns_items(self, checkpoint: Path, tmp_path: Path) -> None:
+        zckpt.convert(checkpoint, tmp_path / "target", to="dcp", dp=3)
+        assert zckpt.read(tmp_path / "target").unused == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.planner_data.update({"rng.1": ("rng", "1")}), "rng.1, of which no rank saved"),
+        (lambda m: setattr(m, "versiom", "1"), "fields that zckpt does not know: versiom"),
+        (lambda m: setattr(m, "version", "1.0.1"), "version '1.0.1'"),
+    ],
+)
+def test_what_zckpt_cannot_use_is_named(change: Change, said: str, checkpoint: Path) -> None:
+    assert zckpt.read(checkpoint).warnings == ()
+    change_metadata(checkpoint, change)
+    (warning,) = zckpt.read(checkpoint).warnings
+    assert said in warning
 
 
 def test_the_model_is_known_under_any_key(checkpoint: Path, tmp_path: Path) -> None:

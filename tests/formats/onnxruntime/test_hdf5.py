@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import pytest
 
 import zckpt
+from zckpt import errors
 
 from ...conftest import ROOT
 from ...engines import onnxruntime_files as files
@@ -100,3 +104,42 @@ class TestRefused:
         assert "pip install 'zckpt[onnxruntime]'" in ended.stderr
         legacy = DATA / "legacy-post5478__fp16__adam__dp3"
         assert zckpt_without(("h5py", "numpy"), "inspect", legacy).code == 0
+
+
+class TestDamage:
+    """HDF5 files have no checksums: what they say of themselves must agree."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(DATA / "hdf5__fp32__adam__dp2", tmp_path / "run"))
+
+    def change(self, folder: Path, old: bytes, new: bytes) -> None:
+        path = folder / "checkpoint.rank0.ortcp"
+        data = path.read_bytes()
+        assert data.count(old) == 1
+        path.write_bytes(data.replace(old, new))
+
+    def test_an_option_that_no_trainer_has(self, folder: Path, tmp_path: Path) -> None:
+        self.change(folder, b"world_rank", b"world_bank")
+        report = zckpt.convert(folder, tmp_path / "out")
+        assert "trainer_options/world_bank" in report["left_out"]
+
+    def test_an_option_of_another_type(self, folder: Path) -> None:
+        path = folder / "checkpoint.rank0.ortcp"
+        with h5py.File(path, "r+") as file:
+            del file["trainer_options/mixed_precision"]
+            file["trainer_options/mixed_precision"] = 0
+        with pytest.raises(errors.CorruptCheckpoint, match="mixed_precision is 0"):
+            zckpt.read(folder)
+
+    def test_tensors_that_share_bytes(self, folder: Path) -> None:
+        tensors = zckpt.read(folder).entries
+        offsets = sorted(
+            fragment.extent.offset
+            for entry in tensors.values()
+            for fragment in entry.fragments
+            if fragment.extent.file.endswith("rank0.ortcp")
+        )
+        self.change(folder, struct.pack("<Q", offsets[1]), struct.pack("<Q", offsets[1] - 4))
+        with pytest.raises(errors.CorruptCheckpoint, match="share bytes"):
+            zckpt.read(folder)

@@ -47,6 +47,15 @@ class TestRefusals:
         assert not (tmp_path / "again").exists()
         assert not (tmp_path / "again.partial").exists()
 
+    def test_a_flipped_bit_of_a_sibling(self, example: Path, tmp_path: Path) -> None:
+        (example / "trainer_state.json").write_text('{"global_step": 7}')
+        zckpt.convert(example, tmp_path / "universal")
+        sibling = tmp_path / "universal/siblings/trainer_state.json"
+        sibling.write_text('{"global_step": 6}')
+        with pytest.raises(errors.CorruptCheckpoint, match=r"trainer_state\.json is damaged"):
+            zckpt.convert(tmp_path / "universal", tmp_path / "again", to="dcp")
+        assert not (tmp_path / "again").exists()
+
     def test_a_missing_file(self, universal: Path) -> None:
         (universal / "exp_avg.safetensors").unlink()
         with pytest.raises(errors.CorruptCheckpoint, match="exp_avg"):

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...core.partition import BoxPart, Partition
-from ...errors import UnsupportedCheckpoint, not_understood
-from ...files.dcpfile import ItemBox, ItemFiles, ItemTable, TensorItem, read_table
+from ...errors import MALFORMED, UnsupportedCheckpoint, not_understood
+from ...files.dcpfile import ItemBox, ItemTable, TensorItem, read_table
+from ...files.dcpitems import ItemFiles
 from ...files.safefile import read_with_metadata
 from ...files.torchfile import Tensor
 from ..statedict import gather
@@ -33,7 +34,7 @@ def partitions(path: str) -> list[Partition]:
     """
     try:
         return _partitions(*located(path))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise not_understood(path, error) from error
 
 
@@ -44,9 +45,8 @@ def _partitions(root: str, folders: Sequence[str]) -> list[Partition]:
     numbers: Sequence[str] = ()
     for folder in folders:
         table, files = read_table(folder), ItemFiles()
-        paths = table.others.get("planner_data") or {}
         for key, item in table.items.items():
-            place = tuple(paths.get(key) or (key,))
+            place = table.paths.get(key) or (key,)
             if item is not None:
                 _put(tree, place, _tensor(table, files, key, item))
             else:

@@ -7,7 +7,7 @@ opened when its value is needed, and only the boxes of a tensor that are needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -16,17 +16,16 @@ from typing import Any
 from ...core.fragments import Record, solid
 from ...core.inert import Foreign
 from ...core.manifest import Entry
-from ...errors import IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
+from ...errors import MALFORMED, IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files.dcpfile import (
     METADATA,
     ItemBox,
-    ItemFiles,
     ItemTable,
     TensorItem,
     attributes,
     read_table,
-    require_same,
 )
+from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor, TorchFile
 from ..statedict.tree import Path
 from .files import located
@@ -112,21 +111,14 @@ def stored_items(path: str, tag: str | None = None) -> StoredItems:
             table, opened = read_table(folder), ItemFiles()
             for key, item in table.items.items():
                 items[key] = _stored(table, opened, key, item)
-            paths.update(_paths(table.others.get("planner_data")))
+            paths.update(table.paths)
             files += table.files
         version, saving = table.others.get("version"), table.others.get("storage_meta")
         description = attributes(saving) if isinstance(saving, Foreign) else {}
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise not_understood(root, error) from error
     version = version if isinstance(version, str) else None
     return StoredItems(root, tuple(files), items, paths, version, description)
-
-
-def _paths(planner_data: Any) -> Iterator[tuple[str, Path]]:
-    """The paths of keys; planners other than torch's may keep anything there."""
-    for key, path in planner_data.items() if isinstance(planner_data, dict) else ():
-        if isinstance(path, (tuple, list)) and all(type(step) in (str, int) for step in path):
-            yield key, tuple(path)
 
 
 def _stored(

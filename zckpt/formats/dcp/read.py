@@ -10,11 +10,26 @@ from typing import Any
 
 from ...core import sources
 from ...core.manifest import Manifest
-from ...errors import CorruptCheckpoint, NotACheckpoint, not_understood
-from ...files.dcpfile import METADATA, ItemFiles, ItemTable, TensorItem, read_table, require_same
+from ...errors import (
+    MALFORMED,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    UnsupportedCheckpoint,
+    listed,
+    not_understood,
+)
+from ...files.dcpfile import (
+    METADATA,
+    VERSION,
+    ItemTable,
+    TensorItem,
+    read_table,
+)
+from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor, TorchFile
 from ...training.trainers import beside
 from ..statedict.read import manifest
+from ..statedict.stated import checked
 from ..statedict.tree import (
     Leaf,
     SavedTree,
@@ -29,7 +44,7 @@ from . import hf
 from .files import located, own_files
 
 MAX_LIST = 1_000_000  # elements of all lists
-MAX_DEPTH = 100
+FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
 
 
 def read(
@@ -60,7 +75,7 @@ def read(
         saved.siblings += siblings
         saved.left_out += left_out
         return manifest(saved, step_policy, param_names, weights_only)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise not_understood(root, error) from error
 
 
@@ -76,12 +91,18 @@ class _FolderReader:
     def read(self) -> None:
         """Reads every item, in the order of the saved state."""
         table, saved = self.table, self.saved
-        paths: Mapping[str, Any] = table.others.get("planner_data") or {}
+        paths, planned = table.paths, table.others["planner_data"]
+        if not isinstance(planned, (dict, type(None))):
+            raise UnsupportedCheckpoint(
+                f"{os.path.join(table.folder, METADATA)} keeps a {type(planned).__name__} instead "
+                "of the paths of its items",
+                hint="save with torch's DefaultSavePlanner",
+            )
         if not saved.source["version"]:
             saved.source["version"] = table.others.get("version")
         saved.files += table.files
-        stated = table.others.get("zckpt")
-        if isinstance(stated, dict):
+        stated = checked(table.others.get("zckpt"), os.path.join(table.folder, METADATA))
+        if stated is not None:
             saved.stated = stated
             saved.inferred = list(stated.get("inferred", ()))
             self.names = stated["names"]
@@ -91,6 +112,34 @@ class _FolderReader:
             value = self._value(key, table.items[key])
             room = _put(saved.tree, paths.get(key) or (key,), value, room)
         saved.files += sorted(self.files.sizes)
+        self._remark()
+
+    def _remark(self) -> None:
+        """Adds warnings about what `.metadata` says and zckpt cannot use, and unused bytes."""
+        table, saved = self.table, self.saved
+        name = os.path.join(table.folder, METADATA)
+        if table.unsaved:
+            saved.warnings.append(
+                f"{name} has paths of {listed(table.unsaved, 4)}, of which no rank saved anything"
+            )
+        if strangers := [str(key)[:80] for key in table.others if key not in FIELDS]:
+            saved.warnings.append(
+                f"{name} has fields that zckpt does not know: {listed(strangers)}"
+            )
+        version = table.others.get("version")
+        if not isinstance(version, (str, type(None))):
+            raise CorruptCheckpoint(f"{name}: its version is a {type(version).__name__}")
+        if version not in (None, VERSION):
+            saved.warnings.append(
+                f"{name} is of version {version[:80]!r}; zckpt knows version {VERSION}"
+            )
+        unused = self.files.unused(table)
+        saved.unused += unused
+        saved.left_out += [
+            f"{os.path.relpath(extent.file, saved.root)}: {extent.length} bytes at "
+            f"{extent.offset}, which no item covers"
+            for extent in unused[:8]
+        ]
 
     def _value(self, key: str, item: TensorItem | None) -> Any:
         names = iter(self.names.get(key, ()))
@@ -127,7 +176,7 @@ class _FolderReader:
             )
             parts.append((box.offsets, tensor, file))
             number = partial(file.scalar, tensor)
-        fragments = assembled(key, dtype, shape, pieces)
+        fragments = assembled(f"{key} in {self.table.folder}", dtype, shape, pieces)
         # every item has its own memory; safetensors have no checksums
         twin = identities(dtype, shape, parts)[1] if len(parts) == len(pieces) else None
         sharded, name = len(item.boxes) > 1, next(names, None)
@@ -143,10 +192,14 @@ def _put(tree: Any, path: tuple[Any, ...], value: Any, room: int) -> int:
 
     All lists together may grow by `room` elements. Returns what is left of that.
     """
-    if len(path) > MAX_DEPTH:
-        raise CorruptCheckpoint(f"{METADATA} names a path of {len(path)} keys")
     container = tree
     for key, following in pairwise((*path, None)):
+        if not isinstance(container, (dict, list)) or (
+            isinstance(container, list) and type(key) is not int
+        ):
+            raise CorruptCheckpoint(
+                f"{METADATA} names {'.'.join(map(str, path))} inside of a value that has no keys"
+            )
         if isinstance(container, list):
             room -= max(0, key + 1 - len(container))
             if key < 0 or room < 0:

@@ -22,7 +22,8 @@ from ...core.inert import Foreign, Scalar, TensorName, map_values
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
 from ...errors import MissingData, UnsupportedCheckpoint, listed
-from ...files.dcpfile import ItemBox, ItemLocation, Items, TensorItem, metadata, read_table
+from ...files.dcpfile import ItemBox, ItemLocation, Items, TensorItem, read_table
+from ...files.dcpshell import metadata
 from ...files.pickling import dumps
 from ...files.torchshell import ALIGNMENT, Storages, shell, state_checksums, thawed
 from ...training import peft

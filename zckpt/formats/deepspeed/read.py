@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...core.manifest import Manifest
-from ...errors import not_understood
+from ...errors import MALFORMED, not_understood
 from ..deepspeed_states.manifest import manifest_of
 from .files import locate, rank_files
 from .flats import flat_buffers
@@ -31,5 +31,5 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
         )
         # stages 1 and 2 fill up with zeros; stage 3 leaves what was in memory (0.19.8)
         return replace(manifest, zero_padding=not ranks.partitioned)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise not_understood(directory.path, error) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...core.manifest import Manifest
-from ...errors import not_understood
+from ...errors import MALFORMED, not_understood
 from ..deepspeed_states.directories import TagDirectory
 from ..deepspeed_states.manifest import manifest_of
 from .files import locate
@@ -23,7 +23,7 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     directory = locate(path, tag)
     try:
         return _manifest(directory, step_policy)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise not_understood(directory.path, error) from error
 
 

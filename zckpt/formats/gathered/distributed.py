@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES
-from ...core.inert import Foreign, Global
+from ...core.inert import PLAIN, Foreign, Global
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -60,10 +60,12 @@ def distributed_in(value: Any) -> Iterator[Foreign]:
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from distributed_in(item)
+            if type(item) not in PLAIN:
+                yield from distributed_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from distributed_in(item)
+            if type(item) not in PLAIN:
+                yield from distributed_in(item)
 
 
 def world_of(value: Foreign, file: TorchFile) -> int:

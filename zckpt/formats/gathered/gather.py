@@ -25,7 +25,7 @@ from ...core import sources
 from ...core.fileio import crc_of
 from ...core.inert import Foreign, Global
 from ...core.partition import BoxPart, Partition
-from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, not_understood
+from ...errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files import safefile
 from ...files.torchfile import TORCH_DTYPES, Parsed, Tensor, TorchFile
 from ..statedict import gather
@@ -43,7 +43,7 @@ def partitions(path: str) -> list[Partition]:
     """
     try:
         return _partitions(find(path))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise not_understood(path, error) from error
 
 

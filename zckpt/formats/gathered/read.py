@@ -9,11 +9,12 @@ from typing import Any
 
 from ...core import sources
 from ...core.manifest import Manifest
-from ...errors import IncompleteCheckpoint, NotACheckpoint, listed, not_understood
+from ...errors import MALFORMED, IncompleteCheckpoint, NotACheckpoint, listed, not_understood
 from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside
 from ..statedict.keys import keys_of
 from ..statedict.read import manifest
+from ..statedict.stated import checked
 from ..statedict.tree import SavedTree, leaves
 from ..statedict.weights import files_of_index, weights_of
 from . import distributed, local, ranked
@@ -45,7 +46,7 @@ def read(
         # numbers are usual in these files: they do not say which layout --to dcp should write
         engine = replace(keys_of(result.engine), layout=None, whole=True, dialect=reader.dialect)
         return replace(result, engine=engine)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise not_understood(path, error) from error
 
 
@@ -138,8 +139,8 @@ class _TreeReader:
             return {}
         self._add(file)
         value = dict(file.value)
-        stated = value.pop("zckpt", None)
-        if isinstance(stated, dict):
+        stated = checked(value.pop("zckpt", None), file.path)
+        if stated is not None:
             self.saved.stated = stated
             self.saved.inferred = list(stated.get("inferred", ()))
             self.names = stated["names"]

@@ -45,6 +45,14 @@ SAME_ON_EVERY_RANK = (
     "optimizer_name",
 )
 
+# the types of trainer_options (ORTTrainer, 1.7 to 1.16)
+OPTIONS: dict[str, type] = {
+    **dict.fromkeys(SAME_ON_EVERY_RANK, int),
+    "world_rank": int,
+    "mixed_precision": bool,
+    "optimizer_name": str,
+}
+
 
 def require_h5py() -> None:
     """Raises MissingExtra, with the name of the extra that these files need."""
@@ -107,7 +115,19 @@ def open_file(path: str) -> RankFile:
         name: RankTensor(dataset.dtype, dataset.shape, dataset.extent)
         for name, dataset in datasets.items()
     }
+    _refuse_overlaps(path, datasets)
     return RankFile(path, tensors, values)
+
+
+def _refuse_overlaps(path: str, datasets: Mapping[str, hdf5file.Dataset]) -> None:
+    """Raises CorruptCheckpoint if tensors share bytes; addresses in HDF5 files have no checksum."""
+    before, end = "", 0
+    for name, dataset in sorted(datasets.items(), key=lambda item: item[1].extent.offset):
+        extent = dataset.extent
+        if extent.length and extent.offset < end:
+            raise CorruptCheckpoint(f"{path} is damaged: {before} and {name} share bytes")
+        if extent.length:
+            before, end = name, extent.offset + extent.length
 
 
 def _is_tensor(name: str) -> bool:
@@ -131,7 +151,11 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
     ranks = [_rank(file) for file in files]
     optimizer = first.options.get("optimizer_name")
     state: dict[str, Any] = {
-        "trainer_options": {k: v for k, v in first.options.items() if k != "world_rank"},
+        "trainer_options": {
+            name: value
+            for name, value in first.options.items()
+            if name in OPTIONS and name != "world_rank"
+        },
         "train_step_info": first.under("train_step_info"),
         "user_dict": first.values.get("user_dict"),
     }
@@ -143,6 +167,9 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
         if any(value != by_rank[0] for value in by_rank):
             left_out.append(f"{what} of ranks other than 0")
     others = {name for file in files for name in file.tensors if not _is_known(name)}
+    others |= {
+        f"trainer_options/{name}" for file in files for name in file.options if name not in OPTIONS
+    }
     return Save(
         root,
         "hdf5",
@@ -179,10 +206,13 @@ def _check_kind(file: RankFile) -> None:
             "zckpt does not read",
             hint="zckpt reads ZeRO checkpoints with data parallelism alone",
         )
-    name = file.options.get("optimizer_name")
-    if name is not None and name not in OPTIMIZERS:
+    for name, value in file.options.items():
+        if type(value) is not OPTIONS.get(name, type(value)):
+            raise CorruptCheckpoint(f"{file.path}: trainer_options/{name} is {value!r}")
+    optimizer = file.options.get("optimizer_name")
+    if optimizer is not None and optimizer not in OPTIMIZERS:
         raise UnsupportedCheckpoint(
-            f"{file.path} states the optimizer {name!r}, which zckpt does not know"
+            f"{file.path} states the optimizer {optimizer!r}, which zckpt does not know"
         )
 
 

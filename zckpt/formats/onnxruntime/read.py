@@ -18,6 +18,7 @@ from ...core.plan import Match
 from ...core.resources import Copying
 from ...core.weights import weight_of
 from ...errors import (
+    MALFORMED,
     CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -43,7 +44,7 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     """
     try:
         return manifest(opened(path), step_policy)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise not_understood(path, error) from error
 
 

@@ -57,7 +57,8 @@ def find_optimizers(tree: Any, path: Path = ()) -> Iterator[Path]:
         yield path
     elif len(path) < DEPTH and isinstance(tree, (dict, list)):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from find_optimizers(value, (*path, key))
+            if isinstance(value, (dict, list)):
+                yield from find_optimizers(value, (*path, key))
 
 
 def _is_optimizer(value: dict[Any, Any]) -> bool:

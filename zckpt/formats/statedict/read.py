@@ -150,6 +150,7 @@ class _Manifest:
             left_out=tuple(saved.left_out),
             warnings=tuple(self.warnings),
             inferred=tuple(saved.inferred),
+            unused=tuple(saved.unused),
         )
 
     # -- weights

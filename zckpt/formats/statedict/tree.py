@@ -79,6 +79,7 @@ class SavedTree:
     stated: dict[str, Any] | None = None
     folders: list[str] | None = None
     in_order: bool = True
+    unused: list[Extent] = field(default_factory=list)
     inferred: list[str] = field(default_factory=list)
     adapter: bool = False
 

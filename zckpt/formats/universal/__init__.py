@@ -16,4 +16,5 @@ FORMAT = Format(
     options=(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE),
     reasons={"dp": "a universal checkpoint has no ranks"},
     is_neutral=True,
+    checks=True,
 )

@@ -15,13 +15,34 @@ from ...core.expected import path_inside
 from ...core.facts import facts_of
 from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...core.inert import from_json
-from ...core.manifest import Entry, Manifest, Sighting, parameters_from_json
+from ...core.manifest import (
+    Entry,
+    Manifest,
+    Sighting,
+    crc_from_json,
+    parameters_from_json,
+    sizes_from_json,
+    step_from_json,
+    texts_from_json,
+)
 from ...core.siblings import SiblingList, leads_out
-from ...errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint
+from ...errors import (
+    MALFORMED,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    UnsupportedCheckpoint,
+    brief,
+    cause,
+)
 from ...files import safefile
+from ...training.options import MAX_DP
 from ...training.trainers import LOADED
 from .agreement import checksum, contradictions
 from .files import MANIFEST, SIBLINGS, VERSION
+
+# Bytes. A tensor takes 150 to 300, its parameter as much: 100 MB for the 50,000 parameters of a
+# large model with three states each. What a program saved beside them has the rest.
+MAX_MANIFEST = 1 << 29
 
 
 def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
@@ -37,19 +58,26 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
             hint="copy it from where the other files came from",
         )
     with sources.opened(name) as file:
+        if os.fstat(file.fileno()).st_size > MAX_MANIFEST:
+            raise UnsupportedCheckpoint(
+                f"{name} has {os.fstat(file.fileno()).st_size} bytes; zckpt reads up to "
+                f"{MAX_MANIFEST}",
+                hint="zckpt writes none so large: convert again",
+            )
         text = file.read()
     try:
         document = json.loads(text.decode("utf-8", "surrogatepass"))
         version = document["zckpt"]
         if version != VERSION:
             raise UnsupportedCheckpoint(
-                f"{name} has version {version!r}; this zckpt reads version {VERSION}",
+                f"{name} has version {brief(version)}; this zckpt reads version {VERSION}",
                 hint="install a newer zckpt",
             )
         manifest = _manifest(path, document)
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{name} is malformed: {error!r}") from error
-    for sentence in contradictions(manifest):
+        sentences = list(contradictions(manifest))
+    except MALFORMED as error:
+        raise CorruptCheckpoint(f"{name} is malformed: {cause(error)}") from error
+    for sentence in sentences:
         raise CorruptCheckpoint(
             f"{name} contradicts itself: {sentence}",
             hint="it was changed after zckpt wrote it; convert again",
@@ -58,7 +86,7 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
 
 
 def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
-    warnings = list(document.get("warnings", ()))
+    warnings = list(texts_from_json(document.get("warnings", [])))
     if "crc32" not in document:
         warnings.append(
             f"{MANIFEST} has no checksum (zckpt 0.1 wrote none): damage to it may go unseen"
@@ -73,7 +101,7 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
     stored, files = _stored(path, document.get("files") or ())
     entries = {}
     for name, item in document["entries"].items():
-        shape = tuple(item["shape"])
+        shape = sizes_from_json(item["shape"])
         if "fragments" in item:
             fragments: Fragments = _listed(path, name, item)
         elif name in stored:
@@ -81,30 +109,33 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
             if (tensor.dtype, tensor.shape) != (item["dtype"], shape):
                 raise CorruptCheckpoint(
                     f"{tensor.extent.file} holds {name} as {tensor.dtype} {list(tensor.shape)}, "
-                    f"the manifest states {item['dtype']} {list(shape)}"
+                    f"the manifest states {brief(item['dtype'])} {brief(list(shape))}"
                 )
             numel = tensor.extent.length // SIZES[tensor.dtype]
             fragments = solid(numel, tensor.extent)
         else:
             raise CorruptCheckpoint(
-                f"{path} lacks {name}, which its manifest lists",
+                f"{path} lacks {brief(name)}, which its manifest lists",
                 hint="a file of the checkpoint is missing",
             )
-        digest = int(item["crc32"], 16) if "crc32" in item else None
+        digest = crc_from_json(item["crc32"]) if "crc32" in item else None
         entries[name] = Entry(name, item["dtype"], shape, fragments, digest)
+    _require_room(path, entries, [*files, *_listed_files(entries)])
     records = []
     for name, stated in document.get("files", {}).items():
         full = path_inside(path, name, MANIFEST)
         if not sources.is_file(full) or sources.size(full) != stated["size"]:
             raise CorruptCheckpoint(
-                f"{full} does not have the {stated['size']} bytes that the manifest states",
+                f"{full} does not have the {brief(stated['size'])} bytes that the manifest states",
                 hint="the file is missing or was cut short",
             )
         if "crc32" in stated:
-            records.append(Record(Extent(full, 0, stated["size"]), int(stated["crc32"], 16)))
+            records.append(Record(Extent(full, 0, stated["size"]), crc_from_json(stated["crc32"])))
     state, engine, step_place = facts_of(from_json(document["state"]))
-    tuples = set(document.get("tuples", ()))
+    tuples = set(texts_from_json(document.get("tuples", [])))
     groups = document["groups"]
+    if not all(isinstance(group, dict) for group in groups or ()):
+        raise TypeError("groups are not dictionaries")
     siblings = _siblings(path)
     return Manifest(
         root=path,
@@ -112,7 +143,7 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
         source=document["source"],
         entries=entries,
         parameters=parameters_from_json(document["parameters"]),
-        buffers=tuple(document["buffers"]),
+        buffers=texts_from_json(document["buffers"]),
         groups=None
         if groups is None
         else tuple(
@@ -124,21 +155,51 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
             }
             for group in groups
         ),
-        optimizer=document.get("optimizer"),
+        optimizer=_text(document.get("optimizer")),
         engine=engine,
         step_place=step_place,
         state=state,
         steps=tuple(
-            Sighting(line["where"], line["step"], line["truth"])
+            Sighting(str(line["where"]), step_from_json(line["step"]) or 0, bool(line["truth"]))
             for line in document.get("steps", ())
         ),
         records=tuple(records),
         files=(os.path.join(path, MANIFEST), *files),
         siblings=tuple(siblings.files),
-        left_out=(*document.get("left_out", ()), *siblings.left_out),
+        left_out=(*texts_from_json(document.get("left_out", [])), *siblings.left_out),
         warnings=tuple(warnings),
-        inferred=tuple(document.get("inferred", ())),
+        inferred=texts_from_json(document.get("inferred", [])),
     )
+
+
+def _text(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{brief(value)} is not a text")
+    return value
+
+
+def _listed_files(entries: Mapping[str, Entry]) -> set[str]:
+    """The files in which fragments lie."""
+    return {
+        fragment.extent.file
+        for entry in entries.values()
+        if isinstance(entry.fragments, Runs)
+        for fragment in entry.fragments
+    }
+
+
+def _require_room(path: str, entries: Mapping[str, Entry], files: Collection[str]) -> None:
+    """Raises CorruptCheckpoint if tensors have more bytes than their files: some share bytes.
+
+    A small manifest could list the same bytes as a million tensors, and reading would never end.
+    """
+    stated = sum([entry.length for entry in entries.values()])
+    room = sum([os.path.getsize(file) for file in {*files}])
+    if stated > room:
+        raise CorruptCheckpoint(
+            f"{os.path.join(path, MANIFEST)} states tensors of {stated} bytes, but its files have "
+            f"{room}"
+        )
 
 
 def _check_source(path: str, document: Mapping[str, Any]) -> None:
@@ -149,8 +210,13 @@ def _check_source(path: str, document: Mapping[str, Any]) -> None:
     count = len(groups) if groups is not None else None
     members = [item["group"] for item in document["parameters"].values()]
     valid = (
-        (dp is None or (type(dp) is int and dp > 0))
-        and stage in (None, 0, 1, 2, 3)
+        all(
+            value is None or type(value) is str
+            for key, value in source.items()
+            if key in ("format", "version")
+        )
+        and (dp is None or (type(dp) is int and 0 < dp <= MAX_DP))
+        and (stage is None or (type(stage) is int and 0 <= stage <= 3))
         and (tag is None or (isinstance(tag, str) and not re.search(r"[/\\\0]|^\.*$", tag)))
         and all(
             group is None
@@ -199,6 +265,22 @@ def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
     if end != prod(entry["shape"]) or len(fragments) != len(entry["fragments"]):
         raise CorruptCheckpoint(f"{path}: the fragments of {name} do not cover it exactly once")
     return Runs(fragments)
+
+
+def check(manifest: Manifest) -> None:
+    """Compares every sibling with the CRC-32 that the manifest states, as no tensor lies in it.
+
+    Called before a conversion writes anything. Raises CorruptCheckpoint.
+    """
+    from ...core.fileio import crc_of
+
+    siblings = {sibling.path for sibling in manifest.siblings}
+    for record in manifest.records:
+        if record.extent.file in siblings and crc_of([record.extent]) != record.crc:
+            raise CorruptCheckpoint(
+                f"{record.extent.file} is damaged: its bytes do not have the CRC-32 that "
+                f"{MANIFEST} states"
+            )
 
 
 def _siblings(path: str) -> SiblingList:

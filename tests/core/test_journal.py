@@ -1,0 +1,133 @@
+"""The journal of an unfinished target."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zckpt.core import journal
+from zckpt.core.journal import Identity, Journal, Region, difference, is_locked, mark_of, set_mark
+from zckpt.errors import TargetExists
+
+RUN = Identity("1", {"a.pt": [10, 5], "records": "00"}, {"--dp": 4}, {"x": 100})
+REGIONS = [
+    Region("x", 0, 10, [(("file", 0, 0), 0, 10, 77), (("checked", 3, 0), 5, 9, 1)]),
+    Region("x", 10, 20, [(("file", 0, 0), 10, 20, 78)]),
+    Region("y", 0, 4, []),
+]
+
+
+def opened(folder: Path, run: Identity = RUN, chunk: int = 7) -> Journal:
+    return Journal(str(folder), str(folder / "out"), run, chunk)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Iterator[Path]:
+    first = opened(tmp_path)
+    assert first.is_new
+    for region in REGIONS:
+        first.add(region)
+    first.close()
+    return tmp_path
+
+
+def test_regions_come_back(written: Path) -> None:
+    again = opened(written, chunk=9)
+    assert (again.is_new, again.chunk) == (False, 7)
+    assert again.regions == {"x": REGIONS[:2], "y": REGIONS[2:]}
+    again.close()
+
+
+def test_a_damaged_line_ends_the_journal(written: Path) -> None:
+    """Every cut and every flipped bit: what is read is a beginning of what was written."""
+    path = written / journal.NAME
+    whole = path.read_bytes()
+    variants = [whole[:size] for size in range(len(whole))]
+    for place in range(8 * len(whole)):
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        variants.append(bytes(data))
+    seen = set()
+    for data in variants:
+        path.write_bytes(data)
+        again = opened(written)
+        regions = [region for listed in again.regions.values() for region in listed]
+        assert regions == REGIONS[: len(regions)]
+        seen.add((again.is_new, len(regions)))
+        again.close()
+    assert seen == {(True, 0), (False, 0), (False, 1), (False, 2)}
+
+
+def test_lines_follow_the_intact_ones(written: Path) -> None:
+    path = written / journal.NAME
+    path.write_bytes(path.read_bytes()[:-3])
+    again = opened(written)
+    again.add(REGIONS[2])
+    again.close()
+    last = opened(written)
+    assert last.regions == {"x": REGIONS[:2], "y": REGIONS[2:]}
+    last.close()
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "version": ({"version": "2"}, "another version of zckpt"),
+    "source": ({"source": {"a.pt": [10, 6], "records": "00"}}, "the source has changed: a.pt"),
+    "options": ({"options": {"--dp": 5}}, "other options: --dp 4, now --dp 5"),
+    "no option": ({"options": {}}, "other options: --dp 4, now without --dp"),
+    "files": ({"files": {"x": 101}}, "other files: x"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_run_is_refused_with_the_reason(written: Path, change: str) -> None:
+    fields, reason = CHANGES[change]
+    parts = {"version": "1", "source": RUN.source, "options": RUN.options, "files": RUN.files}
+    other = Identity(**{**parts, **fields})
+    before = (written / journal.NAME).read_bytes()
+    with pytest.raises(TargetExists, match=reason):
+        opened(written, other)
+    assert (written / journal.NAME).read_bytes() == before
+    assert difference(RUN.mark(), other.mark()) == reason.partition(":")[0].replace(
+        "the source has", "another source, or the source has"
+    )
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    assert is_locked(str(tmp_path))
+    with pytest.raises(TargetExists, match="another run, which is writing there now"):
+        opened(tmp_path)
+    first.close()
+    assert not is_locked(str(tmp_path))
+    opened(tmp_path).close()
+
+
+def test_a_link_in_the_place_of_the_journal_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / journal.NAME).symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match=journal.NAME):
+        opened(tmp_path)
+    assert (tmp_path / "other").read_text() == "kept"
+
+
+@pytest.mark.parametrize("attributes", [True, False])
+def test_a_complete_target_says_of_which_run_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attributes: bool
+) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    assert mark_of(str(target)) == {}
+    if not attributes:
+
+        def refuse(*_: object) -> None:
+            raise OSError("no attributes here")
+
+        monkeypatch.setattr(os, "setxattr", refuse)
+        monkeypatch.setattr(os, "getxattr", refuse)
+    set_mark(str(target), str(target), RUN)
+    assert mark_of(str(target)) == RUN.mark()
+    assert list(target.iterdir()) == []

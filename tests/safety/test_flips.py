@@ -1,0 +1,44 @@
+"""One bit of a checkpoint is flipped: that is an error, a warning, or it changes nothing."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from . import tiny
+from .flips import Flip, counted, flips, survey, table
+
+METADATA = ".metadata"  # of torch.distributed.checkpoint: test_flips_metadata.py
+
+
+@pytest.fixture
+def checkpoint(kind: str, smallest: Callable[[str], Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(smallest(kind), tmp_path / kind))
+
+
+def every(checkpoint: Path) -> list[Flip]:
+    return list(flips(checkpoint, lambda path: path.name != METADATA))
+
+
+@pytest.mark.parametrize("kind", tiny.TARGETS)
+def test_some_bits(kind: str, checkpoint: Path, tmp_path: Path) -> None:
+    """A few bits in each kind of bytes."""
+    bits = every(checkpoint)
+    chance, wanted = random.Random(kind), []
+    for where in sorted({flip.where for flip in bits}):
+        wanted += chance.sample([flip for flip in bits if flip.where == where], 8)
+    counts, faults = counted(survey(checkpoint, tmp_path / "target", wanted))
+    print(table(kind, counts))
+    assert faults == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", tiny.TARGETS)
+def test_every_bit(kind: str, checkpoint: Path, tmp_path: Path) -> None:
+    counts, faults = counted(survey(checkpoint, tmp_path / "target", every(checkpoint)))
+    print(table(kind, counts))
+    assert faults == []

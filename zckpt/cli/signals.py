@@ -1,0 +1,36 @@
+"""What happens at Ctrl-C, SIGTERM and SIGHUP?
+
+A signal ends the command, which removes what it wrote, or keeps it to be continued. From the last
+check before a target appears, signals are ignored until the process ends: nothing is left to stop,
+and a message that the run was interrupted would be wrong.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import NoReturn
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def handle() -> None:
+    """Lets signals end the command, except those that the shell ignores (nohup)."""
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, stop)
+
+
+def stop(number: int, _frame: object) -> NoReturn:
+    """Ends the command; ignores further signals while it cleans up."""
+    ignore()
+    raise KeyboardInterrupt(number)
+
+
+def ignore() -> None:
+    """Ignores signals from now on, if they are this command's."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in SIGNALS:
+        if signal.getsignal(number) in (stop, signal.default_int_handler):
+            signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,269 @@
+"""Which regions of an unfinished target are complete, so that another run need not repeat them?
+
+    DST.partial/journal     a line for the run, then a line for every region that is synced
+    DST.partial/DST/        the files of the target
+
+The first line is the run's `Identity`. Every line begins with the CRC-32 of the rest of it. A power
+loss may leave a damaged line; that line and those behind it are ignored.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import TargetExists, listed, removal
+from .checksum import crc32
+from .sources import naming
+
+NAME = "journal"
+MARK = "user.zckpt.run"
+"""The extended attribute of a complete target, which says of which run it is."""
+SYNC_EVERY = 1.0  # seconds between two syncs of the journal
+
+Key = tuple[str, int, int]
+"""Of what a CRC-32 is: its kind, the number of a file, a tensor or a record, and a second one."""
+Passed = tuple[Key, int, int, int]
+"""A key, the bytes [start, stop) of it, and their CRC-32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a conversion reads, what it was asked, and which files it writes.
+
+    `source` has size and mtime (ns) of every file by its name, and under "records" the CRC-32 of
+    all checksums that these files state. `options` are the user's, by flag. `files` are the
+    target's sizes by name. `version` is that of zckpt.
+    """
+
+    version: str = ""
+    source: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, int] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """The identity as JSON."""
+        return {
+            "version": self.version,
+            "source": dict(self.source),
+            "options": dict(self.options),
+            "files": dict(self.files),
+        }
+
+    def mark(self) -> dict[str, str]:
+        """A short form: the CRC-32 of each part."""
+        return {key: f"{crc32(_text(part)):08x}" for key, part in self.document().items()}
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """How an earlier run differs from this one, in words; None if it is the same run.
+
+    Both are documents of identities, or both are marks.
+    """
+    for part, words in (
+        ("version", "another version of zckpt"),
+        ("source", "another source, or the source has changed"),
+        ("options", "other options"),
+        ("files", "other files"),
+    ):
+        first, second = before.get(part), now.get(part)
+        if first == second:
+            continue
+        if isinstance(first, Mapping) and isinstance(second, Mapping):
+            keys = sorted(key for key in {*first, *second} if first.get(key) != second.get(key))
+            if part == "options":
+                return f"{words}: {_option(keys[0], first)}, now {_option(keys[0], second)}"
+            return f"{words}: {listed(keys, 3)}"
+        return words
+    return None
+
+
+def _option(flag: str, options: Mapping[str, Any]) -> str:
+    if flag not in options:
+        return f"without {flag}"
+    return f"{flag} {options[flag]}" if options[flag] is not True else flag
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Bytes [start, stop) of a target file, which are synced, and the CRC-32s that they gave."""
+
+    file: str
+    start: int
+    stop: int
+    passed: Sequence[Passed]
+
+
+class Journal:
+    """The journal in the folder of an unfinished target; it is locked while it is open.
+
+    `root` is the directory of the target's files, below which the regions' files have their names.
+    `regions` are those of an earlier run, by file; `is_new` is true if there was none. `chunk` are
+    the bytes that a run copies at a time: those of the earlier run, so that its regions fit.
+    Raises TargetExists if another run has locked it, or if the earlier run was another one.
+    """
+
+    def __init__(self, folder: str, root: str, identity: Identity, chunk: int) -> None:
+        self.path = os.path.join(folder, NAME)
+        self.root = root
+        self.regions: dict[str, list[Region]] = {}
+        self.is_new = True
+        self.chunk = chunk
+        self._lock = threading.Lock()
+        self._synced = time.monotonic()
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND
+        self._file = os.open(self.path, flags, 0o600)
+        try:
+            self._take_lock(folder)
+            self._read_lines(folder, identity)
+            if self.is_new:
+                self._append({"run": identity.document(), "chunk": chunk})
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _take_lock(self, folder: str) -> None:
+        if not lock(self._file) or not _is_at(self._file, self.path):
+            raise TargetExists(
+                f"{folder} belongs to another run, which is writing there now",
+                hint="wait for that run, or choose another target",
+            )
+
+    def _read_lines(self, folder: str, identity: Identity) -> None:
+        length = 0
+        for line in _lines(self._file):
+            document = json.loads(line[9:])
+            if self.is_new:
+                reason = difference(document["run"], identity.document())
+                if reason:
+                    raise TargetExists(
+                        f"{folder} cannot be continued, since it was begun with {reason}",
+                        hint=f"do as before, or remove it: {removal(folder)}",
+                    )
+                self.is_new, self.chunk = False, document["chunk"]
+            else:
+                name, start, stop, passed = document
+                checksums = [((kind, a, b), *rest) for kind, a, b, *rest in passed]
+                region = Region(name, start, stop, checksums)
+                self.regions.setdefault(name, []).append(region)
+            length += len(line)
+        os.ftruncate(self._file, length)
+
+    def add(self, region: Region) -> None:
+        """Notes a region whose bytes are synced."""
+        passed = [[*key, start, stop, crc] for key, start, stop, crc in region.passed]
+        self._append([region.file, region.start, region.stop, passed])
+
+    def _append(self, document: Any) -> None:
+        text = _text(document)
+        line = memoryview(b"%08x %s\n" % (crc32(text), text))
+        with self._lock, naming(self.path):
+            while line:
+                line = line[os.write(self._file, line) :]
+            if time.monotonic() - self._synced > SYNC_EVERY:
+                os.fdatasync(self._file)
+                self._synced = time.monotonic()
+
+    def forget(self) -> None:
+        """Empties the journal, before the files that it describes are removed."""
+        os.ftruncate(self._file, 0)
+
+    def close(self) -> None:
+        """Closes the file, which gives the lock back."""
+        os.close(self._file)
+
+
+def lock(file: int) -> bool:
+    """Locks an open file; False if another process has locked it.
+
+    Where the filesystem has no locks, nothing is locked.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def is_locked(folder: str) -> bool:
+    """Whether another run is writing into the folder of an unfinished target."""
+    try:
+        file = os.open(os.path.join(folder, NAME), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return not lock(file)
+    finally:
+        os.close(file)
+
+
+def _is_at(file: int, path: str) -> bool:
+    """Whether the open file is still the one at `path`: its run may have ended meanwhile."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _lines(file: int) -> Iterator[bytes]:
+    """The intact lines of a journal; ends at the first damaged one."""
+    with os.fdopen(os.dup(file), "rb") as stream:
+        stream.seek(0)
+        for line in stream:
+            if line != b"%08x %s\n" % (crc32(line[9:-1]), line[9:-1]):
+                return
+            yield line
+
+
+# -- the run of a complete target
+
+
+def set_mark(path: str, target: str, identity: Identity) -> None:
+    """Notes of which run the directory `path` is, which will be `target`.
+
+    It is an extended attribute, or a hidden file beside the target where a filesystem has none.
+    """
+    text = _text(identity.mark())
+    try:
+        os.setxattr(path, MARK, text)
+    except OSError:
+        file = _mark_file(target)
+        with suppress(FileNotFoundError):
+            os.unlink(file)
+        with open(file, "xb") as stream:
+            stream.write(text)
+
+
+def mark_of(target: str) -> dict[str, str]:
+    """The mark of a complete target; empty if it has none."""
+    try:
+        text = os.getxattr(target, MARK)
+    except OSError:
+        try:
+            with open(_mark_file(target), "rb") as file:
+                text = file.read(1 << 16)
+        except OSError:
+            return {}
+    try:
+        mark = json.loads(text)
+    except ValueError:
+        return {}
+    return mark if isinstance(mark, dict) else {}
+
+
+def _mark_file(target: str) -> str:
+    folder, name = os.path.split(target)
+    return os.path.join(folder, f".{name}.zckpt")

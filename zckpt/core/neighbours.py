@@ -1,0 +1,136 @@
+"""Which parameters lack a state of the optimizer that their neighbours have?
+
+An optimizer keeps the same states for all parameters of a group, as a rule. A parameter that lacks
+some of them has probably lost them: a file or a key is damaged, and a target would begin with
+others. Not every difference is a loss:
+
+    no state at all     never updated, unfrozen late, or frozen without the checkpoint saying so
+    other states        Adafactor factors matrices; Muon's class trains vectors as Adam does
+    other groups        amsgrad, momentum 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from ..errors import listed
+from .manifest import Manifest, slot_key
+from .weights import is_optimizers
+
+STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """The states of one parameter by key; `shaped` are tensors of the parameter's shape."""
+
+    name: str
+    axes: int
+    keys: frozenset[str]
+    shaped: frozenset[str]
+
+
+def lost_states(manifest: Manifest) -> list[str]:
+    """Sentences about parameters with a part of the states that like ones of their group have.
+
+    Like parameters have as many axes. Only a state of the parameter's shape, or the step, can be
+    lost. It is not if the parameter has another one that its neighbours lack, or if most lack it.
+    """
+    lost: dict[tuple[str, ...], list[str]] = {}
+    for group in _groups(manifest):
+        for states, missing in _lost_in(group):
+            lost.setdefault(tuple(sorted(missing)), []).append(states.name)
+    return [
+        f"{listed(names, 4)}: the optimizer's {listed(keys)} is missing, which other parameters of "
+        "the same group have"
+        for keys, names in lost.items()
+    ]
+
+
+def stateless(manifest: Manifest) -> list[str]:
+    """A sentence about parameters without any state where others of their group have one."""
+    names = [
+        states.name
+        for group in _groups(manifest)
+        if any(each.shaped for each in group)
+        for states in group
+        if not states.keys
+    ]
+    if not names:
+        return []
+    return [
+        f"{listed(names, 4)}: the optimizer has no state, as other parameters of the same group "
+        "have: never updated, or lost"
+    ]
+
+
+def _groups(manifest: Manifest) -> Iterator[list[_States]]:
+    """The states of all parameters that are trained, group by group."""
+    shaped: dict[str, set[str]] = {}
+    for entry in manifest.entries.values():
+        if is_optimizers(entry.slot):
+            shaped.setdefault(entry.parameter, set()).add(slot_key(entry.slot))
+    if not shaped:
+        return
+    others = manifest.state.get("optimizer")
+    others = others.get("other") if isinstance(others, Mapping) else None
+    others = others if isinstance(others, Mapping) else {}
+    # a step of the group is stated for parameters that were never updated too
+    own_steps = manifest.step_place is None or manifest.step_place.where == "state"
+    groups: dict[int | None, list[_States]] = {}
+    for name, parameter in manifest.parameters.items():
+        if not parameter.trainable or not prod(parameter.shape):
+            continue
+        keys = {*parameter.scalars, *shaped.get(name, ())}
+        if isinstance(other := others.get(name), Mapping):
+            keys |= {str(key) for key in other}
+        if own_steps and parameter.step is not None:
+            keys.add(STEP)
+        states = _States(
+            name, len(parameter.shape), frozenset(keys), frozenset(shaped.get(name, ()))
+        )
+        groups.setdefault(parameter.group, []).append(states)
+    yield from groups.values()
+
+
+def _lost_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
+    """The parameters of a group that lack states, with the keys of these."""
+    kinds: dict[tuple[int, frozenset[str]], int] = {}
+    for states in group:
+        if states.keys:
+            kind = states.axes, states.keys
+            kinds[kind] = kinds.get(kind, 0) + 1
+    if len(kinds) < 2:
+        return
+    countable = {STEP}.union(*(states.shaped for states in group))
+    missing = {kind: _missing(kind, kinds) & countable for kind in kinds}
+    for states in group:
+        if states.keys and (keys := missing[states.axes, states.keys]):
+            yield states, keys
+
+
+def _missing(
+    kind: tuple[int, frozenset[str]], kinds: Mapping[tuple[int, frozenset[str]], int]
+) -> set[str]:
+    """The keys that parameters of a kind lack, while as many others or more have them."""
+    axes, keys = kind
+    like = {other: count for (each, other), count in kinds.items() if each == axes}
+    if len(like) > 1 or like[keys] > 1:
+        most = like
+    else:  # the only one of so many axes: all others must have them
+        most = {}
+        for (_, other), count in kinds.items():
+            most[other] = most.get(other, 0) + count
+    total = sum(most.values())
+    alone = most is not like
+    missing = set()
+    for more in most:
+        if not keys < more:
+            continue
+        for key in more - keys:
+            holders = sum(count for other, count in most.items() if key in other)
+            if (holders == total - 1) if alone else (2 * holders >= total):
+                missing.add(key)
+    return missing

@@ -1,0 +1,113 @@
+"""May a target be written at a path, and does it fit there?"""
+
+from __future__ import annotations
+
+import os
+
+from ..errors import NotEnoughSpace, TargetExists, WrongOption, removal
+from .journal import NAME as JOURNAL
+from .journal import Identity, difference, is_locked, mark_of
+
+
+def refuse_existing(target: str, partial: bool = True) -> None:
+    """Raises TargetExists if the target, or with `partial` its `.partial`, exists already."""
+    target = os.path.abspath(target)
+    folder = f"{target}.partial"
+    if os.path.lexists(target) and not _is_empty(target):
+        raise TargetExists(f"{target} exists", hint="choose another name, or remove it first")
+    if not partial or not os.path.lexists(folder):
+        return
+    if is_locked(folder):
+        raise TargetExists(
+            f"{folder} exists: another run is writing there now",
+            hint="wait for that run, or choose another target",
+        )
+    if not os.path.lexists(os.path.join(folder, JOURNAL)):
+        refuse_strange(folder, os.path.basename(target))
+    raise TargetExists(
+        f"{folder} exists: a run was stopped there",
+        hint=f"add --resume to continue it, or remove it: {removal(folder)}",
+    )
+
+
+def is_complete(target: str, identity: Identity) -> bool:
+    """Whether an earlier run of this identity has completed the target; reads no tensor.
+
+    Raises TargetExists if the target is of another run, or does not say of which run it is.
+    """
+    target = os.path.abspath(target)
+    if not os.path.lexists(target) or _is_empty(target):
+        return False
+    hint = f"choose another name, or remove it: {removal(target)}"
+    mark = mark_of(target)
+    if not mark:
+        raise TargetExists(f"{target} exists, and does not say of which run it is", hint)
+    if reason := difference(mark, identity.mark()):
+        raise TargetExists(f"{target} exists, and was written with {reason}", hint)
+    for name in identity.files:
+        if not os.path.isfile(os.path.join(target, name)):
+            raise TargetExists(f"{target} exists, but {name} is missing there", hint)
+    return True
+
+
+def refuse_strange(folder: str, name: str) -> None:
+    """Raises TargetExists if no run of zckpt can have left this folder."""
+    if os.path.islink(folder) or not os.path.isdir(folder):
+        contents = {""}
+    else:
+        contents = set(os.listdir(folder))
+    if contents - {JOURNAL, name} or (contents and JOURNAL not in contents):
+        raise TargetExists(
+            f"{folder} exists, and cannot be continued: it has no journal of zckpt",
+            hint=f"if you do not need it, remove it: {removal(folder)}",
+        )
+
+
+def _is_empty(target: str) -> bool:
+    """Whether a target is an empty directory."""
+    if os.path.islink(target) or not os.path.isdir(target):
+        return False
+    with os.scandir(target) as items:
+        return next(items, None) is None
+
+
+def refuse_inside(source: str, target: str) -> None:
+    """Raises WrongOption if the target is inside the source, of which it would become a part."""
+    outer, inner = os.path.realpath(source), os.path.realpath(target)
+    if os.path.isdir(outer) and inner.startswith(outer + os.sep):
+        raise WrongOption(
+            f"{target} is inside of {source}", hint="choose a target beside the source"
+        )
+
+
+def free_space(target: str) -> int:
+    """The free bytes of the filesystem that `target` would be on."""
+    folder = os.path.dirname(os.path.abspath(target))
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def need_space(target: str, size: int, resume: bool = False) -> None:
+    """Raises NotEnoughSpace if `size` bytes do not fit on the filesystem of `target`.
+
+    With `resume`, what an earlier run has allocated is free for this one.
+    """
+    free = free_space(target)
+    if resume:
+        free += allocated(f"{os.path.abspath(target)}.partial")
+    if size > free:
+        raise NotEnoughSpace(
+            f"{target} needs {size / 1e9:.3f} GB, {free / 1e9:.3f} GB are free",
+            hint="choose a target on another filesystem, or free some space",
+        )
+
+
+def allocated(folder: str) -> int:
+    """The bytes that the files of a folder take on the disk; 0 if there is no folder."""
+    return sum(
+        os.stat(os.path.join(place, name), follow_symlinks=False).st_blocks * 512
+        for place, _, names in os.walk(folder)
+        for name in names
+    )

@@ -1,0 +1,118 @@
+"""What is in the item files of a directory of torch.distributed.checkpoint, and what is not?
+
+An item is a file of torch.save inside of its file, or a tensor of the safetensors file that ends
+it. `.metadata` says where it begins; here its bytes are looked at.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import chain
+
+from ..core import sources
+from ..core.expected import missing_file
+from ..core.fragments import Extent
+from ..errors import IncompleteCheckpoint, InconsistentCheckpoint
+from .dcpfile import ITEMS, METADATA, ItemLocation, ItemTable
+from .safefile import Stored, read_with_metadata
+from .torchfile import Parsed, TorchFile
+
+ALIGNMENT = 64  # bytes; of items in the files that zckpt writes, all of which are longer
+
+
+class ItemFiles:
+    """The item files of a folder, each opened when one of its items is needed.
+
+    `sizes` are the bytes of every file that was opened, by path.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self._parsed: Parsed = {}
+        self._tensors: dict[tuple[str, int], dict[str, Stored]] = {}
+
+    def stored(self, location: ItemLocation, key: str) -> Stored | None:
+        """The tensor `key`, if a safetensors file begins at the location; None if it does not."""
+        begin = location.file, location.offset
+        if begin not in self._tensors:
+            self._require(location, 1)
+            with sources.opened(location.file) as file:
+                file.seek(location.offset)
+                is_torch = file.read(2) == b"PK"
+            if is_torch:
+                return None
+            tensors, _ = read_with_metadata(location.file, location.offset)
+            self._tensors[begin] = {stored.name: stored for stored in tensors}
+        if key not in self._tensors[begin]:
+            raise IncompleteCheckpoint(
+                f"{location.file} lacks {key}, which should be there according to {METADATA}"
+            )
+        return self._tensors[begin][key]
+
+    def torch_file(self, location: ItemLocation) -> TorchFile:
+        """The item as a file of torch.save, which it is in full."""
+        if location.shared:
+            raise InconsistentCheckpoint(
+                f"{METADATA} says that two items begin at byte {location.offset} of {location.file}"
+            )
+        self._require(location, location.length)
+        extent = Extent(location.file, location.offset, location.length)
+        return TorchFile(location.file, self._parsed, extent)
+
+    def unused(self, table: ItemTable) -> list[Extent]:
+        """Bytes of the item files that no item covers: something is lost, or left of another save.
+
+        zckpt aligns items, so a gap before an aligned one is no finding if no item fits into it.
+        """
+        locations: dict[str, list[ItemLocation]] = {}
+        with os.scandir(table.folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(ITEMS):
+                    locations[entry.path] = []
+        for location in chain(table.locations.values(), table.copies):
+            locations.setdefault(location.file, []).append(location)
+        unused = []
+        for file in sorted(locations):
+            size, reached = sources.size(file), 0
+            for location in sorted(locations[file], key=lambda location: location.offset):
+                start = location.offset
+                if start > reached and (start - reached >= ALIGNMENT or start % ALIGNMENT):
+                    unused.append(Extent(file, reached, start - reached))
+                reached = max(reached, start + location.length)
+                # a safetensors file reaches to the end; its empty tensors were not asked for
+                if (file, start) in self._tensors or not location.length:
+                    reached = size
+            if size > reached:
+                unused.append(Extent(file, reached, size - reached))
+        return unused
+
+    def _require(self, location: ItemLocation, length: int) -> None:
+        """Raises IncompleteCheckpoint unless the file exists and has these bytes."""
+        path, stop = location.file, location.offset + length
+        if path not in self.sizes:
+            if not sources.is_file(path):
+                hint = "copy the whole directory; every rank writes files of its own"
+                raise missing_file(path, METADATA, hint)
+            self.sizes[path] = sources.size(path)
+        if min(location.offset, length) < 0 or stop > self.sizes[path]:
+            raise IncompleteCheckpoint(
+                f"{path} has {self.sizes[path]} bytes, but {METADATA} needs at least {stop}",
+                hint="it was cut short; take another copy of it",
+            )
+
+
+def require_same(
+    location: ItemLocation,
+    key: str,
+    stored: tuple[str, tuple[int, ...]] | None,
+    stated: tuple[str, tuple[int, ...]],
+) -> None:
+    """Raises InconsistentCheckpoint unless a stored dtype and shape are those of the metadata.
+
+    `stored` is None for an item that is not a tensor.
+    """
+    if stored != stated:
+        raise InconsistentCheckpoint(
+            f"{location.file} should have {stated[0]} {list(stated[1])} of {key} at byte "
+            f"{location.offset} according to {METADATA}, but something else is there"
+        )

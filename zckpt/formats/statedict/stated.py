@@ -1,0 +1,34 @@
+"""Does what zckpt stated beside state dicts have the form that zckpt writes?
+
+State dicts do not say which names are aliases, buffers, frozen or inferred (see write.py), so zckpt
+writes it beside them. Another program may have changed it since.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import CorruptCheckpoint, listed
+
+LISTS = ("buffers", "frozen", "inferred", "numbers")
+NEEDED = {"aliases", "buffers", "frozen", "names"}  # the first versions wrote these alone
+
+
+def checked(stated: Any, where: str) -> dict[str, Any] | None:
+    """The record of zckpt in the file `where`; None if there is none. Raises CorruptCheckpoint."""
+    if not isinstance(stated, dict):
+        return None
+    wrong = [key for key in LISTS if key in stated and not _are_texts(stated[key])]
+    aliases, names = stated.get("aliases", {}), stated.get("names", {})
+    if not isinstance(aliases, dict) or not _are_texts([*aliases, *aliases.values()]):
+        wrong.append("aliases")
+    if not isinstance(names, dict) or not all(map(_are_texts, names.values())):
+        wrong.append("names")
+    wrong += sorted(NEEDED - stated.keys())
+    if wrong:
+        raise CorruptCheckpoint(f"{where}: what zckpt stated there is damaged: {listed(wrong)}")
+    return stated
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(each, str) for each in values)
