@@ -128,6 +128,24 @@ def test_code_names_no_engine(folder: str) -> None:
                     assert not ENGINES.search(word), f"{path}:{node.lineno} names {word!r}"
 
 
+HIDING = {"walk", "access", "open", "pread", "isfile", "isdir", "exists", "getsize"}
+TARGETS = re.compile(r"write|.*shell|options")  # modules that work on files of a target
+
+
+@pytest.mark.parametrize("folder", ["files", "formats", "training", "proof"])
+def test_sources_are_opened_in_one_place(folder: str) -> None:
+    """`core/sources.py` names the file in an error, and hides none, as these functions do."""
+    for path in (ROOT / "zckpt" / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or TARGETS.fullmatch(path.stem):
+                continue
+            called = ast.unparse(node.func)
+            hides = called == "open" or (
+                called.startswith("os.") and called.split(".")[-1] in HIDING
+            )
+            assert not hides, f"{path}:{node.lineno} calls {called}: use core/sources.py"
+
+
 def test_long_modules_say_why() -> None:
     for path, _ in modules():
         lines = path.read_text().splitlines()

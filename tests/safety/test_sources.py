@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -174,6 +175,10 @@ def test_a_link_to_a_foreign_tag_is_not_printed(
     assert "SECRET" not in result.out + result.err
     assert f"{pointer} is a link that leads out of" in result.err
     assert zckpt("inspect", source, "--tag", tag).code == 0
+    shutil.copytree(source / tag, source / "another")
+    result = zckpt("inspect", source)
+    assert (result.code, "SECRET" in result.err) == (1, False)
+    shutil.rmtree(source / "another")
     (source / pointer).unlink()
     (source / "pointer").write_text(tag)
     (source / pointer).symlink_to("pointer")
@@ -245,13 +250,29 @@ def test_a_trainers_folder_that_cannot_be_listed(
     assert not list(example.parent.glob("target*"))
 
 
+@pytest.mark.parametrize("is_trainers", [False, True])
+def test_a_filesystems_own_folder_is_passed_by(
+    example: Path, is_trainers: bool, unlistable: Callable[[Path, int], None]
+) -> None:
+    """`lost+found`, where a run is the root of a filesystem."""
+    (example / "lost+found").mkdir()
+    (example / "latest").unlink()  # every folder may be a tag
+    if is_trainers:
+        (example / "trainer_state.json").write_text("{}")
+    unlistable(example / "lost+found", errno.EACCES)
+    report = zckpt.convert(example, example.parent / "target")
+    line = "lost+found/: a folder that may not be listed"
+    assert (line in report["left_out"]) == is_trainers
+
+
 def test_staging_that_cannot_be_listed_is_not_renamed(
     example: Path, unlistable: Callable[[Path, int], None]
 ) -> None:
     target = example.parent / "target"
 
     def begin(_: int) -> Callable[[int], None]:
-        unlistable(example.parent / "target.partial" / "global_step7", errno.EIO)
+        (folder,) = example.parent.glob("target.partial/**/global_step7")
+        unlistable(folder, errno.EIO)
         return lambda _: None
 
     with pytest.raises(OSError, match="Input/output error"):
@@ -293,3 +314,60 @@ def test_export_copies_no_foreign_file(example: Path) -> None:
     assert set(report["files"]) == {"config.json", "model.safetensors"}
     for name in ("tokenizer.json", "vocab.txt"):
         assert f"{name}: a link out of the directory" in report["left_out"]
+
+
+# -- reads that are short, or fail
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_short_reads_are_no_damage(example: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = source_of(example, to), example.parent / "target"
+    wanted = "dcp" if to == "universal" else "universal"
+    zckpt.convert(source, target, to=wanted)
+    pread, preadv = os.pread, os.preadv
+    monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, -(-size // 2), at))
+    monkeypatch.setattr(
+        os, "preadv", lambda file, views, at: preadv(file, [views[0][: -(-len(views[0]) // 2)]], at)
+    )
+    zckpt.convert(source, example.parent / "again", to=wanted)
+    assert contents(example.parent / "again") == contents(target)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOMEM, errno.ESTALE])
+@pytest.mark.parametrize("to", FORMATS)
+def test_every_failed_read_names_its_file(
+    example: Path, to: str, number: int, zckpt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = source_of(example, to), example.parent / "target"
+    wanted = "dcp" if to == "universal" else "universal"
+    real = {name: getattr(os, name) for name in ("open", "fstat", "pread", "preadv")}
+    calls, fatal = 0, 0
+
+    def call(name: str, *given: Any, **options: Any) -> Any:
+        nonlocal calls
+        caller = sys._getframe(1).f_code.co_filename
+        is_read = caller.endswith(("/core/sources.py", "/core/fileio.py"))
+        calls += is_read
+        if is_read and calls == fatal:
+            raise OSError(number, os.strerror(number), *given[: name == "open"])
+        return real[name](*given, **options)
+
+    for name in real:
+        monkeypatch.setattr(os, name, partial(call, name))
+    words = ("convert", source, target, "--to", wanted, "-j", "1")
+    assert zckpt(*words).code == 0
+    total = calls
+    shutil.rmtree(target)
+    assert total > 8
+    for place in range(1, total + 1, total // 8):
+        calls, fatal = 0, place
+        result = zckpt(*words)
+        assert result.code == 1, result.out
+        assert f"{example.parent}/" in result.err.splitlines()[0]
+        assert os.strerror(number) in result.err
+        assert not list(example.parent.glob("target*"))

@@ -30,6 +30,8 @@ def leads_out(path: str, root: str) -> bool:
     The cache of Hugging Face's hub has `snapshots/REVISION/FILE`, which are links to
     `blobs/HASH` of the same repository (huggingface_hub 1.0): these are inside, too.
     """
+    if os.path.dirname(path) == root and not stat.S_ISLNK(os.lstat(path).st_mode):
+        return False
     real, inside = _real(path), _real(root)
     above, revision = os.path.split(inside)
     if revision and os.path.basename(above) == "snapshots":

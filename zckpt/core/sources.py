@@ -172,15 +172,16 @@ def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        with naming(path):
-            now = os.fstat(file)
+        now = os.fstat(file)
         if not stat.S_ISREG(now.st_mode):
             raise _not_regular(path, now)
         note(path, now)
         if fingerprints is not None:
             _check(path, fingerprints.get(path), now)
-    except BaseException:
+    except BaseException as error:
         os.close(file)
+        if isinstance(error, OSError):
+            named(error, path)
         raise
     return file
 
@@ -202,8 +203,12 @@ def _not_regular(path: str, now: os.stat_result) -> CorruptCheckpoint:
 @contextmanager
 def opened(path: str) -> Iterator[BinaryIO]:
     """A source file to read; raises as `open_file`. OSErrors inside the block name the file."""
-    with naming(path), os.fdopen(open_file(path), "rb") as file:
-        yield file
+    try:
+        with os.fdopen(open_file(path), "rb") as file:
+            yield file
+    except OSError as error:  # as `naming`; there may be 10,000 files
+        named(error, path)
+        raise
 
 
 def pread(file: int, length: int, offset: int) -> bytes:

@@ -9,9 +9,9 @@ delete no links. Groups of the new kind have checksums.
 
 from __future__ import annotations
 
-import os
 import struct
 
+from ..core import sources
 from ..errors import CorruptCheckpoint
 
 SYMBOL_TABLE = 0x11  # the type of the message that has the addresses of B-tree and heap
@@ -43,11 +43,11 @@ def check_names(path: str, file: int, address: int, group: str, names: set[bytes
 
 def _heap_of(file: int, address: int) -> int | None:
     """The address of a group's local heap; None if the group is of the new kind."""
-    head = os.pread(file, 16, address)
+    head = sources.pread(file, 16, address)
     if head[:1] != b"\1":
         return None
     _, _, count, _, size = struct.unpack_from("<BBHII", head)
-    messages, at = os.pread(file, size, address + 16), 0
+    messages, at = sources.pread(file, size, address + 16), 0
     for _ in range(count):
         if at + 8 > len(messages):  # the rest is in a continuation block
             return None
@@ -61,13 +61,13 @@ def _heap_of(file: int, address: int) -> int | None:
 
 def _names(file: int, heap: int) -> set[bytes] | None:
     """The names in a local heap; None if it is none."""
-    head = os.pread(file, 32, heap) if heap < 1 << 62 else b""
+    head = sources.pread(file, 32, heap) if heap < 1 << 62 else b""
     if head[:4] != b"HEAP":
         return None
     size, free, address = struct.unpack_from("<8xQQQ", head)
     if size > MAX_HEAP or address >= 1 << 62:
         return None
-    data = os.pread(file, size, address)
+    data = sources.pread(file, size, address)
     blocks: dict[int, int] = {}
     while free != END_OF_LIST and free < size and free not in blocks:
         following, blocks[free] = struct.unpack_from("<QQ", data, free)

@@ -98,9 +98,11 @@ class TagKind:
 
 def holds_states(path: str) -> bool:
     """Whether `path` holds files of ranks; beside zero/ they are a universal directory's copies."""
-    if sources.is_denied(path) or holds_universal(path):  # lost+found
+    try:
+        names = [] if holds_universal(path) else os.listdir(path)
+    except PermissionError:  # lost+found
         return False
-    return any(pattern.fullmatch(name) for name in os.listdir(path) for pattern in FILES)
+    return any(pattern.fullmatch(name) for name in names for pattern in FILES)
 
 
 def holds_universal(path: str) -> bool:

@@ -40,12 +40,13 @@ class CheckpointFiles:
 def detect(path: str) -> list[str]:
     """One empty tag if there is a checkpoint; `find` says which one, if there are several."""
     if sources.is_folder(path):
-        if sources.is_denied(path):  # lost+found
+        try:
+            with os.scandir(path) as items:
+                files = [
+                    item for item in items if item.is_file() and not item.name.endswith(OTHER_FILES)
+                ]
+        except PermissionError:  # lost+found
             return []
-        with os.scandir(path) as items:
-            files = [
-                item for item in items if item.is_file() and not item.name.endswith(OTHER_FILES)
-            ]
         return (
             [""] if any(_is_named(item.name) or _may_be_hdf5(item.path) for item in files) else []
         )

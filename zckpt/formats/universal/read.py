@@ -194,7 +194,7 @@ def _require_room(path: str, entries: Mapping[str, Entry], files: Collection[str
     A small manifest could list the same bytes as a million tensors, and reading would never end.
     """
     stated = sum([entry.length for entry in entries.values()])
-    room = sum([os.path.getsize(file) for file in {*files}])
+    room = sum([sources.size(file) for file in {*files}])
     if stated > room:
         raise CorruptCheckpoint(
             f"{os.path.join(path, MANIFEST)} states tensors of {stated} bytes, but its files have "
