@@ -23,7 +23,7 @@ from zckpt import api
 from zckpt.core import description
 from zckpt.core.fragments import Extent
 from zckpt.core.inert import Foreign, Global, from_json, map_values, to_json
-from zckpt.files import dcpfile, hdf5file, safefile, torchfile
+from zckpt.files import hdf5file, safefile, torchfile
 from zckpt.files.pickling import dumps
 from zckpt.files.torchfile import Tensor, TorchFile, read_directory
 from zckpt.files.unpickle import Unpickler
@@ -242,7 +242,6 @@ def _dcp(root: Path) -> Target:
 
     def run(data: bytes) -> None:
         path.write_bytes(data)
-        dcpfile.read_table(str(folder))
         describe(str(folder))
 
     return Target(run, samples, (mutations.pickles, mutations.bytes_))
