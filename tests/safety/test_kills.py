@@ -84,6 +84,25 @@ def test_some_kills(
     assert all_killed(runner, conversion(kind, to, smallest, tmp_path), choose) == []
 
 
+@pytest.mark.parametrize("to", [to for to in tiny.WRITTEN if to != "hf"])
+def test_partial_is_no_checkpoint(
+    to: str, runner: Runner, smallest: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """What a killed run leaves is refused, though its files may be whole."""
+    command = conversion("gathered", to, smallest, tmp_path)
+    expected = good(runner, command)
+    rename = next(call for call in expected.calls if call.function.startswith("rename"))
+    before = [call for call in expected.calls if call.number < rename.number]
+    for call in (rename, *random.Random(to).sample(before[len(before) // 3 :], 4)):
+        run(runner, command, kill(call))
+        assert command.partial.exists()
+        for path in (command.partial, *command.partial.glob("global_step*")):
+            ended = runner.run("convert", path, tmp_path / "other", "--weights-only")
+            assert ended.code == 1, f"killed at {call.number} {call}: {path} was read"
+            assert ended.err.startswith("Error: ")
+        clear(command)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "to"), PAIRS)
 def test_every_kill(
