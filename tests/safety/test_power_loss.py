@@ -70,8 +70,9 @@ def test_a_rename_before_the_sync_is_seen(
 ) -> None:
     run = conversion("gathered", "universal", smallest, tmp_path)
     expected = recorded(runner, run)
+    (staged,) = [call.path for call in expected.calls if call.other == str(run.target)]
     for path in {call.path for call in expected.calls if call.function == "fsync"}:
-        if f"{run.partial}/" not in f"{path}/":
+        if f"{staged}/" not in f"{path}/":
             continue
         calls = [call for call in expected.calls if (call.function, call.path) != ("fsync", path)]
         assert any(
