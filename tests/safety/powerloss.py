@@ -108,8 +108,12 @@ class Disk:
         elif function in ("rename", "renameat", "renameat2"):
             folder, name = self._place(call.path)
             other, new = self._place(call.other)
-            assert folder is other, "a rename between folders is not modelled"
-            folder.change((name, None), (new, folder.now[name]))
+            item = folder.now[name]
+            if folder is other:
+                folder.change((name, None), (new, item))
+            else:  # each folder is synced for itself
+                other.change((new, item))
+                folder.change((name, None))
         elif function in ("link", "linkat"):
             other, new = self._place(call.other)
             other.change((new, self._at(call.path)))

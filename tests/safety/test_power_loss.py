@@ -51,13 +51,28 @@ def test_the_target_is_whole_or_absent(
     assert wrong == []
 
 
+@pytest.mark.parametrize(("kind", "to"), FIRST[:2])
+def test_a_target_that_is_reported_stays(
+    kind: str, to: str, runner: Runner, smallest: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """After exit code 0 no power loss takes it away, nor its folder, which the run has created."""
+    run = conversion(kind, to, smallest, tmp_path)
+    expected = recorded(runner, run)
+    disk = Disk(tmp_path)
+    for call in expected.calls:
+        disk.apply(call)
+    for state in disk.states(range(20)):
+        assert below(state, TARGET) == {**expected.target, "": b""}
+
+
 def test_a_rename_before_the_sync_is_seen(
     runner: Runner, smallest: Callable[[str], Path], tmp_path: Path
 ) -> None:
     run = conversion("gathered", "universal", smallest, tmp_path)
     expected = recorded(runner, run)
+    (staged,) = [call.path for call in expected.calls if call.other == str(run.target)]
     for path in {call.path for call in expected.calls if call.function == "fsync"}:
-        if f"{run.partial}/" not in f"{path}/":
+        if f"{staged}/" not in f"{path}/":
             continue
         calls = [call for call in expected.calls if (call.function, call.path) != ("fsync", path)]
         assert any(
