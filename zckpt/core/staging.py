@@ -139,7 +139,11 @@ class Staging:
         return self
 
     def _prepare(self) -> None:
-        """Removes what an earlier run left without a journal; forgets regions of lost files."""
+        """Removes what an earlier run left without a journal; forgets regions of lost files.
+
+        After a power loss the folder has a journal, or nothing else.
+        """
+        _sync(self.folder)
         if self.journal.is_new and os.path.lexists(self.path):
             shutil.rmtree(self.path)
         os.makedirs(self.path, exist_ok=True)
