@@ -172,8 +172,10 @@ def defects(
     if ended.is_hanging:
         wrong.append(HANG)
     elif ended.code == 0:
-        if target != expected.target or conversion.partial.exists():
+        if target != expected.target:
             wrong.append(SILENT)
+        if conversion.partial.exists() and f"rm -r {conversion.partial}" not in ended.err:
+            wrong.append(LEFT)
     elif ended.code == 1:
         if target is not None:
             wrong.append(TARGET)

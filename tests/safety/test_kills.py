@@ -15,7 +15,20 @@ import pytest
 from zckpt.cli import cli
 
 from . import tiny
-from .faults import CODE, SILENT, SOURCE, Conversion, Good, clear, conversion, good, kill, run, tree
+from .faults import (
+    CODE,
+    LEFT,
+    SILENT,
+    SOURCE,
+    Conversion,
+    Good,
+    clear,
+    conversion,
+    good,
+    kill,
+    run,
+    tree,
+)
 from .runner import Call, Runner
 
 PAIRS = [(kind, to) for kind in tiny.SOURCES for to in tiny.WRITTEN]
@@ -52,8 +65,10 @@ def killed(runner: Runner, conversion: Conversion, expected: Good, call: Call) -
         code, said = second(runner, conversion)
         if code:
             wrong.append(f"{CODE}: {code} after a kill at {call.number} {call}: {said[-300:]}")
-        elif tree(conversion.target) != expected.target or conversion.partial.exists():
+        elif tree(conversion.target) != expected.target:
             wrong.append(f"{SILENT}: continued after a kill at {call.number} {call}")
+        elif conversion.partial.exists():
+            wrong.append(f"{LEFT}: continued after a kill at {call.number} {call}")
     if tree(conversion.source) != expected.source:
         wrong.append(f"{SOURCE}: killed at {call.number} {call}")
     clear(conversion)
