@@ -10,6 +10,7 @@ from . import formats
 from .core import sources
 from .core.manifest import Manifest
 from .core.neighbours import lost_states, stateless
+from .core.targets import refuse_unfinished
 from .training import steps
 from .training.names import Renames, called_as, names_of, renamed
 
@@ -40,6 +41,7 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
     """
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
+    refuse_unfinished(path)
     names = None if reading.param_names is None else tuple(reading.param_names)
     format = formats.recognise(path, reading.format, reading.tag)
     with sources.watching() as watch:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from zckpt.core.journal import MARK
+
 from . import tiny
 from .faults import Conversion, Good, clear, conversion, good, tree
 from .powerloss import Disk, below, losses, write
@@ -102,7 +104,11 @@ def test_some_states_go_on(runner: Runner, smallest: Callable[[str], Path], tmp_
 
 
 def all_go_on(runner: Runner, run: Conversion, root: Path, seeds: int, share: float) -> list[str]:
+    """The target's mark is an attribute of its folder, which was synced before the rename."""
     expected = recorded(runner, run)
+    assert second(runner, run)[0] == 0
+    mark = os.getxattr(run.target, MARK)
+    clear(run)
     chance, seen, wrong = random.Random(0), set(), []
     for number, call, disk in losses(expected.calls, root):
         for state in disk.states(range(number, number + seeds)):
@@ -110,15 +116,22 @@ def all_go_on(runner: Runner, run: Conversion, root: Path, seeds: int, share: fl
             if key in seen or chance.random() > share:
                 continue
             seen.add(key)
-            wrong += continued(runner, run, expected, state, call)
+            wrong += continued(runner, run, expected, state, call, mark)
     print(f"{len(seen)} states continued")
     return wrong
 
 
 def continued(
-    runner: Runner, run: Conversion, expected: Good, state: dict[str, bytes], call: Call
+    runner: Runner,
+    run: Conversion,
+    expected: Good,
+    state: dict[str, bytes],
+    call: Call,
+    mark: bytes,
 ) -> list[str]:
     write(state, run.outer.parent)
+    if os.path.lexists(run.target):
+        os.setxattr(run.target, MARK, mark)
     code, said = second(runner, run)
     is_good = not code and os.path.lexists(run.target) and tree(run.target) == expected.target
     clear(run)

@@ -20,7 +20,7 @@ from types import TracebackType
 from ..errors import CorruptCheckpoint
 from .checksum import crc32
 from .fragments import Extent
-from .sources import Fingerprints, named, naming, open_file
+from .sources import Fingerprints, close, named, naming, open_file
 
 CRC_BLOCK = 1 << 20  # bytes
 
@@ -88,13 +88,13 @@ class Reader:
             self._open.move_to_end(path)
             return self._open[path]
         if len(self._open) >= self.keep:
-            os.close(self._open.popitem(last=False)[1])
+            close(self._open.popitem(last=False)[1])
         self._open[path] = open_file(path, self.fingerprints)
         return self._open[path]
 
     def close(self) -> None:
         while self._open:
-            os.close(self._open.popitem()[1])
+            close(self._open.popitem()[1])
 
 
 def crc_of(extents: Iterable[Extent]) -> int:
@@ -194,9 +194,10 @@ class Writer:
             self._close()
 
     def _close(self) -> None:
-        os.close(self._buffered)
-        if self._direct >= 0:
-            os.close(self._direct)
+        with naming(self.path):
+            os.close(self._buffered)
+            if self._direct >= 0:
+                os.close(self._direct)
 
 
 def write_all(file: int, data: memoryview, offset: int, most: int = BUFFERED_WRITE) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import TargetExists, listed, removal
 from .checksum import crc32
-from .sources import naming
+from .sources import close, naming
 
 NAME = "journal"
 MARK = "user.zckpt.run"
@@ -125,12 +125,13 @@ class Journal:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND
         self._file = os.open(self.path, flags, 0o600)
         try:
-            self._take_lock(folder)
-            self._read_lines(folder, identity)
-            if self.is_new:
-                self._append({"run": identity.document(), "chunk": chunk})
+            with naming(self.path):
+                self._take_lock(folder)
+                self._read_lines(folder, identity)
+                if self.is_new:
+                    self._append({"run": identity.document(), "chunk": chunk})
         except BaseException:
-            os.close(self._file)
+            self.close()
             raise
 
     def _take_lock(self, folder: str) -> None:
@@ -181,7 +182,7 @@ class Journal:
 
     def close(self) -> None:
         """Closes the file, which gives the lock back."""
-        os.close(self._file)
+        close(self._file)
 
 
 def lock(file: int) -> bool:
@@ -207,7 +208,7 @@ def is_locked(folder: str) -> bool:
     try:
         return not lock(file)
     finally:
-        os.close(file)
+        close(file)
 
 
 def _is_at(file: int, path: str) -> bool:

@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
@@ -200,6 +200,12 @@ def _not_regular(path: str, now: os.stat_result) -> CorruptCheckpoint:
     )
 
 
+def close(file: int) -> None:
+    """Closes a file that was only read: an error is ignored, since nothing can be lost."""
+    with suppress(OSError):
+        os.close(file)
+
+
 @contextmanager
 def opened(path: str) -> Iterator[BinaryIO]:
     """A source file to read; raises as `open_file`. OSErrors inside the block name the file."""
@@ -280,7 +286,7 @@ def is_denied(path: str) -> bool:
             os.stat(os.path.join(path, "."))  # it may be listed, but not entered
             os.scandir(path).close()
         else:
-            os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+            close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
     except PermissionError:
         return True
     return False

@@ -12,18 +12,19 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import BinaryIO
 
 from ..errors import Interrupted, removal
 from . import sources
 from .checksum import crc32
 from .expected import path_inside
+from .fileio import write_all
+from .journal import NAME as JOURNAL
 from .journal import Identity, Journal, set_mark
 from .manifest import Sibling
-from .targets import refuse_existing, refuse_strange
+from .targets import refuse_existing, refuse_strange, remove_empty
 
 WORTH_KEEPING = 10.0  # seconds of work
 
@@ -125,10 +126,11 @@ class Staging:
         refuse_existing(self.target, partial=not self.resume)
         make_folders(os.path.dirname(self.folder))
         try:
-            os.mkdir(self.folder)
-        except FileExistsError:
-            refuse_strange(self.folder, os.path.basename(self.target))
-        self.journal = Journal(self.folder, self.path, self.identity, self._chunk)
+            self._open()
+        except BaseException:
+            with suppress(OSError):
+                os.rmdir(self.folder)  # if it is empty
+            raise
         try:
             self._prepare()
         except BaseException:
@@ -137,6 +139,21 @@ class Staging:
             self.journal.close()
             raise
         return self
+
+    def _open(self) -> None:
+        is_new = True
+        try:
+            os.mkdir(self.folder)
+        except FileExistsError:
+            refuse_strange(self.folder, os.path.basename(self.target))
+            is_new = False
+        try:
+            self.journal = Journal(self.folder, self.path, self.identity, self._chunk)
+        except BaseException:
+            if is_new:
+                with suppress(OSError):
+                    os.unlink(os.path.join(self.folder, JOURNAL))
+            raise
 
     def _prepare(self) -> None:
         """Removes what an earlier run left without a journal; forgets regions of lost files.
@@ -162,18 +179,23 @@ class Staging:
         """Writes shells, as files of this mode under the umask; their holes take no space yet."""
         for shell in shells:
             path = self._inside(shell.name)
-            with sources.naming(path), self._created(path, mode) as file:
-                file.truncate(shell.size)
+            with self._created(path, mode) as file:
+                os.ftruncate(file, shell.size)
                 for offset, data in shell.parts:
-                    file.seek(offset)
-                    file.write(data)
+                    write_all(file, memoryview(data), offset)
 
-    def _created(self, path: str, mode: int) -> BinaryIO:
-        """A new file; of a run that is continued, the file that is there."""
+    @contextmanager
+    def _created(self, path: str, mode: int) -> Iterator[int]:
+        """A new file; of a run that is continued, the file that is there. OSErrors name it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         if not self.resume:
             flags |= os.O_EXCL
-        return os.fdopen(os.open(path, flags, mode), "r+b")
+        with sources.naming(path):
+            file = os.open(path, flags, mode)
+            try:
+                yield file
+            finally:
+                os.close(file)
 
     def _inside(self, name: str) -> str:
         """The path of a new file, whose folder is created; raises if the name leads outside."""
@@ -185,15 +207,11 @@ class Staging:
         """Copies a whole file with its mode to `name`; gives its size and CRC-32."""
         path = self._inside(name)
         size = crc = 0
-        with (
-            sources.opened(source) as read,
-            sources.naming(path),
-            self._created(path, 0o600) as write,
-        ):
-            write.truncate(0)
-            os.fchmod(write.fileno(), stat.S_IMODE(os.fstat(read.fileno()).st_mode) & 0o777)
+        with sources.opened(source) as read, self._created(path, 0o600) as write:
+            os.ftruncate(write, 0)
+            os.fchmod(write, stat.S_IMODE(os.fstat(read.fileno()).st_mode) & 0o777)
             while data := read.read(1 << 20):
-                write.write(data)
+                write_all(write, memoryview(data), size)
                 crc = crc32(data, crc)
                 size += len(data)
         return size, crc
@@ -220,7 +238,7 @@ class Staging:
             if self.before_rename:
                 self.before_rename()
             refuse_existing(self.target, partial=False)
-            os.rename(self.path, self.target)
+            self._rename()
         except KeyboardInterrupt as error:
             if self._is_worth_keeping():
                 raise Interrupted(*error.args) from error
@@ -230,6 +248,15 @@ class Staging:
             self._remove()
             raise
         self._leave()
+
+    def _rename(self) -> None:
+        own = os.stat(self.path)
+        try:
+            os.rename(self.path, self.target)
+        except OSError:  # a network filesystem may have done it, and lost the answer
+            now = sources.status(self.target)
+            if now is None or not os.path.samestat(own, now):
+                raise
 
     def _leave(self) -> None:
         """Syncs the rename and removes the journal; the target exists, whatever fails."""
@@ -241,8 +268,7 @@ class Staging:
                 f"{error.strerror} while its folder was synced; run `sync`"
             )
         try:
-            os.unlink(self.journal.path)
-            os.rmdir(self.folder)
+            remove_empty(self.folder)
         except OSError as error:
             self.warnings.append(
                 f"{self.target} is complete, but {self.folder} could not be removed "
@@ -261,8 +287,7 @@ class Staging:
             self.journal.forget()
         shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError):
-            os.unlink(self.journal.path)
-            os.rmdir(self.folder)
+            remove_empty(self.folder)
 
 
 def save(path: str, data: bytes) -> None:
@@ -300,4 +325,4 @@ def _sync(path: str) -> None:
         with sources.naming(path):
             os.fsync(file)
     finally:
-        os.close(file)
+        sources.close(file)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from contextlib import suppress
 
-from ..errors import NotEnoughSpace, TargetExists, WrongOption, removal
+from ..errors import IncompleteCheckpoint, NotEnoughSpace, TargetExists, WrongOption, removal
+from . import sources
 from .journal import NAME as JOURNAL
 from .journal import Identity, difference, is_locked, mark_of
 
@@ -47,7 +50,25 @@ def is_complete(target: str, identity: Identity) -> bool:
     for name in identity.files:
         if not os.path.isfile(os.path.join(target, name)):
             raise TargetExists(f"{target} exists, but {name} is missing there", hint)
+    folder = f"{target}.partial"  # of a run that was stopped after the rename
+    if os.path.lexists(folder) and not is_locked(folder):
+        with suppress(OSError):
+            remove_empty(folder)
     return True
+
+
+def remove_empty(folder: str) -> None:
+    """Removes the folder of a target that has been renamed, and its journal.
+
+    Raises OSError, with everything still there if the folder has more than a journal.
+    """
+    if contents := set(os.listdir(folder)) - {JOURNAL}:
+        raise OSError(
+            errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), os.path.join(folder, *contents)
+        )
+    with suppress(FileNotFoundError):
+        os.unlink(os.path.join(folder, JOURNAL))
+    os.rmdir(folder)
 
 
 def refuse_strange(folder: str, name: str) -> None:
@@ -61,6 +82,18 @@ def refuse_strange(folder: str, name: str) -> None:
             f"{folder} exists, and cannot be continued: it has no journal of zckpt",
             hint=f"if you do not need it, remove it: {removal(folder)}",
         )
+
+
+def refuse_unfinished(path: str) -> None:
+    """Raises IncompleteCheckpoint for a target that its run has not completed."""
+    folder = os.path.abspath(path)
+    while folder != (above := os.path.dirname(folder)):
+        if folder.endswith(".partial") and os.path.lexists(os.path.join(folder, JOURNAL)):
+            raise IncompleteCheckpoint(
+                f"{path} belongs to a target that is not complete",
+                hint="wait for the run that writes it, or repeat that run with --resume",
+            )
+        folder = above
 
 
 def _is_empty(target: str) -> bool:
@@ -106,8 +139,7 @@ def need_space(target: str, size: int, resume: bool = False) -> None:
 
 def allocated(folder: str) -> int:
     """The bytes that the files of a folder take on the disk; 0 if there is no folder."""
-    return sum(
-        os.stat(os.path.join(place, name), follow_symlinks=False).st_blocks * 512
-        for place, _, names in os.walk(folder)
-        for name in names
-    )
+    if not os.path.lexists(folder):
+        return 0
+    entries = sources.walk(folder)
+    return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)
