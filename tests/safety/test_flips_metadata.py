@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import zckpt
 from zckpt import errors
@@ -122,3 +124,23 @@ def test_no_flip_of_all_is_silent(part: int, run: Path, tmp_path: Path) -> None:
     counts, silent = outcomes(run, tmp_path / "target", flips)
     print(f"{len(flips)} flips: {dict(counts)}")
     assert not silent
+
+
+@pytest.mark.exhaustive
+def test_a_key_that_one_process_states_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit: the key of a value at the top is the same text in all parts of the pickle.
+
+    If one process saves, the pickle has it once, so nothing contradicts a changed letter in it. The
+    value comes along under the changed name.
+    """
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    run = tmp_path / "run"
+    state = {"model": {"w": torch.arange(6.0).view(2, 3)}, "epoch": 3}
+    dcp.save(state, checkpoint_id=run, no_dist=True)
+    text = (run / ".metadata").read_bytes()
+    assert text.count(b"epoch") == 1
+    start = text.index(b"epoch")
+    _, silent = outcomes(run, tmp_path / "target", every_flip(run / ".metadata"))
+    assert {place for place, _ in silent} == set(range(start, start + len("epoch")))
