@@ -15,7 +15,8 @@ from typing import NoReturn
 
 import click
 
-from ..errors import WrongOption, ZckptError
+from ..errors import CorruptCheckpoint, WrongOption, ZckptError
+from ..errors import cause as why_of
 from .commands import cli as cli
 
 
@@ -51,6 +52,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         cause = error.__cause__ if isinstance(error, click.Abort) else error
         code = 128 + (cause.args[0] if cause and cause.args else signal.SIGINT)
         fail(words, "Interrupted", "interrupted", "no target was made", code)
+    except (MemoryError, RecursionError) as error:  # a last net: readers name the file
+        what = f"the checkpoint cannot be read: {why_of(error)}"
+        fail(words, "CorruptCheckpoint", what, CorruptCheckpoint.usual_hint, 1)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         fail(words, "InternalError", what, "a bug of zckpt: ZCKPT_TRACEBACK=1 shows where", 1)
