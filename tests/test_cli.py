@@ -314,3 +314,17 @@ def test_hostile_names_are_printed_without_their_control_characters(
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert "\\x1b[2Jw/param" in printed
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RecursionError])
+def test_too_little_memory_or_stack_is_a_sentence(
+    kind: type[Exception], zckpt: Zckpt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object, **_options: object) -> None:
+        raise kind
+
+    monkeypatch.setattr("zckpt.api.read", read)
+    ended = zckpt("inspect", EXAMPLE)
+    assert ended.code == 1
+    assert "Error: the checkpoint cannot be read: it" in ended.err
+    assert "InternalError" not in ended.err

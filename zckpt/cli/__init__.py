@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 
 import click
 
-from ..errors import Interrupted, WrongOption, ZckptError, hint_for
+from ..errors import CorruptCheckpoint, Interrupted, WrongOption, ZckptError, hint_for
+from ..errors import cause as why_of
 from . import signals
 from .commands import cli as cli
 
@@ -58,6 +59,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except MemoryError:
         hint = "use a lower -j or --memory, or a machine with more memory"
         fail(words, "MemoryError", "too little memory is free", hint, 1)
+    except RecursionError as error:  # a last net: readers name the file
+        what = f"the checkpoint cannot be read: {why_of(error)}"
+        fail(words, "CorruptCheckpoint", what, CorruptCheckpoint.usual_hint, 1)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         fail(words, "InternalError", what, "a bug of zckpt: ZCKPT_TRACEBACK=1 shows where", 1)

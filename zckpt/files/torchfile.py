@@ -332,22 +332,20 @@ class _Parser(Unpickler):
             table=_FUNCTIONS,
             persistent=self.storage,
             bytes_per_container=BYTES_PER_CONTAINER,
+            collects=Tensor,
         )
         self.path = path
         self.storages: dict[str, Storage] = {}
-        self.tensors: set[Tensor] = set()
-
-    def build(self, build: Build, arguments: tuple[Any, ...]) -> Any:
-        value = super().build(build, arguments)
-        if type(value) is Tensor:
-            self.tensors.add(value)
-        return value
 
     def loaded(self) -> _Loaded:
         """The value of the pickle, and how much its tensors have."""
         value = self.load()
-        length = sum([tensor.numel * SIZES[tensor.dtype] for tensor in self.tensors])
-        return _Loaded(value, length, sum(map(_runs, self.tensors)))
+        views = {
+            (tensor.storage.key, tensor.offset, tensor.shape, tensor.strides): tensor
+            for tensor in self.collected
+        }.values()
+        length = sum([tensor.numel * SIZES[tensor.dtype] for tensor in views])
+        return _Loaded(value, length, sum([_runs(tensor) for tensor in views]))
 
     def load(self) -> Any:
         try:
@@ -401,7 +399,7 @@ def _tensor(
 
 def _runs(tensor: Tensor) -> int:
     """How many runs of elements a tensor is, as its strides give them; 0 if it is contiguous."""
-    if tensor.contiguous:
+    if tensor.strides in ((), (1,)) or tensor.contiguous:
         return 0
     inner = [size for size, stride in zip(tensor.shape, tensor.strides, strict=True) if stride == 1]
     return tensor.numel // max([1, *inner])

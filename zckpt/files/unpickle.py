@@ -105,7 +105,8 @@ def _parts_of_key(value: Any) -> int:
 class Unpickler:
     """Reads one pickle of `data` from `start`; afterwards `position` is the first byte after it.
 
-    `persistent` turns a persistent id (torch: a storage) into a value. Raises CorruptCheckpoint
+    `persistent` turns a persistent id (torch: a storage) into a value. `collects` is a type: its
+    values, as functions of the table build them, are put into `collected`. Raises CorruptCheckpoint
     if the pickle is not well-formed, or if it is more work than one of its length ever needs.
     """
 
@@ -117,8 +118,11 @@ class Unpickler:
         table: Mapping[str, Build] = BUILTINS,
         persistent: Callable[[Any], Any] | None = None,
         bytes_per_container: int = BYTES_PER_CONTAINER,
+        collects: type | None = None,
     ) -> None:
         self.data = data
+        self.collects = collects
+        self.collected: list[Any] = []
         self.bytes_per_container = bytes_per_container
         self.position = start
         self.table = table
@@ -196,7 +200,10 @@ class Unpickler:
 
     def named(self, module: str, name: str) -> Global:
         full = f"{_PYTHON2.get(module, module)}.{name}"
-        return self.globals.setdefault(full, Global(full))
+        known = self.globals.get(full)
+        if known is None:
+            known = self.globals[full] = Global(full)
+        return known
 
     def call(self, function: Any, arguments: Any) -> Any:
         if not isinstance(arguments, tuple):
@@ -225,13 +232,19 @@ class Unpickler:
 
     def build(self, build: Build, arguments: tuple[Any, ...]) -> Any:
         # each may copy an argument that the memo supplies repeatedly
-        self.charge(len(arguments))
+        copied = len(arguments)
         for item in arguments:
-            if isinstance(item, (str, bytes, tuple, list, dict, set, frozenset)):
-                self.charge(len(item))
-                if isinstance(item, (list, tuple)):  # of keys, or of pairs with keys
-                    self.charge(sum([_nested(part) for part in item if type(part) in _KEYS]))
-        return build(*arguments)
+            if type(item) in _SIZED:
+                copied += len(item)
+                if build in _KEYED:  # of keys, or of pairs with keys
+                    copied += sum([_nested(part) for part in item if type(part) in _KEYS])
+        self.copied += copied
+        if self.copied > MAX_COPIES * (self.position - self.start) + 1000:
+            self.charge(0)
+        value = build(*arguments)
+        if type(value) is self.collects:
+            self.collected.append(value)
+        return value
 
     def charge(self, copied: int) -> None:
         """Counts values that were copied or looked through; raises CorruptCheckpoint."""
@@ -242,8 +255,10 @@ class Unpickler:
     def count_call(self) -> None:
         """Counts calls of functions and classes; raises CorruptCheckpoint."""
         self.calls += 1
-        if self.calls > FEW_CALLS + (self.position - self.start) // BYTES_PER_CALL:
-            raise CorruptCheckpoint("a pickle calls functions over and over")
+        if self.calls > FEW_CALLS:
+            length = self.position - self.start
+            if self.calls > FEW_CALLS + length // BYTES_PER_CALL:
+                raise CorruptCheckpoint("a pickle calls functions over and over")
 
     def key(self, value: Any, container: Any) -> Hashable:
         """`value` as a key of a dictionary or set; raises CorruptCheckpoint."""
@@ -262,6 +277,10 @@ class Unpickler:
 
 
 _KEYS = frozenset({tuple, frozenset, Size})
+_SIZED = frozenset({str, bytes, bytearray, tuple, Size, list, dict, OrderedDict, set, frozenset})
+_KEYED = frozenset(
+    BUILTINS[name] for name in ("builtins.set", "builtins.frozenset", "collections.OrderedDict")
+)
 
 
 def _nested(part: Any) -> int:
@@ -374,7 +393,8 @@ def _extend(target: Any, items: list[Any]) -> None:
 def _set_items(self: Unpickler, target: Any, flat: list[Any]) -> None:
     if isinstance(target, dict):
         for i in range(0, len(flat), 2):
-            target[self.key(flat[i], target)] = flat[i + 1]
+            key = flat[i]
+            target[key if type(key) is str else self.key(key, target)] = flat[i + 1]
     elif isinstance(target, Foreign):
         for i in range(0, len(flat), 2):
             self.charge(_parts_of_key(flat[i]))
