@@ -64,7 +64,7 @@ def test_some_calls_fail(
     kind: str, to: str, runner: Runner, smallest: Callable[[str], Path], tmp_path: Path
 ) -> None:
     tally = Tally(runner, conversion(kind, to, smallest, tmp_path))
-    tally.run(random.Random(f"{kind} {to}").sample(list(tally.every()), 16))
+    tally.run(random.Random(f"{kind} {to}").sample(list(tally.every()), 8))
     print(dict(tally.ends))
     assert tally.wrong == []
 
@@ -86,7 +86,7 @@ def test_folders_are_not_listed(
 ) -> None:
     tally = Tally(runner, conversion(kind, to, smallest, tmp_path))
     listing = [each for each in tally.every(one_fault) if each[0].function in LISTING]
-    tally.run(random.Random(kind).sample(listing, 8))
+    tally.run(random.Random(kind).sample(listing, 4))
     print(dict(tally.ends))
     assert tally.wrong == []
 

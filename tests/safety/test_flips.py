@@ -30,7 +30,7 @@ def test_some_bits(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     bits = every(checkpoint)
     chance, wanted = random.Random(kind), []
     for where in sorted({flip.where for flip in bits}):
-        wanted += chance.sample([flip for flip in bits if flip.where == where], 8)
+        wanted += chance.sample([flip for flip in bits if flip.where == where], 4)
     counts, faults = counted(survey(checkpoint, tmp_path / "target", wanted))
     print(table(kind, counts))
     assert faults == []
