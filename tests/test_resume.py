@@ -111,7 +111,7 @@ def pairs() -> Iterator[Any]:
             yield pytest.param(source, target, jobs, marks=marks)
 
 
-@pytest.mark.parametrize(("source", "target", "jobs"), pairs())
+@pytest.mark.parametrize(("source", "target", "jobs"), list(pairs()))
 def test_a_killed_run_is_continued(
     source: str, target: str, jobs: int, sources: dict[str, Path], tmp_path: Path
 ) -> None:
