@@ -189,7 +189,10 @@ def comparable(report: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in report.items() if key not in ("seconds", "world", "bytes")}
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+SOME_PROCESSES = [2, *(pytest.param(n, marks=pytest.mark.engines) for n in (1, 3, 4))]
+
+
+@pytest.mark.parametrize("processes", SOME_PROCESSES)
 def test_any_number_of_processes_gives_the_same_report(
     processes: int, faulty: Path, tmp_path: Path
 ) -> None:
@@ -208,7 +211,7 @@ def test_any_number_of_processes_gives_the_same_report(
     }
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", SOME_PROCESSES[:1] + SOME_PROCESSES[2:3])
 def test_boxes_on_several_processes(processes: int, tmp_path: Path) -> None:
     """Ranks' rows as boxes: two boxes on three processes, too."""
     run = Path(shutil.copytree(FSDP2, tmp_path / "run"))
@@ -282,7 +285,7 @@ class TestGpu:
         assert report["equal"]
 
 
-@pytest.mark.parametrize("json_asked", [True, False])
+@pytest.mark.parametrize("json_asked", [True, pytest.param(False, marks=pytest.mark.engines)])
 def test_one_of_several_processes_fails(json_asked: bool, tmp_path: Path) -> None:
     """Nothing hangs; its reason is on stderr, and the document on stdout says that one failed."""
     zckpt.convert(EXAMPLE, tmp_path / "universal")

@@ -69,7 +69,7 @@ def test_some_calls_fail(
     assert tally.wrong == []
 
 
-@pytest.mark.parametrize(("kind", "to"), FIRST[:2])
+@pytest.mark.parametrize(("kind", "to"), FIRST[:1])
 def test_calls_around_the_rename_fail(
     kind: str, to: str, runner: Runner, smallest: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -93,7 +93,7 @@ def test_folders_are_not_listed(
 
 def test_writes_are_short(runner: Runner, smallest: Callable[[str], Path], tmp_path: Path) -> None:
     tally = Tally(runner, conversion("gathered", "deepspeed-2", smallest, tmp_path))
-    tally.run(tally.every(short_writes))
+    tally.run(tally.every(short_writes)[::5])
     print(dict(tally.ends))
     assert tally.wrong == []
 
@@ -105,6 +105,7 @@ def test_every_call_fails(
 ) -> None:
     tally = Tally(runner, conversion(kind, to, smallest, tmp_path))
     tally.run(tally.every(faults if (kind, to) in FIRST else one_fault))
+    tally.run(tally.every(short_writes))
     print(dict(tally.ends))
     assert tally.wrong == []
 

@@ -28,7 +28,7 @@ from zckpt.files.dcpfile import read_table
 from ..conftest import ROOT
 
 DATA = ROOT / "tests" / "data" / "fsdp2-2.13.0-tiny"
-SAMPLE = 800  # flips of a default run
+SAMPLE = 250
 SECONDS = 20  # for one flip, on a busy machine
 
 Flip = tuple[int, int]
