@@ -135,6 +135,7 @@ def work(words: list[str], folder: str, report: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU, CPU + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    tempfile.tempdir = folder  # an HDF5 target's shells are made in a file
     sys.addaudithook(hook(folder, report))
     code = 99
     try:

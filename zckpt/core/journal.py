@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import TargetExists, listed, removal
 from .checksum import crc32
-from .sources import close, naming
+from .sources import close, naming, pread
 
 NAME = "journal"
 MARK = "user.zckpt.run"
@@ -221,12 +221,10 @@ def _is_at(file: int, path: str) -> bool:
 
 def _lines(file: int) -> Iterator[bytes]:
     """The intact lines of a journal; ends at the first damaged one."""
-    with os.fdopen(os.dup(file), "rb") as stream:
-        stream.seek(0)
-        for line in stream:
-            if line != b"%08x %s\n" % (crc32(line[9:-1]), line[9:-1]):
-                return
-            yield line
+    for text in pread(file, os.fstat(file).st_size, 0).split(b"\n")[:-1]:
+        if text != b"%08x %s" % (crc32(text[9:]), text[9:]):
+            return
+        yield text + b"\n"
 
 
 # -- the run of a complete target
