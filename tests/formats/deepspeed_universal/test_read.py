@@ -13,6 +13,7 @@ import zckpt
 from zckpt import ZckptError
 
 from ...engines.cases import CASES
+from ...engines.client import CLASSES
 from ...manifests import changed
 from ..contract import FormatContract
 from ..equality import assert_is_what_the_engine_held, load, same_bits
@@ -345,6 +346,6 @@ def test_every_case_survives(name: str, trained: Trained, tmp_path: Path) -> Non
     """deepspeed -> deepspeed-universal -> universal is deepspeed -> universal."""
     run = trained(CASES[name]) / "run"
     zckpt.convert(run, tmp_path / "straight")
-    merged = convert(run, tmp_path / "merged")
+    merged = convert(run, tmp_path / "merged", allow_object=CLASSES)
     zckpt.convert(merged, tmp_path / "around")
     same_universal(tmp_path / "straight", tmp_path / "around")
