@@ -177,13 +177,13 @@ def seal_records(manifest: Manifest, outcome: Any) -> None:
 def state_checksums(within: Extent, crcs: Mapping[int, int]) -> None:
     """Writes the CRC-32 of a zip's members into a filled file; `crcs` go by the data's offset."""
     file = os.open(within.file, os.O_RDWR)
-    try:
-        with naming(within.file):
+    with naming(within.file):
+        try:
             for member in read_directory(file, within).values():
                 crc = crcs.get(member.offset)
                 if crc is not None:
                     stated = memoryview(struct.pack("<I", crc))
                     write_all(file, stated, member.header + 14)
                     write_all(file, stated, member.entry + 16)
-    finally:
-        os.close(file)
+        finally:
+            os.close(file)

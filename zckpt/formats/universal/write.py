@@ -18,6 +18,7 @@ from ...core.manifest import (
     Manifest,
     parameters_to_json,
 )
+from ...core.sources import naming
 from ...core.staging import Layout, Shell
 from ...errors import MissingData
 from ...files import safefile
@@ -143,7 +144,8 @@ def seal(root: str, manifest: Manifest, outcome: Any) -> None:
         os.path.relpath(path, root): {"size": size, "crc32": f"{crc:08x}"}
         for path, (size, crc) in sorted(files.items())
     }
-    with open(os.path.join(root, MANIFEST), "wb") as file:
+    name = os.path.join(root, MANIFEST)
+    with naming(name), open(name, "wb") as file:
         file.write(_text(_sealed(document)))
 
 
