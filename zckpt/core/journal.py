@@ -1,6 +1,7 @@
 """Which regions of an unfinished target are complete, so that another run need not repeat them?
 
-    DST.partial/journal     a line for the run, then a line for every region that is synced
+    DST.partial/journal     a line for the run, then a line for every region that is synced, and for
+                            every file that a power loss has taken
     DST.partial/DST/        the files of the target
 
 The first line is the run's `Identity`. Every line begins with the CRC-32 of the rest of it. A power
@@ -153,6 +154,8 @@ class Journal:
                         hint=f"do as before, or remove it: {removal(folder)}",
                     )
                 self.is_new, self.chunk = False, document["chunk"]
+            elif len(document) == 1:  # the file was lost
+                self.regions.pop(document[0], None)
             else:
                 name, start, stop, passed = document
                 checksums = [((kind, a, b), *rest) for kind, a, b, *rest in passed]
@@ -160,6 +163,16 @@ class Journal:
                 self.regions.setdefault(name, []).append(region)
             length += len(line)
         os.ftruncate(self._file, length)
+
+    def begin_again(self, name: str) -> None:
+        """Drops the regions of a lost file, and syncs that before the file is created again.
+
+        Otherwise a later run would take the holes of the new file for those regions.
+        """
+        del self.regions[name]
+        self._append([name])
+        with naming(self.path):
+            os.fdatasync(self._file)
 
     def add(self, region: Region) -> None:
         """Notes a region whose bytes are synced."""

@@ -164,10 +164,11 @@ class Staging:
         if self.journal.is_new and os.path.lexists(self.path):
             shutil.rmtree(self.path)
         os.makedirs(self.path, exist_ok=True)
-        for name, regions in self.journal.regions.items():
+        for name, regions in list(self.journal.regions.items()):
             path = os.path.join(self.path, name)
             size = os.path.getsize(path) if os.path.lexists(path) else 0
-            self.journal.regions[name] = [region for region in regions if region.stop <= size]
+            if any(region.stop > size for region in regions):
+                self.journal.begin_again(name)
 
     @property
     def resumed(self) -> int:
