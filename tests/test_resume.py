@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -372,3 +373,10 @@ def test_several_checkpoints_of_a_run_are_continued(
     assert report["already_complete"]
     with pytest.raises(TargetExists):
         zckpt.reshard(run, tmp_path / "out", resume=True, **{**options, "dp": 4})
+    (tmp_path / "empty").mkdir()
+    zckpt.reshard(run, tmp_path / "empty", resume=True, **options)
+    assert files(tmp_path / "empty") == files(tmp_path / "good")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    with pytest.raises(TargetExists, match="checkpoint-2 is missing there") as caught:
+        zckpt.reshard(run, tmp_path / "out", resume=True, **options)
+    assert caught.value.hint

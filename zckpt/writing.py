@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from . import formats
 from .core.manifest import Manifest
 from .core.resources import DEFAULT_COPYING, Begin, Copying
-from .errors import TargetExists, WrongOption
+from .errors import WrongOption
 from .reading import Reading, read
 from .training import objects, steps, ties
 from .training.names import called_as, canonical, former, renamed
@@ -331,10 +331,11 @@ def write_run(
     }
     for key in ("left_out", "warnings", "inferred"):
         summary[key] = list(dict.fromkeys(line for report in reports for line in report[key]))
-    if running.resume and os.path.lexists(target):
+    if running.resume and targets.is_taken(target):
         there = write_all(target, replace(running, dry_run=True))
-        if not all(report.get("already_complete") for report in there):
-            raise TargetExists(f"{target} exists, and is of another run")
+        lacking = [name for name, r in zip(names, there, strict=True) if "dry_run" in r]
+        if lacking:
+            raise targets.of_another_run(target, f"but {lacking[0]} is missing there")
         return summary | {"already_complete": True, "seconds": 0.0}
     if running.dry_run:
         memory = max(report.get("memory", 0) for report in reports)

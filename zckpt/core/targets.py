@@ -16,7 +16,7 @@ def refuse_existing(target: str, partial: bool = True) -> None:
     """Raises TargetExists if the target, or with `partial` its `.partial`, exists already."""
     target = os.path.abspath(target)
     folder = f"{target}.partial"
-    if os.path.lexists(target) and not _is_empty(target):
+    if is_taken(target):
         raise TargetExists(f"{target} exists", hint="choose another name, or remove it first")
     if not partial or not os.path.lexists(folder):
         return
@@ -39,22 +39,27 @@ def is_complete(target: str, identity: Identity) -> bool:
     Raises TargetExists if the target is of another run, or does not say of which run it is.
     """
     target = os.path.abspath(target)
-    if not os.path.lexists(target) or _is_empty(target):
+    if not is_taken(target):
         return False
-    hint = f"choose another name, or remove it: {removal(target)}"
     mark = mark_of(target)
     if not mark:
-        raise TargetExists(f"{target} exists, and does not say of which run it is", hint)
+        raise of_another_run(target, "and does not say of which run it is")
     if reason := difference(mark, identity.mark()):
-        raise TargetExists(f"{target} exists, and was written with {reason}", hint)
+        raise of_another_run(target, f"and was written with {reason}")
     for name in identity.files:
         if not os.path.isfile(os.path.join(target, name)):
-            raise TargetExists(f"{target} exists, but {name} is missing there", hint)
+            raise of_another_run(target, f"but {name} is missing there")
     folder = f"{target}.partial"  # of a run that was stopped after the rename
     if os.path.lexists(folder) and not is_locked(folder):
         with suppress(OSError):
             remove_empty(folder)
     return True
+
+
+def of_another_run(target: str, reason: str) -> TargetExists:
+    """The error of a target that this run has not written; `reason` goes on after "exists,"."""
+    hint = f"choose another name, or remove it: {removal(target)}"
+    return TargetExists(f"{target} exists, {reason}", hint)
 
 
 def remove_empty(folder: str) -> None:
@@ -96,12 +101,12 @@ def refuse_unfinished(path: str) -> None:
         folder = above
 
 
-def _is_empty(target: str) -> bool:
-    """Whether a target is an empty directory."""
+def is_taken(target: str) -> bool:
+    """Whether anything but an empty directory is at the path."""
     if os.path.islink(target) or not os.path.isdir(target):
-        return False
+        return os.path.lexists(target)
     with os.scandir(target) as items:
-        return next(items, None) is None
+        return next(items, None) is not None
 
 
 def refuse_inside(source: str, target: str) -> None:
