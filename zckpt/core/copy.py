@@ -69,7 +69,7 @@ class _Copy:
         self.progress = progress
         self.journal = journal
         self.source_records = source.records
-        self.record_numbers = {record.extent: n for n, record in enumerate(source.records)}
+        self.record_numbers = {id(record): n for n, record in enumerate(source.records)}
         self.checker = RecordChecker(source.records, fingerprints=source.fingerprints)
         self.records: dict[str, list[Extent]] = {}
         for record in target.records:
@@ -122,19 +122,20 @@ class _Copy:
                 continue
             complete.add(region.start)
             target.left -= 1
-            with self.lock:
-                self._count(region.passed)
+            self._count(region.passed)
+            for key, start, stop, crc in region.passed:
+                if key[0] == CHECKED:
+                    self.checker.passed_before(self.source_records[key[1]], start, stop, crc)
             if self.progress:
                 self.progress(region.stop - region.start)
         return complete
 
     def _count(self, passed: Iterable[Passed]) -> None:
-        """Takes the CRC-32s of bytes that passed; called with the lock."""
-        for key, start, stop, crc in passed:
-            if key[0] == CHECKED:
-                self.checker.passed_before(self.source_records[key[1]], start, stop, crc)
-            else:
-                self.covers[key].add(start, stop, crc)
+        """Takes the CRC-32s of a region; the checker has those of source records already."""
+        with self.lock:
+            for key, start, stop, crc in passed:
+                if key[0] != CHECKED:
+                    self.covers[key].add(start, stop, crc)
 
     def start(
         self, element_readers: Sequence[ElementReader]
@@ -167,10 +168,9 @@ class _Copy:
         region = target.region_at(chunk.offset)
         with self.lock:
             self.outcome.bytes += chunk.length
-            self._count(passed)
+            region.add(passed, self.covers)
             if element_reader.passed is not None:
-                region.passed += passed
-                region.passed += self._checked(element_reader.passed)
+                region.add(self._checked(element_reader.passed), self.covers)
             region.left -= 1
             is_complete = not region.left
         if self.progress:
@@ -183,31 +183,21 @@ class _Copy:
         single = len(target.regions) == 1
         if self.journal and not single:
             target.writer.sync()
+        passed = region.passed
+        self._count(passed)
         with self.lock:
             target.left -= 1
             is_last = not target.left
         if is_last:
             target.stack.close()
         if self.journal:
-            passed = self._merged(region.passed)
             self.journal.add(Region(target.name, region.start, region.stop, passed))
-        region.passed = []
 
     def _checked(self, log: list[tuple[Record, int, int, int]]) -> Iterator[Passed]:
         """The parts of source records that a thread has read since the last call."""
         for record, start, stop, crc in log:
-            yield (CHECKED, self.record_numbers[record.extent], 0), start, stop, crc
+            yield (CHECKED, self.record_numbers[id(record)], 0), start, stop, crc
         log.clear()
-
-    def _merged(self, passed: Iterable[Passed]) -> list[Passed]:
-        """The same with neighbouring parts as one."""
-        covers: dict[Key, Cover | Scattered] = {}
-        for key, start, stop, crc in passed:
-            if key not in covers:
-                whole = self.covers.get(key)
-                covers[key] = Scattered(whole.length) if isinstance(whole, Scattered) else Cover(0)
-            covers[key].add(start, stop, crc)
-        return [(key, *part) for key, cover in covers.items() for part in cover.parts()]
 
     def _keep_shell(
         self, target: TargetFile, chunk: Chunk, reader: Reader, view: memoryview

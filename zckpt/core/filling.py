@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
-from .checksum import Cover
+from .checksum import Cover, Scattered
 from .fileio import Writer
 from .fragments import Extent
 from .journal import Key, Passed
@@ -18,13 +18,28 @@ FILE, RECORD = "file", "record"
 
 
 class UnfinishedRegion:
-    """Bytes [start, stop) of a target file, how many chunks they lack, and the CRC-32s so far."""
+    """Bytes [start, stop) of a target file, how many chunks they lack, and what has passed."""
 
     def __init__(self, start: int, stop: int, left: int) -> None:
         self.start = start
         self.stop = stop
         self.left = left
-        self.passed: list[Passed] = []
+        self._covers: dict[Key, Cover | Scattered] = {}
+
+    def add(self, passed: Iterable[Passed], wholes: Mapping[Key, Cover | Scattered]) -> None:
+        """Takes CRC-32s of a chunk; `wholes` are those of everything that several regions share."""
+        for key, start, stop, crc in passed:
+            cover = self._covers.get(key)
+            if cover is None:
+                whole = wholes.get(key)
+                cover = Scattered(whole.length) if isinstance(whole, Scattered) else Cover(0)
+                self._covers[key] = cover
+            cover.add(start, stop, crc)
+
+    @property
+    def passed(self) -> list[Passed]:
+        """The CRC-32s of all chunks; neighbouring bytes are one."""
+        return [(key, *part) for key, cover in self._covers.items() for part in cover.parts()]
 
 
 class TargetFile:
