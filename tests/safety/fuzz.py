@@ -70,6 +70,7 @@ def fuzz(name: str, runs: int, seed: int, root: Path, finds: Finds,
     target, random = targets.target(name, root), Random(f"{name} {seed}")
     corpus = list(target.samples)
     target.run(corpus[0])  # the others may need files that are not there
+    longest = 2 * max(len(sample) for sample in corpus)  # long inputs cost time, and show little
     places: set[Any] = set()
     signal.signal(signal.SIGPROF, _stop)
     current = root / "current"
@@ -80,7 +81,7 @@ def fuzz(name: str, runs: int, seed: int, root: Path, finds: Finds,
         if name == "hdf5":
             current.write_bytes(data)  # a crash leaves no other trace
         new = _once(target.run, data, finds, places, number % TRACED == 0)
-        if new and len(data) < 1 << 15:
+        if new and len(data) <= longest:
             if len(corpus) < MAX_CORPUS:
                 corpus.append(data)
             else:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import struct
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -89,9 +91,13 @@ PALETTE = (
 )
 
 
-def operations(data: bytes) -> list[bytes]:
-    """The opcodes of a pickle with their arguments; what cannot be parsed is the last item."""
-    parts, place, end = [], 0, len(data)
+@lru_cache(1024)
+def opcodes(data: bytes) -> array[int]:
+    """Where opcodes begin, and the end; behind the last one may be what cannot be parsed.
+
+    The same inputs are changed again and again.
+    """
+    places, place, end = array("I", [0]), 0, len(data)
     while place < end:
         code = data[place]
         stop = place + 1
@@ -108,41 +114,52 @@ def operations(data: bytes) -> list[bytes]:
                 stop = data.find(b"\n", stop) + 1 or end
         if stop > end:
             break
-        parts.append(data[place:stop])
+        places.append(stop)
         place = stop
     if place < end:
-        parts.append(data[place:])
-    return parts
+        places.append(end)
+    return places
 
 
 def pickles(random: Random, data: bytes, others: Sequence[bytes]) -> bytes:
     """Deletes, repeats, swaps, replaces or inserts opcodes, or changes an argument."""
-    parts = operations(data)
-    if not parts:
+    places = opcodes(data)
+    last = len(places) - 1
+    if not last:
         return random.choice(PALETTE)
-    place, kind = random.randrange(len(parts)), random.randrange(8)
-    if kind == 0:
-        del parts[place]
-    elif kind == 1:
-        parts[place:place] = parts[place : place + random.randrange(1, 9)] * random.choice((1, 9))
+    number, kind = random.randrange(last), random.randrange(8)
+    start, stop = places[number], places[number + 1]
+    part, new = data[start:stop], b""
+    if kind == 1:
+        behind = places[min(number + random.randrange(1, 9), last)]
+        new = data[start:behind] * random.choice((1, 9)) + part
     elif kind == 2:
-        other = random.randrange(len(parts))
-        parts[place], parts[other] = parts[other], parts[place]
+        other = random.randrange(last)
+        number, other = min(number, other), max(number, other)
+        start, behind, second, stop = (places[at] for at in (number, number + 1, other, other + 1))
+        if number != other:
+            new = data[second:stop] + data[behind:second]
+        new += data[start:behind]
     elif kind == 3:
-        parts[place] = random.choice(PALETTE)
+        new = random.choice(PALETTE)
     elif kind == 4:
-        parts.insert(place, random.choice(PALETTE))
-    elif kind == 5 and len(parts[place]) > 1:
-        parts[place] = parts[place][:1] + bytes_(random, parts[place][1:], others)
+        new = random.choice(PALETTE) + part
+    elif kind == 5 and len(part) > 1:
+        new = part[:1] + bytes_(random, part[1:], others)
     elif kind == 6:
-        stranger = operations(random.choice(others))
-        begin = random.randrange(len(stranger) or 1)
-        parts[place:place] = stranger[begin : begin + random.randrange(1, 17)]
-    else:
-        whole = [number for number, part in enumerate(parts) if part[:1] in b"KMJ\x8a"]
+        stranger = random.choice(others)
+        strange = opcodes(stranger)
+        begin = random.randrange(len(strange))
+        behind = min(begin + random.randrange(1, 17), len(strange) - 1)
+        new = stranger[strange[begin] : strange[behind]] + part
+    elif kind:
+        whole = [at for at in range(last) if data[places[at]] in b"KMJ\x8a"]
         if whole:
-            parts[random.choice(whole)] = random.choice(PALETTE)
-    return b"".join(parts)[:MAX_LENGTH]
+            number = random.choice(whole)
+            start, stop = places[number], places[number + 1]
+            part = random.choice(PALETTE)
+        new = part
+    return (data[:start] + new + data[stop:])[:MAX_LENGTH]
 
 
 # -- JSON

@@ -238,7 +238,7 @@ def _dcp(root: Path) -> Target:
     folder = root / "dcp"
     zckpt.convert(EXAMPLE, folder, to="dcp", weights_only=True)
     path = folder / ".metadata"
-    samples = [path.read_bytes(), next((DATA / "fsdp2-2.13.0-w2").rglob(".metadata")).read_bytes()]
+    samples = [path.read_bytes(), (DATA / "fsdp2-2.13.0-tiny" / ".metadata").read_bytes()]
 
     def run(data: bytes) -> None:
         path.write_bytes(data)
