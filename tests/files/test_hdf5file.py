@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def read(path: Path) -> tuple[dict[str, hdf5file.Dataset], dict[str, Any]]:
+def read(path: Path) -> hdf5file.Contents:
     return hdf5file.read(str(path), lambda name: name.startswith("tensors/"))
 
 
@@ -44,7 +44,7 @@ def bytes_of(dataset: hdf5file.Dataset) -> bytes:
 
 class TestReading:
     def test_tensors_are_located(self, path: Path) -> None:
-        tensors, _ = read(path)
+        tensors = read(path).tensors
         assert {name: (item.dtype, item.shape) for name, item in tensors.items()} == {
             "tensors/a": ("F32", (3, 4)),
             "tensors/deep/half": ("F16", (5,)),
@@ -57,7 +57,7 @@ class TestReading:
         assert tensors["tensors/empty"].extent.length == 0
 
     def test_values_are_read(self, path: Path) -> None:
-        _, values = read(path)
+        values = read(path).values
         assert values == {"size": 3, "list": [1, 2], "text": "some words", "flag": True}
 
     @pytest.mark.parametrize("version", ["earliest", "latest"])
@@ -201,7 +201,7 @@ class TestRefused:
                 read(path)
 
     def test_a_tensor_past_the_end(self, path: Path) -> None:
-        offset = read(path)[0]["tensors/a"].extent.offset
+        offset = read(path).tensors["tensors/a"].extent.offset
         data = bytearray(path.read_bytes())
         place = data.index(struct.pack("<Q", offset))
         data[place : place + 8] = struct.pack("<Q", len(data) - 8)
@@ -237,8 +237,9 @@ class TestShells:
         for offset, part in shell.parts:
             data[offset : offset + len(part)] = part
         (tmp_path / "file").write_bytes(data)
-        tensors, values = read(tmp_path / "file")
-        assert values == {"list": [7], "text": "words"}
+        contents = read(tmp_path / "file")
+        tensors = contents.tensors
+        assert contents.values == {"list": [7], "text": "words"}
         assert {name: (item.dtype, item.shape) for name, item in tensors.items()} == {
             "tensors/a": ("F32", (3, 4)),
             "tensors/deep/half": ("F16", (5,)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from ..core import sources
 from ..core.fragments import Extent
 from ..errors import HINTS, MALFORMED, CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
-from .hdf5groups import check_names
+from .hdf5blocks import Blocks
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 MAX_ELEMENTS = 1 << 16  # of a dataset that is read as a value
@@ -39,6 +39,18 @@ class Dataset:
     dtype: str
     shape: tuple[int, ...]
     extent: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A file's tensors and values (numbers, lists of them, text) by their paths inside it.
+
+    `orphans` are bytes beside datasets that belong to nothing, though they are not zero.
+    """
+
+    tensors: Mapping[str, Dataset]
+    values: Mapping[str, Any]
+    orphans: Sequence[Extent]
 
 
 def import_h5py() -> Any:
@@ -105,11 +117,10 @@ def _names_in_heap(file: int) -> set[bytes] | None:
 # -- datasets
 
 
-def read(path: str, is_tensor: Callable[[str], bool]) -> tuple[dict[str, Dataset], dict[str, Any]]:
-    """Tensors, and values (numbers, lists of them, text), by their paths inside the file.
+def read(path: str, is_tensor: Callable[[str], bool]) -> Contents:
+    """What is in a file; `is_tensor` decides by a dataset's path, and tensors are not read.
 
-    `is_tensor` decides by a dataset's path; tensors are located, not read. Raises
-    CorruptCheckpoint, UnsupportedCheckpoint (chunks, compression, links, user blocks),
+    Raises CorruptCheckpoint, UnsupportedCheckpoint (chunks, compression, links, user blocks),
     MissingExtra.
     """
     h5py = import_h5py()
@@ -123,19 +134,23 @@ def read(path: str, is_tensor: Callable[[str], bool]) -> tuple[dict[str, Dataset
 
 def _contents(
     h5py: Any, path: str, file: int, opened: Any, is_tensor: Callable[[str], bool]
-) -> tuple[dict[str, Dataset], dict[str, Any]]:
+) -> Contents:
     if opened.userblock_size:
         raise UnsupportedCheckpoint(f"{path} begins with a user block")
     file_size = sources.size(path)
     tensors: dict[str, Dataset] = {}
     values: dict[str, Any] = {}
     bounds = _Bounds(path, file_size)
-    for name, dataset in _datasets(h5py, path, file, opened.id):
+    blocks = Blocks(path, file, file_size)
+    for name, dataset in _datasets(h5py, path, blocks, opened.id):
         if is_tensor(name):
             tensors[name] = _tensor(h5py, path, bounds, name, dataset)
+            extent = tensors[name].extent
         else:
-            values[name] = _value(h5py, path, bounds, name, dataset)
-    return tensors, values
+            values[name], extent = _value(h5py, path, bounds, name, dataset, blocks)
+        blocks.add_dataset(name, h5py.h5o.get_info(dataset).addr, extent)
+    blocks.require_apart()
+    return Contents(tensors, values, blocks.orphans())
 
 
 class _Bounds:
@@ -164,7 +179,7 @@ class _Bounds:
             raise CorruptCheckpoint(f"{self.path}: its texts are in too many places")
 
 
-def _datasets(h5py: Any, path: str, file: int, root: Any) -> Iterator[tuple[str, Any]]:
+def _datasets(h5py: Any, path: str, blocks: Blocks, root: Any) -> Iterator[tuple[str, Any]]:
     """Every dataset by its path; links to elsewhere and circles of groups are refused.
 
     Uses h5py's low-level objects: a file has tens of thousands of datasets, and the high-level
@@ -190,8 +205,7 @@ def _datasets(h5py: Any, path: str, file: int, root: Any) -> Iterator[tuple[str,
                 waiting.append((f"{full_name}/", item, depth + 1))
             else:
                 raise UnsupportedCheckpoint(f"{path}: {full_name} is neither group nor dataset")
-        header = h5py.h5o.get_info(group).addr
-        check_names(path, file, header, prefix.rstrip("/"), set(names))
+        blocks.add_group(prefix.rstrip("/"), h5py.h5o.get_info(group).addr, set(names))
 
 
 def _tensor(h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any) -> Dataset:
@@ -225,12 +239,16 @@ def _location(
             f"{path} ends early: {name} is not inside it",
             hint="the file was cut short, or the save did not finish",
         )
+    if dataset.get_storage_size() != length:
+        raise CorruptCheckpoint(f"{path}: {name} has {length:,} bytes by its shape, but not stored")
     bounds.take(name, length)
     return shape, Extent(path, int(offset), length)
 
 
-def _value(h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any) -> Any:
-    """A number, a list of numbers, or text.
+def _value(
+    h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any, blocks: Blocks
+) -> tuple[Any, Extent]:
+    """A number, a list of numbers, or text; and its bytes.
 
     The bytes are read here, not by h5py: in a damaged file the library trusts what it reads, and
     crashes.
@@ -246,13 +264,15 @@ def _value(h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any) -> An
     with sources.opened(path) as file:
         data = sources.pread(file.fileno(), extent.length, extent.offset)
         if is_text:
-            return _text(file.fileno(), path, bounds, name, data)
+            return _text(file.fileno(), path, bounds, name, data, blocks), extent
     import numpy as np  # h5py has imported it
 
-    return np.frombuffer(data, numpy_dtype).reshape(shape).tolist()
+    return np.frombuffer(data, numpy_dtype).reshape(shape).tolist(), extent
 
 
-def _text(file: int, path: str, bounds: _Bounds, name: str, reference: bytes) -> str:
+def _text(
+    file: int, path: str, bounds: _Bounds, name: str, reference: bytes, blocks: Blocks
+) -> str:
     """A string: an object in a global heap, found there by its number."""
     file_size = bounds.file_size
     length, address, number = REFERENCE.unpack(reference)
@@ -264,6 +284,7 @@ def _text(file: int, path: str, bounds: _Bounds, name: str, reference: bytes) ->
         candidate, size = struct.unpack("<H6xQ", sources.pread(file, 16, offset))
         if candidate == number and length <= size and offset + 16 + size <= file_size:
             bounds.take(name, length)
+            blocks.add_texts(address, end)
             return sources.pread(file, length, offset + 16).decode("utf-8", "surrogateescape")
         if not candidate:  # the heap's free space
             break

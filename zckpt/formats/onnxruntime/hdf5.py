@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ...core.fragments import Record
+from ...core.fragments import Extent, Record
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -75,11 +75,15 @@ def is_one(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One file: `tensors` and `values` (numbers, lists, text) by their paths inside it."""
+    """One file: `tensors` and `values` (numbers, lists, text) by their paths inside it.
+
+    `orphans` are bytes beside datasets that belong to nothing, though they are not zero.
+    """
 
     path: str
     tensors: Mapping[str, RankTensor]
     values: Mapping[str, Any]
+    orphans: Sequence[Extent] = ()
 
     def under(self, group: str) -> dict[str, Any]:
         """The values directly inside a group."""
@@ -110,24 +114,12 @@ class RankFile:
 def open_file(path: str) -> RankFile:
     """One file's contents; raises CorruptCheckpoint, UnsupportedCheckpoint, MissingExtra."""
     require_h5py()
-    datasets, values = hdf5file.read(path, _is_tensor)
+    contents = hdf5file.read(path, _is_tensor)
     tensors = {
         name: RankTensor(dataset.dtype, dataset.shape, dataset.extent)
-        for name, dataset in datasets.items()
+        for name, dataset in contents.tensors.items()
     }
-    _refuse_overlaps(path, datasets)
-    return RankFile(path, tensors, values)
-
-
-def _refuse_overlaps(path: str, datasets: Mapping[str, hdf5file.Dataset]) -> None:
-    """Raises CorruptCheckpoint if tensors share bytes; addresses in HDF5 files have no checksum."""
-    before, end = "", 0
-    for name, dataset in sorted(datasets.items(), key=lambda item: item[1].extent.offset):
-        extent = dataset.extent
-        if extent.length and extent.offset < end:
-            raise CorruptCheckpoint(f"{path} is damaged: {before} and {name} share bytes")
-        if extent.length:
-            before, end = name, extent.offset + extent.length
+    return RankFile(path, tensors, contents.values, contents.orphans)
 
 
 def _is_tensor(name: str) -> bool:
@@ -186,6 +178,12 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
             if _is_known(name)
         ],
         left_out=[*left_out, *sorted(others)],
+        warnings=[
+            f"{orphan.file}: {orphan.length:,} bytes at {orphan.offset:,} belong to no dataset, "
+            "though they are not zero: the address of a dataset may be damaged, or one was deleted"
+            for file in files
+            for orphan in file.orphans
+        ],
     )
 
 

@@ -67,6 +67,7 @@ class Save:
     copies: list[Entry] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def dp(self) -> int:

@@ -141,6 +141,7 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
         replicas=(*collected.replicas, *save.copies),
         files=tuple(rank.path for rank in save.ranks),
         left_out=tuple(save.left_out),
+        warnings=tuple(save.warnings),
         states_inferred=False,
     )
 

@@ -1,10 +1,12 @@
-"""Groups of HDF5 files whose links and heap do not agree."""
+"""HDF5 files whose parts do not agree."""
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 
 from zckpt import errors
@@ -21,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def names(path: Path) -> list[str]:
-    return sorted(hdf5file.read(str(path), lambda _: False)[1])
+    return sorted(hdf5file.read(str(path), lambda _: False).values)
 
 
 def test_every_link_is_named(path: Path) -> None:
@@ -53,6 +55,52 @@ def test_links_that_were_removed(path: Path) -> None:
     with pytest.raises(errors.CorruptCheckpoint) as raised:
         names(path)
     assert "h5repack" in raised.value.hint
+
+
+def move(path: Path, name: str, to: int) -> None:
+    """Changes the address of a dataset."""
+    with h5py.File(path) as file:
+        offset = file[name].id.get_offset()
+    data = path.read_bytes()
+    assert data.count(struct.pack("<Q", offset)) == 1
+    path.write_bytes(data.replace(struct.pack("<Q", offset), struct.pack("<Q", to)))
+
+
+@pytest.mark.parametrize("mark", [b"TREE", b"SNOD", b"HEAP", b"GCOL", b"other"])
+def test_a_dataset_where_something_else_lies(mark: bytes, path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file["text"] = "words"
+        file["bytes"] = np.frombuffer(b"other...", np.int64)
+    assert names(path)
+    move(path, "optimizer/weight1", path.read_bytes().rindex(mark))
+    with pytest.raises(errors.CorruptCheckpoint, match="share bytes"):
+        names(path)
+
+
+def test_a_dataset_where_nothing_lies(path: Path) -> None:
+    """What it had is then no part of anything."""
+    data = path.read_bytes()
+    with h5py.File(path) as file:
+        offset = file["optimizer/weight1"].id.get_offset()
+        last = file["optimizer/weight2"].id.get_offset() + 8
+    assert not any(data[last : last + 64])
+    move(path, "optimizer/weight1", last + 32)
+    contents = hdf5file.read(str(path), lambda _: False)
+    assert contents.values["optimizer/weight1"] == 0
+    (orphan,) = contents.orphans
+    assert orphan.offset <= offset < orphan.offset + orphan.length
+
+
+def test_bytes_that_are_not_stored(path: Path) -> None:
+    """A shape with fewer elements than were saved."""
+    with h5py.File(path, "r+") as file:
+        file["list"] = np.arange(1001, 1008)
+    data = path.read_bytes()
+    shape = struct.pack("<Q", 7)
+    assert data.count(shape) == 2  # the most that it may have is stated too
+    path.write_bytes(data.replace(shape, struct.pack("<Q", 6)))
+    with pytest.raises(errors.CorruptCheckpoint, match="by its shape"):
+        names(path)
 
 
 @pytest.mark.parametrize("version", ["earliest", "latest"])
