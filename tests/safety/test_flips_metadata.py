@@ -1,9 +1,9 @@
-"""Every single bit of a `.metadata`, flipped: an error, the same target, or a new warning.
+"""Every single bit of a `.metadata` of torch, flipped: an error, the same target, or a new warning.
 
     pytest -m exhaustive tests/safety/test_flips_metadata.py
 
-It has no checksum, so only contradictions between its parts show a flip. What `convert` writes is
-compared byte by byte, unless `.metadata` says the same as before.
+torch writes no checksum, so only contradictions between its parts show a flip. What `convert` writes
+is compared byte by byte, unless `.metadata` says the same as before.
 """
 
 from __future__ import annotations

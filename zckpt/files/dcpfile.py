@@ -30,6 +30,7 @@ from ..errors import (
     UnsupportedCheckpoint,
     listed,
 )
+from . import dcpseal
 from .dcpagreement import need_agreement
 from .torchfile import TORCH_DTYPES
 from .unpickle import Unpickler
@@ -176,6 +177,7 @@ def _read_one(folder: str, files: tuple[str, ...], name: str) -> ItemTable:
             )
         text = file.read()
     try:
+        dcpseal.check(text)
         return _table(folder, files, Unpickler(text).load())
     except (CorruptCheckpoint, UnsupportedCheckpoint) as error:
         named = error.message.startswith(folder)

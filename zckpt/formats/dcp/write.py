@@ -22,6 +22,7 @@ from ...core.inert import Foreign, Scalar, TensorName, map_values
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
 from ...errors import MissingData, UnsupportedCheckpoint, listed
+from ...files import dcpseal
 from ...files.dcpfile import ItemBox, ItemLocation, Items, TensorItem, read_table
 from ...files.dcpshell import metadata
 from ...files.pickling import dumps
@@ -136,7 +137,8 @@ class DcpWriter:
                     saved.append(SavedItem(item, ItemLocation(name, start, item.shell.size)))
                 yield Shell(name, size, tuple(parts))
         if folder not in self._metadata:  # it is the same the second time
-            self._metadata[folder] = dumps(self._describe(values, saved), lambda _: None)
+            text = dumps(self._describe(values, saved), lambda _: None)
+            self._metadata[folder] = dcpseal.sealed(text)
         text = self._metadata[folder]
         yield Shell(".metadata", len(text), ((0, text),))
 
