@@ -2,8 +2,8 @@
 
     pytest -m exhaustive tests/safety/test_flips_metadata.py
 
-torch writes no checksum, so only contradictions between its parts show a flip. What `convert` writes
-is compared byte by byte, unless `.metadata` says the same as before.
+torch writes no checksum, so only contradictions between the parts show a flip. What `convert`
+writes is compared byte by byte, unless `.metadata` says the same as before.
 """
 
 from __future__ import annotations
