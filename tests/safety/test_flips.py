@@ -13,12 +13,15 @@ from . import tiny
 from .flips import counted, flips, survey, table
 
 
+ALL = [kind for kind in (*tiny.TARGETS, *tiny.SMALLER) if kind not in ("dcp", "onnxruntime")]
+
+
 @pytest.fixture
 def checkpoint(kind: str, smallest: Callable[[str], Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(smallest(kind), tmp_path / kind))
 
 
-@pytest.mark.parametrize("kind", tiny.TARGETS)
+@pytest.mark.parametrize("kind", [*tiny.TARGETS, *tiny.SMALLER])
 def test_some_bits(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     """A few bits in each kind of bytes."""
     bits = list(flips(checkpoint))
@@ -31,7 +34,7 @@ def test_some_bits(kind: str, checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", tiny.TARGETS)
+@pytest.mark.parametrize("kind", ALL)
 def test_every_bit(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     counts, faults = counted(survey(checkpoint, tmp_path / "target", flips(checkpoint)))
     print(table(kind, counts))

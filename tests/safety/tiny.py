@@ -24,13 +24,21 @@ TARGETS = {
     "gathered": ("--to", "gathered"),
     "safetensors": ("--to", "gathered", "--dialect", "safetensors"),
 }
+# with fewer items, and one file instead of two: every bit of the others would take hours
+SMALLER = {
+    "dcp-sgd": ("--to", "dcp", "--dp", "1"),
+    "onnxruntime-dp1": ("--to", "onnxruntime", "--dp", "1"),
+}
 # what tests of all pairs read and write
 SOURCES = ("deepspeed-3", "deepspeed-universal", "onnxruntime", "dcp", "gathered", "universal")
 WRITTEN = ("deepspeed-2", *SOURCES[1:], "hf")
 
 
-def gathered(root: Path) -> Path:
-    """`checkpoint.pt` beside a trainer's files, saved after two steps of torch."""
+def gathered(root: Path, name: str = "run") -> Path:
+    """`checkpoint.pt` beside a trainer's files, saved after two steps of torch.
+
+    The run "sgd" has one group.
+    """
     import torch
 
     torch.manual_seed(0)
@@ -43,13 +51,15 @@ def gathered(root: Path) -> Path:
         {"params": [embed.weight, layer.weight], "weight_decay": 0.1},
         {"params": [layer.bias], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=0.003)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.003)
+    if name == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for _ in range(2):
         (head(embed(torch.tensor([0, 1]))).square().sum() + layer(embed.weight).sum()).backward()
         optimizer.step()
         schedule.step()
-    folder = root / "run"
+    folder = root / name
     folder.mkdir(parents=True)
     torch.save(
         {
@@ -74,8 +84,9 @@ def names_file(root: Path) -> Path:
 
 def create(root: Path, kind: str, convert: Callable[..., object]) -> Path:
     """The checkpoint of one kind, by `convert(source, target, *options)`."""
-    if not (root / "run").exists():
-        gathered(root)
+    name = "sgd" if kind == "dcp-sgd" else "run"
+    if not (root / name).exists():
+        gathered(root, name)
     target = root / kind
-    convert(root / "run", target, *TARGETS[kind])
+    convert(root / name, target, *(TARGETS | SMALLER)[kind])
     return target
