@@ -12,7 +12,6 @@ import pytest
 from . import tiny
 from .flips import counted, flips, survey, table
 
-
 ALL = [kind for kind in (*tiny.TARGETS, *tiny.SMALLER) if kind not in ("dcp", "onnxruntime")]
 
 
