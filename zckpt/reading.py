@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from . import formats
 from .core import sources
 from .core.manifest import Manifest
-from .core.neighbours import lost_states, stateless
+from .core.neighbours import lacking
 from .core.targets import refuse_unfinished
 from .training import steps
 from .training.names import Renames, called_as, names_of, renamed
@@ -49,7 +49,8 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
         siblings = (item.path for item in manifest.siblings)
         fingerprints = watch.of((*manifest.files, *siblings))
     manifest = renamed(replace(manifest, fingerprints=fingerprints), reading.rename)
-    lines = [*manifest.warnings, *lost_states(manifest), *stateless(manifest)]
+    lost, stateless = lacking(manifest)
+    lines = [*manifest.warnings, *lost, *stateless]
     return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings
 
 

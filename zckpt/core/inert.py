@@ -13,7 +13,6 @@ JSON has no tuples, sets, bytes, integer keys or NaN. They are written as object
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import math
 import re
@@ -162,6 +161,8 @@ def inside(path: str, key: Any) -> str:
     full = f"{path}.{key if plain else repr(key)}"
     if len(full) <= MAX_PATH:
         return full
+    import hashlib  # it loads OpenSSL, which takes 5 ms
+
     digest = hashlib.sha256(full.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{full[: MAX_PATH // 2]}...{digest[:32]}"
 

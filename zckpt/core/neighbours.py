@@ -11,7 +11,7 @@ others. Not every difference is a loss:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -32,14 +32,20 @@ class _States:
     shaped: frozenset[str]
 
 
-def lost_states(manifest: Manifest) -> list[str]:
-    """Sentences about parameters with a part of the states that like ones of their group have.
+def lacking(manifest: Manifest) -> tuple[list[str], list[str]]:
+    """Sentences about parameters that lack a part of the states, and about those without any.
 
-    Like parameters have as many axes. Only a state of the parameter's shape, or the step, can be
-    lost. It is not if the parameter has another one that its neighbours lack, or if most lack it.
+    The first are of parameters with a part of what like ones of their group have: those with as
+    many axes. Only a state of the parameter's shape, or the step, can be lost. It is not if the
+    parameter has another one that its neighbours lack, or if most lack it.
     """
+    groups = list(_groups(manifest))
+    return _lost(groups), _stateless(groups)
+
+
+def _lost(groups: Sequence[list[_States]]) -> list[str]:
     lost: dict[tuple[str, ...], list[str]] = {}
-    for group in _groups(manifest):
+    for group in groups:
         for states, missing in _lost_in(group):
             lost.setdefault(tuple(sorted(missing)), []).append(states.name)
     return [
@@ -49,11 +55,11 @@ def lost_states(manifest: Manifest) -> list[str]:
     ]
 
 
-def stateless(manifest: Manifest) -> list[str]:
-    """A sentence about parameters without any state where others of their group have one."""
+def _stateless(groups: Sequence[list[_States]]) -> list[str]:
+    """Where others of the group have a state."""
     names = [
         states.name
-        for group in _groups(manifest)
+        for group in groups
         if any(each.shaped for each in group)
         for states in group
         if not states.keys

@@ -19,6 +19,7 @@ from ..core import sources
 from ..core.dtypes import TORCH_NAMES
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
+from ..core.sources import Fingerprint
 from ..errors import ZckptError
 from ..files.dcpfile import METADATA
 from ..formats.dcp.files import located
@@ -81,7 +82,7 @@ class Source:
         steps.check_policy(reading.step_policy)
         self.stored = self._stored()
         files = self.manifest.files if self.stored is None else self.stored.files
-        self._stamps = {name: _stamp(name) for name in files}
+        self._fingerprints = {name: Fingerprint.of(os.stat(name)) for name in files}
 
     def _stored(self) -> StoredItems | None:
         reading = self.reading
@@ -102,7 +103,11 @@ class Source:
     @property
     def is_current(self) -> bool:
         """Whether the files have not changed since they were read."""
-        return all(_stamp(name) == stamp for name, stamp in self._stamps.items())
+        for name, fingerprint in self._fingerprints.items():
+            now = sources.status(name)
+            if now is None or Fingerprint.of(now) != fingerprint:
+                return False
+        return True
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -149,15 +154,6 @@ class Source:
         if isinstance(item, StoredTensor):
             return bool(item.boxes)
         return self.names is not None and not key.startswith(self.names.optimizer)
-
-
-def _stamp(name: str) -> tuple[int, int, int] | None:
-    """Inode, size and time of a file: a new file has other values."""
-    try:
-        stat = os.stat(name)
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def listing_of(manifest: Manifest) -> Listing:

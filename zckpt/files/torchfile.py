@@ -12,7 +12,6 @@ Over 400 lines, since both containers share the tensors and the checks of their 
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import zlib
@@ -32,6 +31,7 @@ TORCH_DTYPES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.
 # Bytes of a file's pickle, which is parsed in memory: a tensor takes 100 to 300, so that the
 # weights and states of a million parameters fit in.
 MAX_PICKLE = 1 << 30
+FIRST_READ = 1 << 24  # bytes of a file of torch before 1.6, whose pickles are at the beginning
 # Bytes of a zip's directory: a storage takes 100 to 150, and a rank of stage 3 has one for each of
 # a model's parameters. There are 50,000 in the largest models; a million fit in.
 MAX_DIRECTORY = 1 << 28
@@ -274,36 +274,48 @@ class TorchFile:
     # -- torch < 1.6
 
     def _read_legacy(self, file: int) -> _Loaded:
-        with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
-            magic = _Parser(data, self.path)
-            if magic.load() != 0x1950A86A20F9469CFC6C:
-                raise NotACheckpoint(f"{self.path} is a pickle, but torch.save did not write it")
-            protocol = _Parser(data, self.path, magic.position)
-            if protocol.load() != 1001:
-                raise UnsupportedCheckpoint(f"{self.path} was written by torch before 0.1.10")
-            system = _Parser(data, self.path, protocol.position)
-            about = system.load()
-            if not (isinstance(about, dict) and about.get("little_endian", True)):
-                raise UnsupportedCheckpoint(f"{self.path} was written on a big-endian machine")
-            parser = _Parser(data, self.path, system.position)
-            loaded = parser.loaded()
-            keys = _Parser(data, self.path, parser.position)
-            names = keys.load()
-            offset = keys.position
-            for key in names if isinstance(names, list) else [names]:
-                storage = parser.storages.get(key) if isinstance(key, str) else None
-                if storage is None:
-                    raise CorruptCheckpoint(f"{self.path} lists a storage that no tensor uses")
-                if offset + 8 > self.size:
-                    raise CorruptCheckpoint(f"{self.path} ends early", hint="it was cut short")
-                (numel,) = struct.unpack_from("<q", data, offset)
-                length = numel * SIZES[storage.dtype]
-                if length < 0 or offset + 8 + length > self.size:
-                    raise CorruptCheckpoint(f"{self.path} ends early", hint="it was cut short")
-                # this container has no checksums
-                self.records[key] = Record(Extent(self.path, offset + 8, length), None)
-                offset += 8 + length
+        """The pickles at the beginning, and where the storages behind them lie."""
+        length = FIRST_READ
+        while True:
+            text = sources.pread(file, min(length, self.size, MAX_PICKLE), 0)
+            try:
+                loaded, storages, offset = self._legacy_pickles(text)
+                break
+            except CorruptCheckpoint:
+                if len(text) < length or length >= MAX_PICKLE:
+                    raise
+            length <<= 4  # perhaps it ends in the middle of a pickle
+        for storage in storages:
+            head = sources.pread(file, 8, offset)
+            length = int.from_bytes(head, "little", signed=True) * SIZES[storage.dtype]
+            if len(head) < 8 or length < 0 or offset + 8 + length > self.size:
+                raise CorruptCheckpoint(f"{self.path} ends early", hint="it was cut short")
+            # this container has no checksums
+            self.records[storage.key] = Record(Extent(self.path, offset + 8, length), None)
+            offset += 8 + length
         return loaded
+
+    def _legacy_pickles(self, data: bytes) -> tuple[_Loaded, list[Storage], int]:
+        """The value, its storages in the order of the file, and where they begin."""
+        magic = _Parser(data, self.path)
+        if magic.load() != 0x1950A86A20F9469CFC6C:
+            raise NotACheckpoint(f"{self.path} is a pickle, but torch.save did not write it")
+        protocol = _Parser(data, self.path, magic.position)
+        if protocol.load() != 1001:
+            raise UnsupportedCheckpoint(f"{self.path} was written by torch before 0.1.10")
+        system = _Parser(data, self.path, protocol.position)
+        about = system.load()
+        if not (isinstance(about, dict) and about.get("little_endian", True)):
+            raise UnsupportedCheckpoint(f"{self.path} was written on a big-endian machine")
+        parser = _Parser(data, self.path, system.position)
+        loaded = parser.loaded()
+        keys = _Parser(data, self.path, parser.position)
+        names = keys.load()
+        listed = names if isinstance(names, list) else [names]
+        storages = [parser.storages.get(key) for key in listed if isinstance(key, str)]
+        if len(storages) < len(listed) or None in storages:
+            raise CorruptCheckpoint(f"{self.path} lists a storage that no tensor uses")
+        return loaded, [storage for storage in storages if storage], keys.position
 
 
 def peek(path: str) -> Any:

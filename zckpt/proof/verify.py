@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core import compare
 from ..core.manifest import Manifest
-from ..core.neighbours import lost_states, stateless
+from ..core.neighbours import lacking
 from ..core.plan import Match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
 from ..core.weights import WEIGHTS, is_optimizers
@@ -38,17 +38,18 @@ def verify_alone(
         matches, manifest, manifest, copying, everything=everything, begin=begin
     )
     report = findings(outcome, manifest, manifest)
+    lost, stateless = lacking(manifest)
     problems = [
         *({"message": line} for line in damage.uncovered(manifest)),
         *damage.unused(manifest),
-        *({"message": line} for line in lost_states(manifest)),
+        *({"message": line} for line in lost),
         *report["problems"],
     ]
     return {
         **report,
         "equal": not (problems or report["differences"]),
         "problems": problems,
-        "notes": report["notes"] + damage.not_zero(outcome, manifest) + stateless(manifest),
+        "notes": report["notes"] + damage.not_zero(outcome, manifest) + stateless,
         "inferred": {"a": list(manifest.inferred)},
         "versions": versions(manifest, None),
     }
