@@ -19,6 +19,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from ..errors import MALFORMED, CorruptCheckpoint, brief
@@ -33,6 +34,8 @@ MAX_EQUAL_HASHES = 100
 _SMALL = 1 << 63
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 """Types of values without parts."""
+OWN_HASH = 1 << 60  # smaller integers are their own hashes, so no two have the same
+NUMBERS = frozenset({type(None), bool, int, float})
 
 
 PYTHON_NUMBERS: dict[str, type[int] | type[float]] = {"int": int, "float": float, "bool": bool}
@@ -118,12 +121,21 @@ class TensorName:
     name: str
 
 
+def types_in(values: Iterable[Any]) -> set[type]:
+    """The types of values, found without a look at each from Python: lists may be very long."""
+    return set(map(type, values))
+
+
 def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     """A copy of a container with items `change(item, key)`; each key occurs once in a container.
 
     Items of the types in PLAIN stay as they are.
     """
     kind = type(value)
+    if kind in (list, tuple, Size) and types_in(value) <= PLAIN:
+        return kind(value)
+    if kind in (dict, OrderedDict) and types_in(value.values()) <= PLAIN:
+        return kind(value)
     if kind in (dict, OrderedDict):
         return kind(
             [
@@ -170,6 +182,7 @@ def inside(path: str, key: Any) -> str:
 # -- how much work a value is
 
 
+_TEXTS = frozenset({str, bytes, bytearray})
 _NESTING = frozenset({dict, OrderedDict, list, tuple, Size, set, frozenset, Foreign})
 
 
@@ -178,8 +191,9 @@ def require_tree(value: Any, most: int, most_containers: int) -> None:
 
     They enter a container wherever a value refers to it, and a small pickle can refer to one a
     million times, or double with every level. So every container counts as often as it is reached:
-    all values together at most `most` (64 characters of a text are one), and the containers among
-    them at most `most_containers`. They may be nested MAX_NESTING deep, and not in themselves.
+    all values together at most `most`, and the containers among them at most `most_containers`.
+    They may be nested MAX_NESTING deep, and not in themselves. A key is a value too. 64 characters
+    of a text are one, and so are two numbers of a list of nothing else: these are less work.
     """
     # of each container that is done: values, containers, depth
     done: dict[int, tuple[int, int, int]] = {}
@@ -205,11 +219,17 @@ def require_tree(value: Any, most: int, most_containers: int) -> None:
             waiting.pop()
             continue
         items = _parts(top)
-        parts = [item for item in items if type(item) in _NESTING]
-        if len(items) > most or len(parts) > most_containers:
+        kinds = types_in(items)
+        parts = [item for item in items if type(item) in _NESTING] if kinds & _NESTING else []
+        if len(items) > 2 * most or len(done) + len(begun) + len(parts) > most_containers:
             raise CorruptCheckpoint("values refer to the same ones over and over, or are too many")
-        texts = sum([len(item) for item in items if type(item) in (str, bytes, bytearray)])
-        begun[key] = len(items) + texts // 64, parts
+        texts = [item for item in items if type(item) in _TEXTS] if kinds & _TEXTS else ()
+        work = len(items)
+        if type(top) is dict:
+            work = 2 * len(top)
+        elif type(top) is list and kinds <= NUMBERS:
+            work //= 2
+        begun[key] = work + sum(map(len, texts)) // 64, parts
         for part in parts:
             if id(part) in begun:
                 raise CorruptCheckpoint("a value refers to itself")
@@ -220,7 +240,9 @@ def require_tree(value: Any, most: int, most_containers: int) -> None:
 def _parts(value: Any) -> Collection[Any]:
     """Everything that a container refers to, once for each reference."""
     if isinstance(value, dict):
-        parts = [*value.values(), *[key for key in value if type(key) not in (int, Global)]]
+        parts = [*value.values()]
+        if not types_in(value) <= {int, Global}:
+            parts += [key for key in value if type(key) not in (int, Global)]
         if hasattr(value, "_metadata"):  # of a module's state dict
             parts.append(value._metadata)
         return parts
@@ -237,6 +259,10 @@ def require_spread(keys: Iterable[Hashable]) -> None:
 
     Python protects texts alone against keys that are chosen so: each is compared with all others.
     """
+    keys = list(keys)
+    numbers = [key for key in keys if type(key) is int]
+    if types_in(keys) <= {str, int} and (not numbers or max(map(abs, numbers)) < OWN_HASH):
+        return
     hashes = Counter([hash(key) for key in keys if type(key) is not str])
     if hashes and max(hashes.values()) > MAX_EQUAL_HASHES:
         raise CorruptCheckpoint("a dictionary or set has keys that were chosen to be slow")
@@ -263,6 +289,8 @@ def to_json(value: Any) -> Any:
             spend(len(values))
             if values and depth >= MAX_DEPTH:
                 raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
+            if len(values) > 8 and _are_json(values):
+                return list(values)
             return [
                 item
                 if item is None
@@ -285,6 +313,9 @@ def to_json(value: Any) -> Any:
             if all(type(key) is str for key in value) and not any(k[:1] == "$" for k in value):
                 spend(sum(map(len, value)) // 100)
                 return dict(zip(value, each(value.values()), strict=True))
+            if depth < MAX_DEPTH and _are_json(value) and _are_json(value.values()):
+                spend(2 * len(value))
+                return {"$dict": [list(pair) for pair in value.items()]}
             return {"$dict": [each(pair) for pair in value.items()]}
         if kind in (set, frozenset):  # sorted, so that the JSON is the same every time
             return {f"${kind.__name__}": sorted(each(value), key=json.dumps)}
@@ -311,6 +342,18 @@ def to_json(value: Any) -> Any:
     return encode(value, 0)
 
 
+def _are_json(values: Collection[Any]) -> bool:
+    """Whether all are numbers or None, and in JSON as they are."""
+    kinds = types_in(values)
+    if not kinds <= NUMBERS:
+        return False
+    numbers = values if type(None) not in kinds else [item for item in values if item is not None]
+    try:
+        return all(map(math.isfinite, numbers))
+    except OverflowError:  # an integer beyond 1e308
+        return False
+
+
 def plain_group(group: dict[str, Any]) -> dict[str, Any]:
     """Hyper-parameters as JSON that people expect: tuples are lists (betas)."""
     return {
@@ -334,6 +377,8 @@ def from_json(value: Any) -> Any:
 
 def _decoded(value: Any) -> Any:
     if isinstance(value, list):
+        if len(value) > 8 and types_in(value) <= PLAIN:
+            return value
         return [item if type(item) in PLAIN else _decoded(item) for item in value]
     if not isinstance(value, dict):
         return value
@@ -342,10 +387,15 @@ def _decoded(value: Any) -> Any:
         if tag == "$object":
             return _foreign(inner)
         if tag in _MAKERS:
-            return _MAKERS[tag](_decoded(inner))
+            plain = tag == "$dict" and types_in(inner) <= {list} and _are_plain(inner)
+            return _MAKERS[tag](inner if plain else _decoded(inner))
         if tag.startswith("$"):
             raise CorruptCheckpoint(f"state holds an unknown tag {brief(tag)}")
     return {key: _decoded(item) for key, item in value.items()}
+
+
+def _are_plain(pairs: list[list[Any]]) -> bool:
+    return types_in(chain.from_iterable(pairs)) <= PLAIN
 
 
 def _foreign(parts: dict[str, Any]) -> Foreign:

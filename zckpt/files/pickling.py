@@ -8,13 +8,16 @@ tensors share memory by the key of their storage.
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from ..core.inert import Foreign, Global, Size
+from ..core.inert import Foreign, Global, Size, types_in
 
 _PYTHON2 = {"builtins": "__builtin__", "copyreg": "copy_reg"}  # names of modules in protocol 2
+LONG = 10_000  # integers that are worth another way to write them
 
 
 def dumps(value: Any, special: Callable[[Any], Any]) -> bytes:
@@ -68,9 +71,29 @@ class _Writer:
     def _append(self, items: list[Any]) -> None:
         if items:
             self.emit(b"(")
-            for item in items:
-                self.write(item)
+            if len(items) >= LONG and types_in(items) == {int}:
+                self._integers(items)
+            else:
+                for item in items:
+                    self.write(item)
             self.emit(b"e")
+
+    def _integers(self, items: list[int]) -> None:
+        """A long list of integers, all with the same opcode if they are small."""
+        try:
+            numbers = array("i", items)
+        except OverflowError:
+            for item in items:
+                self.integer(item)
+            return
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        data = numbers.tobytes()
+        text = bytearray(5 * len(items))
+        text[::5] = b"J" * len(items)
+        for byte in range(4):
+            text[byte + 1 :: 5] = data[byte::4]
+        self.emit(bytes(text))
 
     def dict_(self, value: dict[Any, Any]) -> None:
         self.emit(b"}")

@@ -11,6 +11,7 @@ inert.py). `table` maps the dotted names of globals to functions that build a va
 from __future__ import annotations
 
 import codecs
+import gc
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -19,11 +20,13 @@ from typing import Any
 from ..core.inert import (
     MAX_EQUAL_HASHES,
     MAX_INTEGER,
+    OWN_HASH,
     Foreign,
     Global,
     Size,
     require_spread,
     require_tree,
+    types_in,
 )
 from ..errors import MALFORMED, CorruptCheckpoint
 
@@ -32,10 +35,12 @@ MAX_KEY_DEPTH = 16
 MAX_KEY_ITEMS = 1000
 MAX_COPIES = 4  # of the pickle's own length, by functions that copy their arguments
 MAX_MEMO = 1 << 32  # a memo's numbers; BINPUT has four bytes for them
-# Values that a pickle builds, each as often as others refer to it. A list of numbers has one for
-# three bytes and more; the metadata of torch.distributed.checkpoint has a container for seven.
-FEW_VALUES, BYTES_PER_VALUE = 1_000_000, 3
-FEW_CONTAINERS, BYTES_PER_CONTAINER = 200_000, 6
+# Values that a pickle builds, each as often as others refer to it, and containers among them. One
+# more is allowed for every BYTES_FOR_ONE bytes beyond SMALL: a file of 10 MB should take less than
+# 5 seconds, a larger one may take more. A short one may have as many: a reference takes two bytes.
+# The metadata of torch.distributed.checkpoint has a value for 4 bytes and a container for 12.
+MOST_VALUES, MOST_CONTAINERS = 4_000_000, 1_500_000
+SMALL, BYTES_FOR_ONE = 10_000_000, 3
 # Calls of functions take longest. A tensor has two or three, and takes 60 bytes and more.
 FEW_CALLS, BYTES_PER_CALL = 50_000, 10
 
@@ -117,13 +122,16 @@ class Unpickler:
         *,
         table: Mapping[str, Build] = BUILTINS,
         persistent: Callable[[Any], Any] | None = None,
-        bytes_per_container: int = BYTES_PER_CONTAINER,
+        most_values: int = MOST_VALUES,
+        most_containers: int = MOST_CONTAINERS,
         collects: type | None = None,
     ) -> None:
         self.data = data
         self.collects = collects
         self.collected: list[Any] = []
-        self.bytes_per_container = bytes_per_container
+        beyond = max(len(data) - start - SMALL, 0) // BYTES_FOR_ONE
+        self.most_values = most_values + beyond
+        self.most_containers = most_containers + beyond
         self.position = start
         self.table = table
         self.persistent = persistent
@@ -132,11 +140,22 @@ class Unpickler:
         self.start = start
         self.copied = 0
         self.calls = 0
+        self.new_containers = MOST_CONTAINERS + beyond
         self.hashes: Counter[tuple[int, int]] = Counter()  # of keys that are no texts
         self.memo: dict[int, Any] = {}
         self.globals: dict[str, Global] = {}
 
     def load(self) -> Any:
+        """The value of the pickle; the garbage collector, which finds nothing here, is stopped."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return self._load()
+        finally:
+            if collects:
+                gc.enable()
+
+    def _load(self) -> Any:
         data, dispatch, stop = self.data, _OPCODES, ord(".")
         try:
             while True:
@@ -155,12 +174,7 @@ class Unpickler:
             raise CorruptCheckpoint(f"malformed pickle near byte {self.position}") from error
         if self.stack or self.marked:
             raise CorruptCheckpoint("a pickle ends with more than one value")
-        length = self.position - self.start
-        require_tree(
-            value,
-            FEW_VALUES + length // BYTES_PER_VALUE,
-            FEW_CONTAINERS + length // self.bytes_per_container,
-        )
+        require_tree(value, self.most_values, self.most_containers)
         return value
 
     # -- bytes
@@ -260,19 +274,24 @@ class Unpickler:
             if self.calls > FEW_CALLS + length // BYTES_PER_CALL:
                 raise CorruptCheckpoint("a pickle calls functions over and over")
 
+    def count_container(self) -> None:
+        """Counts lists, tuples, dictionaries and sets; raises CorruptCheckpoint."""
+        self.new_containers -= 1
+        if self.new_containers < 0:
+            raise CorruptCheckpoint("a pickle has too many lists")
+
     def key(self, value: Any, container: Any) -> Hashable:
         """`value` as a key of a dictionary or set; raises CorruptCheckpoint."""
-        if type(value) is str:
+        if type(value) is str or (type(value) is int and -OWN_HASH < value < OWN_HASH):
             return value
         key = _key(value)
         self.charge(_parts_of_key(value))
         if type(value) in (Global, Foreign):
             return key
-        if type(value) is not int or not -(1 << 60) < value < 1 << 60:
-            place = id(container), hash(key)
-            self.hashes[place] += 1
-            if self.hashes[place] > MAX_EQUAL_HASHES and key not in container:
-                raise CorruptCheckpoint("a dictionary or set has keys that were chosen to be slow")
+        place = id(container), hash(key)
+        self.hashes[place] += 1
+        if self.hashes[place] > MAX_EQUAL_HASHES and key not in container:
+            raise CorruptCheckpoint("a dictionary or set has keys that were chosen to be slow")
         return key
 
 
@@ -296,12 +315,28 @@ def _push(make: Callable[[Unpickler], Any]) -> Callable[[Unpickler], None]:
     return operate
 
 
+def _container(make: Callable[[Unpickler], Any]) -> Callable[[Unpickler], None]:
+    def operate(self: Unpickler) -> None:
+        self.count_container()
+        value = make(self)
+        self.stack.append(value)
+
+    return operate
+
+
 def _constant(value: Any) -> Callable[[Unpickler], None]:
     return lambda self: self.stack.append(value)
 
 
 def _number(form: str, size: int) -> Callable[[Unpickler], None]:
-    return lambda self: self.stack.append(self.number(form, size))
+    unpack = struct.Struct(form).unpack_from
+
+    def operate(self: Unpickler) -> None:
+        position = self.position
+        self.stack.append(unpack(self.data, position)[0])
+        self.position = position + size
+
+    return operate
 
 
 def _text(form: str, size: int) -> Callable[[Unpickler], None]:
@@ -331,6 +366,7 @@ def _tuple(count: int) -> Callable[[Unpickler], None]:
     def operate(self: Unpickler) -> None:
         if len(self.stack) < count:
             raise CorruptCheckpoint("a pickle takes more values than it has put on the stack")
+        self.count_container()
         self.stack[-count:] = [tuple(self.stack[-count:])]
 
     return operate
@@ -392,9 +428,12 @@ def _extend(target: Any, items: list[Any]) -> None:
 
 def _set_items(self: Unpickler, target: Any, flat: list[Any]) -> None:
     if isinstance(target, dict):
-        for i in range(0, len(flat), 2):
-            key = flat[i]
-            target[key if type(key) is str else self.key(key, target)] = flat[i + 1]
+        keys, values = flat[::2], flat[1::2]
+        if len(keys) > len(values):
+            raise CorruptCheckpoint("a pickle has a key without a value")
+        if not types_in(keys) <= {str}:
+            keys = [key if type(key) is str else self.key(key, target) for key in keys]
+        target.update(zip(keys, values, strict=True))
     elif isinstance(target, Foreign):
         for i in range(0, len(flat), 2):
             self.charge(_parts_of_key(flat[i]))
@@ -405,7 +444,11 @@ def _set_items(self: Unpickler, target: Any, flat: list[Any]) -> None:
 
 def _setitem(self: Unpickler) -> None:
     value, key = self.stack.pop(), self.stack.pop()
-    _set_items(self, self.stack[-1], [key, value])
+    target = self.stack[-1]
+    if isinstance(target, dict):
+        target[key if type(key) is str else self.key(key, target)] = value
+    else:
+        _set_items(self, target, [key, value])
 
 
 def _setitems(self: Unpickler) -> None:
@@ -422,6 +465,7 @@ def _additems(self: Unpickler) -> None:
 
 
 def _dict(self: Unpickler) -> None:
+    self.count_container()
     flat, value = self.pop_mark(), {}  # type: ignore[var-annotated]
     _set_items(self, value, flat)
     self.stack.append(value)
@@ -528,21 +572,21 @@ _TABLE: dict[bytes, Callable[[Unpickler], None]] = {
     b"\x8e": _bytes("<Q", 8),
     b"\x96": _push(lambda self: bytearray(self.take(self.number("<Q", 8)))),
     b")": _constant(()),
-    b"t": _push(lambda self: tuple(self.pop_mark())),
+    b"t": _container(lambda self: tuple(self.pop_mark())),
     b"\x85": _tuple(1),
     b"\x86": _tuple(2),
     b"\x87": _tuple(3),
-    b"]": _push(lambda self: []),
+    b"]": _container(lambda self: []),
     b"a": _append,
     b"e": _appends,
-    b"l": _push(lambda self: self.pop_mark()),
-    b"}": _push(lambda self: {}),
+    b"l": _container(lambda self: self.pop_mark()),
+    b"}": _container(lambda self: {}),
     b"s": _setitem,
     b"u": _setitems,
     b"d": _dict,
-    b"\x8f": _push(lambda self: set()),
+    b"\x8f": _container(lambda self: set()),
     b"\x90": _additems,
-    b"\x91": _push(lambda self: frozenset(_keys(self.pop_mark()))),
+    b"\x91": _container(lambda self: frozenset(_keys(self.pop_mark()))),
     b"c": _push(lambda self: self.named(self.line().decode(), self.line().decode())),
     b"\x93": _stack_global,
     b"R": _reduce,

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES
-from ...core.inert import PLAIN, Foreign, Global
+from ...core.inert import PLAIN, Foreign, Global, types_in
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -62,7 +62,7 @@ def distributed_in(value: Any) -> Iterator[Foreign]:
         for item in value.values():
             if type(item) not in PLAIN:
                 yield from distributed_in(item)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple)) and not types_in(value) <= PLAIN:
         for item in value:
             if type(item) not in PLAIN:
                 yield from distributed_in(item)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core.dtypes import FLOATS
-from ...core.inert import map_values, to_json
+from ...core.inert import PLAIN, map_values, to_json, types_in
 from ...errors import AmbiguousCheckpoint, MissingData, listed
 from .tree import Leaf, Path, SavedTree, dotted
 from .twins import is_float
@@ -56,6 +56,8 @@ def find_optimizers(tree: Any, path: Path = ()) -> Iterator[Path]:
     if isinstance(tree, dict) and _is_optimizer(tree):
         yield path
     elif len(path) < DEPTH and isinstance(tree, (dict, list)):
+        if isinstance(tree, list) and types_in(tree) <= PLAIN:
+            return
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             if isinstance(value, (dict, list)):
                 yield from find_optimizers(value, (*path, key))
@@ -116,7 +118,8 @@ def find_models(tree: Any, optimizer: Path | None, path: Path = ()) -> Iterator[
     if keys and all(isinstance(key, str) for key in keys):
         yield path, tree
     for key, value in tree.items():
-        yield from find_models(value, optimizer, (*path, key))
+        if isinstance(value, dict):
+            yield from find_models(value, optimizer, (*path, key))
 
 
 def choose_model(
@@ -194,6 +197,9 @@ def without(tree: Any, paths: set[Path | None], path: Path = ()) -> Any:
         return tree
     rest = {}
     for key, value in tree.items():
+        if type(value) in PLAIN:
+            rest[key] = value
+            continue
         if (*path, key) in paths:
             continue
         kept = without(value, paths, (*path, key))
