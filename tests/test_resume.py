@@ -289,6 +289,7 @@ def fill(self, *rest):
     time.sleep(0.2)
 copy._Copy._fill = fill
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored below nohup
 from zckpt.cli import main
 main()
 """
