@@ -371,7 +371,7 @@ def from_json(value: Any) -> Any:
     except MALFORMED as error:
         raise CorruptCheckpoint(f"state holds a value of a wrong type: {brief(value)}") from error
     if type(result) in _NESTING:
-        require_tree(result, MAX_VALUES, MAX_VALUES)
+        require_tree(result, 3 * MAX_VALUES, MAX_VALUES)  # which counts keys and texts as more
     return result
 
 

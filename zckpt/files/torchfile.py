@@ -35,8 +35,8 @@ FIRST_READ = 1 << 24  # bytes of a file of torch before 1.6, whose pickles are a
 # Bytes of a zip's directory: a storage takes 100 to 150, and a rank of stage 3 has one for each of
 # a model's parameters. There are 50,000 in the largest models; a million fit in.
 MAX_DIRECTORY = 1 << 28
-# As in unpickle.py. Files of engines have a value for 10 bytes and a container for 45, and more.
-MOST_VALUES, MOST_CONTAINERS = 1_000_000, 250_000
+# As in unpickle.py. Long files of engines have a value for 10 bytes and a container for 45 at most.
+MOST_VALUES, MOST_CONTAINERS = 1_200_000, 270_000
 MAX_AXES = 64  # torch's own limit
 # Tensors of one file may share memory: tied weights, views of a flat buffer, and masks that were
 # expanded to a batch (stride 0). These bounds leave room for all of them. Without bounds a tensor
