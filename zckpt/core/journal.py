@@ -25,8 +25,8 @@ from ..errors import TargetExists, listed, removal
 from .checksum import crc32
 from .fileio import sync_data
 from .sources import close, naming, pread
+from .targets import JOURNAL as NAME
 
-NAME = "journal"
 MARK = "user.zckpt.run"
 """The extended attribute of a complete target, which says of which run it is."""
 SYNC_EVERY = 1.0  # seconds between two syncs of the journal
