@@ -186,6 +186,12 @@ def test_reference_of_commands_is_fresh() -> None:
     )
 
 
+def test_site_lists_every_page() -> None:
+    listed = re.findall(r"^ +- .*?([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert {page.name for page in LINKING} - {"README.md"} <= set(listed)
+
+
 @pytest.mark.engines
 def test_site_builds(tmp_path: Path) -> None:
     if find_spec("mkdocs") is None and not os.environ.get("CI"):
