@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 ABOVE = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+ROW = re.compile(r"^\|.*", re.MULTILINE)
 LINK = re.compile(r"(?<!\w)\[([^][]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -42,5 +43,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     parts = FENCE.split(markdown)
     return "".join(
-        part if number % 2 else LINK.sub(linked, part) for number, part in enumerate(parts)
+        part if number % 2 else ROW.sub(_bare, LINK.sub(linked, part))
+        for number, part in enumerate(parts)
     )
+
+
+def _bare(row: re.Match[str]) -> str:
+    """A row of a table: GitHub needs `\\|` within code, and MkDocs would show the backslash."""
+    return re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0])

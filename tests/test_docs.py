@@ -186,6 +186,13 @@ def test_reference_of_commands_is_fresh() -> None:
     )
 
 
+def test_words_are_sorted() -> None:
+    for section in (ROOT / "docs" / "words.md").read_text().split("\n## ")[1:]:
+        words = re.findall(r"^\| `?([^`|]+?)`? \|", section, re.MULTILINE)[1:]
+        assert len(words) > 10
+        assert words == sorted(set(words), key=str.casefold)
+
+
 def test_site_lists_every_page() -> None:
     listed = re.findall(r"^ +- .*?([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert len(listed) == len(set(listed))
