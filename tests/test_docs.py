@@ -20,6 +20,7 @@ from typing import Any
 import click
 import pytest
 
+from zckpt import __version__
 from zckpt.cli import cli, parameters
 
 from . import cli_reference, pages
@@ -110,11 +111,12 @@ def check(command: pages.Command, ended: Result, where: str) -> None:
 
 def parsed(words: list[str]) -> None:
     """Raises click.UsageError if `zckpt` does not understand a command line."""
-    with cli.make_context("zckpt", list(words)) as above:
-        name, command, rest = cli.resolve_command(above, [*above._protected_args, *above.args])
-        assert command is not None
-        with command.make_context(name, rest, parent=above):
-            pass
+    above = click.Context(cli, info_name="zckpt", **cli.context_settings)
+    command = cli.get_command(above, words[0]) if words else None
+    if command is None:
+        raise click.UsageError(f"there is no command {words[:1]}")
+    with command.make_context(words[0], words[1:], parent=above):
+        pass
 
 
 @pytest.fixture
@@ -184,6 +186,11 @@ def test_reference_of_commands_is_fresh() -> None:
     assert (ROOT / "docs" / "cli.md").read_text() == cli_reference.page(), (
         "run `python -m tests.cli_reference > docs/cli.md`"
     )
+
+
+def test_version_is_the_same_everywhere() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_words_are_sorted() -> None:
