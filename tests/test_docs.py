@@ -7,12 +7,14 @@ A page's `console` and `python` blocks run in its order, in a fresh folder that 
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -80,7 +82,8 @@ def test_code_of_a_page_runs(
     code = 0
     for block in pages.blocks(page):
         if block.kind == "python":
-            exec(compile(block.text, f"{page}:{block.line}", "exec"), variables)
+            with redirect_stdout(io.StringIO()):
+                exec(compile(block.text, f"{page}:{block.line}", "exec"), variables)
         for command in pages.commands(block) if block.kind == "console" else ():
             ended = run(command.text, zckpt, shell, code)
             check(command, ended, f"{named(page)}:{block.line}: {command.text}")
