@@ -13,6 +13,8 @@ import click
 
 from zckpt.cli import cli
 
+SHOWS_ALL = "zckpt.shows_all"
+"""With this key in a context, the help has the rare options too."""
 HEAD = """# Commands
 
 You find every command here, with its options and their defaults. It is the text of
@@ -39,17 +41,23 @@ class Markdown(click.HelpFormatter):
     def __init__(self) -> None:
         super().__init__(width=10_000, max_width=10_000)
         self.lines: list[str] = []
+        self.is_example = False
 
     def write(self, string: str) -> None:
-        """Text that a command formats itself."""
-        if string.strip():
-            self.lines += ["```text", *string.strip("\n").splitlines(), "```", ""]
+        """Lines that a command formats itself, such as examples; those in a row are one block."""
+        lines = [line.strip() for line in string.splitlines() if line.strip()]
+        if self.is_example:
+            self.lines[-2:] = [*lines, "```", ""]
+        elif lines:
+            self.lines += ["```text", *lines, "```", ""]
+        self.is_example = True
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
         self.lines += ["```", f"{prog} {args}".strip(), "```", ""]
 
     def write_heading(self, heading: str) -> None:
         self.lines += [f"**{heading}**", ""]
+        self.is_example = False
 
     def write_paragraph(self) -> None:
         pass
@@ -66,7 +74,7 @@ class Markdown(click.HelpFormatter):
     def write_dl(
         self, rows: Sequence[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
     ) -> None:
-        self.lines += ["| option | |", "|---|---|"]
+        self.lines += ["| option | what it does |", "|---|---|"]
         for name, text in rows:
             bar = name.replace("|", "\\|")
             self.lines.append(f"| `{bar}` | {sentence(' '.join(text.split()))} |")
@@ -109,6 +117,7 @@ def help_of(command: click.Command, name: str, above: click.Context) -> list[str
     context = click.Context(
         command, info_name=name, parent=above, show_default=True, **command.context_settings
     )
+    context.meta[SHOWS_ALL] = True
     command.format_help(context, formatter)
     return formatter.lines
 

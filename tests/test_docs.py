@@ -192,6 +192,19 @@ def test_reference_of_commands_is_fresh() -> None:
     )
 
 
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_reference_has_every_option(name: str) -> None:
+    section = (ROOT / "docs" / "cli.md").read_text().split(f"\n## {name}\n")[1].split("\n## ")[0]
+    for parameter in cli.commands[name].params:
+        words = (
+            parameter.opts
+            if isinstance(parameter, click.Option)
+            else [parameter.human_readable_name]
+        )
+        for word in words:
+            assert re.search(rf"(?<![\w-]){word}(?![\w-])", section), word
+
+
 def test_version_is_the_same_everywhere() -> None:
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
