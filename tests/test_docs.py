@@ -1,11 +1,12 @@
 """Every command on a page runs and prints what is shown, and every link leads somewhere.
 
 A page's `console` and `python` blocks run in its order, in a fresh folder that has `examples` and
-`tests`. Blocks of `sh` and `text` need what only a reader has: their zckpt commands are parsed.
+`tests`. Blocks of `sh`, `text` and `py` need what only a reader has: they are parsed.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import io
 import os
@@ -136,6 +137,8 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("page", DOCUMENTS, ids=named)
 def test_commands_that_are_not_run_are_understood(page: Path) -> None:
     for block in pages.blocks(page):
+        if block.kind == "py":
+            ast.parse(block.text)
         for words in pages.zckpt_commands(block.text) if block.kind in ("sh", "text") else ():
             if {"-h", "--help", "--version"}.isdisjoint(words):
                 try:
