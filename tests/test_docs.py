@@ -199,6 +199,8 @@ def test_reference_of_commands_is_fresh() -> None:
 def test_reference_has_every_option(name: str) -> None:
     section = (ROOT / "docs" / "cli.md").read_text().split(f"\n## {name}\n")[1].split("\n## ")[0]
     for parameter in cli.commands[name].params:
+        if getattr(parameter, "hidden", False):
+            continue
         words = (
             parameter.opts
             if isinstance(parameter, click.Option)
