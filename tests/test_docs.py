@@ -44,12 +44,6 @@ def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def is_run_by_test_readme(page: Path) -> bool:
-    """README.md, as long as its commands have no `$ ` before them."""
-    consoles = [block for block in pages.blocks(page) if block.kind == "console"]
-    return page.name == "README.md" and not any("$ " in block.text for block in consoles)
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the commands of a page run."""
@@ -77,8 +71,6 @@ def shell(tmp_path: Path) -> Mapping[str, str]:
 def test_code_of_a_page_runs(
     page: Path, folder: Path, shell: Mapping[str, str], zckpt: Zckpt
 ) -> None:
-    if is_run_by_test_readme(page):
-        pytest.skip("tests/test_readme.py runs its commands")
     variables: dict[str, Any] = {"__name__": "__main__"}
     code = 0
     for block in pages.blocks(page):
