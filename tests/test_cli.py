@@ -66,6 +66,27 @@ def test_help_imports_neither_rich_nor_the_rest(
     assert (ended.code, ended.err) == (0, "")
 
 
+HEAVY = ("rich", "numpy", "torch", "h5py", "zlib_ng", "importlib.resources")
+WORK = ("zckpt.writing", "zckpt.core.copy", "zckpt.core.journal", "zckpt.files.hdf5file")
+
+
+@pytest.mark.parametrize(
+    ("words", "absent"),
+    [
+        (["--version"], ("click", "json", "zckpt.errors", "zckpt.cli.run", *HEAVY)),
+        (["--help"], (*HEAVY, *WORK, "zckpt.api", "zckpt.display")),
+        (["inspect", str(EXAMPLE), "--json"], (*HEAVY, *WORK)),
+    ],
+)
+def test_what_is_not_imported_at_the_start(words: list[str], absent: tuple[str, ...]) -> None:
+    """`--version` has 5 times the CPU of `python -c pass`, `inspect --json` 10 times."""
+    command = [sys.executable, "-X", "importtime", "-m", "zckpt", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "zckpt.cli" in imported
+    assert imported.isdisjoint(absent), imported & set(absent)
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -23,19 +23,19 @@ from .errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     WrongOption,
-    ZckptError,
 )
 from .formats import hf
 from .formats.options import Keywords, options_of
 from .reading import Reading, read_other
 from .reading import read as read_manifest
 from .training.names import Renames
-from .writing import Running, Tell, read_for, write, write_run
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
 elif TYPE_CHECKING:
     from typing_extensions import Unpack
+if TYPE_CHECKING:
+    from .writing import Running, Tell  # `inspect` needs no writer
 
 Path = str | os.PathLike[str]
 Options = Keywords
@@ -125,6 +125,8 @@ def convert(
     `resume` continues an interrupted run of the same source and options. `before_rename` is called
     before the last check. Raises a ZckptError; then there is no `target`.
     """
+    from .writing import Running, read_for, write
+
     wanted = options_of(options)
     reading = Reading(format, tag, step_policy)
     manifest = read_for(target, source, reading, wanted, resume)
@@ -155,14 +157,15 @@ def reshard(
     "best-and-last") `source` is a Trainer's output directory, and several of its checkpoints are
     written; `best_in` is the directory in which the best one will lie. Otherwise as `convert`.
     """
+    from .writing import Running, read_for, write, write_run
+
     wanted = options_of(options)
     reading = Reading(format, tag, step_policy)
     running = Running(copying, dry_run, begin, tell, resume, before_rename)
 
     def write_one(source: Path, target: Path, running: Running, best_in: str | None) -> Report:
         manifest = read_for(target, source, reading, wanted, running.resume)
-        engine = str(manifest.source.get("format"))
-        to = os.fspath(target)
+        to, engine = os.fspath(target), str(manifest.source.get("format"))
         return write("reshard", manifest, to, engine, reading, wanted, running, best_in)
 
     if checkpoints is None:
@@ -198,6 +201,8 @@ def export(
     Raises TypeError for an option that has another name here or is always set, and MissingData if
     there is no configuration; otherwise as `convert`.
     """
+    from .writing import Running, read_for, write
+
     own: Report = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
     own |= {"model_config": None if config is None else os.fspath(config)}
     own |= {"tie": tuple(tie), "rename": tuple(rename)}
@@ -268,7 +273,8 @@ def verify(
     except CONTRADICTIONS as error:
         if report["rank"]:  # rank 0 reports its own, which may differ
             raise
-        findings = {"problems": [_problem(error)], "differences": []}
+        problem = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+        findings = {"problems": [problem], "differences": []}
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}
 
 
@@ -282,10 +288,6 @@ def own_rank() -> int:
 
 CONTRADICTIONS = (CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint)
 """What a checkpoint's files say about themselves: findings of `verify`, not failures."""
-
-
-def _problem(error: ZckptError) -> Report:
-    return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
 
 
 def _verify(

@@ -85,8 +85,9 @@ def serve() -> None:
     import h5py  # noqa: F401
     import numpy as np  # noqa: F401
 
-    import zckpt.cli
+    import zckpt.cli.run
     import zckpt.display
+    import zckpt.writing
     from zckpt import formats
 
     for folder in {item.name.replace("-", "_") for item in formats.FORMATS}:

@@ -23,8 +23,8 @@ from typing import Any
 from ..errors import TargetExists, listed, removal
 from .checksum import crc32
 from .sources import close, naming, pread
+from .targets import JOURNAL as NAME
 
-NAME = "journal"
 MARK = "user.zckpt.run"
 """The extended attribute of a complete target, which says of which run it is."""
 SYNC_EVERY = 1.0  # seconds between two syncs of the journal

@@ -21,10 +21,9 @@ from . import sources
 from .checksum import crc32
 from .expected import path_inside
 from .fileio import write_all
-from .journal import NAME as JOURNAL
 from .journal import Identity, Journal, set_mark
 from .manifest import Sibling
-from .targets import refuse_existing, refuse_strange, remove_empty
+from .targets import JOURNAL, refuse_existing, refuse_strange, remove_empty
 
 WORTH_KEEPING = 10.0  # seconds of work
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from ..errors import IncompleteCheckpoint, NotEnoughSpace, TargetExists, WrongOption, removal
 from . import sources
-from .journal import NAME as JOURNAL
-from .journal import Identity, difference, is_locked, mark_of
+
+if TYPE_CHECKING:  # reading a checkpoint needs no journal
+    from .journal import Identity
+
+JOURNAL = "journal"
+"""The file beside an unfinished target that lists what is complete; see journal.py."""
 
 
 def refuse_existing(target: str, partial: bool = True) -> None:
     """Raises TargetExists if the target, or with `partial` its `.partial`, exists already."""
+    from .journal import is_locked
+
     target = os.path.abspath(target)
     folder = f"{target}.partial"
     if is_taken(target):
@@ -38,6 +45,8 @@ def is_complete(target: str, identity: Identity) -> bool:
 
     Raises TargetExists if the target is of another run, or does not say of which run it is.
     """
+    from .journal import difference, is_locked, mark_of
+
     target = os.path.abspath(target)
     if not is_taken(target):
         return False

@@ -21,7 +21,7 @@ from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
 from ..core.sources import Fingerprint
 from ..errors import ZckptError
-from ..files.dcpfile import METADATA
+from ..files.dcpnames import METADATA
 from ..formats.dcp.files import located
 from ..formats.dcp.items import (
     OpenedItem,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -207,6 +206,8 @@ def probed(report: dict[str, Any], quiet: bool) -> None:
         if advice := report.get("advice"):
             print(f"note: {safe(advice)}")
         if first:
+            import shutil
+
             from ..probe.picture import drawn
 
             print()

@@ -32,11 +32,10 @@ from ..errors import (
 )
 from . import dcpseal
 from .dcpagreement import need_agreement
+from .dcpnames import METADATA
 from .torchfile import TORCH_DTYPES
 from .unpickle import Unpickler
 
-METADATA = ".metadata"
-ITEMS = ".distcp"
 OF_RANK = re.compile(r"__(\d+)\.metadata")
 VERSION = "1.0.0"  # of the metadata, torch 2.13
 FIELDS = {"state_dict_metadata", "planner_data", "storage_data"}  # of every version of torch

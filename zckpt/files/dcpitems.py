@@ -13,7 +13,8 @@ from ..core import sources
 from ..core.expected import missing_file
 from ..core.fragments import Extent
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint
-from .dcpfile import ITEMS, METADATA, ItemLocation, ItemTable
+from .dcpfile import ItemLocation, ItemTable
+from .dcpnames import ITEMS, METADATA
 from .safefile import Stored, read_with_metadata
 from .torchfile import Parsed, TorchFile
 

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from importlib.resources import files
 from typing import Any
 
 from ..core.manifest import Manifest
@@ -56,6 +55,8 @@ def of_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _of_class(name: str) -> tuple[dict[str, str], bool]:
     """The names that a class of transformers ties, and whether it ties them by default."""
+    from importlib.resources import files
+
     table = json.loads(files(__package__).joinpath("ties.json").read_text("utf-8"))
     for line in table["ties"]:
         if name in line["classes"]:

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 
 from ...core import sources
 from ...errors import UnsupportedCheckpoint
-from ...files.dcpfile import ITEMS, METADATA
-from . import hf
+from ...files.dcpnames import ITEMS, METADATA
 
 STEP = re.compile(r"step-(\d+)")
 PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
@@ -36,6 +35,8 @@ def detect(path: str) -> list[str]:
 
 def detect_weak(path: str) -> list[str]:
     """Hugging Face's storage: weights alone, which count only where no other format is found."""
+    from . import hf
+
     return [""] if sources.is_folder(path) and hf.files(path) else []
 
 

@@ -19,13 +19,13 @@ from ...errors import (
     not_understood,
 )
 from ...files.dcpfile import (
-    METADATA,
     VERSION,
     ItemTable,
     TensorItem,
     read_table,
 )
 from ...files.dcpitems import ItemFiles, require_same
+from ...files.dcpnames import METADATA
 from ...files.torchfile import Tensor, TorchFile
 from ...training.trainers import beside
 from ..statedict.read import manifest

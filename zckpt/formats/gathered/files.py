@@ -29,7 +29,6 @@ from ...errors import (
 )
 from ...files.torchfile import Tensor, peek
 from ...training import peft
-from . import distributed
 
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 RANK = re.compile(
@@ -148,6 +147,8 @@ def _is_part(folder: str, name: str) -> bool:
         value = peek(path)
     except ZckptError:
         return False
+    from . import distributed
+
     return next(distributed.distributed_in(value), None) is not None or _has_groups(value)
 
 
@@ -185,6 +186,8 @@ def _has_state_dicts(path: str) -> bool:
 def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
     if isinstance(value, dict) and depth:
         return any(_has_tensors(item, depth - 1) for item in value.values())
+    from . import distributed
+
     return isinstance(value, Tensor) or distributed.is_distributed(value)
 
 

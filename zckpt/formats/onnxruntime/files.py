@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ...core import sources
 from ...core.expected import missing_ranks
@@ -15,9 +17,13 @@ from ...errors import (
     NotACheckpoint,
 )
 from ...training.options import MAX_DP
-from . import hdf5, legacy
-from .ranks import Save
 
+if TYPE_CHECKING:  # other formats' directories are told apart without the parsers
+    from . import hdf5
+    from .ranks import Save
+
+SUFFIX = ".ort.pt"
+SHARDED = re.compile(r"(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt", re.DOTALL)
 # files of other kinds, of which there may be thousands: they are not opened
 OTHER_FILES = (".safetensors", ".json", ".distcp", "_states.pt", ".py")
 
@@ -50,13 +56,30 @@ def detect(path: str) -> list[str]:
         return (
             [""] if any(_is_named(item.name) or _may_be_hdf5(item.path) for item in files) else []
         )
-    return [""] if sources.is_file(path) and (hdf5.is_one(path) or legacy.is_one(path)) else []
+    return [""] if sources.is_file(path) and (_is_hdf5(path) or _is_legacy(path)) else []
+
+
+def _is_hdf5(path: str) -> bool:
+    """Whether a file is a rank's HDF5 file, by its first bytes and the names in its root group."""
+    with sources.opened(path) as file:
+        if file.read(4) != b"\x89HDF":
+            return False
+    from . import hdf5
+
+    return hdf5.is_one(path)
+
+
+def _is_legacy(path: str) -> bool:
+    """Whether a file is one of torch.save with such keys."""
+    from . import legacy
+
+    return legacy.is_one(path)
 
 
 def _may_be_hdf5(path: str) -> bool:
     """Whether a file in a folder is one of these; False for one that this user may not read."""
     try:
-        return hdf5.is_one(path)
+        return _is_hdf5(path)
     except PermissionError:
         return False
 
@@ -67,7 +90,7 @@ def _candidates(folder: str) -> list[str]:
 
 
 def _is_named(name: str) -> bool:
-    return name.endswith(legacy.SUFFIX)
+    return name.endswith(SUFFIX)
 
 
 def find(path: str) -> CheckpointFiles:
@@ -89,8 +112,10 @@ def find(path: str) -> CheckpointFiles:
         return _complete(path, checkpoints[0])
     folder = os.path.dirname(path) or "."
     name = os.path.basename(path)
-    alone = not legacy.SHARDED.fullmatch(name)
-    if hdf5.is_one(path):
+    alone = not SHARDED.fullmatch(name)
+    if _is_hdf5(path):
+        from . import hdf5
+
         alone = not hdf5.open_file(path).is_partition
     for checkpoint in _all(folder, [name] if alone else {name, *_candidates(folder)}, alone):
         if any(os.path.basename(file) == name for _, file in checkpoint.files):
@@ -107,19 +132,21 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[C
         full = os.path.join(folder, name)
         if not sources.is_file(full):
             continue
-        if hdf5.is_one(full):
+        if _is_hdf5(full):
+            from . import hdf5
+
             file = hdf5.open_file(full)
             if file.is_partition:
                 partitions.append(file)
             else:
                 checkpoints.append(CheckpointFiles(full, ((0, full),), 1, (file,)))
-        elif match := legacy.SHARDED.fullmatch(name):
+        elif match := SHARDED.fullmatch(name):
             ranks = sharded.setdefault((match[1], int(match[3]) + 1), [])
             ranks.append((int(match[2]), full))
         elif _is_named(name) or of_any_name:
             checkpoints.append(CheckpointFiles(full, ((0, full),), 1))
     for (prefix, count), files in sharded.items():
-        pattern = os.path.join(folder, f"{prefix}.ZeRO.*.{count - 1}{legacy.SUFFIX}")
+        pattern = os.path.join(folder, f"{prefix}.ZeRO.*.{count - 1}{SUFFIX}")
         checkpoints.append(CheckpointFiles(pattern, tuple(sorted(files)), count))
     if partitions:
         partitions.sort(key=lambda file: file.size("world_rank", 0))
@@ -168,5 +195,9 @@ def opened(path: str) -> Save:
     """The contents of all ranks' files."""
     checkpoint = find(path)
     if checkpoint.parsed:
+        from . import hdf5
+
         return hdf5.opened(path, checkpoint.parsed)
+    from . import legacy
+
     return legacy.opened(path, [file for _, file in sorted(checkpoint.files)])

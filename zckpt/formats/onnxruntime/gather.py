@@ -20,7 +20,7 @@ from ...core.fragments import Extent
 from ...core.partition import FlatMember, Partition, Partitioned, Whole
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from . import hdf5, legacy
-from .files import find
+from .files import SHARDED, find
 from .ranks import SLOTS, Rank, RankTensor, Save
 
 Shape = tuple[int, ...]
@@ -48,7 +48,7 @@ def _opened(path: str) -> Save:
 
 def _number(path: str) -> int:
     """R of `PREFIX.ZeRO.R.L.ort.pt`; 0 for another name, whose file is the only one."""
-    match = legacy.SHARDED.fullmatch(os.path.basename(path))
+    match = SHARDED.fullmatch(os.path.basename(path))
     return int(match[2]) if match else 0
 
 

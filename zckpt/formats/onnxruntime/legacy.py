@@ -32,10 +32,9 @@ from ...core.inert import TensorName, inside, map_values, to_json
 from ...core.manifest import Entry
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
 from ...files.torchfile import SMALL, Parsed, Tensor, TorchFile, peek
+from .files import SUFFIX
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Rank, RankTensor, Save
 
-SUFFIX = ".ort.pt"
-SHARDED = re.compile(r"(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt", re.DOTALL)
 VIEW = re.compile(r"(.+)_view_(\d+)", re.DOTALL)
 HALVES = {"_fp16": "F16", "_bf16": "BF16"}
 MEGATRON = re.compile(r"_(column|row)_rank_\d+(_view_\d+|_fp16|_bf16)?$")

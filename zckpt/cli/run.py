@@ -1,0 +1,150 @@
+"""How does a command end? Its exit code, and the error that is printed.
+
+Exit codes: 0 done or equal, 1 could not do it (no target was made), 2 wrong usage, 3 `verify`,
+`diff` or `probe-diff` looked and found something.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import click
+
+from ..errors import CorruptCheckpoint, Interrupted, WrongOption, ZckptError, hint_for
+from ..errors import cause as why_of
+from . import signals
+from .commands import cli
+
+UNPRINTABLE = "backslashreplace"
+"""What happens to characters that the terminal's encoding lacks: a path may have them."""
+
+
+def run(arguments: list[str] | None = None) -> NoReturn:
+    """Runs a command, prints an error as one sentence and a hint, and exits."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        signals.handle()
+        open_standard_files()
+        sys.stdout = output()
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors=UNPRINTABLE)
+    try:
+        code = cli.main(words, prog_name="zckpt", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        sys.exit(2)
+    except click.UsageError as error:
+        message = error.format_message()
+        where = error.ctx.command_path if error.ctx else "zckpt"
+        fail(words, "UsageError", message, f"`{where} --help` lists the options", 2)
+    except WrongOption as error:
+        fail(words, type(error).__name__, error.message, error.hint, 2)
+    except ZckptError as error:
+        fail(words, type(error).__name__, error.message, error.hint, 1)
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        fail(words, "OSError", what, hint_for(error), 1)
+    except (click.Abort, KeyboardInterrupt) as error:
+        cause = error.__cause__ if isinstance(error, click.Abort) else error
+        code = 128 + (cause.args[0] if cause and cause.args else signal.SIGINT)
+        fail(words, "Interrupted", "interrupted", after_interrupt(words, cause), code)
+    except MemoryError:
+        hint = "use a lower -j or --memory, or a machine with more memory"
+        fail(words, "MemoryError", "too little memory is free", hint, 1)
+    except RecursionError as error:  # a last net: readers name the file
+        what = f"the checkpoint cannot be read: {why_of(error)}"
+        fail(words, "CorruptCheckpoint", what, CorruptCheckpoint.usual_hint, 1)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        fail(words, "InternalError", what, "a bug of zckpt: ZCKPT_TRACEBACK=1 shows where", 1)
+    flush()
+    if arguments is None:
+        gc.freeze()  # no search for cycles at the end, a tenth of the time of `inspect`
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def flush() -> None:
+    """Ends the process with code 1 if the report cannot be written: a full disk behind stdout."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        with suppress(OSError):
+            click.echo(f"Error: the report could not be printed: {error.strerror}", err=True)
+        os._exit(1)  # Python's own end would flush again
+
+
+def open_standard_files() -> None:
+    """Opens /dev/null for standard files that are closed.
+
+    A target's file would get their numbers else, and libraries print errors to number 2.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+class Pipe(io.FileIO):
+    """Standard output; when nobody reads it any more (`| head`), what follows goes nowhere.
+
+    A command's exit code says what it did, not whether its report was read.
+    """
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(data)
+
+
+def output() -> io.TextIOWrapper:
+    """Standard output for every command."""
+    pipe = Pipe(1, "w", closefd=False)
+    encoding = getattr(sys.stdout, "encoding", None)
+    return io.TextIOWrapper(
+        io.BufferedWriter(pipe), encoding, UNPRINTABLE, line_buffering=pipe.isatty()
+    )
+
+
+def after_interrupt(words: Sequence[str], cause: BaseException | None) -> str:
+    """What an interrupted command has left, and how to continue it."""
+    if not isinstance(cause, Interrupted):
+        return "no target was written"
+    again = [word for word in words if word != "--resume"]
+    return f"continue with: {shlex.join(['zckpt', *again, '--resume'])}"
+
+
+def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoReturn:
+    """Prints the error, as JSON if --json was given, and exits with `code`."""
+    if os.environ.get("ZCKPT_TRACEBACK") and sys.exc_info()[0]:
+        import traceback
+
+        traceback.print_exc()
+    from ..api import own_rank
+
+    if "--json" in words and not own_rank():  # of several processes one prints a document
+        command = next((word for word in words if word in cli.commands), None)
+        report = {"zckpt": 1, "command": command, "error": kind, "message": message, "hint": hint}
+        with suppress(OSError):
+            print(json.dumps(report), flush=True)
+    else:
+        from ..display import safe
+
+        with suppress(OSError):  # a full disk behind stderr: the exit code says it
+            click.echo(f"Error: {safe(message)}", err=True)
+            for place, line in enumerate(hint.splitlines()):
+                click.echo(f"{'' if place else 'Hint: '}{safe(line)}", err=True)
+    sys.exit(code)
