@@ -16,7 +16,7 @@ from .core import description, sources
 from .core.description import state as state
 from .core.description import tensors as tensors
 from .core.manifest import Manifest
-from .core.resources import DEFAULT_COPYING, Begin, Means
+from .core.resources import DEFAULT_COPYING, Begin, Means, Tell
 from .core.resources import Copying as Copying
 from .errors import (
     CorruptCheckpoint,
@@ -34,8 +34,6 @@ if sys.version_info >= (3, 11):
     from typing import Unpack
 elif TYPE_CHECKING:
     from typing_extensions import Unpack
-if TYPE_CHECKING:
-    from .writing import Running, Tell  # `inspect` needs no writer
 
 Path = str | os.PathLike[str]
 Options = Keywords

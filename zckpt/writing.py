@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import formats
 from .core.manifest import Manifest
-from .core.resources import DEFAULT_COPYING, Begin, Copying
+from .core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from .errors import WrongOption
 from .reading import Reading, read
 from .training import objects, steps, ties
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from .formats.format import Format
 
 Report = dict[str, Any]
-Tell = Callable[[Sequence[str]], None]
-"""Is called with the warnings of a conversion, before its first byte is written."""
 
 
 @dataclass(frozen=True, slots=True)

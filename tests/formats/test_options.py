@@ -41,7 +41,7 @@ def test_orders_that_contradict_each_other_lose_no_option() -> None:
 def test_help_names_the_targets_of_an_option_that_most_have_not() -> None:
     some = targets(a=(DP, SHAPE), b=(DP,), c=(DP,))
     texts = {option.name: option.help for option in declared(some)}
-    assert texts["shape"] == "The shape, with --to a"
+    assert texts["shape"] == "For a: the shape"
     assert texts["dp"] == DP.help
 
 
@@ -52,7 +52,7 @@ def test_values_that_differ_are_listed_by_target() -> None:
     )
     option = declared(some)[0]
     assert option.choices == ("x", "y", "z")
-    assert option.help == f"{DIALECT.help}: x (default) or y with --to a, y or z with --to b"
+    assert option.help == f"{DIALECT.help}: a has x (default) or y, b has y or z"
     assert option.usual == ""
 
 
@@ -121,7 +121,7 @@ class TestNewOption:
     @pytest.mark.parametrize("command", ["convert", "reshard"])
     def test_is_in_the_help(self, tmp_path: Path, command: str) -> None:
         out = " ".join(with_toy(tmp_path, COMMAND, command, "--help").out.split())
-        assert "--shape [round|flat] The shape, with --to toy [default: round]" in out
+        assert "--shape [round|flat] For toy: the shape. [default: round]" in out
 
     def test_reaches_the_writer(self, tmp_path: Path) -> None:
         words = ("convert", EXAMPLE, tmp_path / "out", "--to", "toy")

@@ -1,4 +1,4 @@
-"""The commands of `zckpt`, each a thin layer over a function of `zckpt.api`."""
+"""The commands that show and write a checkpoint, each a thin layer over `zckpt.api`."""
 
 from __future__ import annotations
 
@@ -12,25 +12,47 @@ import click
 from ..errors import NotEnoughSpace, WrongOption
 from ..version import __version__
 from . import signals
-from .options import common, copying, exporting, moving, renaming, writing
+from .checking import diff, probe_diff, stats, verify
+from .help import PATH, WIDTH, Commands, FormatName
+from .options import as_document, common, copying, exporting, grouped, reading, writing
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDTH},
+)
 @click.version_option(__version__, prog_name="zckpt")
 def cli() -> None:
-    """Read, convert, write and prove sharded ZeRO checkpoints."""
+    """Read, convert, write and prove sharded ZeRO checkpoints.
+
+    `zckpt COMMAND --help` has examples and options. Begin with: zckpt inspect PATH
+    """
 
 
-@cli.command()
-@click.argument("path")
-@click.option(
-    "--tensors", metavar="GLOB", help="List the tensors whose name matches, such as '*/exp_avg'."
+@cli.command(
+    examples=(
+        "zckpt inspect run/checkpoint-500",
+        "zckpt inspect run/checkpoint-500 --steps",
+        "zckpt inspect run/checkpoint-500 --tensors '*/exp_avg' --layout",
+    )
 )
-@click.option(
-    "--steps", is_flag=True, help="List every place that stores a step, and which one is used."
+@click.argument("path", type=PATH)
+@grouped(
+    "What to show",
+    "--tensors",
+    metavar="GLOB",
+    help="List the tensors whose name matches, such as '*/exp_avg'.",
 )
-@click.option("--layout", is_flag=True, help="Draw which file holds which elements.")
-@click.option("--state", is_flag=True, help="Print everything that is not a tensor, as JSON.")
+@grouped(
+    "What to show",
+    "--steps",
+    is_flag=True,
+    help="List every place that stores a step, and which one is used.",
+)
+@grouped("What to show", "--layout", is_flag=True, help="Draw which file holds which elements.")
+@grouped(
+    "What to show", "--state", is_flag=True, help="Print everything that is not a tensor, as JSON."
+)
 @common
 def inspect(
     path: str,
@@ -42,7 +64,7 @@ def inspect(
     quiet: bool,
     **reading: Any,
 ) -> None:
-    """Show what a checkpoint contains. Reads no tensor.
+    """Show what a checkpoint contains, without reading a tensor.
 
     PATH can be a directory of DeepSpeed, of torch.distributed.checkpoint, of torch.save files
     (whole, or one per rank) or of ONNX Runtime's rank files; a Hugging Face Trainer, Accelerate,
@@ -70,53 +92,82 @@ def inspect(
         display.summary(api.inspect(manifest), quiet)
 
 
-@cli.command()
-@click.argument("source", metavar="SRC")
-@click.argument("target", metavar="DST")
-@click.option(
-    "--to", default="universal", show_default=True, metavar="FORMAT", help="The target's format."
+@cli.command(
+    examples=(
+        "zckpt convert run/checkpoint-500 universal",
+        "zckpt convert run/checkpoint-500 resumed --to dcp --dp 8",
+        "zckpt convert run/checkpoint-500 weights --weights-only --dtype bf16",
+    )
+)
+@click.argument("source", metavar="SRC", type=PATH)
+@click.argument("target", metavar="DST", type=PATH)
+@grouped(
+    "Target",
+    "--to",
+    type=FormatName(targets=True),
+    default="universal",
+    show_default=True,
+    help="The target's format: see `zckpt formats`.",
 )
 @writing
 @copying
 @common
 def convert(source: str, target: str, to: str, **words: Any) -> None:
-    """Write SRC as a new checkpoint DST, in another format.
+    """Write a checkpoint in another format.
 
-    Only the weights, for inference: zckpt convert SRC DST --weights-only --dtype bf16
+    DST is a new directory. What its format cannot hold is left out and listed.
     """
     write("convert", source, target, words, to=to)
 
 
-@cli.command()
-@click.argument("source", metavar="SRC")
-@click.argument("target", metavar="DST")
-@click.option(
+@cli.command(
+    examples=(
+        "zckpt reshard run/checkpoint-500 resumed/checkpoint-500 --dp 16",
+        "zckpt reshard run/checkpoint-500 resumed/checkpoint-500 --dp 4 --stage 3",
+        "zckpt reshard run resumed --dp 16 --checkpoints best-and-last",
+    )
+)
+@click.argument("source", metavar="SRC", type=PATH)
+@click.argument("target", metavar="DST", type=PATH)
+@grouped(
+    "Source",
     "--checkpoints",
     type=click.Choice(["all", "best-and-last"]),
-    help="SRC is a Trainer's output directory: write all its checkpoints, or the best and "
-    "the last.",
+    metavar="all|best-and-last",
+    help="If SRC is a Trainer's output directory: which to write.",
 )
 @writing
 @copying
 @common
 def reshard(source: str, target: str, **words: Any) -> None:
-    """Write SRC as DST for another number of ranks or another ZeRO stage.
+    """Write a checkpoint for another number of ranks or another ZeRO stage.
 
-    The unmodified trainer of SRC resumes from DST on --dp ranks. A universal SRC is written for the
-    engine that it came from.
+    DST is a new directory. The unmodified trainer of SRC resumes from it on --dp ranks. A universal
+    SRC is written for the engine that it came from.
     """
     write("reshard", source, target, words)
 
 
-@cli.command()
-@click.argument("source", metavar="SRC")
-@click.argument("target", metavar="DST")
-@click.option(
-    "--to", type=click.Choice(["hf"]), default="hf", show_default=True, help="The kind of folder."
+@cli.command(
+    examples=(
+        "zckpt export run/checkpoint-500 model --dtype bf16",
+        "zckpt export run/checkpoint-500 model --max-shard-size 5GB",
+        "zckpt export run/global_step500 model --config ../base-model",
+    )
+)
+@click.argument("source", metavar="SRC", type=PATH)
+@click.argument("target", metavar="DST", type=PATH)
+@grouped(
+    "Target",
+    "--to",
+    type=click.Choice(["hf"]),
+    default="hf",
+    show_default=True,
+    help="The kind of folder.",
 )
 @exporting
 @copying
-@common
+@reading
 def export(
     source: str,
     target: str,
@@ -126,7 +177,7 @@ def export(
     param_names: tuple[str, ...] | None,
     **words: Any,
 ) -> None:
-    """Write the weights of SRC as a folder for from_pretrained, and nothing else.
+    """Write the weights as a folder for from_pretrained, and nothing else.
 
     DST gets the weights (of a PEFT run: the adapter), configuration, tokenizer and processor files.
     Files that only a trainer needs are left out.
@@ -182,169 +233,12 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
         os._exit(0)
 
 
-@cli.command()
-@click.argument("path")
-@click.option(
-    "--against",
-    metavar="PATH",
-    help="Compare with this checkpoint (of any format), or with a saved proof.",
-)
-@click.option(
-    "--gather",
-    is_flag=True,
-    help="Rebuild PATH as its engine would, by all-gathering the ranks. Needs torch.",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["cuda", "cpu"]),
-    help="Where to gather and compare [default: a GPU if there is one]",
-)
-@click.option("--tensors", metavar="GLOB", help="Check only the tensors whose name matches.")
-@click.option("--save-proof", metavar="FILE", help="Write the report, with all checksums, to FILE.")
-@renaming
-@moving
-@common
-def verify(
-    path: str,
-    against: str | None,
-    save_proof: str | None,
-    as_json: bool,
-    quiet: bool,
-    **words: Any,
-) -> int:
-    """Check a checkpoint for internal consistency, or compare it with another.
-
-    Without --against, verify checks the checksums of files and tensors, that every element is
-    stored once, that copies on several ranks are equal, that weights are the rounded masters, and
-    steps. It can only find contradictions. Two swapped rank files of a ZeRO-3 checkpoint without
-    16-bit weights do not contradict each other: use --against.
-
-    --against a checkpoint compares shared tensors bit for bit, steps and hyper-parameters by value.
-    If the original is gone, use --against the FILE of an earlier --save-proof.
-
-    --gather shares no code with the copying except the parser of files. It is faster on several
-    GPUs: torchrun --nproc-per-node 4 -m zckpt verify PATH --against PATH --gather
-
-    Exit code 3: verify found something.
-    """
-    from .. import api, display
-
-    if save_proof:
-        display.can_save(save_proof)
-    with display.progress(quiet or as_json) as begin:
-        report = api.verify(path, against, begin=begin, **words)
-    if report["rank"]:  # rank 0 reports the findings of all
-        return 0
-    if as_json:
-        display.document(report)
-    else:
-        display.verified(report, quiet)
-    if save_proof:
-        display.save(save_proof, report)
-    return 0 if report["equal"] else 3
+for command in (verify, diff, stats, probe_diff):
+    cli.add_command(command)
 
 
-@cli.command()
-@click.argument("a")
-@click.argument("b")
-@click.option(
-    "--tensors",
-    metavar="GLOB",
-    help="Compare only the tensors whose name matches, and list equal ones too.",
-)
-@renaming
-@moving
-@common
-def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
-    """Show the differences between two checkpoints of any format: the first and the worst.
-
-    Compares tensors in the order of the model, steps, hyper-parameters and schedulers.
-
-    Exit code 3: something differs.
-    """
-    from .. import api, display
-
-    with display.progress(quiet or as_json) as begin:
-        report = api.diff(a, b, begin=begin, **words)
-    if as_json:
-        display.document(report)
-    else:
-        display.differing(report, quiet)
-    return 0 if report["equal"] else 3
-
-
-@cli.command()
-@click.argument("path")
-@click.option("--tensors", metavar="GLOB", help="Measure only the tensors whose name matches.")
-@moving
-@common
-def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
-    """Show statistics of every tensor in PATH, and warn of dead or impossible numbers.
-
-    Over finite numbers, in float64: min, max, mean, std (with n - 1, as torch.std) and L2 norm.
-    Counts of NaN, infinite, negative, zero and positive numbers. A histogram of magnitudes in
-    powers of two. Warnings name second moments that are zero or negative, constant weights, NaN,
-    infinities, and steps that stopped in low precision.
-    """
-    from .. import api, display
-
-    with display.progress(quiet or as_json) as begin:
-        report = api.stats(path, begin=begin, **words)
-    if as_json:
-        display.document(report)
-    else:
-        display.statistics(report, quiet)
-
-
-@cli.command("probe-diff")
-@click.argument("a", metavar="RUN_A")
-@click.argument("b", metavar="RUN_B")
-@click.option(
-    "--noise",
-    metavar="RUN_A2",
-    help="A repetition of RUN_A, to measure the noise between equal runs.",
-)
-@click.option("--summary", metavar="DIR", help="Write a text file for each step and run to DIR.")
-@click.option("--svg", metavar="FILE", help="Draw steps and modules as a picture for a browser.")
-@click.option("-q", "--quiet", is_flag=True, help="Print no notes and no picture.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def probe_diff(
-    a: str,
-    b: str,
-    noise: str | None,
-    summary: str | None,
-    svg: str | None,
-    quiet: bool,
-    as_json: bool,
-) -> int:
-    """Show the first big difference between two recorded runs.
-
-    zckpt.probe or ONNX Runtime's StatisticsSubscriber recorded the runs. The report names the step,
-    the module, forward or backward, and what a difference there means. --noise measures how far two
-    runs of the same program are apart. Without noise, any difference is a big one.
-
-    Exit code 3: there is a big difference.
-    """
-    from .. import display
-    from ..probe import comparing, picture, runs
-
-    if svg:
-        display.can_save(svg)
-    first, second = runs.read(a), runs.read(b)
-    report = comparing.report(first, second, runs.read(noise) if noise else None)
-    if summary:
-        picture.summarise(summary, [("a", first), ("b", second)])
-    if svg:
-        display.save_text(svg, picture.svg(report))
-    if as_json:
-        display.document(report)
-    else:
-        display.probed(report, quiet)
-    return 3 if report["big"] else 0
-
-
-@cli.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@cli.command(examples=("zckpt formats", "zckpt formats --json"))
+@as_document
 def formats(as_json: bool) -> None:
     """List the formats that zckpt reads and writes."""
     from .. import display

@@ -14,6 +14,7 @@ from .. import formats
 from ..formats.format import Format
 from ..formats.options import declared
 from ..training.options import PARAM_NAMES, RENAME, WEIGHTS_ONLY, Option
+from .help import FormatName, GroupedOption
 from .parameters import KINDS, Size
 
 Command = Callable[..., Any]
@@ -31,12 +32,17 @@ def together(*options: Decorator) -> Decorator:
     return decorate
 
 
-def asked(option: Option[Any]) -> Decorator:
+def grouped(group: str, *flags: str, **words: Any) -> Decorator:
+    """An option in a section of `--help`."""
+    return click.option(*flags, cls=GroupedOption, group=group, **words)
+
+
+def asked(option: Option[Any], hidden: bool = False) -> Decorator:
     """The command line's option for one that is declared."""
-    end = f" [default: {option.usual}]" if option.usual else "."
+    end = f".  [default: {option.usual}]" if option.usual else "."
     how = {"type": click.Choice(option.choices)} if option.choices else KINDS[option.kind]
     words = {"help": option.help + end, "metavar": option.metavar, **how}
-    return click.option(option.flag, option.name, **words)
+    return grouped(option.group, option.flag, option.name, rare=option.rare, hidden=hidden, **words)
 
 
 def of_targets(targets: Iterable[Format], without: Container[Option[Any]]) -> Decorator:
@@ -47,60 +53,82 @@ def of_targets(targets: Iterable[Format], without: Container[Option[Any]]) -> De
 renaming = asked(RENAME)
 """Other names for the parameters of the source, PATH or A."""
 
-common = together(
-    click.option(
-        "--from",
-        "format",
-        metavar="FORMAT",
-        help="The source's format [default: recognised by content]",
-    ),
-    click.option("--tag", help="Which tag to read, if a run directory has several."),
-    asked(PARAM_NAMES),
-    click.option(
-        "--step-policy",
-        metavar="max|min|keep|N",
-        help="Which step to take if ranks or weights disagree [default: that is an error]",
-    ),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
-    click.option("-q", "--quiet", is_flag=True, help="Print no progress and no warnings."),
+_format = grouped(
+    "Source",
+    "--from",
+    "format",
+    type=FormatName(targets=False),
+    help="The source's format.  [default: recognised by content]",
 )
+_tag = grouped(
+    "Source", "--tag", metavar="NAME", help="If a run has several tags: the one to read."
+)
+_step_policy = grouped(
+    "Optimizer and steps",
+    "--step-policy",
+    metavar="max|min|keep|N",
+    help="If steps disagree: which one to take.  [default: an error]",
+)
+_quiet = grouped("Output", "-q", "--quiet", is_flag=True, help="Print no progress and no warnings.")
+as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def of_sources(has_names: bool) -> Decorator:
+    """The options of a command that reads a checkpoint; `has_names` shows --param-names."""
+    names = asked(PARAM_NAMES, hidden=not has_names)
+    return together(_format, _tag, names, _step_policy, as_document, _quiet)
+
+
+common = of_sources(has_names=True)
 """Options of every command that reads a checkpoint."""
 
+reading = of_sources(has_names=False)
+"""The same for `export`, which refuses --param-names with a hint."""
+
 moving = together(
-    click.option(
+    grouped(
+        "Copying",
         "-j",
         "--jobs",
         type=click.IntRange(1, 64),
+        metavar="N",
         default=4,
         show_default=True,
         help="Number of threads; use more for a cold or remote source.",
     ),
-    click.option(
+    grouped(
+        "Copying",
         "--memory",
         type=Size(),
         default="256MiB",
         show_default=True,
-        help="Limit for all buffers together.",
+        help="The limit for all buffers together.",
     ),
 )
 """Options for reading tensors."""
 
 copying = together(
     moving,
-    click.option(
+    grouped(
+        "Copying",
         "--io",
+        rare=True,
         type=click.Choice(["auto", "direct", "buffered"]),
         default="auto",
         show_default=True,
         help="Write past the page cache (direct), through it (buffered), or as fits (auto).",
     ),
-    click.option(
+    grouped(
+        "Copying",
         "--resume",
         is_flag=True,
-        help="Continue an interrupted run of the same source and options. Without one, start.",
+        help="If a run with the same options was interrupted: continue it. Otherwise start.",
     ),
-    click.option(
-        "--dry-run", is_flag=True, help="Report what would be written, and write nothing."
+    grouped(
+        "Output",
+        "--dry-run",
+        is_flag=True,
+        help="Report what would be written, and write nothing.",
     ),
 )
 """Options for copying tensors."""

@@ -80,6 +80,7 @@ class Config(click.ParamType[dict[str, Any]]):
     """A JSON file with one object."""
 
     name = "file"
+    shell_complete = click.Path().shell_complete
 
     def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, Any]:
         if isinstance(value, dict):
@@ -99,6 +100,7 @@ class Names(click.ParamType[tuple[str, ...]]):
     """A file of names, one per line, or a JSON list of them."""
 
     name = "file"
+    shell_complete = click.Path().shell_complete
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
         if isinstance(value, tuple):

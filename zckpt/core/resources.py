@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import WrongOption
@@ -11,6 +11,8 @@ Progress = Callable[[int], None]
 """Is called with the number of bytes that were processed since the last call."""
 Begin = Callable[[int], Progress]
 """Is called once with the number of bytes to come; returns the function to report them to."""
+Tell = Callable[[Sequence[str]], None]
+"""Is called with the warnings of a conversion, before its first byte is written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,11 +49,12 @@ def _merged(variants: Mapping[str, Option[Any]], targets: int) -> Option[Any]:
     """One option, as some of so many targets declare it; `variants` is by the targets' names."""
     first = next(iter(variants.values()))
     if any(option.choices != first.choices for option in variants.values()):
-        values = ", ".join(f"{_listed(option)} with --to {to}" for to, option in variants.items())
+        values = ", ".join(f"{to} has {_listed(option)}" for to, option in variants.items())
         choices = dict.fromkeys(value for o in variants.values() for value in o.choices)
         return replace(first, choices=tuple(choices), usual="", help=f"{first.help}: {values}")
     if 2 * len(variants) < targets:
-        return replace(first, help=f"{first.help}, with --to {' or '.join(variants)}")
+        text = first.help[0].lower() + first.help[1:]
+        return replace(first, help=f"For {' and '.join(variants)}: {text}")
     return first
 
 

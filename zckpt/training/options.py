@@ -35,7 +35,8 @@ class Option(Generic[Value]):
     without it, and `usual` says in words what is done then. `help` is a sentence without its
     period. `choices` are the allowed values. Where there are none, `kind` says how a command line
     writes the value: a key of `KINDS` in cli/parameters.py. `check` raises WrongOption for a value
-    that no format accepts. `reason` says why the option does not apply to other formats.
+    that no format accepts. `reason` says why the option does not apply to other formats. `group` is
+    its section of `--help`; a `rare` option is shown by `--help-all` alone.
     """
 
     name: str
@@ -48,6 +49,8 @@ class Option(Generic[Value]):
     metavar: str | None = None
     check: Callable[[Any], None] | None = None
     reason: str = ""
+    group: str = "Target"
+    rare: bool = False
 
 
 def _check_dp(dp: int) -> None:
@@ -87,7 +90,7 @@ DP: Option[int | None] = Option(
     "dp",
     "--dp",
     None,
-    "Data-parallel size",
+    "The data-parallel size of the target",
     kind="integer",
     usual="the source's",
     check=_check_dp,
@@ -99,26 +102,31 @@ DTYPE: Option[str | None] = Option(
     "dtype",
     "--dtype",
     None,
-    "Store module weights in this type, cast from the fp32 masters",
+    "Cast weights to this type, from the fp32 masters",
     choices=tuple(DTYPES),
+    usual="unchanged",
 )
-DIALECT: Option[str | None] = Option("dialect", "--dialect", None, "The kind of files to write")
+DIALECT: Option[str | None] = Option(
+    "dialect", "--dialect", None, "The kind of files", metavar="KIND"
+)
 """A format that has several kinds of files lists its own: `replace(DIALECT, choices=...)`."""
 GROUP_DEFAULTS: Option[GroupDefaults] = Option(
     "group_defaults",
     "--group-defaults",
     {},
-    "Hyper-parameters that the source does not store, for all groups or for group N. May be "
-    "repeated",
+    "If the source does not store hyper-parameters: their values, for all groups or for group N. "
+    "May be repeated",
     kind="pairs",
     metavar="[N:]K=V,...",
+    group="Optimizer and steps",
     check=_check_group_defaults,
 )
 MAX_FILE_SIZE: Option[int | None] = Option(
     "max_file_size",
     "--max-file-size",
     None,
-    "Split safetensors and .distcp files that would be larger",
+    "Split safetensors and .distcp files that would be larger than this",
+    rare=True,
     kind="size",
     usual="8GiB",
 )
@@ -126,8 +134,9 @@ ALLOW_OBJECT: Option[Sequence[str]] = Option(
     "allow_object",
     "--allow-object",
     (),
-    "Write objects of this class too, which the program that loads the target will then run. "
-    "Repeat it for several classes",
+    "If you trust this class: write its objects too. The program that loads the target runs "
+    "them. May be repeated",
+    rare=True,
     kind="texts",
     metavar="MODULE.NAME",
     check=_check_objects,
@@ -140,8 +149,9 @@ PARAM_NAMES: Option[Sequence[str] | None] = Option(
     "param_names",
     "--param-names",
     None,
-    "Names of the parameters in the order of model.named_parameters(), one per line, for a source "
-    "that stores no order, or only their numbers",
+    "If the source stores no order, or numbers instead of names: a file with the parameters' "
+    "names, one per line, in the order of model.named_parameters()",
+    group="Names",
     kind="names",
     metavar="FILE",
 )
@@ -149,7 +159,10 @@ TIE: Option[Renames] = Option(
     "tie",
     "--tie",
     (),
-    "A tied weight: its second name, which the source lacks, and its name in the source",
+    "If the source lacks the second name of a tied weight: that name, and the name that it has. "
+    "May be repeated",
+    group="Names",
+    rare=True,
     kind="ties",
     metavar="NAME=NAME",
 )
@@ -157,7 +170,8 @@ RENAME: Option[Renames] = Option(
     "rename",
     "--rename",
     (),
-    "Rename parameters, as re.sub does. Repeat it for several rules; they apply in order",
+    "Rename parameters as Python's re.sub does. May be repeated",
+    group="Names",
     kind="rules",
     metavar="REGEX=REPL",
 )

@@ -34,6 +34,7 @@ LAYOUT: Option[str | None] = Option(
     "The form of the keys",
     choices=("nested", "flat"),
     usual="the source's, or nested",
+    rare=True,
 )
 
 

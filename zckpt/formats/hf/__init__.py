@@ -19,8 +19,8 @@ MODEL_CONFIG: Option[str | None] = Option(
     "model_config",
     "--config",
     None,
-    "config.json (for PEFT adapter_config.json), or a folder with it and the tokenizer, if SRC has "
-    "none",
+    "If SRC has no config.json (PEFT: adapter_config.json): that file, or a folder with it and the "
+    "tokenizer",
     metavar="FILE|DIR",
 )
 
@@ -38,12 +38,13 @@ FORMAT = Format(
     family="hf",
     options=(
         WEIGHTS_ONLY,
-        replace(DTYPE, help="Type of the weights", usual="the module's"),
+        DTYPE,
         MODEL_CONFIG,
         replace(
             MAX_FILE_SIZE,
             flag="--max-shard-size",
             help="Split the weights into files of at most this size",
+            rare=False,
         ),
     ),
     reasons={"dp": "a folder for from_pretrained has no ranks"},

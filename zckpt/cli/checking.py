@@ -1,0 +1,230 @@
+"""The commands that check and compare, each a thin layer over `zckpt.api`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .help import PATH, ExplainedCommand
+from .options import as_document, common, grouped, moving, renaming
+
+
+@click.command(
+    cls=ExplainedCommand,
+    examples=(
+        "zckpt verify run/checkpoint-500",
+        "zckpt verify run/checkpoint-500 --against resumed/checkpoint-500 --save-proof proof.json",
+        "torchrun --nproc-per-node 4 -m zckpt verify PATH --against PATH --gather",
+    ),
+)
+@click.argument("path", type=PATH)
+@grouped(
+    "Comparison",
+    "--against",
+    type=PATH,
+    metavar="PATH",
+    help="Compare with this checkpoint (of any format), or with a saved proof.",
+)
+@grouped(
+    "Comparison",
+    "--gather",
+    is_flag=True,
+    help="Rebuild PATH as its engine would, by all-gathering the ranks. Needs torch.",
+)
+@grouped(
+    "Comparison",
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    help="With --gather: where to work.  [default: a GPU if there is one]",
+)
+@grouped(
+    "Comparison", "--tensors", metavar="GLOB", help="Check only the tensors whose name matches."
+)
+@grouped(
+    "Output",
+    "--save-proof",
+    type=PATH,
+    metavar="FILE",
+    help="Write the report, with all checksums, to FILE.",
+)
+@renaming
+@moving
+@common
+def verify(
+    path: str,
+    against: str | None,
+    save_proof: str | None,
+    as_json: bool,
+    quiet: bool,
+    **words: Any,
+) -> int:
+    """Check a checkpoint for internal consistency, or compare it with another.
+
+    Without --against, verify checks the checksums of files and tensors, that every element is
+    stored once, that copies on several ranks are equal, that weights are the rounded masters, and
+    steps. It can only find contradictions. Two swapped rank files of a ZeRO-3 checkpoint without
+    16-bit weights do not contradict each other: use --against.
+
+    --against a checkpoint compares shared tensors bit for bit, steps and hyper-parameters by value.
+    If the original is gone, use --against the FILE of an earlier --save-proof.
+
+    --gather shares no code with the copying except the parser of files. It is faster on several
+    GPUs, with torchrun.
+
+    Exit code 3: verify found something.
+    """
+    from .. import api, display
+
+    if save_proof:
+        display.can_save(save_proof)
+    with display.progress(quiet or as_json) as begin:
+        report = api.verify(path, against, begin=begin, **words)
+    if report["rank"]:  # rank 0 reports the findings of all
+        return 0
+    if as_json:
+        display.document(report)
+    else:
+        display.verified(report, quiet)
+    if save_proof:
+        display.save(save_proof, report)
+    return 0 if report["equal"] else 3
+
+
+@click.command(
+    cls=ExplainedCommand,
+    examples=(
+        "zckpt diff run/checkpoint-500 resumed/checkpoint-500",
+        "zckpt diff run/checkpoint-400 run/checkpoint-500 --tensors '*.weight/exp_avg'",
+    ),
+)
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@grouped(
+    "Comparison",
+    "--tensors",
+    metavar="GLOB",
+    help="Compare only the tensors whose name matches, and list equal ones too.",
+)
+@renaming
+@moving
+@common
+def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
+    """Show where two checkpoints differ, in the order of the model.
+
+    A and B may have different formats. diff compares tensors, steps, hyper-parameters and
+    schedulers, and names the first and the worst difference.
+
+    Exit code 3: something differs.
+    """
+    from .. import api, display
+
+    with display.progress(quiet or as_json) as begin:
+        report = api.diff(a, b, begin=begin, **words)
+    if as_json:
+        display.document(report)
+    else:
+        display.differing(report, quiet)
+    return 0 if report["equal"] else 3
+
+
+@click.command(
+    cls=ExplainedCommand,
+    examples=(
+        "zckpt stats run/checkpoint-500",
+        "zckpt stats run/checkpoint-500 --tensors '*/exp_avg'",
+    ),
+)
+@click.argument("path", type=PATH)
+@grouped(
+    "What to show",
+    "--tensors",
+    metavar="GLOB",
+    help="Measure only the tensors whose name matches.",
+)
+@moving
+@common
+def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
+    """Show statistics of every tensor, and warn of dead or impossible numbers.
+
+    Over finite numbers, in float64: min, max, mean, std (with n - 1, as torch.std) and L2 norm.
+    Counts of NaN, infinite, negative, zero and positive numbers. A histogram of magnitudes in
+    powers of two. Warnings name second moments that are zero or negative, constant weights, NaN,
+    infinities, and steps that stopped in low precision.
+    """
+    from .. import api, display
+
+    with display.progress(quiet or as_json) as begin:
+        report = api.stats(path, begin=begin, **words)
+    if as_json:
+        display.document(report)
+    else:
+        display.statistics(report, quiet)
+
+
+@click.command(
+    "probe-diff",
+    cls=ExplainedCommand,
+    examples=(
+        "zckpt probe-diff recorded/a recorded/b",
+        "zckpt probe-diff recorded/a recorded/b --noise recorded/a2 --svg difference.svg",
+    ),
+)
+@click.argument("a", metavar="RUN_A", type=PATH)
+@click.argument("b", metavar="RUN_B", type=PATH)
+@grouped(
+    "Comparison",
+    "--noise",
+    type=PATH,
+    metavar="RUN_A2",
+    help="A repetition of RUN_A, to measure the noise between equal runs.",
+)
+@grouped(
+    "Output",
+    "--summary",
+    type=PATH,
+    metavar="DIR",
+    help="Write a text file for each step and run to DIR.",
+)
+@grouped(
+    "Output",
+    "--svg",
+    type=PATH,
+    metavar="FILE",
+    help="Draw steps and modules as a picture for a browser.",
+)
+@grouped("Output", "-q", "--quiet", is_flag=True, help="Print no notes and no picture.")
+@as_document
+def probe_diff(
+    a: str,
+    b: str,
+    noise: str | None,
+    summary: str | None,
+    svg: str | None,
+    quiet: bool,
+    as_json: bool,
+) -> int:
+    """Show the first big difference between two recorded runs.
+
+    zckpt.probe or ONNX Runtime's StatisticsSubscriber recorded the runs. The report names the step,
+    the module, forward or backward, and what a difference there means. --noise measures how far two
+    runs of the same program are apart. Without noise, any difference is a big one.
+
+    Exit code 3: there is a big difference.
+    """
+    from .. import display
+    from ..probe import comparing, picture, runs
+
+    if svg:
+        display.can_save(svg)
+    first, second = runs.read(a), runs.read(b)
+    report = comparing.report(first, second, runs.read(noise) if noise else None)
+    if summary:
+        picture.summarise(summary, [("a", first), ("b", second)])
+    if svg:
+        display.save_text(svg, picture.svg(report))
+    if as_json:
+        display.document(report)
+    else:
+        display.probed(report, quiet)
+    return 3 if report["big"] else 0
