@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from zckpt import __version__
+from zckpt import __version__, api
 from zckpt.cli import cli
 
 from .conftest import EXAMPLE, ROOT, Result
@@ -23,12 +23,15 @@ from .conftest import EXAMPLE, ROOT, Result
 Zckpt = Callable[..., Result]
 
 
-def on_a_terminal(*words: object, columns: int) -> str:
-    """What a command prints on a terminal of that width."""
+def on_a_terminal(*words: object, columns: int, stderr: bool = False) -> str:
+    """What a command prints on a terminal of that width, with `stderr` on both of its outputs."""
     outer, inner = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "zckpt", *map(str, words)]
-    with subprocess.Popen(command, stdout=inner, cwd=ROOT, env=environment) as process:
+    errors = inner if stderr else None
+    with subprocess.Popen(
+        command, stdout=inner, stderr=errors, cwd=ROOT, env=environment
+    ) as process:
         os.close(inner)
         printed = b""
         with suppress(OSError):  # the end of a terminal is an error on Linux
@@ -199,6 +202,34 @@ class TestInspect:
         assert max(map(len, narrow.splitlines())) <= 40
         assert "fc1.bias/master" not in narrow  # it continues on the next line
 
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["inspect", EXAMPLE, "--steps"],
+            ["inspect", EXAMPLE, "--tensors", "*"],
+            ["formats"],
+        ],
+    )
+    def test_tables_survive_40_columns_and_pipes(
+        self, words: list[Any], zckpt_without: Callable[..., Result]
+    ) -> None:
+        narrow = on_a_terminal(*words, columns=40)
+        assert max(map(len, narrow.splitlines())) <= 40
+        piped = zckpt_without(("rich",), *words).out
+        assert piped.strip()
+        assert sorted(re.sub(r"\W", "", piped)) == sorted(re.sub(r"\W", "", narrow))
+
+    def test_a_table_of_many_columns_is_a_list_on_a_narrow_terminal(self) -> None:
+        words = ("stats", EXAMPLE, "--tensors", "fc1.bias/exp_avg", "-q")
+        lines = on_a_terminal(*words, columns=40).splitlines()
+        assert lines[:4] == [
+            "tensor      fc1.bias/exp_avg",
+            "dtype       F32",
+            "shape       29",
+            lines[3],
+        ]
+        assert lines[3].startswith("min         -0.0")
+
     def test_hostile_names_do_not_reach_rich(self, example: Path) -> None:
         hostile = example.parent / "a\x1b[31mb[bold]c"
         example.rename(hostile)
@@ -228,6 +259,43 @@ class TestConvert:
         manifest = (tmp_path / "u" / "manifest.json").stat().st_size
         assert size <= report["bytes"] <= size + manifest
         assert report["records"]["unchecked"] == 0
+
+    def test_progress_says_what_is_written(self, tmp_path: Path) -> None:
+        texts: list[str] = []
+
+        class Bar:
+            def __call__(self, count: int) -> None:
+                pass
+
+            def describe(self, text: str) -> None:
+                texts.append(text)
+
+        api.convert(EXAMPLE, tmp_path / "u", begin=lambda _: Bar())
+        assert "writing exp_avg.safetensors, 3 of 4 files" in texts
+        places = [re.fullmatch(r"writing \S+, (\d+) of 4 files", text) for text in texts]
+        assert [place and place[1] for place in places] == ["1", "2", "3", "4"]
+        texts.clear()
+        api.verify(EXAMPLE, tmp_path / "u", begin=lambda _: Bar())
+        assert "comparing fc1.weight/exp_avg" in texts
+        texts.clear()
+        api.stats(EXAMPLE, begin=lambda _: Bar())
+        assert texts[0].startswith("measuring ")
+
+    def test_progress_is_a_bar_on_a_terminal(self, tmp_path: Path) -> None:
+        printed = on_a_terminal("convert", EXAMPLE, tmp_path / "u", columns=120, stderr=True)
+        assert "4 of 4 files" in printed
+
+    def test_says_how_a_trainer_resumes(self, example: Path, tmp_path: Path, zckpt: Zckpt) -> None:
+        line = f'resume: trainer.train(resume_from_checkpoint="{tmp_path}/{{}}")'
+        assert "resume:" not in zckpt("reshard", example, tmp_path / "a", "--dp", 2).out
+        (example / "trainer_state.json").write_text("{}")
+        out = zckpt("reshard", example, tmp_path / "b", "--dp", 2).out
+        assert out.splitlines()[-1] == line.format("b")
+        run = tmp_path / "several"
+        run.mkdir()
+        example.rename(run / "checkpoint-7")
+        words = ("reshard", run, tmp_path / "c", "--dp", 2, "--checkpoints", "all")
+        assert line.format("c/checkpoint-7") in zckpt(*words).out
 
     def test_dry_run_writes_nothing(self, tmp_path: Path, zckpt: Zckpt) -> None:
         report = zckpt("convert", EXAMPLE, tmp_path / "u", "--dry-run", "--json").document

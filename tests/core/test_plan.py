@@ -74,8 +74,8 @@ def test_files_list_their_pieces_in_order() -> None:
     )
     second = Entry("b/param", "F32", (5,), solid(5, Extent("y", 20, 20)))
     pairs = [Pair(item, item) for item in (first, second)]
-    files = dict(plan.files(pairs))
-    assert files == {
+    names, pieces_of = plan.files(pairs)
+    assert {name: pieces_of(name) for name in names} == {
         "y": [TargetPiece(20, 0, 5, pairs[1]), TargetPiece(100, 0, 4, pairs[0])],
         "x": [TargetPiece(40, 4, 10, pairs[0])],
     }
@@ -89,10 +89,11 @@ def test_slices_give_each_rank_its_pieces(numels: list[int], dp: int) -> None:
         item = Entry(f"{place}/param", "F32", (numel,), Slices(flats, offset, numel, 4))
         offset += -(-numel // dp)
         pairs.append(Pair(item, item))
+    names, pieces_of = plan.files(pairs)
     listed = [
         (file, piece.pair.target.name, element, piece.offset + (element - piece.start) * 4)
-        for file, pieces in plan.files(pairs)
-        for piece in pieces
+        for file in names
+        for piece in pieces_of(file)
         for element in range(piece.start, piece.stop)
     ]
     expected = [
@@ -164,7 +165,8 @@ def test_chunks_cut_runs_at_a_stride(
     extent = Extent("a", skipped * size, length * count * size)
     column = Box((count, width), (0, gap), (count, length), (length, 1), 0, size, extent)
     whole = Entry("w/param", dtype, (count, width), column)
-    ((_, pieces),) = plan.files([Pair(whole, whole)])
+    (name,), pieces_of = plan.files([Pair(whole, whole)])
+    pieces = pieces_of(name)
     elements = {}
     for part in plan.chunks("a", extent.offset + extent.length, pieces, chunk):
         end = part.offset

@@ -19,7 +19,7 @@ from .fragments import Extent, Record, Runs, Slices
 from .manifest import Entry, Manifest
 from .pieces import SMALL, Damage, ElementReader, ReadRequest, RecordChecker
 from .plan import Match
-from .resources import DEFAULT_COPYING, Begin, Copying, Progress
+from .resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
 from .streaming import chunk_size, finish, stream
 
 FEW = 1 << 17  # elements; rounding so many here takes less time than importing numpy
@@ -133,6 +133,8 @@ class _Comparison:
         end, kind = 0, None
         for number in _by_slot(self.matches):
             item = self.matches[number]
+            if item.is_read:
+                describe(self.progress, f"{'comparing' if item.b else 'checking'} {item.a.name}")
             types = item.a.dtype, item.b.dtype if item.b else None, item.how
             room = self.chunk // max(SIZES[dtype] for dtype in types[:2] if dtype)
             if types != kind:

@@ -25,7 +25,7 @@ from .journal import Journal, Key, Passed, Region
 from .manifest import Entry, Manifest
 from .pieces import CAST_BLOCK, SMALL, ElementReader, ReadRequest, RecordChecker
 from .plan import Chunk, Pair, TargetPiece
-from .resources import DEFAULT_COPYING, Copying, Progress
+from .resources import DEFAULT_COPYING, Copying, Progress, describe
 from .streaming import chunk_size, finish, stream
 
 # of what a CRC-32 is, beside files and records of the target: a tensor of the target, a tensor of
@@ -99,7 +99,8 @@ class _Copy:
         self.tasks = self._tasks()
 
     def _tasks(self) -> Iterator[tuple[TargetFile, Chunk]]:
-        for number, (file, pieces) in enumerate(plan.files(self.pairs)):
+        files, pieces_of = plan.files(self.pairs)
+        for number, file in enumerate(files):
             if not os.path.getsize(file):
                 continue
             name = os.path.relpath(file, self.journal.root) if self.journal else file
@@ -110,7 +111,9 @@ class _Copy:
             if not target.left:
                 continue
             target.open(self.io)
-            for chunk in plan.chunks(file, target.size, pieces, self.chunk):
+            what = f"writing {os.path.basename(file)}, {number + 1} of {len(files)} files"
+            describe(self.progress, what)
+            for chunk in plan.chunks(file, target.size, pieces_of(file), self.chunk):
                 if target.region_at(chunk.offset).start not in complete:
                     yield target, chunk
 

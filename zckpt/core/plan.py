@@ -6,7 +6,7 @@ file at a time: at dp 1024 with 50,000 tensors there are millions of pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import MissingData
@@ -212,8 +212,8 @@ def _counterpart(
     return Match(entry, same, "values" if {entry.dtype, same.dtype} <= NUMBERS else "types")
 
 
-def files(pairs: Sequence[Pair]) -> Iterator[tuple[str, list[TargetPiece]]]:
-    """Every target file with its pieces, in the order of their bytes; one file at a time."""
+def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[TargetPiece]]]:
+    """The target files, and a function that gives the pieces of one in the order of their bytes."""
     listed: dict[str, list[tuple[Pair, Fragment]]] = {}
     sliced: dict[int, list[Pair]] = {}  # by the identity of the flats that many tensors share
     slices_in: dict[str, list[tuple[int, int]]] = {}
@@ -228,7 +228,8 @@ def files(pairs: Sequence[Pair]) -> Iterator[tuple[str, list[TargetPiece]]]:
         else:
             for fragment in fragments:
                 listed.setdefault(fragment.extent.file, []).append((pair, fragment))
-    for file in dict.fromkeys((*listed, *slices_in)):
+
+    def pieces_of(file: str) -> list[TargetPiece]:
         in_file = list(listed.get(file, ()))
         for flats, rank in slices_in.get(file, ()):
             in_file += [
@@ -247,7 +248,9 @@ def files(pairs: Sequence[Pair]) -> Iterator[tuple[str, list[TargetPiece]]]:
             )
             for pair, fragment in in_file
         ]
-        yield file, sorted(pieces, key=lambda piece: piece.offset)
+        return sorted(pieces, key=lambda piece: piece.offset)
+
+    return list(dict.fromkeys((*listed, *slices_in))), pieces_of
 
 
 def chunks(file: str, size: int, pieces: Sequence[TargetPiece], chunk: int) -> Iterator[Chunk]:

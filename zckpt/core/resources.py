@@ -11,8 +11,17 @@ Progress = Callable[[int], None]
 """Is called with the number of bytes that were processed since the last call."""
 Begin = Callable[[int], Progress]
 """Is called once with the number of bytes to come; returns the function to report them to."""
+Describe = Callable[[str], None]
+"""Is called with what is being done now: "writing master.safetensors, 3 of 9 files"."""
 Tell = Callable[[Sequence[str]], None]
 """Is called with the warnings of a conversion, before its first byte is written."""
+
+
+def describe(progress: Progress | None, text: str) -> None:
+    """Says what is being done to a progress function that has a method `describe` to show it."""
+    show: Describe | None = getattr(progress, "describe", None)
+    if show is not None:
+        show(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from ..core.patterns import matching
 from .terminal import brief, cell, checked, safe, size, table, warn
 
 BAR = 48  # characters
+TRAINER_STATE = "trainer_state.json"
 RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -138,3 +140,14 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
         print(f"{report['records']['unchecked']:,} source records could not be checked (no CRC-32)")
     if advice := report.get("advice"):
         print(f"note: {safe(advice)}")
+    if report["command"] == "reshard" and (folder := _trainers(report)):
+        print(f'resume: trainer.train(resume_from_checkpoint="{safe(folder)}")')
+
+
+def _trainers(report: dict[str, Any]) -> str | None:
+    """The directory from which a Hugging Face Trainer resumes; None for other programs."""
+    last: str = report.get("checkpoints", [""])[-1]
+    target: str = report["target"]
+    if os.path.join(last, TRAINER_STATE) not in report["files"]:
+        return None
+    return os.path.join(target, last) if last else target

@@ -11,6 +11,8 @@ from typing import Any
 
 from ..errors import WrongOption
 
+NARROW = 6  # characters per column; a drawn table would lose some with less
+
 
 def document(value: Any) -> None:
     """One JSON document on stdout."""
@@ -44,12 +46,25 @@ def _drawn_table(
     from rich.table import Table
     from rich.text import Text
 
+    console = Console(highlight=False)
+    if console.width < NARROW * len(heads):
+        _listed_rows(heads, rows)
+        return
     drawn = Table(box=box.SIMPLE_HEAD, show_header=any(heads), show_edge=False)
     for head, to_right in zip(heads, right, strict=True):
         drawn.add_column(Text(head), justify="right" if to_right else "left", overflow="fold")
     for row in rows:
         drawn.add_row(*map(Text, row))
-    Console(highlight=False).print(drawn)
+    console.print(drawn)
+
+
+def _listed_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A line per cell, for a table of many columns on a narrow terminal."""
+    width = max(map(len, heads))
+    for row in rows:
+        for head, text in zip(heads, row, strict=True):
+            print(f"{head.ljust(width)}  {text}".rstrip())
+        print()
 
 
 def _plain_columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> None:
@@ -114,6 +129,20 @@ def save_text(path: str, text: str) -> None:
     save(path, text.encode("utf-8"))
 
 
+class Bar:
+    """Progress on a terminal: bytes, and what is being done. `bar` is a `Progress` of rich."""
+
+    def __init__(self, bar: Any, total: int) -> None:
+        self.bar = bar
+        self.task = bar.add_task("", total=total)
+
+    def __call__(self, count: int) -> None:
+        self.bar.advance(self.task, count)
+
+    def describe(self, text: str) -> None:
+        self.bar.update(self.task, description=safe(text))
+
+
 @contextmanager
 def progress(hidden: bool) -> Iterator[Callable[[int], Callable[[int], None]] | None]:
     """A bar on stderr while bytes move, if that is a terminal."""
@@ -124,17 +153,13 @@ def progress(hidden: bool) -> Iterator[Callable[[int], Callable[[int], None]] | 
     from rich.console import Console
 
     bar = rich_progress.Progress(
-        rich_progress.BarColumn(),
+        rich_progress.BarColumn(20),
         rich_progress.DownloadColumn(),
         rich_progress.TransferSpeedColumn(),
         rich_progress.TimeRemainingColumn(),
+        rich_progress.TextColumn("{task.description}", markup=False),
         console=Console(stderr=True),
         transient=True,
     )
     with bar:
-
-        def begin(total: int) -> Callable[[int], None]:
-            task = bar.add_task("", total=total)
-            return lambda count: bar.advance(task, count)
-
-        yield begin
+        yield lambda total: Bar(bar, total)

@@ -16,7 +16,7 @@ from ..core.fileio import Buffer
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
 from ..core.pieces import ElementReader, ReadRequest, RecordChecker
-from ..core.resources import DEFAULT_COPYING, Begin, Copying
+from ..core.resources import DEFAULT_COPYING, Begin, Copying, describe
 from ..core.streaming import batches, chunk_size, finish, stream
 from ..core.weights import WEIGHTS
 from . import damage
@@ -87,6 +87,7 @@ def measure_all(
                 with lock:
                     totals[item.entry.name].add(item.start, item.stop, part)
             if progress:
+                describe(progress, f"measuring {batch[0].entry.name}")
                 progress(sum(item.end - item.at for item in batch))
 
         return carry_out

@@ -16,7 +16,7 @@ from ...core.difference import Difference
 from ...core.dtypes import SIZES
 from ...core.partition import Joined
 from ...core.plan import Match
-from ...core.resources import Progress
+from ...core.resources import Progress, describe
 from .buffers import BucketBuffers
 from .elements import BITS, any_unequal, bytes_of, difference_of
 from .readers import BlockMatch, Readers, Seen, memory_of
@@ -169,6 +169,8 @@ class Gathering:
             if item.place in self.apart or (item.match.how == "bits" and id(item) in places):
                 self._hash(flight.slot.sides(flight.bucket, item)[0], item)
         if self.progress:
+            if flight.items:
+                describe(self.progress, f"gathering {flight.items[0].match.a.name}")
             self.progress(sum(item.end - item.at for item in flight.items) * 2)
 
     def _keep(self, item: BlockMatch, side: int, start: int, stop: int, crc: int) -> None:
