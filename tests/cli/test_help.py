@@ -69,6 +69,15 @@ def test_help_is_whole_sentences(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_help_lists_the_values_of_a_choice(name: str) -> None:
+    for option in cli.commands[name].params:
+        if isinstance(option, GroupedOption) and isinstance(option.type, click.Choice):
+            text = f"{option.make_metavar(click.Context(cli))} {option.help}"
+            for value in option.type.choices:
+                assert str(value) in text, option.name
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_examples_are_understood(name: str) -> None:
     command = cli.commands[name]
     assert isinstance(command, ExplainedCommand)

@@ -38,11 +38,12 @@ def test_orders_that_contradict_each_other_lose_no_option() -> None:
     assert sorted(names) == sorted(["dp", "dtype", *ALWAYS])
 
 
-def test_help_names_the_targets_of_an_option_that_most_have_not() -> None:
-    some = targets(a=(DP, SHAPE), b=(DP,), c=(DP,))
+def test_help_names_the_targets_of_an_option() -> None:
+    some = targets(a=(DP, DTYPE, SHAPE), b=(DP, DTYPE), c=(DTYPE,))
     texts = {option.name: option.help for option in declared(some)}
     assert texts["shape"] == "For a: the shape"
-    assert texts["dp"] == DP.help
+    assert texts["dp"] == f"{DP.help}. Not for c"
+    assert texts["dtype"] == DTYPE.help
 
 
 def test_values_that_differ_are_listed_by_target() -> None:

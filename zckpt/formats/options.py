@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ def declared(targets: Iterable[Format]) -> list[Option[Any]]:
     """The options of some targets in one list, which keeps the order of each target's own list.
 
     The list has an option once, with the values of all of these targets, and its help says which
-    target understands it if most of them do not.
+    targets understand it, or which do not, if there are fewer of these.
     """
     lists = {item.name: [*item.options, *EVERYWHERE] for item in targets}
     queues = [[option.name for option in options] for options in lists.values()]
@@ -39,22 +39,25 @@ def declared(targets: Iterable[Format]) -> list[Option[Any]]:
     return [
         _merged(
             {target: o for target, options in lists.items() for o in options if o.name == name},
-            len(lists),
+            list(lists),
         )
         for name in names
     ]
 
 
-def _merged(variants: Mapping[str, Option[Any]], targets: int) -> Option[Any]:
-    """One option, as some of so many targets declare it; `variants` is by the targets' names."""
+def _merged(variants: Mapping[str, Option[Any]], targets: Sequence[str]) -> Option[Any]:
+    """One option, as some of these targets declare it; `variants` is by the targets' names."""
     first = next(iter(variants.values()))
     if any(option.choices != first.choices for option in variants.values()):
         values = ", ".join(f"{to} has {_listed(option)}" for to, option in variants.items())
         choices = dict.fromkeys(value for o in variants.values() for value in o.choices)
         return replace(first, choices=tuple(choices), usual="", help=f"{first.help}: {values}")
-    if 2 * len(variants) < targets:
+    others = [name for name in targets if name not in variants]
+    if len(variants) < len(others):
         text = first.help[0].lower() + first.help[1:]
         return replace(first, help=f"For {' and '.join(variants)}: {text}")
+    if others:
+        return replace(first, help=f"{first.help}. Not for {' and '.join(others)}")
     return first
 
 

@@ -102,7 +102,7 @@ DTYPE: Option[str | None] = Option(
     "dtype",
     "--dtype",
     None,
-    "Cast weights to this type, from the fp32 masters",
+    "Cast weights to this type, from fp32 masters",
     choices=tuple(DTYPES),
     usual="unchanged",
 )
@@ -114,8 +114,8 @@ GROUP_DEFAULTS: Option[GroupDefaults] = Option(
     "group_defaults",
     "--group-defaults",
     {},
-    "If the source does not store hyper-parameters: their values, for all groups or for group N. "
-    "May be repeated",
+    "If the source stores no hyper-parameters: their values, for all groups or group N. May be "
+    "repeated",
     kind="pairs",
     metavar="[N:]K=V,...",
     group="Optimizer and steps",

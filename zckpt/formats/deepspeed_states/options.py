@@ -19,7 +19,8 @@ OPTIMIZER: Option[str | None] = Option(
     "optimizer",
     "--optimizer",
     None,
-    "Store the step where this kind of Adam looks for it",
+    "Store the step where this Adam looks for it: torch, deepspeed-fused-adam, deepspeed-cpu-adam "
+    "or apex-fused-adam",
     # the keys of training.steps.WRITTEN, whose import would make `--help` slower; a test compares
     choices=("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam"),
     usual="as the source",
