@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 
 from .. import formats
 
-PATH = click.Path()
+PATH = click.Path(readable=False)  # to be completed; zckpt itself says why one cannot be read
 """Of files and directories, which a shell completes."""
 WIDTH = 100  # characters, on a terminal that has them
 OPTION_WIDTH = 32
