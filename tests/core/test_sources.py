@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -156,6 +157,18 @@ def test_errors_inside_the_block_name_the_file(path: Path) -> None:
     with pytest.raises(OSError, match="another") as caught, sources.opened(str(path)):
         raise OSError(errno.EIO, "Input/output error", "another")
     assert caught.value.filename == "another"
+
+
+def test_a_position_that_cannot_be_asked_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python says "not seekable" without a number or a name, whatever the reason was."""
+
+    def fdopen(*_: Any) -> Any:
+        raise io.UnsupportedOperation("File or stream is not seekable.")
+
+    monkeypatch.setattr(os, "fdopen", fdopen)
+    with pytest.raises(OSError, match="Input/output error") as caught, sources.opened(str(path)):
+        pass
+    assert caught.value.filename == str(path)
 
 
 def test_a_reader_names_its_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

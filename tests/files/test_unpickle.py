@@ -207,7 +207,8 @@ def test_other_objects_are_records(value: Any, name: str, protocol: int) -> None
     loaded = load(pickle.dumps([value, "after"], protocol))
     assert loaded[1] == "after"
     assert isinstance(loaded[0], Foreign)
-    if loaded[0].name not in ("copyreg._reconstructor", "numpy._core.numeric._frombuffer"):
+    rebuilders = ("copyreg._reconstructor", "numeric._frombuffer")
+    if not loaded[0].name.endswith(rebuilders):
         assert loaded[0].name.endswith(name)
     again = to_json(from_json(json.loads(json.dumps(to_json(loaded), allow_nan=False))))
     assert again == to_json(loaded)

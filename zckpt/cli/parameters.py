@@ -5,17 +5,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import MALFORMED, cause
 
+if TYPE_CHECKING:
+    from click import ParamType
+else:
+
+    class ParamType(click.ParamType):
+        """click's, which takes a type in brackets since 8.4 only."""
+
+        def __class_getitem__(cls, _value):
+            return cls
+
+
 UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
 
 
-class Size(click.ParamType[int]):
+class Size(ParamType[int]):
     """Bytes: 256MiB, 8GiB, 500MB, 1000000."""
 
     name = "size"
@@ -29,7 +40,7 @@ class Size(click.ParamType[int]):
         return int(float(match[1]) * UNITS[match[2]])
 
 
-class Pairs(click.ParamType[dict[Any, Any]]):
+class Pairs(ParamType[dict[Any, Any]]):
     """lr=3e-4,betas=[0.9,0.95],fused=null: names and JSON values; 1:lr=3e-4 is for group 1."""
 
     name = "pairs"
@@ -65,7 +76,7 @@ def merged(
 
 
 def in_file(
-    type: click.ParamType[Any], path: str, parse: Callable[[str], Any], param: Any, ctx: Any
+    type: ParamType[Any], path: str, parse: Callable[[str], Any], param: Any, ctx: Any
 ) -> Any:
     """What `parse` makes of a file's text; a usage error if it cannot be read or parsed."""
     try:
@@ -76,7 +87,7 @@ def in_file(
         return type.fail(f"{path} cannot be read: {why}", param, ctx)
 
 
-class Config(click.ParamType[dict[str, Any]]):
+class Config(ParamType[dict[str, Any]]):
     """A JSON file with one object."""
 
     name = "file"
@@ -96,7 +107,7 @@ def names_in(text: str) -> Any:
     return json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
 
 
-class Names(click.ParamType[tuple[str, ...]]):
+class Names(ParamType[tuple[str, ...]]):
     """A file of names, one per line, or a JSON list of them."""
 
     name = "file"
@@ -111,7 +122,7 @@ class Names(click.ParamType[tuple[str, ...]]):
         return tuple(name.strip() for name in names if name.strip())
 
 
-class Rename(click.ParamType[tuple[str, str]]):
+class Rename(ParamType[tuple[str, str]]):
     """REGEX=REPL; the last `=` separates."""
 
     name = "rule"
@@ -125,7 +136,7 @@ class Rename(click.ParamType[tuple[str, str]]):
         return regex, replacement
 
 
-class Tie(click.ParamType[tuple[str, str]]):
+class Tie(ParamType[tuple[str, str]]):
     """NAME=NAME: a tied weight's second name, and its name in the source."""
 
     name = "tie"

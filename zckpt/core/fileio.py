@@ -5,6 +5,9 @@ writes (O_DIRECT) took 1.1 to 1.6. The kernel keeps more requests in flight than
 When memory is short, direct writes are faster, since new pages of the page cache become expensive.
 So a target that does not fit into half of the available memory is written directly, if the
 filesystem allows it.
+
+macOS has none of O_DIRECT, posix_fadvise, fdatasync, fallocate and /proc: there every write is
+buffered, and fsync takes the place of fdatasync.
 """
 
 from __future__ import annotations
@@ -39,8 +42,11 @@ def write_mode(asked: str, size: int) -> str:
     """The Writer's mode for a target of `size` bytes; `asked` is the user's choice."""
     if asked != "auto":
         return asked
-    with open("/proc/meminfo", "rb") as file:
-        facts = dict(line.split(b":", 1) for line in file)
+    try:
+        with open("/proc/meminfo", "rb") as file:
+            facts = dict(line.split(b":", 1) for line in file)
+    except OSError:  # not on Linux, or in a sandbox without /proc
+        return "buffered"
     available = int(facts[b"MemAvailable"].split()[0]) << 10
     return "buffered" if size < available // 2 else "auto"
 
@@ -149,6 +155,8 @@ class Writer:
 
     def _open_direct(self) -> int:
         try:
+            if not hasattr(os, "O_DIRECT"):
+                raise OSError(errno.ENOTSUP, "this system has no direct writes", self.path)
             return os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
             if self.mode == "direct" or error.errno not in REFUSALS:
@@ -172,12 +180,13 @@ class Writer:
                     self._refused = True
             write_all(self._buffered, buffer[:length], offset, BUFFERED_WRITE)
             # starts writing what is dirty (and drops what is clean already)
-            os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
         """Returns when all bytes that were written are on the disk."""
         with naming(self.path):
-            os.fdatasync(self._buffered)
+            sync_data(self._buffered)
 
     def __enter__(self) -> Writer:
         return self
@@ -200,6 +209,14 @@ class Writer:
                 os.close(self._direct)
 
 
+def sync_data(file: int) -> None:
+    """Returns when the bytes of an open file are on the disk."""
+    if hasattr(os, "fdatasync"):
+        os.fdatasync(file)
+    else:
+        os.fsync(file)
+
+
 def write_all(file: int, data: memoryview, offset: int, most: int = BUFFERED_WRITE) -> None:
     """Writes all of `data`, at most `most` bytes at a time; the kernel may write less."""
     done = 0
@@ -218,6 +235,8 @@ def _allocate(file: int, size: int) -> None:
     import ctypes  # takes 4 ms, and `inspect` does not need it
 
     libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "fallocate64"):  # macOS, musl
+        return
     offset, length = ctypes.c_int64(0), ctypes.c_int64(size)
     if libc.fallocate64(file, 0, offset, length):
         code = ctypes.get_errno()

@@ -10,6 +10,7 @@ loss may leave a damaged line; that line and those behind it are ignored.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -22,6 +23,7 @@ from typing import Any
 
 from ..errors import TargetExists, listed, removal
 from .checksum import crc32
+from .fileio import sync_data
 from .sources import close, naming, pread
 from .targets import JOURNAL as NAME
 
@@ -172,7 +174,7 @@ class Journal:
         del self.regions[name]
         self._append([name])
         with naming(self.path):
-            os.fdatasync(self._file)
+            sync_data(self._file)
 
     def add(self, region: Region) -> None:
         """Notes a region whose bytes are synced."""
@@ -186,7 +188,7 @@ class Journal:
             while line:
                 line = line[os.write(self._file, line) :]
             if time.monotonic() - self._synced > SYNC_EVERY:
-                os.fdatasync(self._file)
+                sync_data(self._file)
                 self._synced = time.monotonic()
 
     def forget(self) -> None:
@@ -246,10 +248,13 @@ def _lines(file: int) -> Iterator[bytes]:
 def set_mark(path: str, target: str, identity: Identity) -> None:
     """Notes of which run the directory `path` is, which will be `target`.
 
-    It is an extended attribute, or a hidden file beside the target where a filesystem has none.
+    It is an extended attribute, or a hidden file beside the target where a filesystem has none or
+    Python cannot set one (macOS).
     """
     text = _text(identity.mark())
     try:
+        if not hasattr(os, "setxattr"):
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
         os.setxattr(path, MARK, text)
     except OSError:
         file = _mark_file(target)
@@ -262,6 +267,8 @@ def set_mark(path: str, target: str, identity: Identity) -> None:
 def mark_of(target: str) -> dict[str, str]:
     """The mark of a complete target; empty if it has none."""
     try:
+        if not hasattr(os, "getxattr"):
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
         text = os.getxattr(target, MARK)
     except OSError:
         try:

@@ -11,6 +11,7 @@ Every read of a source goes through this module. It sees to four things:
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -212,6 +213,8 @@ def opened(path: str) -> Iterator[BinaryIO]:
     try:
         with os.fdopen(open_file(path), "rb") as file:
             yield file
+    except io.UnsupportedOperation as error:  # Python asks for the position, and hides the errno
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path) from error
     except OSError as error:  # as `naming`; there may be 10,000 files
         named(error, path)
         raise

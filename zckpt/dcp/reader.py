@@ -89,12 +89,14 @@ class StorageReader(storage.StorageReader):
         if not self._source.is_current:
             self._open(self.path)
         stored = self._source.stored
-        return metadata.Metadata(
+        table = metadata.Metadata(
             KeyTable(self._source),
             planner_data=dict(self._source.listing.paths),
             storage_meta=self._about_the_save(),
-            version=stored.version if stored is not None else None,
         )
+        if hasattr(table, "version"):  # not in torch 2.6
+            table.version = stored.version if stored is not None else None
+        return table
 
     def _about_the_save(self) -> metadata.StorageMeta:
         stored = self._source.stored

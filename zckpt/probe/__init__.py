@@ -2,6 +2,7 @@
 
     with probe.record(model, "run_a", step=7, optimizer=optimizer): train()
     with probe.stream(model, "checkpoint"): model(batch)
+    Trainer(..., callbacks=[probe.TrainerCallback("run_a")])  # or LightningCallback
 
 Recording and streaming need torch (`pip install 'zckpt[torch]'`); reading and comparing runs do
 not. No engine is imported: models of DeepSpeed and FSDP2 are ordinary modules with hooks.
@@ -16,12 +17,15 @@ from ..errors import MissingExtra
 
 if TYPE_CHECKING:
     from .comparing import compare
+    from .huggingface import TrainerCallback
+    from .lightning import LightningCallback
     from .recording import Recorder, inspect, record
     from .streaming import stream
     from .subscribers import Place, Subscriber, subscribe
 
 _PUBLIC = {
     "compare": "comparing",
+    "LightningCallback": "lightning",
     "Recorder": "recording",
     "inspect": "recording",
     "record": "recording",
@@ -29,11 +33,19 @@ _PUBLIC = {
     "Place": "subscribers",
     "Subscriber": "subscribers",
     "subscribe": "subscribers",
+    "TrainerCallback": "huggingface",
+}
+_PACKAGES = {  # which install the modules that may be missing
+    "torch": "'zckpt[torch]'",
+    "transformers": "transformers",
+    "lightning": "lightning",
 }
 __all__ = [
+    "LightningCallback",
     "Place",
     "Recorder",
     "Subscriber",
+    "TrainerCallback",
     "compare",
     "inspect",
     "record",
@@ -43,14 +55,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # imported on use, because only some of them need torch
+    # imported on use, because only some of them need torch, or a trainer
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        package = (error.name or "").partition(".")[0]
+        if package not in _PACKAGES:
             raise
         raise MissingExtra(
-            f"probe.{name} needs torch, which is not installed", hint="pip install 'zckpt[torch]'"
+            f"probe.{name} needs {package}, which is not installed",
+            hint=f"pip install {_PACKAGES[package]}",
         ) from error

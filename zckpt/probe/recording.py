@@ -60,8 +60,8 @@ def record(
     `step` is the number of completed updates when the block begins, or a function that returns the
     current number. If it is a number, `optimizer` (a torch optimizer that steps once per update)
     increases it. If your optimizer is not a `torch.optim.Optimizer`, call `recorder.next_step()`
-    after each update. A DeepSpeed engine needs neither: it has the number itself. For the Trainer
-    of Hugging Face: `step=lambda: trainer.state.global_step`.
+    after each update. A DeepSpeed engine needs neither: it has the number itself. For the trainers
+    of Hugging Face and Lightning there are callbacks: `TrainerCallback`, `LightningCallback`.
 
     Only `ranks` record (None: all), for steps in [start_step, end_step). With `parameters`, the
     modules' parameters are recorded once per step. `samples` elements of each tensor are kept. The

@@ -1,6 +1,6 @@
 """Which files make a universal checkpoint: safetensors files of whole tensors, and a manifest.
 
-    OUT/manifest.json             everything but tensors, as JSON (specified in the README)
+    OUT/manifest.json             everything but tensors, as JSON (specified in docs/format-v1.md)
     OUT/model.safetensors         slot `param`: the module's weights and buffers
     OUT/master.safetensors        fp32 master weights
     OUT/exp_avg.safetensors ...   one per optimizer state

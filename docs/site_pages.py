@@ -1,0 +1,53 @@
+"""Which pages of the site are not in docs/? MkDocs runs this file as a hook.
+
+SECURITY.md, CONTRIBUTING.md and CHANGELOG.md stand where GitHub looks for them, and are pages of
+the site too. A link to any other file of the repository becomes plain text: the site has no code.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+ABOVE = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
+FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+ROW = re.compile(r"^\|.*", re.MULTILINE)
+LINK = re.compile(r"(?<!\w)\[([^][]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for name in ABOVE:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links between files of the repository become links between pages of the site."""
+    folder = "" if page.file.src_uri in ABOVE else "docs"
+
+    def linked(link: re.Match[str]) -> str:
+        text, anchor = link[1], link[3] or ""
+        path = posixpath.normpath(posixpath.join(folder, link[2]))
+        if path == "README.md":
+            return f"[{text}](index.md)"
+        if path in ABOVE:
+            return f"[{text}]({path}{anchor})"
+        if path.startswith("docs/"):
+            return f"[{text}]({path.removeprefix('docs/')}{anchor})"
+        return text
+
+    parts = FENCE.split(markdown)
+    return "".join(
+        part if number % 2 else ROW.sub(_bare, LINK.sub(linked, part))
+        for number, part in enumerate(parts)
+    )
+
+
+def _bare(row: re.Match[str]) -> str:
+    """A row of a table: GitHub needs `\\|` within code, and MkDocs would show the backslash."""
+    return re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0])

@@ -1,0 +1,41 @@
+"""docs/format-v1.md lists every key that a universal manifest has, and every tag of its JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import zckpt
+from zckpt.core import inert
+
+from ..conftest import EXAMPLE, ROOT
+
+PAGE = (ROOT / "docs" / "format-v1.md").read_text(encoding="utf-8")
+OF_ONE_ENGINE = {"dialect"}
+"""Keys that the example's engine does not have."""
+OF_SOME_TENSORS = {"fragments"}
+"""Keys that readers understand and zckpt does not write."""
+
+
+def keys(heading: str) -> set[str]:
+    """The names in the first column of the tables below a heading."""
+    section = PAGE.split(f"# {heading}\n")[1].split("\n#")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_every_key_is_specified(tmp_path: Path) -> None:
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    manifest = json.loads((tmp_path / "universal" / "manifest.json").read_text())
+    assert keys("manifest.json") == manifest.keys()
+    assert keys("source") - OF_ONE_ENGINE == manifest["source"].keys()
+    for parameter in manifest["parameters"].values():
+        assert keys("parameters") == parameter.keys()
+    offsets = {"file", "offset", "length", "start", "stop"}
+    for entry in manifest["entries"].values():
+        assert keys("entries") - OF_SOME_TENSORS - offsets == entry.keys()
+
+
+def test_every_tag_is_specified() -> None:
+    assert keys("Tagged JSON") == {*inert._MAKERS, "$object"}

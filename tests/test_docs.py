@@ -1,0 +1,248 @@
+"""Every command on a page runs and prints what is shown, and every link leads somewhere.
+
+A page's `console` and `python` blocks run in its order, in a fresh folder that has `examples` and
+`tests`. Blocks of `sh`, `text` and `py` need what only a reader has: they are parsed.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from zckpt import __version__
+from zckpt.cli import cli, parameters
+
+from . import cli_reference, pages
+from .conftest import ROOT, Result
+
+Zckpt = Callable[..., Result]
+
+DOCUMENTS = pages.documents()
+LINKING = [
+    *DOCUMENTS,
+    *sorted(ROOT.glob("[CS]*.md")),  # CHANGELOG, CONTRIBUTING, SECURITY
+]
+OF_OTHER_PROGRAMS = {"--nproc-per-node", "--nproc_per_node", "--nnodes"}
+NEEDS_A_SHELL = re.compile(r"[|&;<>$`]|^(?!zckpt )")
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the commands of a page run."""
+    folder = tmp_path / "page"
+    folder.mkdir()
+    for name in ("examples", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Mapping[str, str]:
+    """The environment in which a shell finds our `zckpt` and `python`."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, words in (("zckpt", " -m zckpt"), ("python", "")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable}{words} "$@"\n')
+        (programs / name).chmod(0o755)
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=named)
+def test_code_of_a_page_runs(
+    page: Path, folder: Path, shell: Mapping[str, str], zckpt: Zckpt
+) -> None:
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    code = 0
+    for block in pages.blocks(page):
+        if block.kind == "python":
+            with redirect_stdout(io.StringIO()):
+                exec(compile(block.text, f"{page}:{block.line}", "exec"), variables)
+        for command in pages.commands(block) if block.kind == "console" else ():
+            ended = run(command.text, zckpt, shell, code)
+            check(command, ended, f"{named(page)}:{block.line}: {command.text}")
+            code = ended.code
+
+
+def run(command: str, zckpt: Zckpt, shell: Mapping[str, str], code: int) -> Result:
+    """Runs a command line; `code` is what `$?` stands for in it."""
+    if not NEEDS_A_SHELL.search(command):
+        return zckpt(*shlex.split(command)[1:])
+    words = ["bash", "-c", f"(exit {code}); {command}"]
+    ended = subprocess.run(words, env=shell, capture_output=True, text=True, timeout=600)
+    return Result(ended.returncode, ended.stdout, ended.stderr)
+
+
+def check(command: pages.Command, ended: Result, where: str) -> None:
+    """A command may fail if its page shows how. Errors are shown, progress and warnings are not."""
+    if not command.output:
+        assert ended.code == 0, f"{where}\n{ended.err}"
+        return
+    printed = ended.out + (ended.err if ended.code in (1, 2) else "")
+    if not pages.matches(command.output, printed):
+        lines = difflib.unified_diff(
+            command.output, printed.splitlines(), "on the page", "printed", lineterm=""
+        )
+        pytest.fail("\n".join([where, *lines, "", "stderr:", ended.err]), pytrace=False)
+
+
+def parsed(words: list[str]) -> None:
+    """Raises click.UsageError if `zckpt` does not understand a command line."""
+    above = click.Context(cli, info_name="zckpt", **cli.context_settings)
+    command = cli.get_command(above, words[0]) if words else None
+    if command is None:
+        raise click.UsageError(f"there is no command {words[:1]}")
+    with command.make_context(words[0], words[1:], parent=above):
+        pass
+
+
+@pytest.fixture
+def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that a command line names need not be there to parse it."""
+
+    def in_file(kind: click.ParamType[Any], *_: Any) -> Any:
+        return {} if isinstance(kind, parameters.Config) else ["name"]
+
+    monkeypatch.setattr(parameters, "in_file", in_file)
+
+
+@pytest.mark.usefixtures("no_files")
+@pytest.mark.parametrize("page", DOCUMENTS, ids=named)
+def test_commands_that_are_not_run_are_understood(page: Path) -> None:
+    for block in pages.blocks(page):
+        if block.kind == "py":
+            ast.parse(block.text)
+        for words in pages.zckpt_commands(block.text) if block.kind in ("sh", "text") else ():
+            if {"-h", "--help", "--version"}.isdisjoint(words):
+                try:
+                    parsed(words)
+                except click.UsageError as error:
+                    pytest.fail(
+                        f"{named(page)}:{block.line}: zckpt {' '.join(words)}\n"
+                        f"{error.format_message()}",
+                        pytrace=False,
+                    )
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=named)
+def test_options_in_sentences_exist(page: Path) -> None:
+    everywhere = {"-h", "--help"} | options_of(cli)
+    for code in pages.inline_code(page):
+        words = code.split() or [""]
+        of_command = everywhere
+        if words[0] == "zckpt" and len(words) > 1 and words[1][0].islower():
+            begun = [name for name in cli.commands if name.startswith(words[1])]
+            assert begun, f"{named(page)}: there is no command of `{code}`"
+            of_command = everywhere.union(*(options_of(cli.commands[name]) for name in begun))
+        elif words[0].startswith("--"):
+            of_command = everywhere.union(*map(options_of, cli.commands.values()))
+        elif words[0] != "zckpt":
+            continue
+        for word in words:
+            option = re.match(r"--[a-z][a-z_-]*", word)
+            assert not option or option[0] in of_command | OF_OTHER_PROGRAMS, (
+                f"{named(page)}: there is no {word} in `{code}`"
+            )
+
+
+def options_of(command: click.Command) -> set[str]:
+    return {name for parameter in command.params for name in parameter.opts}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in pages.links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{named(page)}: {link}"
+        assert target.is_relative_to(ROOT), f"{named(page)}: {link}"
+        if anchor:
+            assert anchor in pages.anchors(target), (
+                f"{named(page)}: {link}; {path} has {sorted(pages.anchors(target))}"
+            )
+
+
+def test_reference_of_commands_is_fresh() -> None:
+    assert (ROOT / "docs" / "cli.md").read_text() == cli_reference.page(), (
+        "run `python -m tests.cli_reference > docs/cli.md`"
+    )
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_reference_has_every_option(name: str) -> None:
+    section = (ROOT / "docs" / "cli.md").read_text().split(f"\n## {name}\n")[1].split("\n## ")[0]
+    for parameter in cli.commands[name].params:
+        if getattr(parameter, "hidden", False):
+            continue
+        words = (
+            parameter.opts
+            if isinstance(parameter, click.Option)
+            else [parameter.human_readable_name]
+        )
+        for word in words:
+            assert re.search(rf"(?<![\w-]){word}(?![\w-])", section), word
+
+
+def test_version_is_the_same_everywhere() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_words_are_sorted() -> None:
+    for section in (ROOT / "docs" / "words.md").read_text().split("\n## ")[1:]:
+        words = re.findall(r"^\| `?([^`|]+?)`? \|", section, re.MULTILINE)[1:]
+        assert len(words) > 10
+        assert words == sorted(set(words), key=str.casefold)
+
+
+def test_site_lists_every_page() -> None:
+    listed = re.findall(r"^ +- .*?([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert {page.name for page in LINKING} - {"README.md"} <= set(listed)
+
+
+@pytest.mark.engines
+def test_site_builds(tmp_path: Path) -> None:
+    if find_spec("mkdocs") is None and not os.environ.get("CI"):
+        pytest.skip("needs `pip install -e '.[docs]'`")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "index.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "equal"),
+    [
+        (["a", "b"], "a\nb\n", True),
+        (["a"], "a\nb\n", False),
+        (["a", "..."], "a\nb\nc\n", True),
+        (["...", "c"], "a\nb\nc\n", True),
+        (["...", "b"], "a\nb\nc\n", False),
+        (["wrote ... in ... s"], "wrote 3 files in 0.1 s\n", True),
+        (["wrote ... in ... s"], "wrote 3 files\nin 0.1 s\n", False),
+        (["x  1  y"], "x    1 y\n", True),
+        (["x 1"], "x 2\n", False),
+    ],
+)
+def test_output_is_compared(shown: list[str], printed: str, equal: bool) -> None:
+    assert pages.matches(tuple(shown), printed) is equal

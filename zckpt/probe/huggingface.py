@@ -1,0 +1,35 @@
+"""How is a run of Hugging Face's Trainer recorded: a callback for it and for TRL's trainers.
+
+trainer = Trainer(..., callbacks=[zckpt.probe.TrainerCallback("run_a")])
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import transformers
+
+from .spans import Span
+
+
+class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
+    """Records a Trainer's run into `directory`, from the first update to the last one.
+
+    `options` are those of `zckpt.probe.record`, except `step` and `optimizer`: the step is the
+    trainer's `global_step`, which goes on after `resume_from_checkpoint`. Raises TypeError if
+    there is no such option. When training begins, it raises what `record` raises.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], **options: Any) -> None:
+        self._span = Span(directory, options)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **others: Any
+    ) -> None:
+        """Begins to record."""
+        self._span.begin(model, lambda: state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Ends the recording."""
+        self._span.end()

@@ -1,0 +1,85 @@
+"""How is a run of Lightning's Trainer recorded: a callback for it.
+
+trainer = Trainer(..., callbacks=[zckpt.probe.LightningCallback("run_a")])
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from ..errors import WrongOption
+from .spans import Span
+
+try:
+    from lightning.pytorch import Callback
+except ModuleNotFoundError as error:
+    try:
+        from pytorch_lightning import Callback
+    except ModuleNotFoundError:
+        raise error from None
+
+
+class LightningCallback(Callback):  # type: ignore[misc]
+    """Records a run of Lightning's Trainer into `directory`, from the first update to the last one.
+
+    `module` is the name of the module that `training_step` calls, such as "network" where it calls
+    `self.network(batch)`. Without it, it is the LightningModule itself if that has a `forward`, or
+    else its only child. `options` are those of `zckpt.probe.record`, except `step` and `optimizer`:
+    the step is the trainer's `global_step`, which counts the updates of every optimizer. Raises
+    TypeError if there is no such option. When training begins, it raises what `record` raises, and
+    WrongOption if it is not clear which module is called.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, module: str | None = None, **options: Any
+    ) -> None:
+        self._span = Span(directory, options)
+        self._module = module
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begins to record."""
+        model = called_module(pl_module, self._module)
+        self._span.begin(model, lambda: trainer.global_step)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Ends the recording."""
+        self._span.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Ends the recording of a training that failed."""
+        self._span.end(exception)
+
+
+def called_module(pl_module: nn.Module, name: str | None) -> nn.Module:
+    """The module whose forwards a LightningModule's `training_step` runs."""
+    if name is not None:
+        try:
+            return pl_module.get_submodule(name)
+        except AttributeError:
+            raise WrongOption(
+                f"{type(pl_module).__name__} has no module {name!r}", hint=_choice(pl_module)
+            ) from None
+    if _defines_forward(type(pl_module)):
+        return pl_module
+    children = [child for child in pl_module.children() if [*child.parameters()]]
+    if len(children) == 1:
+        return children[0]
+    raise WrongOption(
+        f"{type(pl_module).__name__} has no forward() and {len(children)} modules with parameters: "
+        "which one training_step calls is not known",
+        hint=_choice(pl_module),
+    )
+
+
+def _defines_forward(kind: type) -> bool:
+    """Whether a class, not Lightning's own base, defines `forward`."""
+    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
+    return owner.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning", "torch")
+
+
+def _choice(pl_module: nn.Module) -> str:
+    names = ", ".join(repr(name) for name, _ in pl_module.named_children())
+    return f"give module= of LightningCallback, one of: {names}"

@@ -1,0 +1,49 @@
+"""From which event of a trainer to which one does its recording last?
+
+A trainer's callback begins a recording when training begins, and ends it when training ends or
+fails. Until then the callback has no open file and no hook.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from .recording import record
+
+
+class Span:
+    """One recording of `record` into `directory`, with its `options`.
+
+    Raises TypeError if `record` does not take these options.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
+        for name in ("step", "optimizer"):
+            if name in options:
+                raise TypeError(f"{name}= is not needed: the trainer counts its updates itself")
+        inspect.signature(record).bind(None, directory, **options)
+        self.directory = directory
+        self.options = dict(options)
+        self._open: ExitStack | None = None
+
+    def begin(self, model: nn.Module, step: Callable[[], int]) -> None:
+        """Begins to record. If training begins again before it ended, the first part is dropped."""
+        options = self.options
+        if self._open is not None:  # transformers: `auto_find_batch_size` tries a smaller batch
+            self.end()
+            options = {**options, "overwrite": True}
+        stack = ExitStack()
+        stack.enter_context(record(model, self.directory, step=step, **options))
+        self._open = stack
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends the recording, if there is one; `error` is what ended the training."""
+        stack, self._open = self._open, None
+        if stack is not None:
+            stack.__exit__(type(error) if error else None, error, None)
