@@ -608,3 +608,35 @@ def test_the_header_says_what_was_recorded(tmp_path: Path) -> None:
 def test_inspecting_without_a_recorder_does_nothing() -> None:
     tensor = torch.ones(2)
     assert probe.inspect("name", tensor) is tensor
+
+
+def test_a_root_that_is_called_inside_of_its_own_call(tmp_path: Path) -> None:
+    """It is one batch, and the next call is another one, even if a call raised an error."""
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(1, 1)
+
+        def forward(self, x: Tensor, depth: int) -> Tensor:
+            if depth == 9:
+                raise FloatingPointError("nan")
+            return self(x, depth - 1) + self(x, depth - 1) if depth else self.linear(x)
+
+    model = Nested()
+    with probe.record(model, tmp_path / "run", step=0):
+        model(torch.ones(1), 1)
+        with pytest.raises(FloatingPointError):
+            model(torch.ones(1), 9)
+        model(torch.ones(1), 0)
+    records = runs.read(tmp_path / "run").ranks[0]
+    assert [(record.batch, record.key) for record in records] == [
+        ("0", "linear#0/out"),
+        ("0", "(model)#1/out"),
+        ("0", "linear#1/out"),
+        ("0", "(model)#2/out"),
+        ("0", "(model)#0/out"),
+        ("2", "linear#0/out"),
+        ("2", "(model)#0/out"),
+    ]
+    assert hooks_of(model) == 0

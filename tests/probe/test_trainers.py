@@ -130,6 +130,7 @@ def lightning(
     forward: bool = False,
     resumed: Path | None = None,
     fails: bool = False,
+    strategy: str = "auto",
     **options: Any,
 ) -> Path:
     """Trains from step 0, or from `resumed`; returns what the callback recorded."""
@@ -162,6 +163,9 @@ def lightning(
     trainer = pl.Trainer(
         max_steps=STEPS,
         accelerator="cpu",
+        strategy=strategy,
+        devices=1,
+        use_distributed_sampler=False,
         logger=False,
         default_root_dir=root,
         enable_progress_bar=False,
@@ -205,6 +209,19 @@ def test_which_module_lightning_calls(package: str, tmp_path: Path) -> None:
     assert probe.compare(inner, named)["equal"]
     keys = {record.key for record in runs.read(outer).ranks[0]}
     assert {"network.first#0/out", "network.first.weight"} <= keys
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_lightning_with_ddp_has_the_same_records(forward: bool, tmp_path: Path) -> None:
+    """DDP runs training_step as the forward of the LightningModule, which calls its own again."""
+    alone = lightning(tmp_path, "alone", forward=forward)
+    ddp = lightning(tmp_path, "ddp", forward=forward, strategy="ddp")
+    assert probe.compare(alone, ddp)["first"] is None
+    first, second = (
+        [(r.step, r.batch, r.key) for r in runs.read(run).ranks[0] if "(model)" not in r.key]
+        for run in (alone, ddp)
+    )
+    assert first == second
 
 
 def test_a_training_that_fails_leaves_a_readable_run(tmp_path: Path) -> None:

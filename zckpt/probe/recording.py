@@ -275,7 +275,7 @@ class Recorder(Subscriber):
     def pre_forward_module(
         self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if place.is_root and not place.recomputed:
+        if place.is_root and not place.call and not place.recomputed:
             self._begin()
         self._take_parameters(place, released=False)
         return args, kwargs

@@ -157,17 +157,21 @@ class _Hooks:
         self.again: Counter[str] = Counter()
         self.copies: list[Any] = []
         self.handles: list[Any] = []
+        self.roots: list[int] = []  # numbers of the calls of the root that have not returned
 
     def register(self, module: nn.Module, path: str) -> None:
         pre: Callable[..., Any] = _Hook(self, module, path, "_pre")
         post: Callable[..., Any] = _Hook(self, module, path, "_post")
+        leave: Callable[..., Any] = _Hook(self, module, path, "_leave")
         if is_compiled(module):
             disable: Any = torch.compiler.disable
-            pre, post = disable(pre), disable(post)
+            pre, post, leave = disable(pre), disable(post), disable(leave)
         self.handles += [
             module.register_forward_pre_hook(pre, with_kwargs=True),
             module.register_forward_hook(post, with_kwargs=True, prepend=True),
         ]
+        if path == ROOT:
+            self.handles.append(module.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
         while self.handles:
@@ -181,10 +185,12 @@ class _Hooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         recomputed = in_backward()
         if not recomputed:
-            if path == ROOT:
+            if path == ROOT and not self.roots:
                 self.calls.clear()
                 self.again.clear()
             self.calls[path] += 1
+            if path == ROOT:  # Lightning with DDP calls it inside of another call
+                self.roots.append(self.calls[path] - 1)
         place = Place(module, path, self._call(path, recomputed), recomputed)
         new_args, new_kwargs = args, kwargs
         for each in self.before["pre_forward_module"]:
@@ -221,8 +227,15 @@ class _Hooks:
             new_output = mapped(new_output, "out", change)
         return None if new_output is output else new_output
 
+    def _leave(self, module: nn.Module, path: str, *about: Any) -> None:
+        """A call of the root has returned, or has raised an error."""
+        if self.roots and not in_backward():
+            self.roots.pop()
+
     def _call(self, path: str, recomputed: bool) -> int:
         """The number of a call; the backward recomputes calls from last to first."""
+        if path == ROOT and self.roots and not recomputed:
+            return self.roots[-1]
         return max(0, self.calls[path] - 1 - (self.again[path] if recomputed else 0))
 
 
