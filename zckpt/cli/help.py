@@ -12,6 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from .. import formats
+from .parameters import ParamType
 
 PATH = click.Path(readable=False)  # to be completed; zckpt itself says why one cannot be read
 """Of files and directories, which a shell completes."""
@@ -94,7 +95,7 @@ class Commands(click.Group):
             formatter.write_dl(summaries)
 
 
-class FormatName(click.ParamType[str]):
+class FormatName(ParamType[str]):
     """The name of a format, which a shell completes; unknown names are refused later."""
 
     name = "format"

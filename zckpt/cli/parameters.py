@@ -12,7 +12,7 @@ import click
 from ..errors import MALFORMED, cause
 
 if TYPE_CHECKING:
-    from click import ParamType
+    from click import ParamType as ParamType
 else:
 
     class ParamType(click.ParamType):
