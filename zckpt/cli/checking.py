@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
-from .help import PATH, ExplainedCommand
+from .help import ExplainedCommand
 from .options import as_document, common, grouped, moving, renaming
+from .parameters import PATH
 
 
 @click.command(
@@ -82,10 +83,7 @@ def verify(
         report = api.verify(path, against, begin=begin, **words)
     if report["rank"]:  # rank 0 reports the findings of all
         return 0
-    if as_json:
-        display.document(report)
-    else:
-        display.verified(report, quiet)
+    display.answer(report, as_json, quiet, display.verified)
     if save_proof:
         display.save(save_proof, report)
     return 0 if report["equal"] else 3
@@ -121,10 +119,7 @@ def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
 
     with display.progress(quiet or as_json) as begin:
         report = api.diff(a, b, begin=begin, **words)
-    if as_json:
-        display.document(report)
-    else:
-        display.differing(report, quiet)
+    display.answer(report, as_json, quiet, display.differing)
     return 0 if report["equal"] else 3
 
 
@@ -156,10 +151,7 @@ def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
 
     with display.progress(quiet or as_json) as begin:
         report = api.stats(path, begin=begin, **words)
-    if as_json:
-        display.document(report)
-    else:
-        display.statistics(report, quiet)
+    display.answer(report, as_json, quiet, display.statistics)
 
 
 @click.command(
@@ -223,8 +215,5 @@ def probe_diff(
         picture.summarise(summary, [("a", first), ("b", second)])
     if svg:
         display.save_text(svg, picture.svg(report))
-    if as_json:
-        display.document(report)
-    else:
-        display.probed(report, quiet)
+    display.answer(report, as_json, quiet, display.probed)
     return 3 if report["big"] else 0

@@ -13,8 +13,18 @@ from ..errors import NotEnoughSpace, WrongOption
 from ..version import __version__
 from . import signals
 from .checking import diff, probe_diff, stats, verify
-from .help import PATH, WIDTH, Commands, FormatName
-from .options import as_document, common, copying, exporting, grouped, reading, writing
+from .help import WIDTH, Commands, FormatName
+from .options import (
+    as_document,
+    common,
+    copying,
+    exporting,
+    grouped,
+    reading,
+    source_and_target,
+    writing,
+)
+from .parameters import PATH
 
 
 @click.group(
@@ -99,8 +109,7 @@ def inspect(
         "zckpt convert run/checkpoint-500 weights --weights-only --dtype bf16",
     )
 )
-@click.argument("source", metavar="SRC", type=PATH)
-@click.argument("target", metavar="DST", type=PATH)
+@source_and_target
 @grouped(
     "Target",
     "--to",
@@ -127,8 +136,7 @@ def convert(source: str, target: str, to: str, **words: Any) -> None:
         "zckpt reshard run resumed --dp 16 --checkpoints best-and-last",
     )
 )
-@click.argument("source", metavar="SRC", type=PATH)
-@click.argument("target", metavar="DST", type=PATH)
+@source_and_target
 @grouped(
     "Source",
     "--checkpoints",
@@ -155,8 +163,7 @@ def reshard(source: str, target: str, **words: Any) -> None:
         "zckpt export run/global_step500 model --config ../base-model",
     )
 )
-@click.argument("source", metavar="SRC", type=PATH)
-@click.argument("target", metavar="DST", type=PATH)
+@source_and_target
 @grouped(
     "Target",
     "--to",
@@ -215,10 +222,7 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
             before_rename=signals.ignore,
         )
     try:
-        if as_json:
-            display.document(report)
-        else:
-            display.converted(report, quiet, shown)
+        display.answer(report, as_json, quiet, display.converted, shown)
         sys.stdout.flush()
         if dry_run and report["bytes"] > report["free"]:
             raise NotEnoughSpace(

@@ -14,8 +14,6 @@ from click.shell_completion import CompletionItem
 from .. import formats
 from .parameters import ParamType
 
-PATH = click.Path(readable=False)  # to be completed; zckpt itself says why one cannot be read
-"""Of files and directories, which a shell completes."""
 WIDTH = 100  # characters, on a terminal that has them
 OPTION_WIDTH = 32
 GROUPS = (

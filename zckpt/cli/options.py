@@ -15,7 +15,7 @@ from ..formats.format import Format
 from ..formats.options import declared
 from ..training.options import PARAM_NAMES, RENAME, WEIGHTS_ONLY, Option
 from .help import FormatName, GroupedOption
-from .parameters import KINDS, Size
+from .parameters import KINDS, PATH, Size
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -49,6 +49,12 @@ def of_targets(targets: Iterable[Format], without: Container[Option[Any]]) -> De
     """The options that these formats understand as targets."""
     return together(*(asked(option) for option in declared(targets) if option not in without))
 
+
+source_and_target = together(
+    click.argument("source", metavar="SRC", type=PATH),
+    click.argument("target", metavar="DST", type=PATH),
+)
+"""The arguments of every command that writes a checkpoint."""
 
 renaming = asked(RENAME)
 """Other names for the parameters of the source, PATH or A."""

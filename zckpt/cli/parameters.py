@@ -22,6 +22,8 @@ else:
             return cls
 
 
+PATH = click.Path(readable=False)  # zckpt itself says why one cannot be read
+"""Of files and directories, which a shell completes."""
 UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
 
@@ -91,7 +93,7 @@ class Config(ParamType[dict[str, Any]]):
     """A JSON file with one object."""
 
     name = "file"
-    shell_complete = click.Path().shell_complete
+    shell_complete = PATH.shell_complete
 
     def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, Any]:
         if isinstance(value, dict):
@@ -111,7 +113,7 @@ class Names(ParamType[tuple[str, ...]]):
     """A file of names, one per line, or a JSON list of them."""
 
     name = "file"
-    shell_complete = click.Path().shell_complete
+    shell_complete = PATH.shell_complete
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
         if isinstance(value, tuple):

@@ -377,7 +377,7 @@ def from_json(value: Any) -> Any:
 
 def _decoded(value: Any) -> Any:
     if isinstance(value, list):
-        if len(value) > 8 and types_in(value) <= PLAIN:
+        if len(value) > 8 and _is_plain(value):
             return value
         return [item if type(item) in PLAIN else _decoded(item) for item in value]
     if not isinstance(value, dict):
@@ -387,15 +387,16 @@ def _decoded(value: Any) -> Any:
         if tag == "$object":
             return _foreign(inner)
         if tag in _MAKERS:
-            plain = tag == "$dict" and types_in(inner) <= {list} and _are_plain(inner)
-            return _MAKERS[tag](inner if plain else _decoded(inner))
+            return _MAKERS[tag](_decoded(inner))
         if tag.startswith("$"):
             raise CorruptCheckpoint(f"state holds an unknown tag {brief(tag)}")
     return {key: _decoded(item) for key, item in value.items()}
 
 
-def _are_plain(pairs: list[list[Any]]) -> bool:
-    return types_in(chain.from_iterable(pairs)) <= PLAIN
+def _is_plain(value: list[Any]) -> bool:
+    """Whether the items of a list, or of all lists in it, have no parts."""
+    kinds = types_in(value)
+    return kinds <= PLAIN or (kinds == {list} and types_in(chain.from_iterable(value)) <= PLAIN)
 
 
 def _foreign(parts: dict[str, Any]) -> Foreign:

@@ -10,7 +10,6 @@ loss may leave a damaged line; that line and those behind it are ignored.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -253,10 +252,8 @@ def set_mark(path: str, target: str, identity: Identity) -> None:
     """
     text = _text(identity.mark())
     try:
-        if not hasattr(os, "setxattr"):
-            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
         os.setxattr(path, MARK, text)
-    except OSError:
+    except (AttributeError, OSError):
         file = _mark_file(target)
         with suppress(FileNotFoundError):
             os.unlink(file)
@@ -267,10 +264,8 @@ def set_mark(path: str, target: str, identity: Identity) -> None:
 def mark_of(target: str) -> dict[str, str]:
     """The mark of a complete target; empty if it has none."""
     try:
-        if not hasattr(os, "getxattr"):
-            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
         text = os.getxattr(target, MARK)
-    except OSError:
+    except (AttributeError, OSError):
         try:
             with open(_mark_file(target), "rb") as file:
                 text = file.read(1 << 16)

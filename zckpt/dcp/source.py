@@ -103,11 +103,10 @@ class Source:
     @property
     def is_current(self) -> bool:
         """Whether the files have not changed since they were read."""
-        for name, fingerprint in self._fingerprints.items():
-            now = sources.status(name)
-            if now is None or Fingerprint.of(now) != fingerprint:
-                return False
-        return True
+        return all(
+            (now := sources.status(name)) and Fingerprint.of(now) == fingerprint
+            for name, fingerprint in self._fingerprints.items()
+        )
 
     @cached_property
     def manifest(self) -> Manifest:

@@ -13,6 +13,7 @@ from .findings import differing as differing
 from .findings import probed as probed
 from .findings import statistics as statistics
 from .findings import verified as verified
+from .terminal import answer as answer
 from .terminal import can_save as can_save
 from .terminal import document as document
 from .terminal import progress as progress

@@ -14,6 +14,16 @@ from ..errors import WrongOption
 NARROW = 6  # characters per column; a drawn table would lose some with less
 
 
+def answer(
+    report: dict[str, Any], as_json: bool, quiet: bool, show: Callable[..., None], *more: Any
+) -> None:
+    """Prints the report of a command: as one JSON document, or as `show` does for people."""
+    if as_json:
+        document(report)
+    else:
+        show(report, quiet, *more)
+
+
 def document(value: Any) -> None:
     """One JSON document on stdout."""
     print(json.dumps(value, indent=2 if sys.stdout.isatty() else None, allow_nan=False))

@@ -93,7 +93,7 @@ class Blocks:
 
     def orphans(self) -> list[Extent]:
         """Runs of bytes beside a dataset that belong to nothing and are not zero."""
-        found, left = [], MAX_GAPS
+        orphans, left = [], MAX_GAPS
         before = Block(0, 0, "")
         for block in [*sorted(self.blocks), Block(self.size, self.size, "")] if self.is_old else ():
             length = block.start - before.stop
@@ -101,9 +101,9 @@ class Blocks:
                 data = sources.pread(self.file, min(length, left), before.stop)
                 left -= length
                 if any(data):
-                    found.append(Extent(self.path, before.stop, length))
+                    orphans.append(Extent(self.path, before.stop, length))
             before = block
-        return found
+        return orphans
 
     def _add(self, start: int, length: int, owner: str, *, is_data: bool = False) -> None:
         if length:

@@ -275,16 +275,16 @@ class TorchFile:
 
     def _read_legacy(self, file: int) -> _Loaded:
         """The pickles at the beginning, and where the storages behind them lie."""
-        length = FIRST_READ
+        most = FIRST_READ
         while True:
-            text = sources.pread(file, min(length, self.size, MAX_PICKLE), 0)
+            text = sources.pread(file, min(most, self.size, MAX_PICKLE), 0)
             try:
                 loaded, storages, offset = self._legacy_pickles(text)
                 break
             except CorruptCheckpoint:
-                if len(text) < length or length >= MAX_PICKLE:
+                if len(text) < most or most >= MAX_PICKLE:
                     raise
-            length <<= 4  # perhaps it ends in the middle of a pickle
+            most <<= 4  # perhaps it ends in the middle of a pickle
         for storage in storages:
             head = sources.pread(file, 8, offset)
             length = int.from_bytes(head, "little", signed=True) * SIZES[storage.dtype]

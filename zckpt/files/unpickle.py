@@ -431,9 +431,12 @@ def _set_items(self: Unpickler, target: Any, flat: list[Any]) -> None:
         keys, values = flat[::2], flat[1::2]
         if len(keys) > len(values):
             raise CorruptCheckpoint("a pickle has a key without a value")
-        if not types_in(keys) <= {str}:
-            keys = [key if type(key) is str else self.key(key, target) for key in keys]
-        target.update(zip(keys, values, strict=True))
+        pairs = zip(keys, values, strict=True)
+        if types_in(keys) <= {str}:
+            target.update(pairs)
+            return
+        for key, value in pairs:
+            target[key if type(key) is str else self.key(key, target)] = value
     elif isinstance(target, Foreign):
         for i in range(0, len(flat), 2):
             self.charge(_parts_of_key(flat[i]))
