@@ -35,6 +35,11 @@ def listed(items: Sequence[object], most: int = 8) -> str:
     return ", ".join(map(str, items[:most])) + more
 
 
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """A number and its noun: 1 tensor, 2,400 tensors."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def brief(value: object) -> str:
     """A value of a file for a sentence: a hostile one may be large, or nested without end."""
     return _REPR.repr(value)
@@ -66,7 +71,7 @@ class ZckptError(Exception):
 class NotACheckpoint(ZckptError):
     """No format recognises the path."""
 
-    usual_hint = "see `zckpt formats` for the recognised formats"
+    usual_hint = "`zckpt formats` lists what is read"
 
 
 class AmbiguousCheckpoint(ZckptError):
@@ -89,7 +94,7 @@ def not_understood(path: str, error: Exception) -> CorruptCheckpoint:
     """The error for a file that cannot be read: damaged, or intact but of an unknown layout."""
     return CorruptCheckpoint(
         f"{path} is damaged, or has a layout that zckpt does not know: {cause(error)}",
-        hint="try another copy; if it fails too, the layout is not supported: see `zckpt formats`",
+        hint="try another copy; if it fails too, `zckpt formats` says which versions are read",
     )
 
 
@@ -108,7 +113,7 @@ class InconsistentCheckpoint(ZckptError):
 class UnsupportedCheckpoint(ZckptError):
     """zckpt recognises this kind of checkpoint, but cannot read or write it."""
 
-    usual_hint = "see `zckpt formats` for what zckpt reads and writes"
+    usual_hint = "`zckpt formats` lists what is read and written"
 
 
 class MissingExtra(ZckptError):

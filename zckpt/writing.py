@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from . import formats
 from .core.manifest import Manifest
 from .core.resources import DEFAULT_COPYING, Begin, Copying, Tell
-from .errors import WrongOption
+from .errors import WrongOption, counted
 from .reading import Reading, read
-from .training import objects, steps, ties
+from .training import objects, steps, ties, trainers
 from .training.names import called_as, canonical, former, renamed
 from .training.options import ALLOW_OBJECT, PARAM_NAMES, RENAME, TIE, Options
 from .training.order import in_order_of
@@ -205,6 +205,7 @@ def _report(
         "format": format.name,
         "target": target,
         "about": layout.about,
+        "next": _next_line(manifest, target, format, layout),
         "step": manifest.step,
         "files": list(files),
         "bytes": sum(files.values()),
@@ -212,6 +213,14 @@ def _report(
         "warnings": warnings,
         "inferred": list(manifest.inferred),
     }
+
+
+def _next_line(manifest: Manifest, target: str, format: Format, layout: Layout) -> str:
+    """What goes on from the target: a line of the trainer's program, else of the engine's."""
+    line = layout.loading
+    if format.is_resumed and not format.is_neutral:
+        line = trainers.RESUMING.get(trainers.program_of(manifest.siblings), line)
+    return line.replace("TARGET", target)
 
 
 # -- the source as the target's engine needs it
@@ -317,7 +326,8 @@ def write_run(
         "source": {"path": source},
         "format": reports[0]["format"],
         "target": target,
-        "about": f"{len(names)} checkpoints, each {reports[0]['about']}",
+        "about": f"{counted(len(names), 'checkpoint')}, each {reports[0]['about']}",
+        "next": reports[-1]["next"].replace(stage.path, target),
         "step": reports[-1]["step"],
         "files": [
             os.path.join(name, file)

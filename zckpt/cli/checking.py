@@ -15,7 +15,8 @@ from .parameters import PATH
     cls=ExplainedCommand,
     examples=(
         "zckpt verify run/checkpoint-500",
-        "zckpt verify run/checkpoint-500 --against resumed/checkpoint-500 --save-proof proof.json",
+        "zckpt verify run/checkpoint-500 --save-proof proof.json",
+        "zckpt verify resumed/checkpoint-500 --against run/checkpoint-500",
         "torchrun --nproc-per-node 4 -m zckpt verify PATH --against PATH --gather",
     ),
 )
@@ -25,19 +26,19 @@ from .parameters import PATH
     "--against",
     type=PATH,
     metavar="PATH",
-    help="Compare with this checkpoint (of any format), or with a saved proof.",
+    help="A checkpoint of any format, or a saved proof.",
 )
 @grouped(
     "Comparison",
     "--gather",
     is_flag=True,
-    help="Rebuild PATH as its engine would, by all-gathering the ranks. Needs torch.",
+    help="Rebuild PATH by all-gathering, with torch.",
 )
 @grouped(
     "Comparison",
     "--device",
     type=click.Choice(["cuda", "cpu"]),
-    help="With --gather: where to work.  [default: a GPU if there is one]",
+    help="With --gather: where.  [default: a GPU if there is one]",
 )
 @grouped(
     "Comparison", "--tensors", metavar="GLOB", help="Check only the tensors whose name matches."
@@ -60,18 +61,14 @@ def verify(
     quiet: bool,
     **words: Any,
 ) -> int:
-    """Check a checkpoint for internal consistency, or compare it with another.
+    """Check a checkpoint for contradictions, or compare it with another one.
 
-    Without --against, verify checks the checksums of files and tensors, that every element is
-    stored once, that copies on several ranks are equal, that weights are the rounded masters, and
-    steps. It can only find contradictions. Two swapped rank files of a ZeRO-3 checkpoint without
-    16-bit weights do not contradict each other: use --against.
+    Without --against, verify checks checksums, that every element is stored once, that copies on
+    several ranks are equal, that weights are the rounded masters, and steps. Two swapped files may
+    contradict nothing: only --against finds them.
 
-    --against a checkpoint compares shared tensors bit for bit, steps and hyper-parameters by value.
-    If the original is gone, use --against the FILE of an earlier --save-proof.
-
-    --gather shares no code with the copying except the parser of files. It is faster on several
-    GPUs, with torchrun.
+    With --against, shared tensors are compared bit for bit, steps and hyper-parameters by value. If
+    the original is gone, give the FILE of an earlier --save-proof.
 
     Exit code 3: verify found something.
     """

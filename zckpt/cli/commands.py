@@ -142,7 +142,7 @@ def convert(source: str, target: str, to: str, **words: Any) -> None:
     "--checkpoints",
     type=click.Choice(["all", "best-and-last"]),
     metavar="all|best-and-last",
-    help="If SRC is a Trainer's output directory: which to write.",
+    help="Which ones, if SRC is a whole run.",
 )
 @writing
 @copying

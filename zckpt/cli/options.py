@@ -73,7 +73,7 @@ _step_policy = grouped(
     "Optimizer and steps",
     "--step-policy",
     metavar="max|min|keep|N",
-    help="If steps disagree: which one to take.  [default: an error]",
+    help="If steps disagree: which to take.  [default: an error]",
 )
 _quiet = grouped("Output", "-q", "--quiet", is_flag=True, help="Print no progress and no warnings.")
 as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -100,15 +100,16 @@ moving = together(
         metavar="N",
         default=4,
         show_default=True,
-        help="Number of threads; use more for a cold or remote source.",
+        help="Threads.",
     ),
     grouped(
         "Copying",
         "--memory",
+        rare=True,
         type=Size(),
         default="256MiB",
         show_default=True,
-        help="The limit for all buffers together.",
+        help="Limit for all buffers together.",
     ),
 )
 """Options for reading tensors."""
@@ -128,7 +129,7 @@ copying = together(
         "Copying",
         "--resume",
         is_flag=True,
-        help="If a run with the same options was interrupted: continue it. Otherwise start.",
+        help="Continue an interrupted run of the same options, else start.",
     ),
     grouped(
         "Output",

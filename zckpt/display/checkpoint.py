@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
+from ..errors import counted
 from .terminal import brief, cell, checked, safe, size, table, warn
 
 BAR = 48  # characters
-TRAINER_STATE = "trainer_state.json"
 RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -21,7 +20,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
     facts = [
         ("checkpoint", report["path"]),
         ("format", f"{report['format']}" + (f", ZeRO stage {stage}" if stage else "")),
-        ("written by", f"{report['written_by']} {report.get('version') or ''}"),
+        *_program(report),
         *([("dialect", report["dialect"])] if report.get("dialect") else []),
         ("data-parallel size", str(report.get("dp") or "-")),
         ("tag", report.get("tag")),
@@ -48,6 +47,21 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
     if report["groups"] is None:
         print("\nno hyper-parameters are stored")
     warn(report["problems"], quiet)
+
+
+PROGRAMS = {
+    "deepspeed": "deepspeed",
+    "dcp": "torch.distributed.checkpoint",
+    "onnxruntime": "ONNX Runtime Training",
+}
+
+
+def _program(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Who wrote the files, where they show it: anybody may have saved whole tensors."""
+    name, version = PROGRAMS.get(report["written_by"]), report.get("version")
+    if name is None:
+        return []
+    return [("written by", name if version is None else f"{name} {version}")]
 
 
 def steps(manifest: Manifest) -> None:
@@ -121,14 +135,14 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
         return
     if report.get("dry_run"):
         print(f"{where} would be {safe(report['about'])}")
-        print(f"{size(report['bytes'])} in {len(report['files'])} files:")
+        print(f"{size(report['bytes'])} in {counted(len(report['files']), 'file')}:")
         for name in report["files"]:
             print(f"  {safe(name)}")
         print(f"memory {size(report['memory'])}, free space {size(report['free'])}")
         return
     step = "" if report["step"] is None else f", step {report['step']}"
     print(
-        f"{where}: {report['tensors']:,} tensors, {size(report['bytes'])}{step}, "
+        f"{where}: {counted(report['tensors'], 'tensor')}, {size(report['bytes'])}{step}, "
         f"{report['seconds']:.1f} s" + checked(report["records"])
     )
     print(f"written: {safe(report['about'])}")
@@ -137,17 +151,8 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
     for line in report["left_out"]:
         print(f"left out: {safe(line)}")
     if report["records"]["unchecked"]:
-        print(f"{report['records']['unchecked']:,} source records could not be checked (no CRC-32)")
+        records = counted(report["records"]["unchecked"], "record")
+        print(f"{records} of the source could not be checked: no checksum is stored")
     if advice := report.get("advice"):
         print(f"note: {safe(advice)}")
-    if report["command"] == "reshard" and (folder := _trainers(report)):
-        print(f'resume: trainer.train(resume_from_checkpoint="{safe(folder)}")')
-
-
-def _trainers(report: dict[str, Any]) -> str | None:
-    """The directory from which a Hugging Face Trainer resumes; None for other programs."""
-    last: str = report.get("checkpoints", [""])[-1]
-    target: str = report["target"]
-    if os.path.join(last, TRAINER_STATE) not in report["files"]:
-        return None
-    return os.path.join(target, last) if last else target
+    print(f"next: {safe(report['next'])}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..core.inert import PYTHON_NUMBERS
-from ..errors import listed
+from ..errors import counted, listed
 from .terminal import brief, checked, safe, size, table, warn
 
 
@@ -17,10 +17,11 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
     path, other = safe(report["path"]), report["against"]
     if not quiet or findings:
         step = "" if report.get("step") is None else f", step {report['step']}"
-        about = f"{report['tensors']:,} tensors, {size(report['bytes'])} read{step}"
+        about = f"{counted(report['tensors'], 'tensor')}, {size(report['bytes'])} read{step}"
         about += f", {report['seconds']:.1f} s" + checked(report.get("records"))
         if report["gathered"]:
-            about += f", gathered on {report['device']} by {report['world']} processes"
+            processes = counted(report["world"], "process", "processes")
+            about += f", gathered on {report['device']} by {processes}"
         relation = f"equals {safe(other)}" if other else "is consistent"
         if findings:
             relation = f"differs from {safe(other)}" if other else "contradicts itself"
@@ -49,18 +50,20 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
 
 def differing(report: dict[str, Any], quiet: bool) -> None:
     """The report of `diff`."""
+    tensors = counted(report["tensors"], "tensor")
     if report["equal"]:
         if not quiet:
-            print(f"nothing differs: {report['tensors']:,} tensors, {report['seconds']:.1f} s")
+            print(f"nothing differs: {tensors}, {report['seconds']:.1f} s")
     else:
-        count = len(report["differences"])
-        print(f"{count:,} of {report['tensors']:,} tensors differ, {report['seconds']:.1f} s")
+        count = f"{len(report['differences']):,} of {tensors}"
+        others = "" if report["differences"] else ", but the two are not equal"
+        print(f"{count} differ{others}, {report['seconds']:.1f} s")
     if report["first"]:
         print(f"first: {safe(report['first'])}\nworst: {safe(report['worst'])}")
     _differences(report.get("results", report["differences"]), all_lines=True)
     for line in _findings(report):
         print(line)
-    if not quiet:
+    if not quiet or not report["equal"]:
         _one_sided(report, report["a"], report["b"])
 
 
@@ -74,7 +77,7 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
         if line.get("hint"):
             yield f"  {safe(line['hint'])}"
     for line in report.get("steps", ()):
-        yield f"step {line['a']} against {line['b']} of {line['parameters']:,} parameters"
+        yield f"step {line['a']} against {line['b']} of {counted(line['parameters'], 'parameter')}"
     for line in report.get("scalars", ()):
         where = f"{line['parameter']}, {line['scalar']}"
         a, b = (_number_as_kept(line, side) for side in "ab")
@@ -89,7 +92,7 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
         yield safe(f"{line['key']}: {brief(line['a'])} against {brief(line['b'])}")
     if report["differences"]:
         names = {line["tensor"] for line in report["differences"]}
-        yield f"{len(names):,} tensors differ"
+        yield f"{counted(len(names), 'tensor')} {'differs' if len(names) == 1 else 'differ'}"
 
 
 def _number_as_kept(line: dict[str, Any], side: str) -> str:
@@ -105,7 +108,8 @@ def _one_sided(report: dict[str, Any], a: object, b: object) -> None:
     for where, names in ((a, report.get("only_a")), (b, report.get("only_b"))):
         if names:
             slots = ", ".join(dict.fromkeys(name.rpartition("/")[2] for name in names))
-            tensors = f"{len(names):,} tensors ({safe(slots)}), such as {safe(names[0])}"
+            example = "" if len(names) == 1 else f", such as {safe(names[0])}"
+            tensors = f"{counted(len(names), 'tensor')} ({safe(slots)}){example}"
             print(f"only {safe(where)} has {tensors}")
 
 
@@ -167,17 +171,16 @@ def statistics(report: dict[str, Any], quiet: bool) -> None:
         print(f"{safe(line['tensor'])}: not computed of {line['dtype']}")
     if not quiet:
         step = "" if report["step"] is None else f", step {report['step']}"
-        print(
-            f"{len(lines):,} tensors, {size(report['bytes'])}{step}, {report['seconds']:.1f} s"
-            + checked(report["records"])
-        )
+        tensors, read = counted(len(lines), "tensor"), size(report["bytes"])
+        records = checked(report["records"])
+        print(f"{tensors}, {read}{step}, {report['seconds']:.1f} s{records}")
     warn([line["message"] for line in report["problems"]], quiet)
 
 
 def probed(report: dict[str, Any], quiet: bool) -> None:
     """The report of `probe-diff`."""
     first, big, steps = report["first"], report["big"], report["steps"]
-    where = f"{report['records']:,} records of steps {steps[0]} to {steps[-1]}"
+    where = f"{counted(report['records'], 'record')} of steps {steps[0]} to {steps[-1]}"
     if len(report["ranks"]) > 1:
         where += f" and {len(report['ranks'])} ranks"
     if big:
@@ -199,8 +202,8 @@ def probed(report: dict[str, Any], quiet: bool) -> None:
             )
         for side in ("a", "b"):
             if names := report[f"only_{side}"]:
-                records = f"{len(names):,} records, such as {safe(names[0])}"
-                print(f"only {safe(report[side])} has {records}")
+                records = counted(len(names), "record")
+                print(f"only {safe(report[side])} has {records}, such as {safe(names[0])}")
         for line in report["notes"]:
             print(f"note: {safe(line)}")
         if advice := report.get("advice"):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import WrongOption
+from ..errors import WrongOption, counted
 
 NARROW = 6  # characters per column; a drawn table would lose some with less
 
@@ -117,7 +117,9 @@ def brief(value: Any) -> str:
 
 
 def checked(records: dict[str, int] | None) -> str:
-    return f", {records['checked']:,} records checked" if records and records["checked"] else ""
+    if not records or not records["checked"]:
+        return ""
+    return f", {counted(records['checked'], 'record')} checked"
 
 
 def can_save(path: str) -> None:

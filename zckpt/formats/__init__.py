@@ -209,7 +209,7 @@ def _near(path: str, inside: Sequence[str]) -> str:
     above = os.path.dirname(os.path.abspath(path))
     if any(item.detect(above) for item in FORMATS):
         return f"the directory above it, {above}, is one"
-    return "see `zckpt formats` for what is recognised"
+    return "give the directory that the training program saved; `zckpt formats` lists what is read"
 
 
 def _neighbours(path: str) -> str:

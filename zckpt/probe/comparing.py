@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.dtypes import FLOATS
-from ..errors import MissingData, listed
+from ..errors import MissingData, counted, listed
 from . import runs
 from .runs import Run, TensorRecord
 
@@ -78,16 +78,16 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
     notes = [*a.notes, *b.notes, *(noise.notes if noise else ())]
     if a.world != b.world:
         notes.append(
-            f"{a.world} processes against {b.world}: sums have another order, so equality can "
-            "only be up to a tolerance"
+            f"{counted(a.world, 'process', 'processes')} against {b.world}: sums have another "
+            "order, so equality can only be up to a tolerance"
         )
     if differing and not big and noise is None:
         notes.append("to see whether this is noise, record the original again: --noise RUN")
     blind = [event.a for event in events if not _has_numbers(event.a) or not _has_numbers(event.b)]
     if blind:
         notes.append(
-            f"{len(blind)} records have a shape but no numbers, such as {_name(blind[0])}: only "
-            "their shapes were compared"
+            f"without numbers, {counted(len(blind), 'record')}, such as {_name(blind[0])}: only "
+            "shapes were compared"
         )
     one_sided = sorted(set(a.ranks) ^ set(b.ranks))
     if one_sided:

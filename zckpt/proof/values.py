@@ -91,10 +91,11 @@ def trainable(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def forms(a: Manifest, b: Manifest) -> list[Report]:
-    """What files state about frozen weights that they leave out, if both state it and differ.
+    """Whether frozen weights were left out, if both state it and differ.
 
     DeepSpeed's `frozen_param_fragments` is None in a save without frozen parameters. An empty
     dictionary in its place says that the model has none, and an engine whose model has some stops.
+    No value differs: both engines load what is there.
     """
     statements = [
         side.engine.excludes_frozen if isinstance(side.engine, FlatBufferEngine) else None
@@ -106,7 +107,7 @@ def forms(a: Manifest, b: Manifest) -> list[Report]:
         "None (saved without frozen parameters)" if excludes else "all frozen parameters"
         for excludes in statements
     )
-    return [{"group": None, "key": "frozen_param_fragments", "a": one, "b": other}]
+    return [{"key": "frozen_param_fragments", "a": one, "b": other}]
 
 
 def groups(a: Manifest, b: Manifest) -> list[Report]:

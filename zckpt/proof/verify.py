@@ -73,6 +73,10 @@ def verify_against(
     outcome = compare.compare(matches, a, b, copying, begin=begin)
     report = findings(outcome, a, b)
     report["notes"] += damage.other_padding(a, b, outcome)
+    report["notes"] += [
+        f"{line['key']}: {line['a']} in {a.root}, {line['b']} in {b.root}"
+        for line in values.forms(a, b)
+    ]
     report |= inferences(matches, a, b)
     if pattern is None:
         return with_values(report, a, b, only_a, only_b)
@@ -109,7 +113,7 @@ def diff(
         "differences": differing,
         "first": differing[0]["tensor"] if differing else None,
         "worst": worst["tensor"] if worst else None,
-        "states": values.states(a, b),
+        "states": values.states(a, b) + values.forms(a, b),
     }
     if pattern is not None:  # the tensors alone
         keys = (
@@ -167,7 +171,7 @@ def with_values(
         "problems": report["problems"] + lost,
         "steps": values.steps(a, b),
         "scalars": values.scalars(a, b),
-        "groups": values.groups(a, b) + values.trainable(a, b) + values.forms(a, b),
+        "groups": values.groups(a, b) + values.trainable(a, b),
         "only_a": list(only_a),
         "only_b": list(only_b),
         "versions": versions(a, b),

@@ -90,7 +90,7 @@ DP: Option[int | None] = Option(
     "dp",
     "--dp",
     None,
-    "The data-parallel size of the target",
+    "Number of ranks of the target",
     kind="integer",
     usual="the source's",
     check=_check_dp,
@@ -102,7 +102,7 @@ DTYPE: Option[str | None] = Option(
     "dtype",
     "--dtype",
     None,
-    "Cast weights to this type, from fp32 masters",
+    "Type of the weights",
     choices=tuple(DTYPES),
     usual="unchanged",
 )
@@ -116,6 +116,7 @@ GROUP_DEFAULTS: Option[GroupDefaults] = Option(
     {},
     "If the source stores no hyper-parameters: their values, for all groups or group N. May be "
     "repeated",
+    rare=True,
     kind="pairs",
     metavar="[N:]K=V,...",
     group="Optimizer and steps",
@@ -149,8 +150,8 @@ PARAM_NAMES: Option[Sequence[str] | None] = Option(
     "param_names",
     "--param-names",
     None,
-    "If the source stores no order, or numbers instead of names: a file with the parameters' "
-    "names, one per line, in the order of model.named_parameters()",
+    "If the source stores no names, or no order: a file of names, one per line, in the order of "
+    "model.named_parameters()",
     group="Names",
     kind="names",
     metavar="FILE",
@@ -170,7 +171,7 @@ RENAME: Option[Renames] = Option(
     "rename",
     "--rename",
     (),
-    "Rename parameters as Python's re.sub does. May be repeated",
+    "Rename parameters by re.sub. May be repeated",
     group="Names",
     kind="rules",
     metavar="REGEX=REPL",

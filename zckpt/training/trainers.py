@@ -21,6 +21,11 @@ from ..core.manifest import Sibling
 from ..core.siblings import SiblingList
 
 TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
+RESUMING: dict[str | None, str] = {
+    TRANSFORMERS: 'trainer.train(resume_from_checkpoint="TARGET")',
+    ACCELERATE: 'accelerator.load_state("TARGET")',
+}
+"""By program, the line with which it resumes from the directory TARGET."""
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 HUGGING_FACE = "huggingface/"
 MAX_JSON = 16 << 20  # bytes; larger siblings are not read

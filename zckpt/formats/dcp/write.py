@@ -47,7 +47,10 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     writer = DcpWriter(source, options)
     siblings = [(item.name, item) for item in source.siblings]
     about = "a directory of torch.distributed.checkpoint, which any number of ranks loads"
-    return Layout(writer.shells, siblings, writer.left_out, writer.warnings, about=about)
+    loading = 'torch.distributed.checkpoint.load(state_dict, checkpoint_id="TARGET")'
+    return Layout(
+        writer.shells, siblings, writer.left_out, writer.warnings, about=about, loading=loading
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
+from ...errors import counted
 from ...files.torchshell import seal_records
 from ...training.options import Options
 from ...training.order import need_order
@@ -45,9 +46,10 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         yield from optimizer_files(target, is_elastic)
         yield from model_files(target, derives=True)
 
-    ranks = "1 rank" if target.dp == 1 else f"{target.dp} ranks"
+    ranks = counted(target.dp, "rank")
     about = f"a DeepSpeed run of {ranks}, ZeRO stage {target.engine.stage}, tag {target.tag}"
-    return Layout(shells, siblings, target.left_out, warnings, about=about)
+    loading = 'model_engine.load_checkpoint("TARGET")'
+    return Layout(shells, siblings, target.left_out, warnings, about=about, loading=loading)
 
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:

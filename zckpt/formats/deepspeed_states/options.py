@@ -36,6 +36,7 @@ CONFIG: Option[dict[str, Any] | None] = Option(
     kind="json",
     usual="the source's",
     metavar="FILE",
+    rare=True,
 )
 
 OPTIONS = (DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT)

@@ -223,13 +223,13 @@ class DeepSpeedTarget:
         are files that the target writes itself, as a universal checkpoint may have them.
         """
         taken = []
+        of_ranks = [item.name for item in self.source.siblings if PER_RANK.fullmatch(item.name)]
+        counts = {len(of_ranks), int(self.source.source.get("dp") or len(of_ranks))}
         for sibling in self.source.siblings:
             if sibling.name in POINTERS or sibling.name.startswith(f"{self.tag}/"):
                 self.left_out.append(f"{sibling.name}: the target has its own")
-            elif PER_RANK.fullmatch(sibling.name) and self.dp != self.source.dp:
-                self.left_out.append(
-                    f"{sibling.name}: random state of one of {self.source.dp} ranks"
-                )
+            elif sibling.name in of_ranks and self.dp not in counts:
+                self.left_out.append(f"{sibling.name}: random state of one of {max(counts)} ranks")
             else:
                 taken.append((sibling.name, sibling))
         return taken

@@ -67,7 +67,12 @@ def lay_out(source: Manifest, options: Options) -> Layout:
                 yield from _parameter_files(target, name, buffer.slots, infos[name])
 
     about = f"a universal checkpoint of DeepSpeed's own, ZeRO stage {target.engine.stage}"
-    return Layout(shells, target.take_siblings(), target.left_out, warnings, about=about)
+    loading = (
+        f'model_engine.load_checkpoint("TARGET", tag="{target.tag}")'
+        ', with {"checkpoint": {"load_universal": true}} in the configuration'
+    )
+    siblings = target.take_siblings()
+    return Layout(shells, siblings, target.left_out, warnings, about=about, loading=loading)
 
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:

@@ -93,17 +93,26 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     """
     writer = StateDictWriter(source, options)
     own = {shell.name for shell in writer.shells()}
+    # a trainer's own files are written anew; any other file of such a name is lost
+    replaced = own - {EXTRA} if program_of(source.siblings) else ()
     siblings = [(item.name, item) for item in source.siblings if item.name not in own]
     writer.left_out += [
         f"{item.name}: a file of the target has this name"
         for item in source.siblings
-        if item.name in own
+        if item.name in own and item.name not in replaced
     ]
     optimizer = [writer.file_names.optimizer] * writer.optimizes
     names = " and ".join([writer.file_names.weights, *optimizer])
     about = f"whole state dicts, which any number of ranks loads: {names}"
+    loads = "safetensors.torch.load_file" if writer.file_names.is_safetensors else "torch.load"
     return Layout(
-        writer.shells, siblings, writer.left_out, writer.warnings, from_masters=True, about=about
+        writer.shells,
+        siblings,
+        writer.left_out,
+        writer.warnings,
+        from_masters=True,
+        about=about,
+        loading=f'model.load_state_dict({loads}("TARGET/{writer.file_names.weights}"))',
     )
 
 

@@ -35,8 +35,20 @@ from .files import INDEX, WEIGHTS
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of the folder; raises MissingData without a configuration to load it by."""
     writer = PretrainedWriter(source, options)
-    about = "an adapter for PEFT" if writer.adapter else "a model for from_pretrained"
-    return Layout(writer.shells, writer.siblings, writer.left_out, source.warnings, about=about)
+    if writer.adapter:
+        about, loading = "an adapter for PEFT", 'PeftModel.from_pretrained(base_model, "TARGET")'
+    else:
+        classes = writer.config.get("architectures")
+        name = classes[0] if isinstance(classes, list) and classes else "AutoModel"
+        about, loading = "a model for from_pretrained", f'{name}.from_pretrained("TARGET")'
+    return Layout(
+        writer.shells,
+        writer.siblings,
+        writer.left_out,
+        source.warnings,
+        about=about,
+        loading=loading,
+    )
 
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:

@@ -20,7 +20,13 @@ from ...core.dtypes import FLOATS
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
 from ...core.weights import is_optimizers, weight_of
-from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
+from ...errors import (
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+    WrongOption,
+    counted,
+)
 from ...files import hdf5shell
 from ...files.torchshell import Storages, seal_records, shell, thawed
 from ...training.optimizers import plain_name
@@ -33,6 +39,10 @@ from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS
 
 PREFIX = "ORT_checkpoint"  # ONNX Runtime's own
 HALF_SUFFIXES = {dtype: suffix for suffix, dtype in HALVES.items()}
+LOADING = {  # by dialect
+    "hdf5": 'trainer.load_checkpoint(*sorted(glob.glob("TARGET/*")))',
+    "l2": 'onnxruntime.training.checkpoint.experimental_load_checkpoint(trainer, "TARGET")',
+}
 ENGINE_NAMES = {short: name for name, short in OPTIMIZERS.items()}
 # keys of a manifest's state that the target holds: in every dialect, and in HDF5 files
 ENGINE = frozenset({"module", "counters"})
@@ -57,7 +67,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         writer.left_out,
         writer.warnings,
         from_masters=writer.half is not None,
-        about=f"files of ONNX Runtime Training, one for each of {writer.dp} ranks",
+        about="files of ONNX Runtime Training for " + counted(writer.dp, "rank"),
+        loading=LOADING[writer.dialect],
     )
 
 

@@ -89,8 +89,14 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         others = [item.name for item in source.siblings if item.path not in kept]
         left_out += [f"{', '.join(others)}: not needed to load the weights"] if others else []
     shells = list(_shells(chosen, options))
-    about = "weights as safetensors" if options.weights_only else "a universal checkpoint"
-    return Layout(lambda: iter(shells), siblings, left_out, source.warnings, about=about)
+    if options.weights_only:
+        file = next(shell.name for shell in shells if shell.name != MANIFEST)
+        about, loading = "weights as safetensors", f'safetensors.torch.load_file("TARGET/{file}")'
+    else:
+        about, loading = "a universal checkpoint", "zckpt reshard TARGET NEW --dp RANKS"
+    return Layout(
+        lambda: iter(shells), siblings, left_out, source.warnings, about=about, loading=loading
+    )
 
 
 def with_defaults(source: Manifest, options: Options) -> Manifest:
