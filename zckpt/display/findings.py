@@ -116,7 +116,7 @@ def _one_sided(report: dict[str, Any], a: object, b: object) -> None:
     for where, names in ((a, report.get("only_a")), (b, report.get("only_b"))):
         if names:
             slots = ", ".join(dict.fromkeys(name.rpartition("/")[2] for name in names))
-            example = "" if len(names) == 1 else f", such as {safe(names[0])}"
+            example = f"{':' if len(names) == 1 else ', such as'} {safe(names[0])}"
             tensors = f"{counted(len(names), 'tensor')} ({safe(slots)}){example}"
             print(f"only {safe(where)} has {tensors}")
 
