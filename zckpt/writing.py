@@ -200,9 +200,8 @@ def _report(
             f"{tie[0]}={tie[1]}"
         )
     if command == "reshard" and not options.given:
-        warnings.append(
-            f"no --dp was given: the target is for {counted(manifest.dp, 'rank')} again"
-        )
+        ranks = counted(manifest.dp, "rank")
+        warnings.append(f"no --dp was given: the target is for {ranks}, as the source")
     return {
         "zckpt": 1,
         "command": command,
