@@ -28,7 +28,7 @@ TAIL = """## Exit codes
 | code | means |
 |---|---|
 | 0 | done, or equal |
-| 1 | could not do it: there is no target |
+| 1 | the command failed, and has written no target |
 | 2 | wrong usage |
 | 3 | `verify`, `diff` or `probe-diff` found something |
 | 130, 143 | interrupted: there is no target, and the hint says whether `--resume` can continue |
