@@ -7,7 +7,7 @@ from typing import Any
 
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
-from ..errors import counted
+from ..errors import counted, listed
 from .terminal import brief, cell, checked, safe, size, table, warn
 
 BAR = 48  # characters
@@ -28,7 +28,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
         ("optimizer", report["optimizer"]),
         ("parameters", f"{report['parameters']:,} ({report['elements']:,} elements)"),
         ("files", f"{report['files']:,} ({size(report['bytes'])})"),
-        *([("objects of", ", ".join(map(safe, report["objects"])))] if report["objects"] else []),
+        *([("objects of", safe(listed(report["objects"], 20)))] if report["objects"] else []),
     ]
     table(("", ""), facts)
     print()

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from ..core.dtypes import TORCH_NAMES
+from ..core.dtypes import STORAGES, TORCH_NAMES
 from ..core.facts import FlatBufferEngine
 from ..core.inert import MAX_DEPTH, Foreign, Global, inside, map_values
 from ..core.inert import PLAIN as PLAIN_TYPES
@@ -44,6 +44,52 @@ COMMON = frozenset(
     )
 )
 """Names that build plain values and run nothing else, whatever their arguments."""
+
+REBUILT = (
+    "tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "wrapper_subclass",
+)  # fmt: skip
+PATHS = ("PosixPath", "WindowsPath", "_local.PosixPath", "_local.WindowsPath")
+DISTRIBUTED = {  # names in modules of torch.distributed, 2.1 to 2.13
+    "_mesh_layout": "_FlatLayout _MeshLayout",
+    "_shard.metadata": "ShardMetadata",
+    "_shard.sharded_tensor.api": "ShardedTensor",
+    "_shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING ShardedTensorMetadata TensorProperties",
+    "_shard.sharded_tensor.shard": "Shard",
+    "_shard.sharding_spec.api": "EnumerableShardingSpec",
+    "_shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+    "_tensor.api": "DTensor",
+    "_tensor.placement_types": "DTensorSpec Replicate Shard TensorMeta",
+    "checkpoint.filesystem": "_StorageInfo",
+    "checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "device_mesh": "DeviceMesh",
+    "remote_device": "_remote_device",
+    "tensor": "DTensor",
+    "tensor._dtensor_spec": "DTensorSpec ShardOrderEntry TensorMeta",
+    "tensor.placement_types": "Replicate Shard",
+}
+DESCRIBING = COMMON | frozenset(
+    (
+        *(f"torch.{module}{name}" for module in ("", "cuda.") for name in STORAGES),
+        "torch.storage.UntypedStorage",
+        *(f"torch._utils._rebuild_{name}" for name in REBUILT),
+        "torch._tensor._rebuild_from_type_v2",
+        "torch.Tensor",
+        *(f"torch.nn.{name}" for name in ("Parameter", "parameter.Parameter")),
+        "torch.serialization._get_layout",
+        *(
+            f"torch.distributed.{module}.{name}"
+            for module, names in DISTRIBUTED.items()
+            for name in names.split()
+        ),
+        *(f"pathlib.{name}" for name in PATHS),  # the directory that `.metadata` states
+    )
+)
+"""Names by which torch's files describe tensors; a reader takes them apart, and keeps none.
+
+`builtins.getattr`, by which pickles of protocol 2 name a class within a ShardedTensor, is not
+among them: it also reaches functions that run programs.
+"""
 
 
 def without_others(
@@ -76,10 +122,14 @@ def without_others(
 
 
 def others_of(manifest: Manifest, needed: Collection[str] = ()) -> list[str]:
-    """The classes and functions outside of the closed list that a checkpoint names, sorted."""
+    """The classes and functions outside of the closed list that a checkpoint names, sorted.
+
+    A pickle may call a function and drop what it gives: such a name counts, too.
+    """
     names = _Names()
     values = (manifest.state, manifest.groups, _config(manifest))
-    return sorted(frozenset().union(*map(names.of, values)) - COMMON - {*needed})
+    kept = frozenset().union(*map(names.of, values)) - COMMON
+    return sorted((kept | (manifest.objects - DESCRIBING)) - {*needed})
 
 
 def _config(manifest: Manifest) -> Mapping[str, Any] | None:
