@@ -8,7 +8,7 @@ from typing import Any
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
 from ..errors import counted, listed
-from .terminal import brief, cell, checked, safe, size, table, warn
+from .terminal import brief, cell, checked, safe, size, table, unchecked, warn
 
 BAR = 48  # characters
 RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -150,9 +150,5 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
         print(f"continued: an earlier run had written {size(report['resumed'])}")
     for line in report["left_out"]:
         print(f"left out: {safe(line)}")
-    if report["records"]["unchecked"]:
-        records = counted(report["records"]["unchecked"], "record")
-        print(f"{records} of the source could not be checked: no checksum is stored")
-    if advice := report.get("advice"):
-        print(f"note: {safe(advice)}")
+    unchecked(report)
     print(f"next: {safe(report['next'])}")

@@ -122,6 +122,19 @@ def checked(records: dict[str, int] | None) -> str:
     return f", {counted(records['checked'], 'record')} checked"
 
 
+def unchecked(report: dict[str, Any]) -> None:
+    """How many records could not be checked and why, and what can still be done."""
+    advice = report.get("advice")
+    if count := (report.get("records") or {}).get("unchecked"):
+        reasons = ["no checksum is stored"] if advice or report.get("against") else []
+        if not advice:  # every file of a single checkpoint has checksums
+            reasons.append("only a part of each was read")
+        records = counted(count, "record")
+        print(f"{records} could not be checked: {', or '.join(reasons)}")
+    if advice:
+        print(f"note: {safe(advice)}")
+
+
 def can_save(path: str) -> None:
     """Raises WrongOption where no report could be written, before the work is done."""
     folder = os.path.dirname(path) or "."

@@ -8,22 +8,24 @@ from math import prod
 
 from ...core import sources
 from ...core.expected import missing_file
-from ...core.fragments import solid
+from ...core.fragments import Record, solid
 from ...files import safefile
 from .tree import Leaf, number_of
 
 
-def weights_of(path: str) -> dict[str, Leaf]:
-    """The tensors of one safetensors file."""
-    return {
+def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
+    """The tensors of one safetensors file, and a record without a checksum for each."""
+    tensors = safefile.read(path)
+    leaves = {
         stored.name: Leaf(
             stored.dtype,
             stored.shape,
             solid(prod(stored.shape), stored.extent),
             number_of(stored),
         )
-        for stored in safefile.read(path)
+        for stored in tensors
     }
+    return leaves, [Record(stored.extent, None) for stored in tensors]
 
 
 def files_of_index(path: str) -> list[str]:
