@@ -286,8 +286,9 @@ class TestConvert:
         assert "4 of 4 files" in printed
 
     def test_says_how_a_trainer_resumes(self, example: Path, tmp_path: Path, zckpt: Zckpt) -> None:
-        line = f'resume: trainer.train(resume_from_checkpoint="{tmp_path}/{{}}")'
-        assert "resume:" not in zckpt("reshard", example, tmp_path / "a", "--dp", 2).out
+        line = f'next: trainer.train(resume_from_checkpoint="{tmp_path}/{{}}")'
+        out = zckpt("reshard", example, tmp_path / "a", "--dp", 2).out
+        assert out.splitlines()[-1] == f'next: model_engine.load_checkpoint("{tmp_path}/a")'
         (example / "trainer_state.json").write_text("{}")
         out = zckpt("reshard", example, tmp_path / "b", "--dp", 2).out
         assert out.splitlines()[-1] == line.format("b")
@@ -296,6 +297,36 @@ class TestConvert:
         example.rename(run / "checkpoint-7")
         words = ("reshard", run, tmp_path / "c", "--dp", 2, "--checkpoints", "all")
         assert line.format("c/checkpoint-7") in zckpt(*words).out
+
+    @pytest.mark.parametrize(
+        ("words", "expected"),
+        [
+            ((), "zckpt reshard TARGET NEW --dp RANKS"),
+            (("--weights-only",), 'safetensors.torch.load_file("TARGET/model.safetensors")'),
+            (
+                ("--to", "dcp"),
+                'torch.distributed.checkpoint.load(state_dict, checkpoint_id="TARGET")',
+            ),
+            (("--to", "gathered"), 'model.load_state_dict(torch.load("TARGET/model.pt"))'),
+            (
+                ("--to", "deepspeed-universal"),
+                'model_engine.load_checkpoint("TARGET", tag="global_step7"), with {"checkpoint": '
+                '{"load_universal": true}} in the configuration',
+            ),
+        ],
+    )
+    def test_says_what_to_type_next(
+        self, words: tuple[str, ...], expected: str, tmp_path: Path, zckpt: Zckpt
+    ) -> None:
+        target = tmp_path / "target"
+        last = zckpt("convert", EXAMPLE, target, *words).out.splitlines()[-1]
+        assert last == f"next: {expected.replace('TARGET', str(target))}"
+
+    def test_the_source_is_no_target(self, example: Path, zckpt: Zckpt) -> None:
+        ended = zckpt("reshard", example, example, "--dp", 2)
+        assert ended.code == 2
+        assert f"{example} is the source itself" in ended.err
+        assert f"mv {example} {example}-old" in ended.err
 
     def test_dry_run_writes_nothing(self, tmp_path: Path, zckpt: Zckpt) -> None:
         report = zckpt("convert", EXAMPLE, tmp_path / "u", "--dry-run", "--json").document
@@ -398,6 +429,7 @@ def test_hostile_names_are_printed_without_their_control_characters(
     from zckpt import display
 
     report = {"path": "a", "against": "b", "tensors": 1, "bytes": 1, "seconds": 0.0, "step": None}
+    report |= {"slots": {"param": 1}}
     report |= {"gathered": False, "differences": [], "only_a": ["\x1b[2Jw/param"]}
     display.verified(report, quiet=False)
     printed = capsys.readouterr().out

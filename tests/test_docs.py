@@ -93,11 +93,12 @@ def run(command: str, zckpt: Zckpt, shell: Mapping[str, str], code: int) -> Resu
 
 
 def check(command: pages.Command, ended: Result, where: str) -> None:
-    """A command may fail if its page shows how. Errors are shown, progress and warnings are not."""
+    """A command may fail if its page shows how. A page shows what a terminal shows."""
     if not command.output:
         assert ended.code == 0, f"{where}\n{ended.err}"
         return
-    printed = ended.out + (ended.err if ended.code in (1, 2) else "")
+    parts = (ended.out, ended.err) if ended.code in (1, 2) else (ended.err, ended.out)
+    printed = "".join(parts)  # warnings come before the report, an error at the end
     if not pages.matches(command.output, printed):
         lines = difflib.unified_diff(
             command.output, printed.splitlines(), "on the page", "printed", lineterm=""

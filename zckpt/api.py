@@ -254,6 +254,7 @@ def verify(
         "against": None if against is None else os.fspath(against),
         "equal": False,
         "tensors": 0,
+        "slots": {},
         "bytes": 0,
         "device": "cpu",
         "gathered": gather,

@@ -63,9 +63,9 @@ def read_for(
     """
     from .core.targets import refuse_existing, refuse_inside
 
+    refuse_inside(os.fspath(source), os.fspath(target))
     if not resume:
         refuse_existing(os.fspath(target))
-    refuse_inside(os.fspath(source), os.fspath(target))
     names, weights_only = options[PARAM_NAMES], options.weights_only
     if names is not None and options[RENAME]:  # the user gives the names after renaming
         manifest = read(source, replace(reading, weights_only=True))
@@ -300,9 +300,9 @@ def write_run(
 
     if which not in best.CHOICES:
         raise WrongOption(f"--checkpoints {which} is not one of {', '.join(best.CHOICES)}")
+    targets.refuse_inside(source, target)
     if not running.resume:
         targets.refuse_existing(target)
-    targets.refuse_inside(source, target)
     names = best.chosen(source, which)
 
     def write_all(folder: str, running: Running) -> list[Report]:
@@ -326,7 +326,7 @@ def write_run(
         "source": {"path": source},
         "format": reports[0]["format"],
         "target": target,
-        "about": f"{counted(len(names), 'checkpoint')}, each {reports[0]['about']}",
+        "about": f"{counted(len(names), 'checkpoint')}, the last {reports[-1]['about']}",
         "next": reports[-1]["next"].replace(stage.path, target),
         "step": reports[-1]["step"],
         "files": [

@@ -36,7 +36,7 @@ def test_help_fits_on_one_screen(
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = zckpt(name, "--help").out.splitlines()
     assert len(lines) <= 50
-    assert max(map(len, lines)) <= columns
+    assert all(len(line) <= columns for line in lines if "  zckpt " not in line)  # to be copied
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -116,7 +116,7 @@ def test_a_type_that_numpy_lacks_needs_torch(tmp_path: Path) -> None:
     )
     message = without_torch(tmp_path, line)
     assert "frozen.weight/param is bfloat16, a type that numpy does not have" in message
-    assert "pip install 'zckpt[torch]'" in message
+    assert "pip install torch safetensors" in message
 
 
 # -- what the package shows

@@ -397,6 +397,49 @@ class TestUniversal:
         assert ended.document["error"] == "MissingData"
 
 
+class TestRounding:
+    """A copy whose weights were rounded equals its source, but it cannot replace it."""
+
+    @pytest.fixture
+    def rounded(self, tmp_path: Path, zckpt: Zckpt) -> Path:
+        words = ("--to", "dcp", "--dtype", "bf16")
+        ended = zckpt("convert", EXAMPLE, tmp_path / "rounded", *words)
+        assert "left out: the exact values of 5 weights: --dtype bf16 rounds them" in ended.out
+        return tmp_path / "rounded"
+
+    @pytest.mark.parametrize("gather", [False, True])
+    @pytest.mark.parametrize("is_first", [False, True])
+    def test_is_named(self, is_first: bool, gather: bool, rounded: Path, zckpt: Zckpt) -> None:
+        a, b = (rounded, EXAMPLE) if is_first else (EXAMPLE, rounded)
+        words = ["--gather", "--device", "cpu"] if gather else []
+        ended = zckpt("verify", a, "--against", b, *words)
+        assert ended.code == 0
+        assert f"{a} equals {b} up to rounding: " in ended.out
+        assert f"note: {rounded} has 5 weights rounded, whose exact values only" in ended.out
+        report = zckpt("verify", a, "--against", b, "--json", *words).document
+        assert [len(report["rounded"][side]) for side in "ab"] == ([5, 0] if is_first else [0, 5])
+
+    def test_is_a_difference(self, rounded: Path, zckpt: Zckpt) -> None:
+        ended = zckpt("diff", rounded, EXAMPLE)
+        assert ended.code == 3
+        assert ended.out.splitlines()[0].startswith("0 of 23 tensors differ, but the two are not")
+        assert f"only {EXAMPLE} has 5 tensors (master)" in ended.out
+
+    def test_no_checksum_tells(self, rounded: Path, tmp_path: Path, zckpt: Zckpt) -> None:
+        proof = tmp_path / "proof.json"
+        assert zckpt("verify", rounded, "--save-proof", proof).code == 0
+        ended = zckpt("verify", EXAMPLE, "--against", proof)
+        assert ended.code == 1
+        assert "proves rounded weights" in ended.err
+        assert zckpt("verify", rounded, "--against", proof).code == 0
+
+    def test_nothing_is_rounded_where_both_have_masters(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        zckpt("reshard", EXAMPLE, tmp_path / "dp3", "--dp", 3)
+        report = zckpt("verify", tmp_path / "dp3", "--against", EXAMPLE, "--json").document
+        assert report["rounded"] == {"a": [], "b": []}
+        assert report["notes"] == []
+
+
 class TestProofFile:
     def test_stands_for_the_original(self, tmp_path: Path, example: Path, zckpt: Zckpt) -> None:
         zckpt("reshard", EXAMPLE, tmp_path / "dp3", "--dp", 3)
@@ -555,5 +598,5 @@ class TestOptions:
         assert ended.returncode == 1
         assert ended.stderr == (
             "Error: --gather needs torch, which is not installed\n"
-            "Hint: pip install 'zckpt[torch]'\n"
+            "Hint: pip install torch safetensors\n"
         )

@@ -15,7 +15,6 @@ from .parameters import PATH
     cls=ExplainedCommand,
     examples=(
         "zckpt verify run/checkpoint-500",
-        "zckpt verify run/checkpoint-500 --save-proof proof.json",
         "zckpt verify resumed/checkpoint-500 --against run/checkpoint-500",
         "torchrun --nproc-per-node 4 -m zckpt verify PATH --against PATH --gather",
     ),

@@ -83,7 +83,7 @@ def as_numpy(entry: Entry, records: Sequence[Record]) -> Any:
     if name == "bfloat16" or name.startswith("float8"):
         raise MissingExtra(
             f"{entry.name} is {name}, a type that numpy does not have",
-            hint="pip install 'zckpt[torch]' to load it as a torch tensor",
+            hint="pip install torch safetensors, to load it as a torch tensor",
         )
     array = numpy.empty(entry.shape, name)
     if entry.numel:

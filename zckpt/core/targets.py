@@ -119,8 +119,13 @@ def is_taken(target: str) -> bool:
 
 
 def refuse_inside(source: str, target: str) -> None:
-    """Raises WrongOption if the target is inside the source, of which it would become a part."""
+    """Raises WrongOption if the target is the source, or would become a part of it."""
     outer, inner = os.path.realpath(source), os.path.realpath(target)
+    if outer == inner:
+        raise WrongOption(
+            f"{target} is the source itself",
+            hint=f"choose another name, or move the source away first: mv {source} {source}-old",
+        )
     if os.path.isdir(outer) and inner.startswith(outer + os.sep):
         raise WrongOption(
             f"{target} is inside of {source}", hint="choose a target beside the source"

@@ -25,7 +25,7 @@ try:
     from .reader import StorageReader
 except ImportError as error:
     raise MissingExtra(
-        "zckpt.dcp needs torch, which is not installed", hint="pip install 'zckpt[torch]'"
+        "zckpt.dcp needs torch, which is not installed", hint="pip install torch safetensors"
     ) from error
 
 __all__ = ["StorageReader"]

@@ -17,12 +17,14 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
     path, other = safe(report["path"]), report["against"]
     if not quiet or findings:
         step = "" if report.get("step") is None else f", step {report['step']}"
-        about = f"{counted(report['tensors'], 'tensor')}, {size(report['bytes'])} read{step}"
+        about = f"{_tensors(report)}, {size(report['bytes'])} read{step}"
         about += f", {report['seconds']:.1f} s" + checked(report.get("records"))
         if report["gathered"]:
             processes = counted(report["world"], "process", "processes")
             about += f", gathered on {report['device']} by {processes}"
         relation = f"equals {safe(other)}" if other else "is consistent"
+        if any(report.get("rounded", {}).values()):
+            relation += " up to rounding"
         if findings:
             relation = f"differs from {safe(other)}" if other else "contradicts itself"
         if findings and not any(report.get(key) for key in DIFFERENCES):
@@ -47,6 +49,12 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
                 print(f"names inferred in {where}: {safe(listed(names))}")
 
 
+def _tensors(report: dict[str, Any]) -> str:
+    """How many tensors were compared, and of which slots."""
+    slots = ", ".join(f"{count:,} {safe(slot)}" for slot, count in report["slots"].items())
+    return counted(report["tensors"], "tensor") + (f" ({slots})" if slots else "")
+
+
 def differing(report: dict[str, Any], quiet: bool) -> None:
     """The report of `diff`."""
     tensors = counted(report["tensors"], "tensor")
@@ -60,7 +68,7 @@ def differing(report: dict[str, Any], quiet: bool) -> None:
     if report["first"]:
         print(f"first: {safe(report['first'])}\nworst: {safe(report['worst'])}")
     _differences(report.get("results", report["differences"]), all_lines=True)
-    for line in _findings(report):
+    for line in _findings(report | {"differences": []}):  # which are printed already
         print(line)
     if not quiet or not report["equal"]:
         _one_sided(report, report["a"], report["b"])
@@ -76,7 +84,7 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
         if line.get("hint"):
             yield f"  {safe(line['hint'])}"
     for line in report.get("steps", ()):
-        yield f"step {line['a']} against {line['b']} of {counted(line['parameters'], 'parameter')}"
+        yield f"step {line['a']} against {line['b']}, of {counted(line['parameters'], 'parameter')}"
     for line in report.get("scalars", ()):
         where = f"{line['parameter']}, {line['scalar']}"
         a, b = (_number_as_kept(line, side) for side in "ab")
@@ -107,7 +115,7 @@ def _one_sided(report: dict[str, Any], a: object, b: object) -> None:
     for where, names in ((a, report.get("only_a")), (b, report.get("only_b"))):
         if names:
             slots = ", ".join(dict.fromkeys(name.rpartition("/")[2] for name in names))
-            example = "" if len(names) == 1 else f", such as {safe(names[0])}"
+            example = f"{':' if len(names) == 1 else ', such as'} {safe(names[0])}"
             tensors = f"{counted(len(names), 'tensor')} ({safe(slots)}){example}"
             print(f"only {safe(where)} has {tensors}")
 

@@ -98,9 +98,8 @@ def named(name: str) -> Format:
     for item in FORMATS:
         if item.name == name:
             return item
-    raise WrongOption(
-        f"there is no format {name!r}", hint=f"choose of {', '.join(item.name for item in FORMATS)}"
-    )
+    names = ", ".join(item.name for item in FORMATS)
+    raise WrongOption(f"there is no format {name!r}", hint=f"choose of {names}; FSDP's is dcp")
 
 
 def engine_objects() -> frozenset[str]:
@@ -144,7 +143,8 @@ def recognise(path: str, name: str | None = None, tag: str | None = None) -> For
     if len(inside) > 1:
         raise AmbiguousCheckpoint(
             f"{path} holds {len(inside)} checkpoints: {listed(inside)}",
-            hint=f"choose one: {os.path.join(path, inside[-1])}",
+            hint=f"give one of them, such as {os.path.join(path, inside[-1])}; `zckpt reshard "
+            "--checkpoints` writes several of a Trainer's run",
         )
     what = f" of format {name}" if name else ""
     raise NotACheckpoint(f"{path} is no checkpoint{what}: {_looks(path)}", hint=_near(path, inside))

@@ -4,7 +4,7 @@
     with probe.stream(model, "checkpoint"): model(batch)
     Trainer(..., callbacks=[probe.TrainerCallback("run_a")])  # or LightningCallback
 
-Recording and streaming need torch (`pip install 'zckpt[torch]'`); reading and comparing runs do
+Recording and streaming need torch (`pip install torch safetensors`); reading and comparing runs do
 not. No engine is imported: models of DeepSpeed and FSDP2 are ordinary modules with hooks.
 """
 
@@ -36,7 +36,7 @@ _PUBLIC = {
     "TrainerCallback": "huggingface",
 }
 _PACKAGES = {  # which install the modules that may be missing
-    "torch": "'zckpt[torch]'",
+    "torch": "torch safetensors",
     "transformers": "transformers",
     "lightning": "lightning",
 }

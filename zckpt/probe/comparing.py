@@ -234,6 +234,8 @@ def meaning(event: Event, steps: Sequence[int]) -> str:
     record = event.a
     position = steps.index(record.step)
     if not math.isfinite(event.distance) and event.what.startswith(("shape", "type")):
+        if record.shape[1:] == event.b.shape[1:] and record.kind != "parameter":
+            return "the batches on each rank have other sizes: only parameters can be compared"
         return "the models or their precisions differ"
     if record.dtype not in FLOATS and record.kind == "forward":
         return "other integers: the data differ"

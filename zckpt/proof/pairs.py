@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
 from ..core.plan import Match, match
-from ..core.weights import WEIGHTS, agreement, weight_of
+from ..core.weights import WEIGHTS, WIDE, agreement, weight_of
 
 
 def own_matches(manifest: Manifest) -> list[Match]:
@@ -49,6 +49,21 @@ def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], li
 def selected(matches: Iterable[Match], pattern: str | None) -> list[Match]:
     """The matches whose name matches the glob; raises WrongOption if there is none."""
     return list(matches) if pattern is None else matching(matches, pattern)
+
+
+def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str, list[str]]:
+    """By side, weights whose exact values only the other side has.
+
+    They are compared with the exact values, rounded to their type: what was rounded off is lost.
+    """
+    names: dict[str, list[str]] = {"a": [], "b": []}
+    for item in matches:
+        if item.how == "rounded" and item.b is not None and not item.copy:
+            a_is_wide = item.a.dtype in WIDE
+            side, narrow, manifest = ("b", item.b, b) if a_is_wide else ("a", item.a, a)
+            if weight_of(manifest.entries, narrow.parameter).trained.dtype not in WIDE:
+                names[side].append(narrow.parameter)
+    return names
 
 
 def missing(names: Sequence[str], owner: Manifest, other: Manifest) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,11 +43,13 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
         damaged, harmless = _damage(outcome, manifest)
         problems += damaged
         notes += harmless
+    slots = _by_slot(outcome, alone=a is b)
     return {
         "differences": differences,
         "problems": problems,
         "notes": list(dict.fromkeys(notes)),
-        "tensors": _count(outcome, alone=a is b),
+        "tensors": sum(slots.values()),
+        "slots": slots,
         "bytes": outcome.bytes,
         "records": {"checked": outcome.checked, "unchecked": outcome.unchecked},
         "digests": digests(outcome.results),
@@ -71,12 +74,14 @@ def _damage(outcome: ComparisonOutcome, manifest: Manifest) -> tuple[list[Report
     return problems, notes
 
 
-def _count(outcome: ComparisonOutcome, alone: bool) -> int:
-    """The number of tensors that were read, or of pairs that were compared."""
+def _by_slot(outcome: ComparisonOutcome, alone: bool) -> dict[str, int]:
+    """By slot, the number of tensors that were read, or of pairs that were compared."""
     matches = [result.match for result in outcome.results if not result.match.copy]
+    names = [match.name for match in matches]
     if alone:
-        return len({id(entry) for match in matches for entry in (match.a, match.b) if entry})
-    return len(matches)
+        names = [entry.name for match in matches for entry in (match.a, match.b) if entry]
+        names = list(dict.fromkeys(names))
+    return dict(Counter(name.rpartition("/")[2] for name in names))
 
 
 def difference(result: Result) -> Report | None:
@@ -124,16 +129,24 @@ def number(value: float | int | None) -> float | int | str | None:
 
 
 def digests(results: Iterable[Result]) -> dict[str, Report]:
-    """CRC-32 of the row-major bytes of every tensor that was read, of both sides."""
+    """CRC-32 of the row-major bytes of every tensor that was read, of both sides.
+
+    A tensor that is compared under another name on side b has that name as `b_tensor`.
+    """
     lines: dict[str, Report] = {}
     for result in results:
         match = result.match
         if match.copy:
             continue
         for side, entry, digest in zip("ab", (match.a, match.b), result.digests, strict=True):
-            if entry is not None and digest is not None:
-                line = {"dtype": entry.dtype, "shape": list(entry.shape)}
-                lines.setdefault(entry.name, line).setdefault(side, f"{digest:08x}")
+            if entry is None or digest is None:
+                continue
+            name = match.a.name if match.how == "bits" else entry.name
+            new = {"dtype": entry.dtype, "shape": list(entry.shape)}
+            line = lines.setdefault(name, new)
+            line.setdefault(side, f"{digest:08x}")
+            if entry.name != name:
+                line.setdefault(f"{side}_tensor", entry.name)
     return lines
 
 

@@ -21,8 +21,16 @@ from ..core.manifest import (
 )
 from ..core.plan import Match, match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
-from ..errors import MALFORMED, CorruptCheckpoint, UnsupportedCheckpoint, brief, cause
-from .pairs import selected
+from ..errors import (
+    MALFORMED,
+    CorruptCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+    brief,
+    cause,
+    listed,
+)
+from .pairs import only_rounded, selected
 from .report import difference, findings
 from .verify import inferences, needs_weights, nothing_found, with_values
 
@@ -65,9 +73,15 @@ def verify_proof(
     Raises CorruptCheckpoint if the file is not a proof, or if it proves a difference.
     """
     proven = _read_proof(path)
-    matches, only_a, only_b = match(manifest, proven)
-    comparable = [item for item in matches if item.how in ("bits", "shapes", "types")]
+    mutual, only_a, only_b = match(manifest, proven)
+    comparable = [item for item in mutual if item.how in ("bits", "shapes", "types")]
     matches = selected(comparable, pattern)
+    if names := only_rounded(mutual, manifest, proven)["b"]:
+        raise MissingData(
+            f"{path} proves rounded weights, and {manifest.root} has the exact ones of "
+            f"{listed(names, 4)}: checksums cannot tell whether they are equal",
+            hint="compare the two checkpoints, or save a proof of the exact one",
+        )
     if pattern is None:
         needs_weights(matches, manifest.root, path)
     alone = [Match(item.a) for item in matches]

@@ -16,9 +16,9 @@ from ..core.neighbours import lacking
 from ..core.plan import Match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
 from ..core.weights import WEIGHTS, is_optimizers
-from ..errors import MissingData, listed
+from ..errors import MissingData, counted, listed
 from . import damage, values
-from .pairs import missing, mutual_matches, own_matches, selected
+from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import difference, findings, versions
 
 Report = dict[str, Any]
@@ -78,6 +78,7 @@ def verify_against(
         for line in values.forms(a, b)
     ]
     report |= inferences(matches, a, b)
+    report |= roundings(report, matches, a, b)
     if pattern is None:
         return with_values(report, a, b, only_a, only_b)
     return {**report, "equal": nothing_found(report)}
@@ -93,6 +94,9 @@ def diff(
     """Every difference between two checkpoints, tensors in the order of the model."""
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected([match for match in matches if not match.copy], pattern)
+    rounded = only_rounded(matches, a, b)
+    only_a += [f"{name}/master" for name in rounded["b"]]
+    only_b += [f"{name}/master" for name in rounded["a"]]
     outcome = compare.compare(matches, a, b, copying, measure="first", begin=begin)
     unequal = [result.match for result in outcome.results if result.difference]
     measured = compare.compare(unequal, a, b, copying, measure="all").results
@@ -135,6 +139,18 @@ def needs_weights(matches: Iterable[Match], a: str, b: str) -> None:
             f"{a} and {b} share no weights, so nothing can be compared",
             hint="`zckpt inspect PATH --tensors '*'` lists the names of each",
         )
+
+
+def roundings(report: Report, matches: Iterable[Match], a: Manifest, b: Manifest) -> Report:
+    """Weights of which one side has only the rounded values, by side and as notes."""
+    rounded = only_rounded(matches, a, b)
+    notes = [
+        f"{narrow.root} has {counted(len(names), 'weight')} rounded, whose exact values only "
+        f"{wide.root} has: {listed(names, 4)}"
+        for side, narrow, wide in (("a", a, b), ("b", b, a))
+        if (names := rounded[side])
+    ]
+    return {"rounded": rounded, "notes": [*report["notes"], *notes]}
 
 
 def inferences(matches: Iterable[Match], a: Manifest, b: Manifest) -> Report:

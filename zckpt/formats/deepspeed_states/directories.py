@@ -174,6 +174,14 @@ def siblings(directory: TagDirectory) -> SiblingList:
     return files
 
 
+def trainer_around(directory: TagDirectory) -> str | None:
+    """The trainer's directory around a tag's, if the user named the latter: its files lie there."""
+    above = os.path.dirname(os.path.abspath(directory.path))
+    if directory.run is None and sources.is_file(os.path.join(above, "trainer_state.json")):
+        return above
+    return None
+
+
 def file_of_rank(example: str, rank: int) -> str:
     """The name of rank `rank`'s file; `example` is the same file of another rank."""
     return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", os.path.basename(example))

@@ -11,7 +11,7 @@ from ...core.manifest import Manifest, Sighting
 from ...errors import listed
 from ...files.torchfile import TorchFile
 from ...training import steps
-from .directories import siblings
+from .directories import siblings, trainer_around
 from .flats import FlatBuffer
 from .states import COUNTERS, EngineStates, comparable, nested
 from .tensors import ManifestTensors, is_extra
@@ -121,9 +121,15 @@ def manifest_of(
             + _buffer_warnings(differing)
             + _elastic_warnings(ranks, groups)
             + _config_warnings(ranks)
+            + _trainer_warnings(ranks)
         ),
         inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
     )
+
+
+def _trainer_warnings(ranks: EngineStates) -> list[str]:
+    around = trainer_around(ranks.directory)
+    return [] if around is None else [f"to take the Trainer's files along too, give {around}"]
 
 
 # -- what is not a tensor

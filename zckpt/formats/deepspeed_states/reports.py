@@ -77,15 +77,19 @@ def _of_batch(target: DeepSpeedTarget) -> list[str]:
     if type(micro) is int and fitting == micro and not rest:
         return []
     if fitting and not rest and (type(micro) is int or of_trainer):
-        return [f"set {word}={fitting} to keep a global batch of {total}"]
-    if total % target.dp:
+        also = " (and the numbers in your ds_config, if they are not auto)" if of_trainer else ""
+        return [f"set {word}={fitting}{also} to keep a global batch of {total}"]
+    own, rest_of_ranks = divmod(total, target.dp)
+    if rest_of_ranks:
         return [
             f"a global batch of {total} cannot be divided among {target.dp} ranks: choose "
             f"another with {word} and gradient_accumulation_steps"
         ]
     if rest:
+        most = micro if type(micro) is int and micro > 0 else own
+        size = max(count for count in range(1, min(own, most) + 1) if own % count == 0)
         return [
-            f"a global batch of {total} is not {accumulation} accumulation steps of {target.dp} "
-            f"ranks: choose other values of {word} and gradient_accumulation_steps"
+            f"set {word}={size} and gradient_accumulation_steps={own // size} to keep a global "
+            f"batch of {total}"
         ]
     return []

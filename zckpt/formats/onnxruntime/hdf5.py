@@ -61,7 +61,7 @@ def require_h5py() -> None:
     except MissingExtra as error:
         raise MissingExtra(
             "ONNX Runtime's HDF5 checkpoints need the package h5py, which is not installed",
-            hint="pip install 'zckpt[onnxruntime]'",
+            hint="pip install h5py",
         ) from error
 
 

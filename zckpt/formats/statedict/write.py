@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.facts import FlatBufferEngine
 from ...core.inert import Scalar, TensorName
 from ...core.manifest import Manifest, slot_key
-from ...core.weights import is_optimizers, weight_of
-from ...errors import WrongOption, listed
+from ...core.weights import WIDE, is_optimizers, weight_of
+from ...errors import WrongOption, counted, listed
 from ...training import peft
 from ...training.optimizers import torch_groups
-from ...training.options import Options
+from ...training.options import DTYPE, Options
 from ...training.steps import WRITTEN
 from .keys import OPTIMIZER, keys_of
 from .tree import Path, dotted
@@ -281,4 +282,20 @@ def left_out(source: Manifest, options: Options) -> list[str]:
     ]
     lost += [key for key, value in source.state.items() if value and key not in OF_TORCH]
     engine = source.engine.name if source.engine else None
-    return [f"{', '.join(lost)}: {engine}'s own"] if lost else []
+    lines = [f"of {engine} alone: {', '.join(lost)}"] if lost else []
+    if isinstance(source.engine, FlatBufferEngine):
+        norm = source.engine.config.get("gradient_clipping")
+        if isinstance(norm, (int, float)) and norm > 0:
+            lines.append(f"gradient_clipping {norm:g}: clip in your program")
+    return lines + _rounded_off(source, options)
+
+
+def _rounded_off(source: Manifest, options: Options) -> list[str]:
+    """The fp32 values of weights that `--dtype` rounds: there is no other place for them."""
+    dtype = options.module_dtype
+    if dtype is None or dtype in WIDE:
+        return []
+    weights = (weight_of(source.entries, name) for name in source.parameters)
+    exact = [weight.name for weight in weights if weight.trained.dtype in WIDE]
+    masters = f"the exact values of {counted(len(exact), 'weight')}"
+    return [f"{masters}: --dtype {options[DTYPE]} rounds them"] if exact else []

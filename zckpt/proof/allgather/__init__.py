@@ -32,14 +32,14 @@ from ...core.resources import Begin, Means
 from ...errors import MissingExtra
 from ..pairs import selected
 from ..report import findings, versions
-from ..verify import inferences, needs_weights, nothing_found, with_values
+from ..verify import inferences, needs_weights, nothing_found, roundings, with_values
 
 try:
     import torch
     import torch.distributed as dist
 except ImportError as error:
     raise MissingExtra(
-        "--gather needs torch, which is not installed", hint="pip install 'zckpt[torch]'"
+        "--gather needs torch, which is not installed", hint="pip install torch safetensors"
     ) from error
 from .gathering import Gathering
 from .parts import alone, by_kind, by_name, cut_over, first_extent, names_of, strided, with_names
@@ -112,6 +112,7 @@ def _verify(
     outcome = _of_all_processes(world, gathering)
     report = findings(outcome, manifest, other)
     report |= inferences([item for _, item in matches], manifest, other)
+    report |= roundings(report, [item for _, item in matches], ours, other)
     report["problems"] += _uncovered(outcome)
     report["records"] = None  # gathering reads parts of records, so it checks no CRC of a record
     compared_names = {item.a.name for _, item in matches}
