@@ -62,7 +62,9 @@ def test_a_name_that_is_not_on_the_list_is_left_out_and_named(
     assert result.state == kept
     (line,) = result.left_out
     assert line.startswith(where)
-    assert "--allow-object" in line
+    assert "os.system" in line or "operator.attrgetter" in line
+    assert "the checkpoint may be hostile" in line
+    assert "--allow-object" not in line
 
 
 def test_an_attribute_of_an_object_is_left_out_alone() -> None:
@@ -71,6 +73,34 @@ def test_an_attribute_of_an_object_is_left_out_alone() -> None:
     assert result.state["args"].state == {"lr": 0.1}
     assert args.state == {"lr": 0.1, "flavour": FLAVOUR}  # the source's own is unchanged
     assert result.left_out[0].startswith("args.state.flavour: it names my.module.Flavour")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "posix.system", "os.path.join", "subprocess.Popen", "builtins.eval", "torch.hub.load",
+        "torch.load", "multiprocessing.popen_fork.Popen", "importlib.import_module",
+    ],
+)  # fmt: skip
+def test_no_option_is_offered_for_what_runs_programs(name: str) -> None:
+    value = [Foreign(Global("a.Class")), Foreign(Global(name))]
+    (line,) = without_others(manifest(state={"a": value}), (), ()).left_out
+    assert line.startswith(f"a: it names {name}, from a part of Python that runs programs")
+    assert "--allow-object" not in line
+
+
+@pytest.mark.parametrize("name", ["ossia.Flavour", "torch.hubs.load", "my.os.Flavour", "torch.x"])
+def test_an_option_is_offered_for_other_names(name: str) -> None:
+    (line,) = without_others(manifest(state={"a": Foreign(Global(name))}), (), ()).left_out
+    assert line.endswith(f"if you trust that, add --allow-object {name}")
+
+
+def test_an_enum_of_python_3_11_is_not_called_hostile() -> None:
+    value = Foreign(Global("builtins.getattr"), (Global("my.module.Flavour"), "SWEET"))
+    (line,) = without_others(manifest(state={"a": value}), (), ()).left_out
+    assert "builtins.getattr can reach code that runs programs" in line
+    assert "hostile" not in line
+    assert "--allow-object" not in line
 
 
 def test_plain_values_stay_the_same_objects() -> None:

@@ -91,6 +91,27 @@ DESCRIBING = COMMON | frozenset(
 among them: it also reaches functions that run programs.
 """
 
+RUNNING = frozenset(
+    (
+        "_ctypes", "_io.FileIO", "_io.open", "_pickle", "_posixsubprocess", "bdb", "builtins",
+        "cloudpickle", "code", "codeop", "commands", "ctypes", "dill", "distutils", "imp",
+        "importlib", "io.FileIO", "io.open", "joblib", "marshal", "multiprocessing", "nt",
+        "numpy.f2py", "numpy.load", "operator.attrgetter", "operator.call", "operator.methodcaller",
+        "os", "pdb", "pickle", "pip", "pkgutil", "posix", "profile", "pty", "runpy", "setuptools",
+        "shelve", "shutil", "site", "socket", "subprocess", "sys", "timeit", "torch.hub",
+        "torch.load", "torch.serialization.load", "torch.utils.cpp_extension", "trace",
+        "types.CodeType", "types.FunctionType", "webbrowser", "zipimport",
+    )
+)  # fmt: skip
+"""Modules and functions by which a pickle runs programs or code, or reaches what does."""
+REACHES_ALL = "builtins.getattr"  # Python 3.11 writes it for a member of an enum, too
+
+
+def runs_programs(name: str) -> bool:
+    """Whether a name is one of RUNNING, or in a module of it."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in RUNNING for count in range(1, len(parts) + 1))
+
 
 def without_others(
     manifest: Manifest, needed: Collection[str], admitted: Collection[str]
@@ -136,6 +157,22 @@ def _config(manifest: Manifest) -> Mapping[str, Any] | None:
     return manifest.engine.config if isinstance(manifest.engine, FlatBufferEngine) else None
 
 
+def _refusal(names: list[str]) -> str:
+    """Why a value that names these is left out. There is no ready option for what runs programs."""
+    running = [name for name in names if runs_programs(name)]
+    if not running:
+        return (
+            f"it names {listed(names, 3)}, which a program that loads the target would run; if you "
+            f"trust that, add --allow-object {names[0]}"
+        )
+    if running == [REACHES_ALL]:
+        return f"it names {listed(names, 3)}, and {REACHES_ALL} can reach code that runs programs"
+    return (
+        f"it names {listed(running, 3)}, from a part of Python that runs programs; nothing that a "
+        "trainer saves needs that, so the checkpoint may be hostile"
+    )
+
+
 class _Filter:
     """Leaves out what names something that is not `allowed`; collects lines for the report."""
 
@@ -152,10 +189,7 @@ class _Filter:
         for key, item in value.items():
             where = inside(path, key) if path else str(key)
             if names := sorted({*self._wrong(key), *self._lost(item)}):
-                self.left_out.append(
-                    f"{where}: it names {listed(names, 3)}, which a program that loads the target "
-                    f"would run; if you trust that, add --allow-object {names[0]}"
-                )
+                self.left_out.append(f"{where}: {_refusal(names)}")
             else:
                 kept[key] = self._kept(item, where)
         return kept
