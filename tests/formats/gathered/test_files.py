@@ -125,6 +125,12 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     zckpt.convert(folder, tmp_path / "target", to="gathered", param_names=names)
     torch.save(load_file(tmp_path / "target" / "model.safetensors"), tmp_path / "target/model.pt")
     assert_same_run(resumed_pair(tmp_path / "target"), pair)
+    for name in ("../model-2.safetensors", str(folder / "model-2.safetensors")):
+        outside = json.dumps({"weight_map": {"a": name}})
+        (folder / "model.safetensors.index.json").write_text(outside)
+        with pytest.raises(errors.CorruptCheckpoint, match=r"index\.json names a file outside of"):
+            zckpt.read(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model-2.safetensors").unlink()
     with pytest.raises(errors.IncompleteCheckpoint, match=r"model-2\.safetensors is missing"):
         zckpt.read(folder)

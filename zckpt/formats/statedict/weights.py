@@ -7,7 +7,7 @@ import os
 from math import prod
 
 from ...core import sources
-from ...core.expected import missing_file
+from ...core.expected import missing_file, path_inside
 from ...core.fragments import Record, solid
 from ...files import safefile
 from .tree import Leaf, number_of
@@ -29,13 +29,14 @@ def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
 
 
 def files_of_index(path: str) -> list[str]:
-    """The files that an index of Hugging Face names, beside it.
+    """The files that an index of Hugging Face names, in its folder.
 
-    Raises IncompleteCheckpoint for one that is missing.
+    Raises CorruptCheckpoint for one outside of it, IncompleteCheckpoint for one that is missing.
     """
     with sources.opened(path) as file:
         names = sorted(set(json.load(file)["weight_map"].values()))
-    files = [os.path.join(os.path.dirname(path), os.path.basename(name)) for name in names]
+    folder, index = os.path.split(path)
+    files = [path_inside(folder, name, index) for name in names]
     for name in files:
         if not sources.is_file(name):
             raise missing_file(name, path)
