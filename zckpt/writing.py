@@ -209,6 +209,7 @@ def _report(
         "step": manifest.step,
         "files": list(files),
         "bytes": sum(files.values()),
+        "copied": [name for name, _ in layout.siblings],
         "left_out": list(layout.left_out),
         "warnings": warnings,
         "inferred": list(manifest.inferred),
@@ -329,11 +330,14 @@ def write_run(
         "about": f"{counted(len(names), 'checkpoint')}, the last {reports[-1]['about']}",
         "next": reports[-1]["next"].replace(stage.path, target),
         "step": reports[-1]["step"],
-        "files": [
-            os.path.join(name, file)
-            for name, report in zip(names, reports, strict=True)
-            for file in report["files"]
-        ],
+        **{
+            key: [
+                os.path.join(name, file)
+                for name, report in zip(names, reports, strict=True)
+                for file in report[key]
+            ]
+            for key in ("files", "copied")
+        },
         "bytes": total,
         "checkpoints": names,
     }
