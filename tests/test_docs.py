@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def test_code_of_a_page_runs(
     code = 0
     for block in pages.blocks(page):
         if block.kind == "python":
-            with redirect_stdout(io.StringIO()):
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                 exec(compile(block.text, f"{page}:{block.line}", "exec"), variables)
         for command in pages.commands(block) if block.kind == "console" else ():
             ended = run(command.text, zckpt, shell, code)

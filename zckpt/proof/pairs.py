@@ -51,19 +51,16 @@ def selected(matches: Iterable[Match], pattern: str | None) -> list[Match]:
     return list(matches) if pattern is None else matching(matches, pattern)
 
 
-def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str, list[str]]:
-    """By side, weights whose exact values only the other side has.
-
-    They are compared with the exact values, rounded to their type: what was rounded off is lost.
-    """
-    names: dict[str, list[str]] = {"a": [], "b": []}
+def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str, list[Entry]]:
+    """By side, the other side's weights of which it has only the rounded values."""
+    entries: dict[str, list[Entry]] = {"a": [], "b": []}
     for item in matches:
         if item.how == "rounded" and item.b is not None and not item.copy:
-            a_is_wide = item.a.dtype in WIDE
-            side, narrow, manifest = ("b", item.b, b) if a_is_wide else ("a", item.a, a)
+            pair = (item.b, item.a, "b", b) if item.a.dtype in WIDE else (item.a, item.b, "a", a)
+            narrow, wide, side, manifest = pair
             if weight_of(manifest.entries, narrow.parameter).trained.dtype not in WIDE:
-                names[side].append(narrow.parameter)
-    return names
+                entries[side].append(wide)
+    return entries
 
 
 def missing(names: Sequence[str], owner: Manifest, other: Manifest) -> list[str]:

@@ -76,10 +76,11 @@ def verify_proof(
     mutual, only_a, only_b = match(manifest, proven)
     comparable = [item for item in mutual if item.how in ("bits", "shapes", "types")]
     matches = selected(comparable, pattern)
-    if names := only_rounded(mutual, manifest, proven)["b"]:
+    if exact := only_rounded(mutual, manifest, proven)["b"]:
+        names = listed([entry.parameter for entry in exact], 4)
         raise MissingData(
-            f"{path} proves rounded weights, and {manifest.root} has the exact ones of "
-            f"{listed(names, 4)}: checksums cannot tell whether they are equal",
+            f"{path} proves rounded weights, and {manifest.root} has the exact ones of {names}: "
+            "checksums cannot tell whether they are equal",
             hint="compare the two checkpoints, or save a proof of the exact one",
         )
     if pattern is None:

@@ -95,8 +95,8 @@ def diff(
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected([match for match in matches if not match.copy], pattern)
     rounded = only_rounded(matches, a, b)
-    only_a += [f"{name}/master" for name in rounded["b"]]
-    only_b += [f"{name}/master" for name in rounded["a"]]
+    only_a += [entry.name for entry in rounded["b"] if a.parameters[entry.parameter].trainable]
+    only_b += [entry.name for entry in rounded["a"] if b.parameters[entry.parameter].trainable]
     outcome = compare.compare(matches, a, b, copying, measure="first", begin=begin)
     unequal = [result.match for result in outcome.results if result.difference]
     measured = compare.compare(unequal, a, b, copying, measure="all").results
@@ -142,11 +142,14 @@ def needs_weights(matches: Iterable[Match], a: str, b: str) -> None:
 
 
 def roundings(report: Report, matches: Iterable[Match], a: Manifest, b: Manifest) -> Report:
-    """Weights of which one side has only the rounded values, by side and as notes."""
-    rounded = only_rounded(matches, a, b)
+    """Names of weights of which one side has only the rounded values, by side; and as notes."""
+    rounded = {
+        side: [entry.parameter for entry in entries]
+        for side, entries in only_rounded(matches, a, b).items()
+    }
     notes = [
-        f"{narrow.root} has {counted(len(names), 'weight')} rounded, whose exact values only "
-        f"{wide.root} has: {listed(names, 4)}"
+        f"{counted(len(names), 'weight')} of {narrow.root} {'has' if len(names) == 1 else 'have'} "
+        f"fewer bits than in {wide.root}, and are equal to its rounded values: {listed(names, 4)}"
         for side, narrow, wide in (("a", a, b), ("b", b, a))
         if (names := rounded[side])
     ]

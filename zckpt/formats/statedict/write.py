@@ -19,6 +19,7 @@ from ...training import peft
 from ...training.optimizers import torch_groups
 from ...training.options import DTYPE, Options
 from ...training.steps import WRITTEN
+from ...training.trainers import number, program_of
 from .keys import OPTIMIZER, keys_of
 from .tree import Path, dotted
 
@@ -278,15 +279,20 @@ def left_out(source: Manifest, options: Options) -> list[str]:
         return []
     kept = source.state.get("optimizer") or {}
     lost = [
-        f"optimizer.{key}" for key, value in kept.items() if key != "other" and value is not None
+        f"optimizer.{key}"
+        for key, value in kept.items()
+        if key not in ("other", "clip_grad") and value is not None
     ]
     lost += [key for key, value in source.state.items() if value and key not in OF_TORCH]
     engine = source.engine.name if source.engine else None
     lines = [f"of {engine} alone: {', '.join(lost)}"] if lost else []
-    if isinstance(source.engine, FlatBufferEngine):
-        norm = source.engine.config.get("gradient_clipping")
+    if isinstance(source.engine, FlatBufferEngine) and program_of(source.siblings) is None:
+        usual = source.engine.config.get("gradient_clipping", 1.0)  # DeepSpeed's default (0.19.8)
+        norm = number(kept.get("clip_grad", usual))
         if isinstance(norm, (int, float)) and norm > 0:
-            lines.append(f"gradient_clipping {norm:g}: clip in your program")
+            lines.append(
+                f"optimizer.clip_grad {norm:g}: clip gradients to this norm in your program"
+            )
     return lines + _rounded_off(source, options)
 
 
