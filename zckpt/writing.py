@@ -147,10 +147,14 @@ def write(
         running.begin,
     )
     report["warnings"] += stage.warnings
-    report |= description.advice(source.manifest, outcome.unchecked)
+    report |= description.advice(source.manifest, outcome.bare)
     return report | {
         "tensors": len(outcome.digests),
-        "records": {"checked": outcome.checked, "unchecked": outcome.unchecked},
+        "records": {
+            "checked": outcome.checked,
+            "unchecked": outcome.unchecked,
+            "without_checksum": outcome.bare,
+        },
         "seconds": _since(started),
         **({"resumed": stage.resumed} if running.resume else {}),
     }
@@ -357,7 +361,8 @@ def write_run(
         reports = write_all(stage.path, replace(running, tell=None, before_rename=None))
     summary["warnings"] += stage.warnings
     written = [report for report in reports if "tensors" in report]  # now, not by an earlier run
-    records = {key: sum(r["records"][key] for r in written) for key in ("checked", "unchecked")}
+    keys = ("checked", "unchecked", "without_checksum")
+    records = {key: sum(r["records"][key] for r in written) for key in keys}
     if running.resume:
         summary["resumed"] = sum(report.get("resumed", report["bytes"]) for report in reports)
     return summary | {

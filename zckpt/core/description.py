@@ -53,19 +53,16 @@ def inspect(manifest: Manifest) -> Report:
     }
 
 
-def advice(manifest: Manifest, unchecked: int) -> Report:
-    """What can still be done where `unchecked` records were read without a checksum, as a report.
-
-    It is empty if the files have checksums: then a few bytes of a large record were read.
-    """
-    files = {record.extent.file for record in manifest.records}
-    bare = {record.extent.file for record in manifest.records if record.crc is None}
-    if not unchecked or not bare:
+def advice(manifest: Manifest, bare: int) -> Report:
+    """What can still be done where `bare` records that were read have no checksum, as a report."""
+    if not bare:
         return {}
+    files = {record.extent.file for record in manifest.records}
+    unsafe = {record.extent.file for record in manifest.records if record.crc is None}
     path = shlex.quote(manifest.root)
     which = f"the files of {manifest.root} have"
-    if bare < files:
-        names = sorted(os.path.relpath(file, manifest.root) for file in bare)
+    if unsafe < files:
+        names = sorted(os.path.relpath(file, manifest.root) for file in unsafe)
         which = f"some files of {manifest.root} ({listed(names, 3)}) have"
     return {
         "advice": f"{which} no checksums, so damage in them may go "

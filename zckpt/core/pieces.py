@@ -66,7 +66,8 @@ class RecordChecker:
     """Do the records have the CRC-32 that their files state? Bytes may come in any order.
 
     Damage raises CorruptCheckpoint. With `collect` it is put into `damage` instead. `fingerprints`
-    are those that the files must have whenever they are opened.
+    are those that the files must have whenever they are opened. `bare` counts the unchecked records
+    for which no checksum is stored; of the others too little was read.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class RecordChecker:
         self._required: set[Extent] = set()
         self._collect = collect
         self.damage: dict[Extent, Damage] = {}
+        self.bare = 0
 
     def passed(
         self, file: str, offset: int, data: memoryview, log: list[PassedRecord] | None = None
@@ -183,6 +185,7 @@ class RecordChecker:
                 checked += 1
             else:
                 unchecked += 1
+                self.bare += record.crc is None
         return checked, unchecked
 
     def _pass_range(

@@ -124,14 +124,15 @@ def checked(records: dict[str, int] | None) -> str:
 
 def unchecked(report: dict[str, Any]) -> None:
     """How many records could not be checked and why, and what can still be done."""
-    advice = report.get("advice")
-    if count := (report.get("records") or {}).get("unchecked"):
-        reasons = ["no checksum is stored"] if advice or report.get("against") else []
-        if not advice:  # every file of a single checkpoint has checksums
-            reasons.append("only a part of each was read")
-        records = counted(count, "record")
-        print(f"{records} could not be checked: {', or '.join(reasons)}")
-    if advice:
+    records = report.get("records") or {"unchecked": 0, "without_checksum": 0}
+    without = records["without_checksum"]
+    for count, reason in (
+        (without, "no checksum is stored"),
+        (records["unchecked"] - without, "only a part was read"),
+    ):
+        if count:
+            print(f"{counted(count, 'record')} could not be checked: {reason}")
+    if advice := report.get("advice"):
         print(f"note: {safe(advice)}")
 
 
