@@ -66,8 +66,7 @@ class RecordChecker:
     """Do the records have the CRC-32 that their files state? Bytes may come in any order.
 
     Damage raises CorruptCheckpoint. With `collect` it is put into `damage` instead. `fingerprints`
-    are those that the files must have whenever they are opened. `bare` counts the unchecked records
-    for which no checksum is stored; of the others too little was read.
+    are those that the files must have. `bare` counts unchecked records without a stored checksum.
     """
 
     def __init__(
@@ -167,10 +166,9 @@ class RecordChecker:
         """
         buffer = Buffer(LITTLE)
         checked = unchecked = 0
-        if everything:
-            for records in self._records.values():
-                for record in records:
-                    self._cover(record)
+        for records in self._records.values() if everything else ():
+            for record in records:
+                self._cover(record)
         for record, cover in list(self._covers.values()):
             gaps = cover.gaps()
             if gaps is None:  # tensors overlap: the whole record must be read again
