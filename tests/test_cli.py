@@ -340,6 +340,11 @@ class TestConvert:
         last = zckpt("convert", EXAMPLE, target, *words).out.splitlines()[-1]
         assert last == f"next: {expected.replace('TARGET', str(target))}"
 
+    def test_says_that_no_number_of_ranks_was_given(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        warning = "Warning: no --dp was given: the target is for 4 ranks, as the source"
+        assert warning in zckpt("reshard", EXAMPLE, tmp_path / "a").err
+        assert warning not in zckpt("reshard", EXAMPLE, tmp_path / "b", "--stage", 3).err
+
     def test_the_source_is_no_target(self, example: Path, zckpt: Zckpt) -> None:
         ended = zckpt("reshard", example, example, "--dp", 2)
         assert ended.code == 2

@@ -116,6 +116,12 @@ def parsed(words: list[str]) -> None:
         pass
 
 
+@pytest.mark.parametrize("page", DOCUMENTS, ids=named)
+def test_no_merge_is_unfinished(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if re.match(r"<{7} |={7}$|>{7} ", line)] == []
+
+
 @pytest.fixture
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that a command line names need not be there to parse it."""

@@ -111,7 +111,7 @@ def write(
     )
     files = convert.files_of(layout)
     size = sum(files.values())
-    report = _report(command, source.manifest, target, format, layout, files)
+    report = _report(command, source.manifest, target, format, layout, files, options)
     run = identity(manifest, to, reading, options, files)
     if running.resume and targets.is_complete(target, run):
         return report | {"already_complete": True, "seconds": _since(started)}
@@ -194,6 +194,7 @@ def _report(
     format: Format,
     layout: Layout,
     files: dict[str, int],
+    options: Options,
 ) -> Report:
     """What can be said before the first byte is written."""
     warnings = list(layout.warnings)
@@ -202,6 +203,9 @@ def _report(
             f"the source has no output layer: if the model ties {tie[0]} to {tie[1]}, add --tie "
             f"{tie[0]}={tie[1]}"
         )
+    if command == "reshard" and not options.given:
+        ranks = counted(manifest.dp, "rank")
+        warnings.append(f"no --dp was given: the target is for {ranks}, as the source")
     return {
         "zckpt": 1,
         "command": command,

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from statistics import median
 from types import FrameType
 from typing import Any
 
@@ -70,7 +71,7 @@ def fuzz(name: str, runs: int, seed: int, root: Path, finds: Finds,
     target, random = targets.target(name, root), Random(f"{name} {seed}")
     corpus = list(target.samples)
     target.run(corpus[0])  # the others may need files that are not there
-    longest = 2 * max(len(sample) for sample in corpus)  # long inputs cost time, and show little
+    longest = 2 * int(median(map(len, corpus)))  # long inputs cost time, and show little
     places: set[Any] = set()
     signal.signal(signal.SIGPROF, _stop)
     current = root / "current"

@@ -34,6 +34,8 @@ from . import mutations
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "run"
 DATA = Path(__file__).parents[1] / "data"
+OFTEN = 8
+"""How many times more often a small sample is taken than a large one, which costs more time."""
 Mutate = Callable[[Random, bytes, Sequence[bytes]], bytes]
 
 
@@ -239,7 +241,8 @@ def _dcp(root: Path) -> Target:
     zckpt.convert(EXAMPLE, folder, to="dcp", weights_only=True)
     path = folder / ".metadata"
     pickled, _, _ = path.read_bytes().rpartition(b"\nzckpt-crc32")
-    samples = [pickled, (DATA / "fsdp2-2.13.0-tiny" / ".metadata").read_bytes()]
+    large = (DATA / "fsdp2-2.13.0-tiny" / ".metadata").read_bytes()
+    samples = [*[pickled] * OFTEN, large]
 
     def run(data: bytes) -> None:
         path.write_bytes(data)
@@ -263,7 +266,7 @@ def _hdf5(root: Path) -> Target:
         file["model/full_precision/a"] = [[1.0, 2.0]]
         file["optimizer/a/count"] = 3
         file["name"] = "text"
-    samples = [small.read_bytes()]
+    samples = [small.read_bytes()] * OFTEN
     for folder in sorted((DATA / "onnxruntime").glob("hdf5*")):
         files = [path.read_bytes() for path in folder.iterdir()]
         samples.append(min((data for data in files if data[:8] == hdf5file.MAGIC), key=len))
