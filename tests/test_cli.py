@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -259,6 +260,23 @@ class TestConvert:
         manifest = (tmp_path / "u" / "manifest.json").stat().st_size
         assert size <= report["bytes"] <= size + manifest
         assert report["records"]["unchecked"] == 0
+
+    def test_says_which_copied_files_may_run_code(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        run = shutil.copytree(EXAMPLE, tmp_path / "run")
+        words = ("convert", run, tmp_path / "u", "--to", "deepspeed")
+        assert "copied unchanged" not in zckpt(*words, "--dry-run").out
+        (run / "trainer_state.json").write_text("{}")
+        copied = "copied unchanged: 1 file beside the checkpoint\n"
+        assert copied in zckpt(*words, "--dry-run").out
+        (run / "Model.PY").touch()
+        copied = "2 files beside the checkpoint; Model.PY may run code in the program that loads it"
+        assert copied in zckpt(*words, "--dry-run").out
+        (run / "scheduler.pt").touch()
+        copied = "; Model.PY, scheduler.pt may run code in the program that loads them"
+        assert copied in zckpt(*words).out
+        report = zckpt(*words[:2], tmp_path / "v", "--json").document
+        names = ("Model.PY", "scheduler.pt", "trainer_state.json")
+        assert report["copied"] == [f"siblings/{name}" for name in names]
 
     def test_progress_says_what_is_written(self, tmp_path: Path) -> None:
         texts: list[str] = []

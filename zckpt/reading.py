@@ -48,7 +48,8 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
         manifest = format.read(path, reading.tag, reading.step_policy, names, reading.weights_only)
         siblings = (item.path for item in manifest.siblings)
         fingerprints = watch.of((*manifest.files, *siblings))
-    manifest = renamed(replace(manifest, fingerprints=fingerprints), reading.rename)
+    manifest = replace(manifest, fingerprints=fingerprints, objects=frozenset(watch.objects))
+    manifest = renamed(manifest, reading.rename)
     lost, stateless = lacking(manifest)
     lines = [*manifest.warnings, *lost, *stateless]
     return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings

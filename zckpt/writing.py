@@ -147,10 +147,14 @@ def write(
         running.begin,
     )
     report["warnings"] += stage.warnings
-    report |= description.advice(source.manifest, outcome.unchecked)
+    report |= description.advice(source.manifest, outcome.bare)
     return report | {
         "tensors": len(outcome.digests),
-        "records": {"checked": outcome.checked, "unchecked": outcome.unchecked},
+        "records": {
+            "checked": outcome.checked,
+            "unchecked": outcome.unchecked,
+            "without_checksum": outcome.bare,
+        },
         "seconds": _since(started),
         **({"resumed": stage.resumed} if running.resume else {}),
     }
@@ -213,6 +217,7 @@ def _report(
         "step": manifest.step,
         "files": list(files),
         "bytes": sum(files.values()),
+        "copied": [name for name, _ in layout.siblings],
         "left_out": list(layout.left_out),
         "warnings": warnings,
         "inferred": list(manifest.inferred),
@@ -333,11 +338,14 @@ def write_run(
         "about": f"{counted(len(names), 'checkpoint')}, the last {reports[-1]['about']}",
         "next": reports[-1]["next"].replace(stage.path, target),
         "step": reports[-1]["step"],
-        "files": [
-            os.path.join(name, file)
-            for name, report in zip(names, reports, strict=True)
-            for file in report["files"]
-        ],
+        **{
+            key: [
+                os.path.join(name, file)
+                for name, report in zip(names, reports, strict=True)
+                for file in report[key]
+            ]
+            for key in ("files", "copied")
+        },
         "bytes": total,
         "checkpoints": names,
     }
@@ -357,7 +365,8 @@ def write_run(
         reports = write_all(stage.path, replace(running, tell=None, before_rename=None))
     summary["warnings"] += stage.warnings
     written = [report for report in reports if "tensors" in report]  # now, not by an earlier run
-    records = {key: sum(r["records"][key] for r in written) for key in ("checked", "unchecked")}
+    keys = ("checked", "unchecked", "without_checksum")
+    records = {key: sum(r["records"][key] for r in written) for key in keys}
     if running.resume:
         summary["resumed"] = sum(report.get("resumed", report["bytes"]) for report in reports)
     return summary | {

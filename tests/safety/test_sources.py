@@ -148,6 +148,10 @@ def test_planted_files_are_left_out_and_named(example: Path, to: str, wanted: st
         report = zckpt.convert(source, target, to=wanted)
     files = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
     assert set(report["files"]) == files
+    assert {name.rpartition("/")[2] for name in report["copied"]} >= {"tokenizer.json"}
+    assert set(report["copied"]) <= files
+    for name in report["copied"]:
+        assert (target / name).read_bytes() in map(str.encode, TRAINER.values())
     assert not any(name.rpartition("/")[2] in PLANTED for name in files)
     for path in files:
         assert b"SECRET" not in (target / path).read_bytes()

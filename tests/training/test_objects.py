@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickletools
+import shutil
 import struct
 import zipfile
 from collections import OrderedDict
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zckpt
 from zckpt.core.facts import FlatBufferEngine
@@ -22,8 +25,10 @@ from zckpt.formats.options import options_of
 from zckpt.training.objects import COMMON, others_of, without_others
 
 from ..manifests import changed
+from ..safety.targets import legacy_file, parts_of, torch_file
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "run"
+DATA = Path(__file__).parents[1] / "data"
 SYSTEM = Foreign(Global("os.system"), ("echo run",))
 FLAVOUR = Foreign(Global("my.module.Flavour"), (3,))
 NAMESPACE = Global("argparse.Namespace")
@@ -57,7 +62,9 @@ def test_a_name_that_is_not_on_the_list_is_left_out_and_named(
     assert result.state == kept
     (line,) = result.left_out
     assert line.startswith(where)
-    assert "--allow-object" in line
+    assert "os.system" in line or "operator.attrgetter" in line
+    assert "the checkpoint may be hostile" in line
+    assert "--allow-object" not in line
 
 
 def test_an_attribute_of_an_object_is_left_out_alone() -> None:
@@ -66,6 +73,34 @@ def test_an_attribute_of_an_object_is_left_out_alone() -> None:
     assert result.state["args"].state == {"lr": 0.1}
     assert args.state == {"lr": 0.1, "flavour": FLAVOUR}  # the source's own is unchanged
     assert result.left_out[0].startswith("args.state.flavour: it names my.module.Flavour")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "posix.system", "os.path.join", "subprocess.Popen", "builtins.eval", "torch.hub.load",
+        "torch.load", "multiprocessing.popen_fork.Popen", "importlib.import_module",
+    ],
+)  # fmt: skip
+def test_no_option_is_offered_for_what_runs_programs(name: str) -> None:
+    value = [Foreign(Global("a.Class")), Foreign(Global(name))]
+    (line,) = without_others(manifest(state={"a": value}), (), ()).left_out
+    assert line.startswith(f"a: it names {name}, from a part of Python that runs programs")
+    assert "--allow-object" not in line
+
+
+@pytest.mark.parametrize("name", ["ossia.Flavour", "torch.hubs.load", "my.os.Flavour", "torch.x"])
+def test_an_option_is_offered_for_other_names(name: str) -> None:
+    (line,) = without_others(manifest(state={"a": Foreign(Global(name))}), (), ()).left_out
+    assert line.endswith(f"if you trust that, add --allow-object {name}")
+
+
+def test_an_enum_of_python_3_11_is_not_called_hostile() -> None:
+    value = Foreign(Global("builtins.getattr"), (Global("my.module.Flavour"), "SWEET"))
+    (line,) = without_others(manifest(state={"a": value}), (), ()).left_out
+    assert "builtins.getattr can reach code that runs programs" in line
+    assert "hostile" not in line
+    assert "--allow-object" not in line
 
 
 def test_plain_values_stay_the_same_objects() -> None:
@@ -257,3 +292,74 @@ def test_a_line_s_end_in_a_name_is_refused_when_it_is_read(name: str, tmp_path: 
     planted(tmp_path / "universal", {"$global": name})
     with pytest.raises(CorruptCheckpoint, match="not the name"):
         zckpt.read(tmp_path / "universal")
+
+
+# -- calls whose results a pickle drops
+
+TRUE = b"X\4\0\0\0true"
+DROPPED = {
+    "a call": b"cposix\nsystem\n" + TRUE + b"\x85R0",
+    "a call of protocol 4": b"\x8c\5posix\x8c\6system\x93" + TRUE + b"\x85R0",
+    "a call of protocol 0": b"(" + TRUE + b"iposix\nsystem\n0",
+    "a call with a mark": b"(cposix\nsystem\n" + TRUE + b"o0",
+    "below a mark": b"(cposix\nsystem\n" + TRUE + b"\x85R1",
+    "a name": b"cposix\nsystem\n0",
+    "a value under a key that is set again": b"}(N" + b"cposix\nsystem\n" + b"NNu0",
+    "in the memo": b"cposix\nsystem\nq\x7f0h\x7f" + TRUE + b"\x85R0",
+}
+
+
+def first_drops(pickled: bytes, dropped: bytes) -> bytes:
+    """A pickle that runs `dropped` before anything else."""
+    return pickled[:2] + dropped + pickled[2:]
+
+
+def objects_of(path: Path) -> Any:
+    return zckpt.inspect(zckpt.read(path))["objects"]
+
+
+@pytest.mark.parametrize("dropped", DROPPED.values(), ids=DROPPED)
+def test_a_dropped_call_is_listed(dropped: bytes, tmp_path: Path) -> None:
+    for file in ("mp_rank_00_model_states", "bf16_zero_pp_rank_2_mp_rank_00_optim_states"):
+        shutil.copytree(EXAMPLE, tmp_path / file)
+        path = tmp_path / file / "global_step7" / f"{file}.pt"
+        pickled, storages = parts_of(path)
+        path.write_bytes(torch_file(first_drops(pickled, dropped), storages))
+        assert objects_of(tmp_path / file) == ["posix.system"]
+
+
+def test_a_dropped_call_in_metadata_is_listed(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "fsdp2-2.13.0-tiny", tmp_path / "run")
+    assert objects_of(tmp_path / "run") == []
+    path = tmp_path / "run" / ".metadata"
+    path.write_bytes(first_drops(path.read_bytes(), DROPPED["a call"]))
+    assert objects_of(tmp_path / "run") == ["posix.system"]
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_a_dropped_call_in_a_file_of_torch_before_1_6_is_listed(which: int, tmp_path: Path) -> None:
+    """Such a file is five pickles: three that say what it is, the value, the storages' names."""
+    path, data, starts = tmp_path / "run.pt", legacy_file(), [0]
+    path.write_bytes(data)
+    assert objects_of(path) == []
+    for _ in range(which):
+        rest = io.BytesIO(data[starts[-1] :])
+        for _opcode in pickletools.genops(rest):
+            pass
+        starts.append(starts[-1] + rest.tell())
+    path.write_bytes(data[: starts[-1]] + first_drops(data[starts[-1] :], DROPPED["a call"]))
+    assert objects_of(path) == ["posix.system"]
+
+
+def test_what_torch_needs_for_tensors_is_not_listed(tmp_path: Path) -> None:
+    weights = {
+        "a": torch.nn.Parameter(torch.zeros(2)),
+        **{str(t): torch.zeros(2, dtype=t) for t in (torch.float8_e5m2, torch.uint16, torch.int8)},
+    }
+    torch.save(weights, tmp_path / "new.pt")
+    torch.save(weights, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert objects_of(tmp_path / "new.pt") == objects_of(tmp_path / "old.pt") == []
+    pickled, storages = parts_of(tmp_path / "new.pt")
+    pickled = first_drops(pickled, DROPPED["a call"])
+    (tmp_path / "new.pt").write_bytes(torch_file(pickled, storages))
+    assert objects_of(tmp_path / "new.pt") == ["posix.system"]

@@ -40,7 +40,8 @@ class ComparisonOutcome:
     """What a comparison knows in the end.
 
     `results` are in the order of the matches. `damage` lists the damaged records. `beside` lists
-    padding that is not zero. `checked` and `unchecked` count records, `bytes` what was read.
+    padding that is not zero. `checked` and `unchecked` count records, `bare` those of the unchecked
+    that have no CRC; `bytes` is what was read.
     """
 
     results: list[Result] = field(default_factory=list)
@@ -48,6 +49,7 @@ class ComparisonOutcome:
     beside: list[tuple[Record, Extent]] = field(default_factory=list)
     checked: int = 0
     unchecked: int = 0
+    bare: int = 0
     bytes: int = 0
 
 
@@ -262,6 +264,7 @@ class _Comparison:
         outcome.checked, outcome.unchecked = finish(self.checkers, everything, beside)
         for checker in self.checkers:
             outcome.damage += checker.damage.values()
+            outcome.bare += checker.bare
         for number, item in enumerate(self.matches):
             ours, theirs = (
                 None if entry is None or not item.is_read else self.covers[id(entry)].crc

@@ -40,7 +40,7 @@ class CopyOutcome:
     `digests` are those of the target's entries, by name. `files` are sizes and CRC-32s, by path.
     `records` are the CRC-32s of the target's records in the files that were filled, by extent.
     `checked` and `unchecked` count source records. A record stays unchecked if it was saved without
-    a CRC, or if only a small part of it was read.
+    a CRC (`bare` counts these), or if only a small part of it was read.
     """
 
     digests: dict[str, int] = field(default_factory=dict)
@@ -49,6 +49,7 @@ class CopyOutcome:
     bytes: int = 0
     checked: int = 0
     unchecked: int = 0
+    bare: int = 0
 
 
 class _Copy:
@@ -310,6 +311,7 @@ class _Copy:
                     hint="take another copy of the source; nothing was written",
                 )
         self.outcome.checked, self.outcome.unchecked = finish([self.checker])
+        self.outcome.bare = self.checker.bare
         return self.outcome
 
     def _crc(self, key: Key) -> int:

@@ -7,6 +7,7 @@ import shlex
 from math import prod
 from typing import Any
 
+from ..errors import listed
 from .facts import with_facts
 from .inert import plain_group, to_json
 from .manifest import Entry, Manifest
@@ -52,16 +53,19 @@ def inspect(manifest: Manifest) -> Report:
     }
 
 
-def advice(manifest: Manifest, unchecked: int) -> Report:
-    """What can still be done where `unchecked` records were read without a checksum, as a report.
-
-    It is empty if the files have checksums: then a few bytes of a large record were read.
-    """
-    if not unchecked or all(record.crc is not None for record in manifest.records):
+def advice(manifest: Manifest, bare: int) -> Report:
+    """What can still be done where `bare` records that were read have no checksum, as a report."""
+    if not bare:
         return {}
+    files = {record.extent.file for record in manifest.records}
+    unsafe = {record.extent.file for record in manifest.records if record.crc is None}
     path = shlex.quote(manifest.root)
+    which = f"the files of {manifest.root} have"
+    if unsafe < files:
+        names = sorted(os.path.relpath(file, manifest.root) for file in unsafe)
+        which = f"some files of {manifest.root} ({listed(names, 3)}) have"
     return {
-        "advice": f"the files of {manifest.root} have no checksums, so damage in them may go "
+        "advice": f"{which} no checksums, so damage in them may go "
         f"unseen: compare them with another copy (`zckpt verify {path} --against COPY`), or "
         "convert them to universal while they are good, whose files have checksums"
     }

@@ -186,6 +186,12 @@ _TEXTS = frozenset({str, bytes, bytearray})
 _NESTING = frozenset({dict, OrderedDict, list, tuple, Size, set, frozenset, Foreign})
 
 
+def _too_many(most: int, what: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        f"there are more than {most:,} {what}, each counted as often as others refer to it"
+    )
+
+
 def require_tree(value: Any, most: int, most_containers: int) -> None:
     """Raises CorruptCheckpoint for a value that is too much work for functions that walk over it.
 
@@ -208,10 +214,10 @@ def require_tree(value: Any, most: int, most_containers: int) -> None:
             values = count + sum([size[0] for size in sizes])
             containers = 1 + sum([size[1] for size in sizes])
             depth = 1 + max([size[2] for size in sizes], default=0)
-            if values > most or containers > most_containers:
-                raise CorruptCheckpoint(
-                    "values refer to the same ones over and over, or are too many"
-                )
+            if values > most:
+                raise _too_many(most, "values")
+            if containers > most_containers:
+                raise _too_many(most_containers, "lists and dictionaries")
             if depth > MAX_NESTING:
                 raise CorruptCheckpoint(f"values are nested more than {MAX_NESTING} levels deep")
             done[key] = values, containers, depth
@@ -221,8 +227,10 @@ def require_tree(value: Any, most: int, most_containers: int) -> None:
         items = _parts(top)
         kinds = types_in(items)
         parts = [item for item in items if type(item) in _NESTING] if kinds & _NESTING else []
-        if len(items) > 2 * most or len(done) + len(begun) + len(parts) > most_containers:
-            raise CorruptCheckpoint("values refer to the same ones over and over, or are too many")
+        if len(items) > 2 * most:
+            raise _too_many(most, "values")
+        if len(done) + len(begun) + len(parts) > most_containers:
+            raise _too_many(most_containers, "lists and dictionaries")
         texts = [item for item in items if type(item) in _TEXTS] if kinds & _TEXTS else ()
         work = len(items)
         if type(top) is dict:

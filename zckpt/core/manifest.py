@@ -199,6 +199,8 @@ class Manifest:
     checkpoint's own files that nothing in it describes.
     `fingerprints` are those of `files` and of the siblings when they were first opened or listed,
     by path. They are empty for a manifest that `reading.read` has not read.
+    `objects` are the classes and functions that its pickles name, also those whose values a pickle
+    drops again; empty likewise.
     """
 
     root: str
@@ -224,6 +226,7 @@ class Manifest:
     zero_padding: bool = False
     unused: tuple[Extent, ...] = ()
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
+    objects: frozenset[str] = frozenset()
 
     @property
     def dp(self) -> int:

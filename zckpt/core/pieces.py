@@ -66,7 +66,7 @@ class RecordChecker:
     """Do the records have the CRC-32 that their files state? Bytes may come in any order.
 
     Damage raises CorruptCheckpoint. With `collect` it is put into `damage` instead. `fingerprints`
-    are those that the files must have whenever they are opened.
+    are those that the files must have. `bare` counts unchecked records without a stored checksum.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class RecordChecker:
         self._required: set[Extent] = set()
         self._collect = collect
         self.damage: dict[Extent, Damage] = {}
+        self.bare = 0
 
     def passed(
         self, file: str, offset: int, data: memoryview, log: list[PassedRecord] | None = None
@@ -165,10 +166,9 @@ class RecordChecker:
         """
         buffer = Buffer(LITTLE)
         checked = unchecked = 0
-        if everything:
-            for records in self._records.values():
-                for record in records:
-                    self._cover(record)
+        for records in self._records.values() if everything else ():
+            for record in records:
+                self._cover(record)
         for record, cover in list(self._covers.values()):
             gaps = cover.gaps()
             if gaps is None:  # tensors overlap: the whole record must be read again
@@ -183,6 +183,7 @@ class RecordChecker:
                 checked += 1
             else:
                 unchecked += 1
+                self.bare += record.crc is None
         return checked, unchecked
 
     def _pass_range(

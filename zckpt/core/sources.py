@@ -53,12 +53,14 @@ Fingerprints = Mapping[str, Fingerprint]
 class Watch:
     """The first fingerprint of every file that is opened or measured, by path.
 
-    `changed` are the files that had another fingerprint later.
+    `changed` are the files that had another fingerprint later. `objects` are the classes and
+    functions that the texts of pickles name.
     """
 
     def __init__(self) -> None:
         self.first: dict[str, Fingerprint] = {}
         self.changed: set[str] = set()
+        self.objects: set[str] = set()
 
     def note(self, path: str, status: os.stat_result) -> None:
         seen = Fingerprint.of(status)
@@ -192,6 +194,13 @@ def note(path: str, now: os.stat_result) -> None:
     watch = _watch.get()
     if watch is not None:
         watch.note(path, now)
+
+
+def note_objects(names: Iterable[str]) -> None:
+    """Notes names in a pickle for `watching`, also of values that the pickle itself drops."""
+    watch = _watch.get()
+    if watch is not None:
+        watch.objects.update(names)
 
 
 def _not_regular(path: str, now: os.stat_result) -> CorruptCheckpoint:

@@ -7,10 +7,12 @@ from typing import Any
 
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
-from ..errors import counted
-from .terminal import brief, cell, checked, safe, size, table, warn
+from ..errors import counted, listed
+from .terminal import brief, cell, checked, safe, size, table, unchecked, warn
 
 BAR = 48  # characters
+RUN_CODE = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth", ".py")
+"""Ends of names of files that may run code when a program loads them: pickles, and Python."""
 RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -28,7 +30,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
         ("optimizer", report["optimizer"]),
         ("parameters", f"{report['parameters']:,} ({report['elements']:,} elements)"),
         ("files", f"{report['files']:,} ({size(report['bytes'])})"),
-        *([("objects of", ", ".join(map(safe, report["objects"])))] if report["objects"] else []),
+        *([("objects of", safe(listed(report["objects"], 20)))] if report["objects"] else []),
     ]
     table(("", ""), facts)
     print()
@@ -138,6 +140,7 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
         print(f"{size(report['bytes'])} in {counted(len(report['files']), 'file')}:")
         for name in report["files"]:
             print(f"  {safe(name)}")
+        _copied(report["copied"])
         print(f"memory {size(report['memory'])}, free space {size(report['free'])}")
         return
     step = "" if report["step"] is None else f", step {report['step']}"
@@ -148,11 +151,19 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
     print(f"written: {safe(report['about'])}")
     if report.get("resumed"):
         print(f"continued: an earlier run had written {size(report['resumed'])}")
+    _copied(report["copied"])
     for line in report["left_out"]:
         print(f"left out: {safe(line)}")
-    if report["records"]["unchecked"]:
-        records = counted(report["records"]["unchecked"], "record")
-        print(f"{records} of the source could not be checked: no checksum is stored")
-    if advice := report.get("advice"):
-        print(f"note: {safe(advice)}")
+    unchecked(report)
     print(f"next: {safe(report['next'])}")
+
+
+def _copied(names: Sequence[str]) -> None:
+    """How many files beside the checkpoint are copied, and which of them may run code."""
+    if not names:
+        return
+    files = f"copied unchanged: {counted(len(names), 'file')} beside the checkpoint"
+    if risky := [name for name in names if name.lower().endswith(RUN_CODE)]:
+        them = "it" if len(risky) == 1 else "them"
+        files += f"; {safe(listed(risky, 4))} may run code in the program that loads {them}"
+    print(files)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.inert import PYTHON_NUMBERS
 from ..errors import counted, listed
-from .terminal import brief, checked, safe, size, table, warn
+from .terminal import brief, checked, safe, size, table, unchecked, warn
 
 
 def verified(report: dict[str, Any], quiet: bool) -> None:
@@ -37,8 +37,7 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
         _one_sided(report, path, other)
         for line in report.get("notes", ()):
             print(f"note: {safe(line)}")
-        if advice := report.get("advice"):
-            print(f"note: {safe(advice)}")
+        unchecked(report)
         if names := report.get("names_of_reader"):
             print(
                 f"names that no file states, so that gathering proves only the elements: "

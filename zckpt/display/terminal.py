@@ -122,6 +122,20 @@ def checked(records: dict[str, int] | None) -> str:
     return f", {counted(records['checked'], 'record')} checked"
 
 
+def unchecked(report: dict[str, Any]) -> None:
+    """How many records could not be checked and why, and what can still be done."""
+    records = report.get("records") or {"unchecked": 0, "without_checksum": 0}
+    without = records["without_checksum"]
+    for count, reason in (
+        (without, "no checksum is stored"),
+        (records["unchecked"] - without, "only a part was read"),
+    ):
+        if count:
+            print(f"{counted(count, 'record')} could not be checked: {reason}")
+    if advice := report.get("advice"):
+        print(f"note: {safe(advice)}")
+
+
 def can_save(path: str) -> None:
     """Raises WrongOption where no report could be written, before the work is done."""
     folder = os.path.dirname(path) or "."

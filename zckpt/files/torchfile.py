@@ -56,12 +56,13 @@ class _Loaded(NamedTuple):
     """What a pickle is: its value, and how much its tensors have, each view counted once.
 
     `bytes` is the sum of their elements' bytes, `runs` how many reads those need whose elements are
-    apart in the file.
+    apart in the file. `names` are the classes and functions that the pickle names.
     """
 
     value: Any
     bytes: int
     runs: int
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +258,7 @@ class TorchFile:
         if seen not in parsed:
             peeked = _peeked.pop(seen) if seen in _peeked else None
             parsed[seen] = peeked or self._parse(text, seen)
+        sources.note_objects(parsed[seen].names)  # `peek` may have parsed it before the reader
         return parsed[seen]
 
     def _parse(self, text: bytes, seen: tuple[int, int, int]) -> _Loaded:
@@ -358,7 +360,7 @@ class _Parser(Unpickler):
             for tensor in self.collected
         }.values()
         length = sum([tensor.numel * SIZES[tensor.dtype] for tensor in views])
-        return _Loaded(value, length, sum([_runs(tensor) for tensor in views]))
+        return _Loaded(value, length, sum([_runs(tensor) for tensor in views]), (*self.globals,))
 
     def load(self) -> Any:
         try:

@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+from ..core import sources
 from ..core.inert import (
     MAX_EQUAL_HASHES,
     MAX_INTEGER,
@@ -146,11 +147,16 @@ class Unpickler:
         self.globals: dict[str, Global] = {}
 
     def load(self) -> Any:
-        """The value of the pickle; the garbage collector, which finds nothing here, is stopped."""
+        """The value of the pickle; the garbage collector, which finds nothing here, is stopped.
+
+        Names of classes and functions are noted, since a pickle may drop what they give.
+        """
         collects = gc.isenabled()
         gc.disable()
         try:
-            return self._load()
+            value = self._load()
+            sources.note_objects(self.globals)
+            return value
         finally:
             if collects:
                 gc.enable()

@@ -109,7 +109,11 @@ def measure_all(
             *_problems(manifest, measured, statistics),
         ],
         "bytes": size,
-        "records": {"checked": checked, "unchecked": unchecked},
+        "records": {
+            "checked": checked,
+            "unchecked": unchecked,
+            "without_checksum": checker.bare,
+        },
     }
 
 

@@ -51,9 +51,13 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
         "tensors": sum(slots.values()),
         "slots": slots,
         "bytes": outcome.bytes,
-        "records": {"checked": outcome.checked, "unchecked": outcome.unchecked},
+        "records": {
+            "checked": outcome.checked,
+            "unchecked": outcome.unchecked,
+            "without_checksum": outcome.bare,
+        },
         "digests": digests(outcome.results),
-        **(advice(a, outcome.unchecked) if a is b else {}),
+        **(advice(a, outcome.bare) if a is b else {}),
     }
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from ..core.dtypes import TORCH_NAMES
+from ..core.dtypes import STORAGES, TORCH_NAMES
 from ..core.facts import FlatBufferEngine
 from ..core.inert import MAX_DEPTH, Foreign, Global, inside, map_values
 from ..core.inert import PLAIN as PLAIN_TYPES
@@ -44,6 +44,73 @@ COMMON = frozenset(
     )
 )
 """Names that build plain values and run nothing else, whatever their arguments."""
+
+REBUILT = (
+    "tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "wrapper_subclass",
+)  # fmt: skip
+PATHS = ("PosixPath", "WindowsPath", "_local.PosixPath", "_local.WindowsPath")
+DISTRIBUTED = {  # names in modules of torch.distributed, 2.1 to 2.13
+    "_mesh_layout": "_FlatLayout _MeshLayout",
+    "_shard.metadata": "ShardMetadata",
+    "_shard.sharded_tensor.api": "ShardedTensor",
+    "_shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING ShardedTensorMetadata TensorProperties",
+    "_shard.sharded_tensor.shard": "Shard",
+    "_shard.sharding_spec.api": "EnumerableShardingSpec",
+    "_shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+    "_tensor.api": "DTensor",
+    "_tensor.placement_types": "DTensorSpec Replicate Shard TensorMeta",
+    "checkpoint.filesystem": "_StorageInfo",
+    "checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "device_mesh": "DeviceMesh",
+    "remote_device": "_remote_device",
+    "tensor": "DTensor",
+    "tensor._dtensor_spec": "DTensorSpec ShardOrderEntry TensorMeta",
+    "tensor.placement_types": "Replicate Shard",
+}
+DESCRIBING = COMMON | frozenset(
+    (
+        *(f"torch.{module}{name}" for module in ("", "cuda.") for name in STORAGES),
+        "torch.storage.UntypedStorage",
+        *(f"torch._utils._rebuild_{name}" for name in REBUILT),
+        "torch._tensor._rebuild_from_type_v2",
+        "torch.Tensor",
+        *(f"torch.nn.{name}" for name in ("Parameter", "parameter.Parameter")),
+        "torch.serialization._get_layout",
+        *(
+            f"torch.distributed.{module}.{name}"
+            for module, names in DISTRIBUTED.items()
+            for name in names.split()
+        ),
+        *(f"pathlib.{name}" for name in PATHS),  # the directory that `.metadata` states
+    )
+)
+"""Names by which torch's files describe tensors; a reader takes them apart, and keeps none.
+
+`builtins.getattr`, by which pickles of protocol 2 name a class within a ShardedTensor, is not
+among them: it also reaches functions that run programs.
+"""
+
+RUNNING = frozenset(
+    (
+        "_ctypes", "_io.FileIO", "_io.open", "_pickle", "_posixsubprocess", "bdb", "builtins",
+        "cloudpickle", "code", "codeop", "commands", "ctypes", "dill", "distutils", "imp",
+        "importlib", "io.FileIO", "io.open", "joblib", "marshal", "multiprocessing", "nt",
+        "numpy.f2py", "numpy.load", "operator.attrgetter", "operator.call", "operator.methodcaller",
+        "os", "pdb", "pickle", "pip", "pkgutil", "posix", "profile", "pty", "runpy", "setuptools",
+        "shelve", "shutil", "site", "socket", "subprocess", "sys", "timeit", "torch.hub",
+        "torch.load", "torch.serialization.load", "torch.utils.cpp_extension", "trace",
+        "types.CodeType", "types.FunctionType", "webbrowser", "zipimport",
+    )
+)  # fmt: skip
+"""Modules and functions by which a pickle runs programs or code, or reaches what does."""
+REACHES_ALL = "builtins.getattr"  # Python 3.11 writes it for a member of an enum, too
+
+
+def runs_programs(name: str) -> bool:
+    """Whether a name is one of RUNNING, or in a module of it."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in RUNNING for count in range(1, len(parts) + 1))
 
 
 def without_others(
@@ -76,14 +143,34 @@ def without_others(
 
 
 def others_of(manifest: Manifest, needed: Collection[str] = ()) -> list[str]:
-    """The classes and functions outside of the closed list that a checkpoint names, sorted."""
+    """The classes and functions outside of the closed list that a checkpoint names, sorted.
+
+    A pickle may call a function and drop what it gives: such a name counts, too.
+    """
     names = _Names()
     values = (manifest.state, manifest.groups, _config(manifest))
-    return sorted(frozenset().union(*map(names.of, values)) - COMMON - {*needed})
+    kept = frozenset().union(*map(names.of, values)) - COMMON
+    return sorted((kept | (manifest.objects - DESCRIBING)) - {*needed})
 
 
 def _config(manifest: Manifest) -> Mapping[str, Any] | None:
     return manifest.engine.config if isinstance(manifest.engine, FlatBufferEngine) else None
+
+
+def _refusal(names: list[str]) -> str:
+    """Why a value that names these is left out. There is no ready option for what runs programs."""
+    running = [name for name in names if runs_programs(name)]
+    if not running:
+        return (
+            f"it names {listed(names, 3)}, which a program that loads the target would run; if you "
+            f"trust that, add --allow-object {names[0]}"
+        )
+    if running == [REACHES_ALL]:
+        return f"it names {listed(names, 3)}, and {REACHES_ALL} can reach code that runs programs"
+    return (
+        f"it names {listed(running, 3)}, from a part of Python that runs programs; nothing that a "
+        "trainer saves needs that, so the checkpoint may be hostile"
+    )
 
 
 class _Filter:
@@ -102,10 +189,7 @@ class _Filter:
         for key, item in value.items():
             where = inside(path, key) if path else str(key)
             if names := sorted({*self._wrong(key), *self._lost(item)}):
-                self.left_out.append(
-                    f"{where}: it names {listed(names, 3)}, which a program that loads the target "
-                    f"would run; if you trust that, add --allow-object {names[0]}"
-                )
+                self.left_out.append(f"{where}: {_refusal(names)}")
             else:
                 kept[key] = self._kept(item, where)
         return kept

@@ -24,6 +24,8 @@ def test_a_missing_shard_of_hugging_face(lost: str, tmp_path: Path) -> None:
             path = tmp_path / f"shard-{rank + 1:05d}-model-{file:05d}-of-00002.safetensors"
             save_file({name: torch.full((2, 3), float(rank))}, path, metadata=info)
     assert zckpt.read(tmp_path).parameters["b"].shape == (4, 3)
+    records = zckpt.verify(tmp_path)["records"]
+    assert records == {"checked": 0, "unchecked": 4, "without_checksum": 4}
     (tmp_path / f"{lost}.safetensors").unlink()
     with pytest.raises(errors.IncompleteCheckpoint, match=rf"{lost}\.safetensors is missing"):
         zckpt.read(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,36 @@ def test_usual_names(model: str, optim: str, tmp_path: Path) -> None:
     assert (tmp_path / "target" / "trainer_state.json").read_text() == "{}"
 
 
+@pytest.mark.parametrize("optim", ["optimizer.pt", None])
+def test_tensors_in_safetensors_count_as_unchecked(
+    optim: str | None, tmp_path: Path, zckpt: Zckpt
+) -> None:
+    pair = trained_pair()
+    folder = save(tmp_path / "run", pair, "model.safetensors", optim or "optimizer.pt")
+    (tmp_path / "names").write_text("\n".join(names_by_group(pair)))
+    words: list[object] = ["--param-names", tmp_path / "names"]
+    if optim is None:
+        (folder / "optimizer.pt").unlink()
+        words = []
+    tensors = len(load_file(folder / "model.safetensors"))
+    which = "some files" if optim else "the files"
+    for command in (("verify", folder, *words), ("convert", folder, tmp_path / "target", *words)):
+        printed = zckpt(*command)
+        assert f"{tensors} records could not be checked: no checksum is stored" in printed.out
+        assert f"note: {which} of {folder} " in printed.out
+        assert ("(model.safetensors)" in printed.out) == (optim is not None)
+        shutil.rmtree(tmp_path / "target", ignore_errors=True)
+        records = zckpt(*command, "--json").document["records"]
+        assert records["unchecked"] == tensors
+        assert (records["checked"] > 0) == (optim is not None)
+    printed = zckpt("verify", tmp_path / "target", "--against", folder, *words)
+    assert printed.code == 0
+    assert f"{tensors} records could not be checked: no checksum is stored" in printed.out
+    printed = zckpt("verify", tmp_path / "target")
+    assert "could not be checked" not in printed.out
+    assert "note:" not in printed.out
+
+
 def test_verls_folder(tmp_path: Path, zckpt: Zckpt) -> None:
     """Files of ranks, whose names are verl's, and a folder `huggingface` beside them."""
     folder, pair = tmp_path / "actor", trained_pair()
@@ -94,6 +125,12 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     zckpt.convert(folder, tmp_path / "target", to="gathered", param_names=names)
     torch.save(load_file(tmp_path / "target" / "model.safetensors"), tmp_path / "target/model.pt")
     assert_same_run(resumed_pair(tmp_path / "target"), pair)
+    for name in ("../model-2.safetensors", str(folder / "model-2.safetensors")):
+        outside = json.dumps({"weight_map": {"a": name}})
+        (folder / "model.safetensors.index.json").write_text(outside)
+        with pytest.raises(errors.CorruptCheckpoint, match=r"index\.json names a file outside of"):
+            zckpt.read(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model-2.safetensors").unlink()
     with pytest.raises(errors.IncompleteCheckpoint, match=r"model-2\.safetensors is missing"):
         zckpt.read(folder)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from ...core.expected import missing_file
+from ...core.fragments import Record
 from ...files.safefile import Stored, read_with_metadata
 from ..statedict.tree import Leaf, SavedTree, assembled, number_of, solid_piece
 
@@ -35,6 +36,7 @@ def read(paths: Sequence[str], saved: SavedTree) -> None:
     pieces: dict[str, list[tuple[Stored, tuple[int, ...]]]] = {}
     for path in paths:
         tensors, metadata = read_with_metadata(path)
+        saved.records += [Record(stored.extent, None) for stored in tensors]
         info = json.loads(metadata.get(INFO, "{}"))
         for stored in tensors:
             offsets = info.get(stored.name, {}).get("saved_offsets")

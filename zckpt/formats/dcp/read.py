@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...core import sources
+from ...core.fragments import Record
 from ...core.manifest import Manifest
 from ...errors import (
     MALFORMED,
@@ -162,6 +163,7 @@ class _FolderReader:
             stored = self.files.stored(location, key)
             if stored is not None:
                 require_same(location, key, (stored.dtype, stored.shape), (dtype, box.sizes))
+                self.saved.records.append(Record(stored.extent, None))
                 pieces.append(solid_piece(stored, box.offsets))
                 number = number_of(stored)
                 continue

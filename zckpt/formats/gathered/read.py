@@ -166,7 +166,9 @@ class _TreeReader:
             }
         if path.endswith(".safetensors"):
             self.saved.files.append(path)
-            return weights_of(path)
+            tensors, records = weights_of(path)
+            self.saved.records += records
+            return tensors
         file = self._open(path)
         if next(distributed.distributed_in(file.value), None) is not None:
             return self._merge({0: file})

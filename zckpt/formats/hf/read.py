@@ -17,7 +17,7 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     saved = SavedTree(
         path,
         {"format": "gathered", "version": None, "dp": None, "tag": None},
-        {"model": {name: leaf for file in files for name, leaf in weights_of(file).items()}},
+        {"model": {name: leaf for file in files for name, leaf in weights_of(file)[0].items()}},
         files=[weights, *files] if weights.endswith(INDEX) else files,
     )
     siblings, left_out = beside(path, set(saved.files))

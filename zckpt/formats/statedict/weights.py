@@ -7,33 +7,36 @@ import os
 from math import prod
 
 from ...core import sources
-from ...core.expected import missing_file
-from ...core.fragments import solid
+from ...core.expected import missing_file, path_inside
+from ...core.fragments import Record, solid
 from ...files import safefile
 from .tree import Leaf, number_of
 
 
-def weights_of(path: str) -> dict[str, Leaf]:
-    """The tensors of one safetensors file."""
-    return {
+def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
+    """The tensors of one safetensors file, and a record without a checksum for each."""
+    tensors = safefile.read(path)
+    leaves = {
         stored.name: Leaf(
             stored.dtype,
             stored.shape,
             solid(prod(stored.shape), stored.extent),
             number_of(stored),
         )
-        for stored in safefile.read(path)
+        for stored in tensors
     }
+    return leaves, [Record(stored.extent, None) for stored in tensors]
 
 
 def files_of_index(path: str) -> list[str]:
-    """The files that an index of Hugging Face names, beside it.
+    """The files that an index of Hugging Face names, in its folder.
 
-    Raises IncompleteCheckpoint for one that is missing.
+    Raises CorruptCheckpoint for one outside of it, IncompleteCheckpoint for one that is missing.
     """
     with sources.opened(path) as file:
         names = sorted(set(json.load(file)["weight_map"].values()))
-    files = [os.path.join(os.path.dirname(path), os.path.basename(name)) for name in names]
+    folder, index = os.path.split(path)
+    files = [path_inside(folder, name, index) for name in names]
     for name in files:
         if not sources.is_file(name):
             raise missing_file(name, path)
