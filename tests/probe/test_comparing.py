@@ -201,9 +201,7 @@ def test_what_was_compared_by_its_shape_alone_is_said(run_a: Path, tmp_path: Pat
     for name in ("b", "c"):
         write(tmp_path / name, lines)
     (note,) = probe.compare(tmp_path / "b", tmp_path / "c")["notes"]
-    assert note.startswith(
-        "1 records have a shape but no numbers, such as step 9, batch 1, backward"
-    )
+    assert note.startswith("without numbers, 1 record, such as step 9, batch 1, backward")
 
 
 def test_the_earliest_of_all_ranks(tmp_path: Path) -> None:
@@ -241,7 +239,7 @@ def test_runs_that_share_nothing(run_a: Path, tmp_path: Path) -> None:
 def test_other_numbers_of_processes_are_said(run_a: Path, tmp_path: Path) -> None:
     b = write(tmp_path / "b", events(), world=2)
     (note,) = probe.compare(run_a, b)["notes"]
-    assert note.startswith("1 processes against 2")
+    assert note.startswith("1 process against 2")
 
 
 def test_files_that_are_no_run(run_a: Path, tmp_path: Path, zckpt: Zckpt) -> None:
