@@ -241,11 +241,11 @@ def verify(
     was found; a ZckptError is raised only if nothing could be looked at.
     """
     if gather and rename:
-        raise WrongOption("--gather uses the names of PATH", hint="use --rename without --gather")
+        raise WrongOption("--rename does not work with --gather", hint="leave one of them out")
     if gather and against is None:
-        raise WrongOption("--gather compares with another checkpoint", hint="add --against PATH")
+        raise WrongOption("--gather needs a checkpoint to compare with", hint="add --against PATH")
     if device is not None and not gather:
-        raise WrongOption("--device is where --gather works", hint="add --gather --against PATH")
+        raise WrongOption("--device is only for --gather", hint="add --gather --against PATH")
     started = time.monotonic()
     report: Report = {
         "zckpt": 1,
@@ -327,7 +327,7 @@ def _gather(
 
     manifest = read_manifest(path, reading)
     if saved.is_proof(os.fspath(against)):
-        raise WrongOption("--gather compares with a checkpoint", hint="leave --gather out")
+        raise WrongOption("--gather cannot compare with a proof", hint="leave out --gather")
     other = read_other(against, manifest, reading)
     from .proof.allgather import verify_gathered
 

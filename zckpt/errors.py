@@ -101,7 +101,7 @@ def not_understood(path: str, error: Exception) -> CorruptCheckpoint:
 class SourceChanged(ZckptError):
     """A file of the source is not the one that was read before: another program writes there."""
 
-    usual_hint = "stop what writes there, or take a copy, and start again"
+    usual_hint = "stop the program that writes there, or copy the checkpoint; then start again"
 
 
 class InconsistentCheckpoint(ZckptError):
@@ -123,7 +123,7 @@ class MissingExtra(ZckptError):
 class MissingData(ZckptError):
     """The target needs data that the source does not hold."""
 
-    usual_hint = "see `zckpt inspect` for what the source holds"
+    usual_hint = "`zckpt inspect` shows what the source has"
 
 
 class TargetExists(ZckptError):

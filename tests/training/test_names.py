@@ -59,7 +59,7 @@ def test_hugging_face_names_keep_their_model() -> None:
 
 
 def test_one_rule_holds_for_all_names() -> None:
-    with pytest.raises(MissingData, match=r"hold: b; nothing asks for its module\.b"):
+    with pytest.raises(MissingData, match=r"names: b; nothing asks for its module\.b"):
         matched(["a", "b"], ["a", "module.b"])
 
 

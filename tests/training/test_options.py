@@ -79,8 +79,8 @@ def test_an_option_has_its_value_or_its_default() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        (DP, 0, "a data-parallel size of 0"),
-        (DP, MAX_DP + 1, f"a data-parallel size of {MAX_DP + 1}"),
+        (DP, 0, "--dp cannot be 0"),
+        (DP, MAX_DP + 1, f"--dp cannot be {MAX_DP + 1}"),
         (DTYPE, "int8", "dtype 'int8' is none of fp32, bf16, fp16"),
         (GROUP_DEFAULTS, {0: 1.0}, "group_defaults has the key 0"),
     ],

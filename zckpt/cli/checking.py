@@ -25,19 +25,19 @@ from .parameters import PATH
     "--against",
     type=PATH,
     metavar="PATH",
-    help="A checkpoint of any format, or a saved proof.",
+    help="Compare with this checkpoint (any format) or proof.",
 )
 @grouped(
     "Comparison",
     "--gather",
     is_flag=True,
-    help="Rebuild PATH by all-gathering, with torch.",
+    help="Join ranks' parts by the engine's rule, with torch.",
 )
 @grouped(
     "Comparison",
     "--device",
     type=click.Choice(["cuda", "cpu"]),
-    help="With --gather: where.  [default: a GPU if there is one]",
+    help="Where --gather runs.  [default: a GPU if there is one]",
 )
 @grouped(
     "Comparison", "--tensors", metavar="GLOB", help="Check only the tensors whose name matches."
@@ -62,9 +62,9 @@ def verify(
 ) -> int:
     """Check a checkpoint for contradictions, or compare it with another one.
 
-    Without --against, verify checks checksums, that every element is stored once, that copies on
-    several ranks are equal, that weights are the rounded masters, and steps. Two swapped files may
-    contradict nothing: only --against finds them.
+    Without --against, verify checks that checksums match, that every element is stored once, that
+    copies on several ranks are equal, that weights are the rounded masters, and that steps agree.
+    Two swapped files may contradict nothing: only --against finds them.
 
     With --against, shared tensors are compared bit for bit, steps and hyper-parameters by value. If
     the original is gone, give the FILE of an earlier --save-proof.
@@ -138,10 +138,10 @@ def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
 def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
     """Show statistics of every tensor, and warn of dead or impossible numbers.
 
-    Over finite numbers, in float64: min, max, mean, std (with n - 1, as torch.std) and L2 norm.
-    Counts of NaN, infinite, negative, zero and positive numbers. A histogram of magnitudes in
-    powers of two. Warnings name second moments that are zero or negative, constant weights, NaN,
-    infinities, and steps that stopped in low precision.
+    These are min, max, mean, std (with n - 1, as torch.std) and L2 norm over finite numbers, in
+    float64; counts of NaN, infinite, negative, zero and positive numbers; and a histogram of
+    magnitudes in powers of two. Warnings name second moments that are zero or negative, constant
+    weights, NaN, infinities, and steps that stopped in low precision.
     """
     from .. import api, display
 
@@ -165,7 +165,7 @@ def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
     "--noise",
     type=PATH,
     metavar="RUN_A2",
-    help="A repetition of RUN_A, to measure the noise between equal runs.",
+    help="A second run of RUN_A's program, to measure the noise between them.",
 )
 @grouped(
     "Output",
@@ -194,9 +194,10 @@ def probe_diff(
 ) -> int:
     """Show the first big difference between two recorded runs.
 
-    zckpt.probe or ONNX Runtime's StatisticsSubscriber recorded the runs. The report names the step,
-    the module, forward or backward, and what a difference there means. --noise measures how far two
-    runs of the same program are apart. Without noise, any difference is a big one.
+    RUN_A and RUN_B are folders that zckpt.probe or ONNX Runtime's StatisticsSubscriber wrote. The
+    report names the step, the module, forward or backward, and what a difference there means.
+    --noise measures how far two runs of the same program are apart. Without --noise, any difference
+    is a big one.
 
     Exit code 3: there is a big difference.
     """

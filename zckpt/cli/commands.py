@@ -59,7 +59,7 @@ def cli() -> None:
     is_flag=True,
     help="List every place that stores a step, and which one is used.",
 )
-@grouped("What to show", "--layout", is_flag=True, help="Draw which file holds which elements.")
+@grouped("What to show", "--layout", is_flag=True, help="Draw which file has which elements.")
 @grouped(
     "What to show", "--state", is_flag=True, help="Print everything that is not a tensor, as JSON."
 )
@@ -124,7 +124,7 @@ def inspect(
 def convert(source: str, target: str, to: str, **words: Any) -> None:
     """Write a checkpoint in another format.
 
-    DST is a new directory. What its format cannot hold is left out and listed.
+    DST is a new directory. The report lists what its format cannot store.
     """
     write("convert", source, target, words, to=to)
 
@@ -142,7 +142,7 @@ def convert(source: str, target: str, to: str, **words: Any) -> None:
     "--checkpoints",
     type=click.Choice(["all", "best-and-last"]),
     metavar="all|best-and-last",
-    help="Which ones, if SRC is a whole run.",
+    help="Which to write, if SRC is a whole run.",
 )
 @writing
 @copying
@@ -150,8 +150,8 @@ def convert(source: str, target: str, to: str, **words: Any) -> None:
 def reshard(source: str, target: str, **words: Any) -> None:
     """Write a checkpoint for another number of ranks or another ZeRO stage.
 
-    DST is a new directory. The unmodified trainer of SRC resumes from it on --dp ranks. A universal
-    SRC is written for the engine that it came from.
+    DST is a new directory. The trainer of SRC resumes from it, unmodified, on --dp ranks. A
+    universal SRC is written for the engine that it came from.
     """
     write("reshard", source, target, words)
 
@@ -226,8 +226,8 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
         sys.stdout.flush()
         if dry_run and report["bytes"] > report["free"]:
             raise NotEnoughSpace(
-                f"{target} needs {report['bytes'] / 1e9:.3f} GB, {report['free'] / 1e9:.3f} GB are "
-                "free",
+                f"{target} needs {report['bytes'] / 1e9:.3f} GB, but only "
+                f"{report['free'] / 1e9:.3f} GB are free",
                 hint="choose a target on another filesystem, or free some space",
             )
     except OSError as error:  # a full disk behind stdout

@@ -66,14 +66,12 @@ _format = grouped(
     type=FormatName(targets=False),
     help="The source's format.  [default: recognised by content]",
 )
-_tag = grouped(
-    "Source", "--tag", metavar="NAME", help="If a run has several tags: the one to read."
-)
+_tag = grouped("Source", "--tag", metavar="NAME", help="The tag to read, if a run has several.")
 _step_policy = grouped(
     "Optimizer and steps",
     "--step-policy",
     metavar="max|min|keep|N",
-    help="If steps disagree: which to take.  [default: an error]",
+    help="Which step to take if they disagree.  [default: an error]",
 )
 _quiet = grouped("Output", "-q", "--quiet", is_flag=True, help="Print no progress and no warnings.")
 as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -100,7 +98,7 @@ moving = together(
         metavar="N",
         default=4,
         show_default=True,
-        help="Threads.",
+        help="Number of threads.",
     ),
     grouped(
         "Copying",
@@ -109,7 +107,7 @@ moving = together(
         type=Size(),
         default="256MiB",
         show_default=True,
-        help="Limit for all buffers together.",
+        help="Limit for the memory of all buffers together.",
     ),
 )
 """Options for reading tensors."""
@@ -123,13 +121,13 @@ copying = together(
         type=click.Choice(["auto", "direct", "buffered"]),
         default="auto",
         show_default=True,
-        help="Write past the page cache (direct), through it (buffered), or as fits (auto).",
+        help="Write past the page cache (direct), through it (buffered), or choose (auto).",
     ),
     grouped(
         "Copying",
         "--resume",
         is_flag=True,
-        help="Continue an interrupted run of the same options, else start.",
+        help="Continue an interrupted run with the same options, or start.",
     ),
     grouped(
         "Output",

@@ -65,7 +65,13 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         fail(words, "CorruptCheckpoint", what, CorruptCheckpoint.usual_hint, 1)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        fail(words, "InternalError", what, "a bug of zckpt: ZCKPT_TRACEBACK=1 shows where", 1)
+        fail(
+            words,
+            "InternalError",
+            what,
+            "a bug of zckpt: please report it, with what ZCKPT_TRACEBACK=1 shows",
+            1,
+        )
     flush()
     if arguments is None:
         gc.freeze()  # no search for cycles at the end, a tenth of the time of `inspect`

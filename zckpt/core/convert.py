@@ -85,7 +85,8 @@ def convert(
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise NotEnoughSpace(
                 f"the filesystem of {staging.target} is full: {error.filename}: {error.strerror}",
-                hint=f"{size / 1e9:.3f} GB are needed; nothing was left behind",
+                hint=f"free some space ({size / 1e9:.3f} GB are needed), or choose a target on "
+                "another filesystem; nothing was left behind",
             ) from error
         raise
     return outcome

@@ -151,8 +151,9 @@ class Journal:
                 reason = difference(document["run"], identity.document())
                 if reason:
                     raise TargetExists(
-                        f"{folder} cannot be continued, since it was begun with {reason}",
-                        hint=f"do as before, or remove it: {removal(folder)}",
+                        f"{folder} cannot be continued: it was begun with {reason}",
+                        hint="use the same zckpt, source and options as before, or remove it: "
+                        f"{removal(folder)}",
                     )
                 self.is_new, self.chunk = False, document["chunk"]
             elif len(document) == 1:  # the file was lost

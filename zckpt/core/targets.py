@@ -151,7 +151,7 @@ def need_space(target: str, size: int, resume: bool = False) -> None:
         free += allocated(f"{os.path.abspath(target)}.partial")
     if size > free:
         raise NotEnoughSpace(
-            f"{target} needs {size / 1e9:.3f} GB, {free / 1e9:.3f} GB are free",
+            f"{target} needs {size / 1e9:.3f} GB, but only {free / 1e9:.3f} GB are free",
             hint="choose a target on another filesystem, or free some space",
         )
 

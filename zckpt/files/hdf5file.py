@@ -136,7 +136,10 @@ def _contents(
     h5py: Any, path: str, file: int, opened: Any, is_tensor: Callable[[str], bool]
 ) -> Contents:
     if opened.userblock_size:
-        raise UnsupportedCheckpoint(f"{path} begins with a user block")
+        raise UnsupportedCheckpoint(
+            f"{path} begins with a user block, which zckpt does not read",
+            hint="remove it: `h5unjam -i FILE -o NEW_FILE --delete`",
+        )
     file_size = sources.size(path)
     tensors: dict[str, Dataset] = {}
     values: dict[str, Any] = {}
@@ -212,7 +215,9 @@ def _tensor(h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any) -> D
     numpy_dtype = dataset.dtype
     dtype = DTYPES.get(numpy_dtype.name)
     if dtype is None or numpy_dtype.byteorder == ">":
-        raise UnsupportedCheckpoint(f"{path}: {name} has elements of type {numpy_dtype}")
+        raise UnsupportedCheckpoint(
+            f"{path}: {name} has elements of type {numpy_dtype}, which zckpt does not read"
+        )
     shape, extent = _location(h5py, path, bounds, name, dataset, numpy_dtype.itemsize)
     return Dataset(dtype, shape, extent)
 
@@ -237,10 +242,13 @@ def _location(
     if offset is None or offset + length > bounds.file_size:
         raise CorruptCheckpoint(
             f"{path} ends early: {name} is not inside it",
-            hint="the file was cut short, or the save did not finish",
+            hint="use another copy, or an earlier checkpoint: the file was cut short, or the save "
+            "did not finish",
         )
     if dataset.get_storage_size() != length:
-        raise CorruptCheckpoint(f"{path}: {name} has {length:,} bytes by its shape, but not stored")
+        raise CorruptCheckpoint(
+            f"{path}: {name} has {length:,} bytes by its shape, but another number is stored"
+        )
     bounds.take(name, length)
     return shape, Extent(path, int(offset), length)
 
@@ -260,7 +268,9 @@ def _value(
     size = REFERENCE.size if is_text else numpy_dtype.itemsize
     shape, extent = _location(h5py, path, bounds, name, dataset, size)
     if prod(shape) > MAX_ELEMENTS or (is_text and shape):
-        raise UnsupportedCheckpoint(f"{path}: {name} has shape {shape}")
+        raise UnsupportedCheckpoint(
+            f"{path}: {name} has shape {shape}; zckpt reads single texts and short lists of numbers"
+        )
     with sources.opened(path) as file:
         data = sources.pread(file.fileno(), extent.length, extent.offset)
         if is_text:

@@ -84,7 +84,8 @@ def read_with_metadata(path: str, begin: int = 0) -> tuple[list[Stored], dict[st
         end += stored.extent.length
     if end != size:
         raise CorruptCheckpoint(
-            f"{path} has {size} bytes, its header says {end}", hint="it was cut short, or grew"
+            f"{path} has {size} bytes, but its header says {end}",
+            hint="use another copy: the file was cut short or changed",
         )
     return tensors, metadata
 

@@ -135,7 +135,9 @@ class TorchFile:
             elif head[:1] == b"\x80" and head[1:2] in _PROTOCOLS and not within.offset:
                 loaded = self._read_legacy(file.fileno())
             elif not self.size:
-                raise CorruptCheckpoint(f"{path} is empty", hint="the save did not finish")
+                raise CorruptCheckpoint(
+                    f"{path} is empty", hint="the save did not finish; use an earlier checkpoint"
+                )
             elif head == b"vers":  # "version https://git-lfs.github.com/..."
                 raise CorruptCheckpoint(f"{path} is a Git LFS pointer", hint="run `git lfs pull`")
             else:
@@ -143,14 +145,15 @@ class TorchFile:
         self.value = loaded.value
         if loaded.bytes > SPARE_BYTES + COPIES * self.size:
             raise CorruptCheckpoint(
-                f"{path} has {self.size} bytes, but its tensors have {loaded.bytes}",
-                hint="a tensor was expanded, or many are views of the same elements: save copies "
-                "of them, as by tensor.clone()",
+                f"{path} has {self.size} bytes, but its tensors would need {loaded.bytes}",
+                hint="a tensor was expanded, or many tensors are views of the same elements: save "
+                "copies, which tensor.clone() makes",
             )
         if loaded.runs > SPARE_RUNS + self.size // BYTES_PER_RUN:
             raise UnsupportedCheckpoint(
-                f"{path} has tensors whose elements are apart in {loaded.runs} places",
-                hint="save them as they are in memory after tensor.contiguous()",
+                f"{path} has tensors that are not contiguous: their elements lie in {loaded.runs} "
+                "separate places",
+                hint="save what tensor.contiguous() returns",
             )
 
     # -- the bytes of a tensor
@@ -200,7 +203,7 @@ class TorchFile:
             return Scalar(decode(tensor.dtype, self.read(tensor)), tensor.dtype, tensor.shape)
         except KeyError as error:
             raise UnsupportedCheckpoint(
-                f"{self.path} holds a number of type {tensor.dtype}"
+                f"{self.path} has a number of type {tensor.dtype}, which zckpt does not read"
             ) from error
 
     def crc(self, tensor: Tensor) -> tuple[int, int | None]:
@@ -291,7 +294,9 @@ class TorchFile:
             head = sources.pread(file, 8, offset)
             length = int.from_bytes(head, "little", signed=True) * SIZES[storage.dtype]
             if len(head) < 8 or length < 0 or offset + 8 + length > self.size:
-                raise CorruptCheckpoint(f"{self.path} ends early", hint="it was cut short")
+                raise CorruptCheckpoint(
+                    f"{self.path} ends early", hint="the file was cut short; use another copy"
+                )
             # this container has no checksums
             self.records[storage.key] = Record(Extent(self.path, offset + 8, length), None)
             offset += 8 + length
@@ -406,7 +411,10 @@ def _tensor(
     if len(shape) > MAX_AXES:
         raise CorruptCheckpoint(f"a tensor has {len(shape)} axes")
     if lazy:  # {"conj": True} or {"neg": True}: the bytes are not the values
-        raise UnsupportedCheckpoint("a tensor with a pending conjugation or negation")
+        raise UnsupportedCheckpoint(
+            "a tensor has a pending conjugation or negation",
+            hint="save what tensor.resolve_conj().resolve_neg() returns",
+        )
     sizes, steps = tuple(map(_size, shape)), tuple(map(_size, strides))
     _size(prod(sizes))
     return Tensor(storage, storage.dtype, _size(offset), sizes, steps)
@@ -525,7 +533,8 @@ def read_directory(file: int, within: Extent) -> dict[str, ZipMember]:
     if end < 0 or len(tail) < end + 22:
         raise CorruptCheckpoint(
             f"{path} ends early: its zip directory is missing",
-            hint="the file was cut short, or the save did not finish",
+            hint="use another copy, or an earlier checkpoint: the file was cut short, or the save "
+            "did not finish",
         )
     count, length, start = struct.unpack_from("<HII", tail, end + 10)
     if end >= 20 and tail[end - 20 : end - 16] == b"PK\6\7":  # zip64, which torch always writes

@@ -99,7 +99,7 @@ def named(name: str) -> Format:
         if item.name == name:
             return item
     names = ", ".join(item.name for item in FORMATS)
-    raise WrongOption(f"there is no format {name!r}", hint=f"choose of {names}; FSDP's is dcp")
+    raise WrongOption(f"there is no format {name!r}", hint=f"choose one of {names} (for FSDP: dcp)")
 
 
 def engine_objects() -> frozenset[str]:
@@ -147,7 +147,9 @@ def recognise(path: str, name: str | None = None, tag: str | None = None) -> For
             "--checkpoints` writes several of a Trainer's run",
         )
     what = f" of format {name}" if name else ""
-    raise NotACheckpoint(f"{path} is no checkpoint{what}: {_looks(path)}", hint=_near(path, inside))
+    raise NotACheckpoint(
+        f"{path} is not a checkpoint{what}: {_looks(path)}", hint=_near(path, inside)
+    )
 
 
 def _weak(path: str, name: str | None) -> dict[Format, list[str]]:

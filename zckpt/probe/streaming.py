@@ -92,7 +92,7 @@ class _Absent(Tensor):
         if any(not isinstance(each, cls) and each.device.type != "meta" for each in given):
             raise MissingData(
                 f"{absent[0].path} is used while its module is not called",
-                hint="name the class of the module that uses it in whole=",
+                hint="give whole=[CLASS], with the class of the module that uses it",
             )
         result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if isinstance(result, cls) and absent:
@@ -222,7 +222,7 @@ def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
                 lost.append(whole)
     if lost:
         raise MissingData(
-            f"buffers that no checkpoint holds are on meta: {listed(lost)}",
+            f"these buffers are on the meta device, and no checkpoint has them: {listed(lost)}",
             hint="create the modules that compute them on the CPU",
         )
     owners = {name: name for name in {entry.parameter for entry in manifest.entries.values()}}
@@ -246,6 +246,7 @@ def _source(manifest: Manifest, owner: str, name: str, tensor: Tensor) -> Entry:
     entry = weight_of(manifest.entries, owner).supply("param", dtype)
     if entry.shape != tuple(tensor.shape):
         raise MissingData(
-            f"{name} has shape {tuple(tensor.shape)}, in the checkpoint {entry.shape}"
+            f"{name} has shape {tuple(tensor.shape)} in the model and {entry.shape} in the "
+            "checkpoint"
         )
     return entry

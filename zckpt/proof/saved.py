@@ -116,7 +116,10 @@ def _read_proof(path: str) -> Manifest:
             file.seek(0)
             report = json.loads(file.read().decode("utf-8"))
         if report["equal"] is not True:
-            raise CorruptCheckpoint(f"{path} proves a difference", hint="take a proof of equality")
+            raise CorruptCheckpoint(
+                f"{path} proves a difference",
+                hint="give a file that `zckpt verify --save-proof` wrote when it found nothing",
+            )
         description = report["held"]
         entries = {
             name: Entry(

@@ -115,8 +115,9 @@ def _by_rule(
 def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:
     """The unmatched names of both sides, in one sentence."""
     others = f"; nothing asks for its {listed(unused)}" if unused else ""
-    what = listed(wanted) if wanted else "several names become one"
-    return f"names that the source does not hold: {what}{others}"
+    if not wanted:
+        return f"several names become one{others}"
+    return f"the source does not have these names: {listed(wanted)}{others}"
 
 
 def by_plain_name(names: Iterable[str], spelling: Spelling = plain) -> dict[str, str]:
@@ -126,7 +127,7 @@ def by_plain_name(names: Iterable[str], spelling: Spelling = plain) -> dict[str,
         other = originals.setdefault(spelling(name), name)
         if other != name:
             raise WrongOption(
-                f"{other} and {name} differ only in wrappers' names",
+                f"{other} and {name} differ only in the names of wrappers (such as module.)",
                 hint="make them differ with --rename REGEX=REPL",
             )
     return originals
@@ -266,7 +267,10 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
         return manifest
     for new, count in Counter(names.values()).items():
         if not new:
-            raise WrongOption("a name would become empty", hint="see --rename")
+            raise WrongOption(
+                "a name would become empty",
+                hint="change the REPL of --rename, so that a part of every name stays",
+            )
         if count > 1:
             both = [old for old, name in names.items() if name == new]
             raise WrongOption(f"{listed(both)} would become one name: {new}")

@@ -55,9 +55,9 @@ class Option(Generic[Value]):
 
 def _check_dp(dp: int) -> None:
     if dp < 1:
-        raise WrongOption(f"a data-parallel size of {dp}", hint="--dp is at least 1")
+        raise WrongOption(f"--dp cannot be {dp}", hint="give a number of ranks, at least 1")
     if dp > MAX_DP:
-        raise WrongOption(f"a data-parallel size of {dp}", hint=f"--dp is at most {MAX_DP}")
+        raise WrongOption(f"--dp cannot be {dp}", hint=f"give a number of ranks, at most {MAX_DP}")
 
 
 def _by_group(given: GroupDefaults) -> dict[Any, Any]:
@@ -114,8 +114,7 @@ GROUP_DEFAULTS: Option[GroupDefaults] = Option(
     "group_defaults",
     "--group-defaults",
     {},
-    "If the source stores no hyper-parameters: their values, for all groups or group N. May be "
-    "repeated",
+    "Hyper-parameters that the source does not store, for all groups or group N. May be repeated",
     rare=True,
     kind="pairs",
     metavar="[N:]K=V,...",
@@ -150,8 +149,8 @@ PARAM_NAMES: Option[Sequence[str] | None] = Option(
     "param_names",
     "--param-names",
     None,
-    "If the source stores no names, or no order: a file of names, one per line, in the order of "
-    "model.named_parameters()",
+    "A file of parameter names, one per line, in the order of model.named_parameters(), if the "
+    "source lacks names or their order",
     group="Names",
     kind="names",
     metavar="FILE",
@@ -160,8 +159,8 @@ TIE: Option[Renames] = Option(
     "tie",
     "--tie",
     (),
-    "If the source lacks the second name of a tied weight: that name, and the name that it has. "
-    "May be repeated",
+    "A tied weight's second name, which the source lacks, and its name in the source. May be "
+    "repeated",
     group="Names",
     rare=True,
     kind="ties",

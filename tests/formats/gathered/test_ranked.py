@@ -282,7 +282,7 @@ class TestRefused:
 
     def test_parts_of_another_size(self, tmp_path: Path) -> None:
         files = cut(tmp_path, WHOLE, (4,), [0])  # 2, 2, 2 and 1 rows
-        with pytest.raises(errors.InconsistentCheckpoint, match="of which rank 3 of 4 should have"):
+        with pytest.raises(errors.InconsistentCheckpoint, match="but rank 3 of 4 should have"):
             ranked.merge({**files, 3: files[0]})
 
     def test_copies_that_differ(self, tmp_path: Path) -> None:

@@ -83,8 +83,12 @@ def rank_files(directory: TagDirectory) -> RankFiles:
         refuse(directory, f"tensor or pipeline parallelism (mp_rank {max(model_parallel)})")
     if len(prefixes) > 1 or (models and models_3):
         raise InconsistentCheckpoint(
-            f"{directory.path} holds files of two runs, of "
-            + ("bf16 and another type" if len(prefixes) > 1 else "stage 3 and of stage 1 or 2"),
+            f"{directory.path} has files of two runs: "
+            + (
+                "one of bf16, one of another type"
+                if len(prefixes) > 1
+                else "one of stage 3, one of stage 1 or 2"
+            ),
             hint="keep only the files of one save",
         )
     models = models or models_3
@@ -99,8 +103,9 @@ def rank_files(directory: TagDirectory) -> RankFiles:
         _all_ranks(directory, models, "model")
         if optimizers and len(models) != len(optimizers):
             raise IncompleteCheckpoint(
-                f"{directory.path}: {len(models)} model files, {len(optimizers)} of optimizers",
-                hint="stage 3 writes one of each per rank",
+                f"{directory.path} has {len(models)} model files, but {len(optimizers)} optimizer "
+                "files",
+                hint="copy all files again: stage 3 writes one of each per rank",
             )
     return RankFiles(
         [models[rank] for rank in sorted(models)], [optimizers[rank] for rank in sorted(optimizers)]

@@ -32,7 +32,8 @@ def flat_buffers(ranks: EngineStates, step_policy: str | None) -> Iterator[FlatB
     masters = [_tensors(ranks, state, key) for state in ranks.states]
     if any(len(tensors) != len(shapes) for tensors in masters):
         raise InconsistentCheckpoint(
-            f"{ranks.directory.path}: {len(masters[0])} flat groups, but shapes of {len(shapes)}",
+            f"{ranks.directory.path}: the optimizer files have {len(masters[0])} flat groups, but "
+            f"shapes are listed for {len(shapes)}",
             hint="model and optimizer files of different saves seem to be mixed",
         )
     alignment = ranks.first.get("param_alignment_paddings") or [None] * len(shapes)

@@ -47,7 +47,7 @@ class TargetEngine:
                 raise WrongOption(f"the ds_config sets {what} {size}, which zckpt does not write")
         size = nested(given, "zero_optimization", "sub_group_size")
         if isinstance(size, (int, float)) and size < 1:
-            raise WrongOption(f"the ds_config's sub_group_size is {size}")
+            raise WrongOption(f"sub_group_size in the ds_config is {size}, but must be at least 1")
         self.dp = options[DP] or source.dp
         self.stage = self._stage(source, given or {})
         self.dtype = self._dtype(source, given or {})
@@ -137,9 +137,15 @@ class TargetEngine:
         stated = nested(config, "zero_optimization", "stage")
         asked = self.options[STAGE]
         if stated == 0 and asked is None:
-            raise WrongOption("the ds_config says stage 0, which has no partitions to write")
+            raise WrongOption(
+                "the ds_config says stage 0, which has no partitions to write",
+                hint="set zero_optimization.stage in the ds_config to 1, 2 or 3",
+            )
         if self.options[CONFIG] is not None and None not in (asked, stated) and asked != stated:
-            raise WrongOption(f"--stage {asked}, but the ds_config says stage {stated}")
+            raise WrongOption(
+                f"--stage {asked}, but the ds_config says stage {stated}",
+                hint="leave out --stage, or change the ds_config",
+            )
         stage = asked or stated or source.source.get("zero_stage") or 2
         if stage not in (1, 2, 3):
             raise WrongOption(f"stage {stage} is not 1, 2 or 3")
@@ -157,7 +163,10 @@ class TargetEngine:
         stated = None if is_open else (enabled or ["F32"])[0]
         asked = self.options.module_dtype
         if asked and self.options[CONFIG] is not None and stated not in (None, asked):
-            raise WrongOption(f"--dtype asks for {asked}, but the ds_config says {stated}")
+            raise WrongOption(
+                f"--dtype asks for {asked}, but the ds_config says {stated}",
+                hint="leave out --dtype, or change the ds_config",
+            )
         if asked:
             return asked
         if self.options[CONFIG] is not None and stated:

@@ -124,8 +124,8 @@ def _refuse_given(source: Manifest, options: Options) -> None:
     for place, group in enumerate(groups):
         if twice := sorted(set(options.defaults_of(place, len(groups))) & set(group)):
             raise WrongOption(
-                f"--group-defaults gives {', '.join(twice)}, which the source holds",
-                hint="change hyper-parameters in the program that resumes",
+                f"--group-defaults gives {', '.join(twice)}, which the source has",
+                hint="leave these out, and change them in the program that resumes",
             )
 
 
@@ -185,5 +185,7 @@ def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]
         )
     if engine.options[OPTIMIZER] and not {"exp_avg", "exp_avg_sq"} <= set(states):
         raise WrongOption(
-            f"--optimizer {engine.options[OPTIMIZER]} is an Adam; the source holds {listing}"
+            f"--optimizer {engine.options[OPTIMIZER]} is an Adam, which needs exp_avg and "
+            f"exp_avg_sq; the source has {listing}",
+            hint="leave out --optimizer, or write --weights-only",
         )

@@ -73,7 +73,8 @@ def group_step(
         values = {step for number in members if (step := target.buffers[number].step) is not None}
         if len(values) > 1:
             raise InconsistentCheckpoint(
-                f"the optimizer keeps one step per group, the source has {sorted(values)}"
+                f"the optimizer keeps one step per group, but the source has several: "
+                f"{sorted(values)}"
             )
         return {"step": typed_step(target, values.pop(), storages)} if values else {}
     return {} if place.stale is None else {"step": place.stale}

@@ -23,7 +23,7 @@ OPTIMIZER: Option[str | None] = Option(
     "or apex-fused-adam",
     # the keys of training.steps.WRITTEN, whose import would make `--help` slower; a test compares
     choices=("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam"),
-    usual="as the source",
+    usual="as in the source",
     metavar="CLASS",
     group="Optimizer and steps",
     rare=True,

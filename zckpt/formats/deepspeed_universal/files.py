@@ -89,7 +89,8 @@ def model_files(directory: TagDirectory) -> list[list[str]]:
     if not paths:
         raise IncompleteCheckpoint(
             f"{directory.path} holds no model states",
-            hint="the converter copies them: mp_rank_00_model_states.pt and the like",
+            hint="copy them from the checkpoint that was converted: mp_rank_00_model_states.pt and "
+            "the like",
         )
     for ranked in [set(paths), *map(set, paths.values())]:
         if missing := sorted(set(range(max(ranked) + 1)) - ranked):

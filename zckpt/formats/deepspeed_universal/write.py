@@ -103,15 +103,16 @@ def _check_loader(target: DeepSpeedTarget) -> None:
     numbers = sorted({key for buffer in target.buffers for key in buffer.scalars})
     if numbers:
         raise UnsupportedCheckpoint(
-            f"the optimizer keeps {listed(numbers)} per parameter, a number, which DeepSpeed's "
-            "universal loader cannot take",
-            hint="write --to deepspeed, which keeps it",
+            f"the optimizer keeps one number per parameter ({listed(numbers)}), which DeepSpeed's "
+            "universal loader cannot load",
+            hint="write --to deepspeed, which keeps these numbers",
         )
     if not target.engine.partitioned:
         if any(map(target.keeps_whole_momenta, target.buffers)):
             raise UnsupportedCheckpoint(
-                "Muon keeps whole momenta (no offload), which DeepSpeed's universal loader cuts",
-                hint="write --to deepspeed; with offload_optimizer in the ds_config it fits",
+                "without offload Muon keeps whole momenta, but DeepSpeed's universal loader cuts "
+                "them",
+                hint="write --to deepspeed, or set offload_optimizer in the ds_config",
             )
         return
     for buffer in target.buffers:

@@ -99,8 +99,8 @@ def read_distributed(
     for part in parts:
         if part.tensor.dtype != dtype or part.tensor.shape != part.sizes:
             raise InconsistentCheckpoint(
-                f"{file.path} has {part.tensor.dtype} {list(part.tensor.shape)} of a tensor "
-                f"{list(shape)}, of which rank {rank} of {world} should have {dtype} "
+                f"{file.path} has {part.tensor.dtype} {list(part.tensor.shape)} of a tensor of "
+                f"shape {list(shape)}, but rank {rank} of {world} should have {dtype} "
                 f"{list(part.sizes)}",
                 hint="was a rank's file renamed, or written with another number of ranks?",
             )
@@ -118,7 +118,7 @@ def _read_sharded_tensor(
     if stated != rank:
         raise InconsistentCheckpoint(
             f"{file.path} is named as rank {rank}'s, but was written by rank {stated} of {world}",
-            hint="give every rank's file its own number again",
+            hint="rename the files: the number in a name must be the rank that wrote the file",
         )
     parts = []
     for shard in shards:

@@ -94,8 +94,8 @@ def _owners_by_names(
             if len(part) != counts[rank][group]:
                 raise InconsistentCheckpoint(
                     f"{files[rank].path} holds {counts[rank][group]} parameters of group "
-                    f"{group}, but ZeroRedundancyOptimizer gives rank {rank} {len(part)} of "
-                    "those that --param-names names",
+                    f"{group}, but ZeroRedundancyOptimizer gives {len(part)} of the names in "
+                    f"--param-names to rank {rank}",
                     hint="list them in the order of the optimizer: group after group",
                 )
             for position, place in enumerate(part):

@@ -19,8 +19,8 @@ MODEL_CONFIG: Option[str | None] = Option(
     "model_config",
     "--config",
     None,
-    "If SRC has no config.json (PEFT: adapter_config.json): that file, or a folder with it and the "
-    "tokenizer",
+    "A config.json (PEFT: adapter_config.json), or a folder with it and the tokenizer, if SRC has "
+    "none",
     metavar="FILE|DIR",
 )
 

@@ -186,7 +186,8 @@ def _complete(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
             reason=f"it holds {len(by_rank)} of {checkpoint.ranks}",
             hint=f"expected {os.path.basename(expected)}"
             if expected
-            else "the rank is inside the file (trainer_options/world_rank), not in its name",
+            else "copy the missing file: its rank is inside it (trainer_options/world_rank), not "
+            "in its name",
         )
     return checkpoint
 

@@ -102,7 +102,9 @@ class RankFile:
         """A number of the trainer's options; raises CorruptCheckpoint."""
         value = self.options.get(name, default)
         if type(value) is not int or value < 0:
-            raise CorruptCheckpoint(f"{self.path}: trainer_options/{name} is {value!r}")
+            raise CorruptCheckpoint(
+                f"{self.path}: trainer_options/{name} is {value!r}, not a number of 0 or more"
+            )
         return value
 
     @property
@@ -206,7 +208,9 @@ def _check_kind(file: RankFile) -> None:
         )
     for name, value in file.options.items():
         if type(value) is not OPTIONS.get(name, type(value)):
-            raise CorruptCheckpoint(f"{file.path}: trainer_options/{name} is {value!r}")
+            raise CorruptCheckpoint(
+                f"{file.path}: trainer_options/{name} is {value!r}, which is of a wrong type"
+            )
     optimizer = file.options.get("optimizer_name")
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise UnsupportedCheckpoint(

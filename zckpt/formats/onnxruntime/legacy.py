@@ -161,7 +161,8 @@ def _rank(file: TorchFile, model: Mapping[str, Tensor], half: str | None, known:
             return view[1]
         raise InconsistentCheckpoint(
             f"{file.path} holds {key}, but no file states which weight it is a piece of",
-            hint="without the 16-bit copies (or the whole weights) no file states its shape",
+            hint="use a checkpoint with the 16-bit copies or the whole weights: only they "
+            "state shapes",
         )
 
     for key, tensor in model.items():

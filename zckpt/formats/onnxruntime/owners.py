@@ -12,7 +12,9 @@ from .ranks import SLOTS, Save
 
 Shapes = dict[str, tuple[int, ...]]
 Owned = Mapping[str, Sequence[Share]]
-WRONG_FILE = "is one file there twice, or is one of another model or number of ranks?"
+WRONG_FILE = (
+    "keep the files of one save: one may be there twice, or be of another model or number of ranks"
+)
 
 
 def weights_apart(save: Save) -> set[str]:
@@ -97,8 +99,9 @@ def _check_moments(save: Save, owned: Owned) -> None:
             for slot, tensor in moments.items():
                 if mine is None or tensor.numel != width:
                     raise InconsistentCheckpoint(
-                        f"{rank.path} holds {tensor.numel} elements of the {slot} of {name}, where "
-                        f"ONNX Runtime's partition over {save.dp} ranks gives rank {place} {width}",
+                        f"{rank.path} has {tensor.numel} elements of the {slot} of {name}, but "
+                        f"ONNX Runtime's partition over {save.dp} ranks gives {width} to "
+                        f"rank {place}",
                         hint=WRONG_FILE,
                     )
         for name in wanted:

@@ -198,9 +198,9 @@ class _Entries:
             _check_dtype(rank, name, tensor, ("F32",))
             if is_cut and tensor.numel != share.stop - share.start:
                 raise InconsistentCheckpoint(
-                    f"{rank.path} holds {tensor.numel} elements of {name}, where ONNX Runtime's "
-                    f"partition over {self.save.dp} ranks gives rank {share.rank} "
-                    f"{share.stop - share.start}",
+                    f"{rank.path} has {tensor.numel} elements of {name}, but ONNX Runtime's "
+                    f"partition over {self.save.dp} ranks gives {share.stop - share.start} to rank "
+                    f"{share.rank}",
                     hint=WRONG_FILE,
                 )
             extent = tensor.extent

@@ -26,7 +26,7 @@ def checked(stated: Any, where: str) -> dict[str, Any] | None:
         wrong.append("names")
     wrong += sorted(NEEDED - stated.keys())
     if wrong:
-        raise CorruptCheckpoint(f"{where}: what zckpt stated there is damaged: {listed(wrong)}")
+        raise CorruptCheckpoint(f"{where}: zckpt's own record in it is damaged: {listed(wrong)}")
     return stated
 
 

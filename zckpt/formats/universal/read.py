@@ -127,7 +127,7 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
         if not sources.is_file(full) or sources.size(full) != stated["size"]:
             raise CorruptCheckpoint(
                 f"{full} does not have the {brief(stated['size'])} bytes that the manifest states",
-                hint="the file is missing or was cut short",
+                hint="copy the file again: it is missing, or was cut short",
             )
         if "crc32" in stated:
             records.append(Record(Extent(full, 0, stated["size"]), crc_from_json(stated["crc32"])))
