@@ -266,10 +266,10 @@ class TestConvert:
         words = ("convert", run, tmp_path / "u", "--to", "deepspeed")
         assert "copied unchanged" not in zckpt(*words, "--dry-run").out
         (run / "trainer_state.json").write_text("{}")
-        copied = "copied unchanged: 1 file beside the checkpoint\n"
+        copied = "copied unchanged: 1 file\n"
         assert copied in zckpt(*words, "--dry-run").out
         (run / "Model.PY").touch()
-        copied = "2 files beside the checkpoint; Model.PY may run code in the program that loads it"
+        copied = "2 files; Model.PY may run code in the program that loads it"
         assert copied in zckpt(*words, "--dry-run").out
         (run / "scheduler.pt").touch()
         copied = "; Model.PY, scheduler.pt may run code in the program that loads them"
@@ -325,11 +325,24 @@ class TestConvert:
                 ("--to", "dcp"),
                 'torch.distributed.checkpoint.load(state_dict, checkpoint_id="TARGET")',
             ),
+            (
+                ("--weights-only", "--max-file-size", "1KB"),
+                "[safetensors.torch.load_file(file) for file in sorted(glob.glob("
+                '"TARGET/*.safetensors"))]',
+            ),
+            (
+                ("--to", "deepspeed", "--weights-only"),
+                'model_engine.load_checkpoint("TARGET", load_optimizer_states=False)',
+            ),
+            (
+                ("--to", "gathered", "--dialect", "safetensors"),
+                'safetensors.torch.load_model(model, "TARGET/model.safetensors")',
+            ),
             (("--to", "gathered"), 'model.load_state_dict(torch.load("TARGET/model.pt"))'),
             (
                 ("--to", "deepspeed-universal"),
                 'model_engine.load_checkpoint("TARGET", tag="global_step7"), with {"checkpoint": '
-                '{"load_universal": true}} in the configuration',
+                '{"load_universal": true}} in the ds_config',
             ),
         ],
     )
@@ -339,6 +352,50 @@ class TestConvert:
         target = tmp_path / "target"
         last = zckpt("convert", EXAMPLE, target, *words).out.splitlines()[-1]
         assert last == f"next: {expected.replace('TARGET', str(target))}"
+
+    @pytest.mark.parametrize(
+        ("words", "resumes"),
+        [
+            (("--to", "deepspeed"), True),
+            (("--to", "dcp", "--dialect", "accelerate"), True),
+            (("--to", "gathered", "--dialect", "safetensors"), True),
+            (("--to", "dcp"), False),
+            (("--to", "gathered"), False),
+            (("--to", "onnxruntime"), False),
+            (("--to", "deepspeed-universal"), False),
+            (("--to", "deepspeed", "--weights-only"), False),
+        ],
+    )
+    def test_names_the_trainer_only_where_it_resumes(
+        self, words: tuple[str, ...], resumes: bool, tmp_path: Path, zckpt: Zckpt
+    ) -> None:
+        target = tmp_path / 'a "b" c'
+        out = zckpt("convert", ROOT / "examples/trainer/checkpoint-4", target, *words).out
+        line = f"next: trainer.train(resume_from_checkpoint={json.dumps(str(target))})"
+        assert (out.splitlines()[-1] == line) == resumes
+
+    def test_a_path_in_the_next_command_is_quoted(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        out = zckpt("convert", EXAMPLE, tmp_path / "a b").out
+        assert out.splitlines()[-1] == f"next: zckpt reshard '{tmp_path / 'a b'}' NEW --dp RANKS"
+
+    @pytest.mark.parametrize(
+        ("batch", "said"),
+        [
+            ({"train_batch_size": 6, "gradient_accumulation_steps": 2}, "=3 and gradient_acc"),
+            ({"train_batch_size": 3 * 10**12, "gradient_accumulation_steps": 7}, ""),
+            ({"train_batch_size": -8, "gradient_accumulation_steps": 3}, ""),
+        ],
+    )
+    def test_batch_sizes_that_fit_are_named(
+        self, batch: dict[str, int], said: str, tmp_path: Path, zckpt: Zckpt
+    ) -> None:
+        config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, **batch}
+        (tmp_path / "c.json").write_text(json.dumps(config))
+        words = ("--dp", 2, "--dry-run", "--ds-config", tmp_path / "c.json")
+        ended = zckpt("reshard", EXAMPLE, tmp_path / "a", *words)
+        assert ended.code == 0
+        assert said in ended.err
+        assert bool(said) == ("batch" in ended.err)
 
     def test_says_that_no_number_of_ranks_was_given(self, tmp_path: Path, zckpt: Zckpt) -> None:
         warning = "Warning: no --dp was given: the target is for 4 ranks, as the source"

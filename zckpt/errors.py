@@ -40,6 +40,13 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
+def literal(text: str) -> str:
+    """A text as Python code, for a line that the user copies into a program."""
+    import json  # --version needs none
+
+    return json.dumps(text, ensure_ascii=False)
+
+
 def brief(value: object) -> str:
     """A value of a file for a sentence: a hostile one may be large, or nested without end."""
     return _REPR.repr(value)

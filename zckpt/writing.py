@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from . import formats
 from .core.manifest import Manifest
 from .core.resources import DEFAULT_COPYING, Begin, Copying, Tell
-from .errors import WrongOption, counted
+from .errors import WrongOption, counted, literal
 from .reading import Reading, read
-from .training import objects, steps, ties, trainers
+from .training import objects, steps, ties
 from .training.names import called_as, canonical, former, renamed
 from .training.options import ALLOW_OBJECT, PARAM_NAMES, RENAME, TIE, Options
 from .training.order import in_order_of
@@ -213,7 +213,7 @@ def _report(
         "format": format.name,
         "target": target,
         "about": layout.about,
-        "next": _next_line(manifest, target, format, layout),
+        "next": layout.loading(target),
         "step": manifest.step,
         "files": list(files),
         "bytes": sum(files.values()),
@@ -222,14 +222,6 @@ def _report(
         "warnings": warnings,
         "inferred": list(manifest.inferred),
     }
-
-
-def _next_line(manifest: Manifest, target: str, format: Format, layout: Layout) -> str:
-    """What goes on from the target: a line of the trainer's program, else of the engine's."""
-    line = layout.loading
-    if format.is_resumed and not format.is_neutral:
-        line = trainers.RESUMING.get(trainers.program_of(manifest.siblings), line)
-    return line.replace("TARGET", target)
 
 
 # -- the source as the target's engine needs it
@@ -335,8 +327,8 @@ def write_run(
         "source": {"path": source},
         "format": reports[0]["format"],
         "target": target,
-        "about": f"{counted(len(names), 'checkpoint')}, the last {reports[-1]['about']}",
-        "next": reports[-1]["next"].replace(stage.path, target),
+        "about": f"{counted(len(names), 'checkpoint')}, the last one {reports[-1]['about']}",
+        "next": reports[-1]["next"].replace(literal(stage.path)[1:-1], literal(target)[1:-1]),
         "step": reports[-1]["step"],
         **{
             key: [

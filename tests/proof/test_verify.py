@@ -415,7 +415,7 @@ class TestRounding:
         ended = zckpt("verify", a, "--against", b, *words)
         assert ended.code == 0
         assert f"{a} equals {b} up to rounding: " in ended.out
-        assert f"note: 5 weights of {rounded} have fewer bits than in {EXAMPLE}" in ended.out
+        assert f"note: {rounded} has the rounded values of 5 weights of {EXAMPLE}" in ended.out
         report = zckpt("verify", a, "--against", b, "--json", *words).document
         assert [len(report["rounded"][side]) for side in "ab"] == ([5, 0] if is_first else [0, 5])
 
@@ -423,15 +423,55 @@ class TestRounding:
         ended = zckpt("diff", rounded, EXAMPLE)
         assert ended.code == 3
         assert ended.out.splitlines()[0].startswith("0 of 23 tensors differ, but the two are not")
-        assert f"only {EXAMPLE} has 5 tensors (master)" in ended.out
+        assert f"note: {rounded} has the rounded values of 5 weights of {EXAMPLE}" in ended.out
+        assert zckpt("diff", rounded, EXAMPLE, "--tensors", "*").code == 3
 
     def test_no_checksum_tells(self, rounded: Path, tmp_path: Path, zckpt: Zckpt) -> None:
         proof = tmp_path / "proof.json"
         assert zckpt("verify", rounded, "--save-proof", proof).code == 0
-        ended = zckpt("verify", EXAMPLE, "--against", proof)
-        assert ended.code == 1
-        assert "proves rounded weights" in ended.err
         assert zckpt("verify", rounded, "--against", proof).code == 0
+        masters = tmp_path / "z3"
+        zckpt("reshard", EXAMPLE, masters, "--stage", 3)
+        ended = zckpt("verify", masters, "--against", proof)
+        assert ended.code == 1
+        assert f"{proof} has embedding.weight" in ended.err
+        assert "narrower type" in ended.err
+        zckpt("verify", masters, "--save-proof", tmp_path / "exact.json")
+        ended = zckpt("verify", rounded, "--against", tmp_path / "exact.json")
+        assert ended.code == 1
+        assert f"{rounded} has embedding.weight" in ended.err
+        moments = ("--tensors", "*exp_avg")
+        assert zckpt("verify", masters, "--against", proof, *moments).code == 0
+
+    def test_weights_that_differ_are_not_called_rounded(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        torch = pytest.importorskip("torch")
+        rounded = tmp_path / "whole"
+        zckpt("convert", EXAMPLE, rounded, "--to", "gathered", "--dtype", "bf16")
+        weights = torch.load(rounded / "model.pt")
+        weights["fc1.weight"] += 5
+        torch.save(weights, rounded / "model.pt")
+        report = zckpt("verify", rounded, "--against", EXAMPLE, "--json").document
+        assert not report["equal"]
+        assert "fc1.weight" not in report["rounded"]["a"]
+        assert len(report["rounded"]["a"]) == 4
+
+    def test_a_proof_has_both_values_of_a_weight(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        proof = tmp_path / "proof.json"
+        zckpt("verify", EXAMPLE, "--save-proof", proof)
+        digests = json.loads(proof.read_text())["digests"]
+        assert {"fc1.weight/master", "fc1.weight/param"} <= digests.keys()
+        assert all("a" in line for line in digests.values())
+
+    @pytest.mark.parametrize("dtype", ["float16", "float64"])
+    def test_buffers_and_other_widths(self, dtype: str, tmp_path: Path, zckpt: Zckpt) -> None:
+        torch = pytest.importorskip("torch")
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+        torch.save({"model": model.state_dict()}, a)
+        torch.save({"model": model.to(getattr(torch, dtype)).state_dict()}, b)
+        for words in ((a, b), (b, a)):
+            assert zckpt("diff", *words).code == 3
+            assert "up to rounding" in zckpt("verify", words[0], "--against", words[1]).out
 
     def test_nothing_is_rounded_where_both_have_masters(self, tmp_path: Path, zckpt: Zckpt) -> None:
         zckpt("reshard", EXAMPLE, tmp_path / "dp3", "--dp", 3)

@@ -119,10 +119,15 @@ class Match:
         return self.how in ("bits", "rounded", "values")
 
     @property
+    def rounds_a(self) -> bool:
+        """Whether `a` is rounded to the type of `b`, not `b` to that of `a`."""
+        is_rounded = self.how == "rounded" and self.b is not None
+        return is_rounded and SIZES[self.a.dtype] > SIZES[self.b.dtype if self.b else "F64"]
+
+    @property
     def name(self) -> str:
         """The name of the compared entry: the narrower one if the other is rounded to its type."""
-        rounded = self.how == "rounded" and self.b is not None and self.a.dtype in WIDE
-        return self.b.name if rounded and self.b is not None else self.a.name
+        return self.b.name if self.rounds_a and self.b is not None else self.a.name
 
 
 def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:

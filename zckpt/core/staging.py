@@ -44,8 +44,8 @@ class Layout:
     `siblings` pairs names in the target with files that are copied unchanged. `left_out` and
     `warnings` are the whole report, with the source's part. `from_masters` is True if weights are
     cast from the masters even where the source holds weights. `about` describes the target in one
-    line. `loading` is the line of a program, or the command, that goes on from it; TARGET stands
-    for its path.
+    line. `loading` gives the line of a program, or the command, that goes on from the target at a
+    path.
     """
 
     shells: Callable[[], Iterator[Shell]]
@@ -54,7 +54,7 @@ class Layout:
     warnings: Sequence[str]
     from_masters: bool = False
     about: str = ""
-    loading: str = ""
+    loading: Callable[[str], str] = str
 
 
 REMEMBERED = 64 << 20  # bytes of shells that are kept from the first pass for the second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -121,10 +122,11 @@ def is_taken(target: str) -> bool:
 def refuse_inside(source: str, target: str) -> None:
     """Raises WrongOption if the target is the source, or would become a part of it."""
     outer, inner = os.path.realpath(source), os.path.realpath(target)
-    if outer == inner:
+    if outer == inner and os.path.lexists(outer):
+        move = f"mv {shlex.quote(outer)} {shlex.quote(outer + '-old')}"
         raise WrongOption(
             f"{target} is the source itself",
-            hint=f"choose another name, or move the source away first: mv {source} {source}-old",
+            hint=f"choose another name, or move the source away first: {move}",
         )
     if os.path.isdir(outer) and inner.startswith(outer + os.sep):
         raise WrongOption(

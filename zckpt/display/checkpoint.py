@@ -162,8 +162,9 @@ def _copied(names: Sequence[str]) -> None:
     """How many files beside the checkpoint are copied, and which of them may run code."""
     if not names:
         return
-    files = f"copied unchanged: {counted(len(names), 'file')} beside the checkpoint"
-    if risky := [name for name in names if name.lower().endswith(RUN_CODE)]:
+    files = f"copied unchanged: {counted(len(names), 'file')}"
+    risky = [name for name in names if name.lower().endswith(RUN_CODE)]
+    if risky := sorted(risky, key=lambda name: not name.endswith(".py")):
         them = "it" if len(risky) == 1 else "them"
         files += f"; {safe(listed(risky, 4))} may run code in the program that loads {them}"
     print(files)

@@ -72,6 +72,8 @@ def differing(report: dict[str, Any], quiet: bool) -> None:
         print(line)
     if not quiet or not report["equal"]:
         _one_sided(report, report["a"], report["b"])
+        for line in report.get("notes", ()):
+            print(f"note: {safe(line)}")
 
 
 DIFFERENCES = ("differences", "problems", "steps", "scalars", "groups", "states")

@@ -234,7 +234,9 @@ def meaning(event: Event, steps: Sequence[int]) -> str:
     record = event.a
     position = steps.index(record.step)
     if not math.isfinite(event.distance) and event.what.startswith(("shape", "type")):
-        if record.shape[1:] == event.b.shape[1:] and record.kind != "parameter":
+        ours, theirs = record.shape, event.b.shape
+        of_batch = len(ours) == len(theirs) > 0 and ours[1:] == theirs[1:]
+        if event.what.startswith("shape") and of_batch and record.kind != "parameter":
             return "the batches on each rank have other sizes: only parameters can be compared"
         return "the models or their precisions differ"
     if record.dtype not in FLOATS and record.kind == "forward":

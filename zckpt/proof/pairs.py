@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from ..core.dtypes import SIZES
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
 from ..core.plan import Match, match
-from ..core.weights import WEIGHTS, WIDE, agreement, weight_of
+from ..core.weights import WEIGHTS, agreement, weight_of
 
 
 def own_matches(manifest: Manifest) -> list[Match]:
@@ -51,16 +52,18 @@ def selected(matches: Iterable[Match], pattern: str | None) -> list[Match]:
     return list(matches) if pattern is None else matching(matches, pattern)
 
 
-def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str, list[Entry]]:
-    """By side, the other side's weights of which it has only the rounded values."""
-    entries: dict[str, list[Entry]] = {"a": [], "b": []}
+def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str, list[str]]:
+    """By side, the weights of which it has only the rounded values of the other side."""
+    names: dict[str, list[str]] = {"a": [], "b": []}
     for item in matches:
-        if item.how == "rounded" and item.b is not None and not item.copy:
-            pair = (item.b, item.a, "b", b) if item.a.dtype in WIDE else (item.a, item.b, "a", a)
-            narrow, wide, side, manifest = pair
-            if weight_of(manifest.entries, narrow.parameter).trained.dtype not in WIDE:
-                entries[side].append(wide)
-    return entries
+        if item.how != "rounded" or item.b is None or item.copy:
+            continue
+        first = (item.a, item.b, "a", a)
+        narrow, wide, side, manifest = (item.b, item.a, "b", b) if item.rounds_a else first
+        exact = weight_of(manifest.entries, narrow.parameter).trained
+        if narrow.parameter in manifest.parameters and SIZES[exact.dtype] < SIZES[wide.dtype]:
+            names[side].append(narrow.parameter)
+    return names
 
 
 def missing(names: Sequence[str], owner: Manifest, other: Manifest) -> list[str]:

@@ -56,7 +56,7 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
             "unchecked": outcome.unchecked,
             "without_checksum": outcome.bare,
         },
-        "digests": digests(outcome.results),
+        "digests": digests(outcome.results, alone=a is b),
         **(advice(a, outcome.bare) if a is b else {}),
     }
 
@@ -132,10 +132,11 @@ def number(value: float | int | None) -> float | int | str | None:
     return str(float(value))
 
 
-def digests(results: Iterable[Result]) -> dict[str, Report]:
+def digests(results: Iterable[Result], alone: bool) -> dict[str, Report]:
     """CRC-32 of the row-major bytes of every tensor that was read, of both sides.
 
-    A tensor that is compared under another name on side b has that name as `b_tensor`.
+    A tensor that is compared under another name on side b has that name as `b_tensor`. If `alone`,
+    both sides are the one checkpoint, `a`.
     """
     lines: dict[str, Report] = {}
     for result in results:
@@ -145,7 +146,9 @@ def digests(results: Iterable[Result]) -> dict[str, Report]:
         for side, entry, digest in zip("ab", (match.a, match.b), result.digests, strict=True):
             if entry is None or digest is None:
                 continue
-            name = match.a.name if match.how == "bits" else entry.name
+            if alone:
+                side = "a"
+            name = match.a.name if match.how == "bits" and not alone else entry.name
             new = {"dtype": entry.dtype, "shape": list(entry.shape)}
             line = lines.setdefault(name, new)
             line.setdefault(side, f"{digest:08x}")

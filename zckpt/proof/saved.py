@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core import compare, sources
@@ -76,13 +77,7 @@ def verify_proof(
     mutual, only_a, only_b = match(manifest, proven)
     comparable = [item for item in mutual if item.how in ("bits", "shapes", "types")]
     matches = selected(comparable, pattern)
-    if exact := only_rounded(mutual, manifest, proven)["b"]:
-        names = listed([entry.parameter for entry in exact], 4)
-        raise MissingData(
-            f"{path} proves rounded weights, and {manifest.root} has the exact ones of {names}: "
-            "checksums cannot tell whether they are equal",
-            hint="compare the two checkpoints, or save a proof of the exact one",
-        )
+    _refuse_rounded(only_rounded(selected(mutual, pattern), manifest, proven), manifest.root, path)
     if pattern is None:
         needs_weights(matches, manifest.root, path)
     alone = [Match(item.a) for item in matches]
@@ -101,6 +96,17 @@ def verify_proof(
     if pattern is None:
         return with_values(report, manifest, proven, only_a, only_b)
     return {**report, "equal": nothing_found(report)}
+
+
+def _refuse_rounded(rounded: Mapping[str, Sequence[str]], root: str, path: str) -> None:
+    """Raises MissingData if weights would have to be rounded to be compared."""
+    for names, narrow, wide in ((rounded["a"], root, path), (rounded["b"], path, root)):
+        if names:
+            raise MissingData(
+                f"{narrow} has {listed(names, 4)} in a narrower type than {wide}: a proof has "
+                "checksums alone, which cannot tell whether rounded weights are equal",
+                hint="compare the two checkpoints themselves",
+            )
 
 
 def _hex(crc: int | None) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..core import compare
+from ..core.compare import Result
 from ..core.manifest import Manifest
 from ..core.neighbours import lacking
 from ..core.plan import Match
@@ -78,7 +79,7 @@ def verify_against(
         for line in values.forms(a, b)
     ]
     report |= inferences(matches, a, b)
-    report |= roundings(report, matches, a, b)
+    report |= roundings(report, outcome.results, a, b)
     if pattern is None:
         return with_values(report, a, b, only_a, only_b)
     return {**report, "equal": nothing_found(report)}
@@ -94,15 +95,13 @@ def diff(
     """Every difference between two checkpoints, tensors in the order of the model."""
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected([match for match in matches if not match.copy], pattern)
-    rounded = only_rounded(matches, a, b)
-    only_a += [entry.name for entry in rounded["b"] if a.parameters[entry.parameter].trainable]
-    only_b += [entry.name for entry in rounded["a"] if b.parameters[entry.parameter].trainable]
     outcome = compare.compare(matches, a, b, copying, measure="first", begin=begin)
     unequal = [result.match for result in outcome.results if result.difference]
     measured = compare.compare(unequal, a, b, copying, measure="all").results
     by_match = {id(result.match): result for result in measured}
     outcome.results = [by_match.get(id(result.match), result) for result in outcome.results]
     tensors = findings(outcome, a, b) | inferences(matches, a, b)
+    tensors |= roundings(tensors, outcome.results, a, b)
     lines = []
     for result in outcome.results:
         line = difference(result) or {"tensor": result.match.name, "count": 0}
@@ -122,11 +121,18 @@ def diff(
     if pattern is not None:  # the tensors alone
         keys = (
             *("differences", "problems", "first", "worst", "tensors", "bytes", "digests"),
-            *("inferred", "unproven"),
+            *("inferred", "unproven", "rounded", "notes"),
         )
         report = {key: report[key] for key in keys} | {"results": lines}
     one_sided = any(report.get(key) for key in ("states", "only_a", "only_b"))
-    return {**report, "equal": nothing_found(report) and not one_sided}
+    lost = _has_masters(b, report["rounded"]["a"]) or _has_masters(a, report["rounded"]["b"])
+    return {**report, "equal": nothing_found(report) and not one_sided and not lost}
+
+
+def _has_masters(manifest: Manifest, names: Iterable[str]) -> bool:
+    """Whether an optimizer updates one of these weights; others have the type of their engine."""
+    known = (manifest.parameters.get(name) for name in names)
+    return any(parameter is not None and parameter.trainable for parameter in known)
 
 
 # -- what a proof needs, and what it adds
@@ -141,15 +147,13 @@ def needs_weights(matches: Iterable[Match], a: str, b: str) -> None:
         )
 
 
-def roundings(report: Report, matches: Iterable[Match], a: Manifest, b: Manifest) -> Report:
+def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifest) -> Report:
     """Names of weights of which one side has only the rounded values, by side; and as notes."""
-    rounded = {
-        side: [entry.parameter for entry in entries]
-        for side, entries in only_rounded(matches, a, b).items()
-    }
+    equal = (item.match for item in results if not (item.difference and item.difference.count))
+    rounded = only_rounded(equal, a, b)
     notes = [
-        f"{counted(len(names), 'weight')} of {narrow.root} {'has' if len(names) == 1 else 'have'} "
-        f"fewer bits than in {wide.root}, and are equal to its rounded values: {listed(names, 4)}"
+        f"{narrow.root} has the rounded values of {counted(len(names), 'weight')} of {wide.root}, "
+        f"in a narrower type: {listed(names, 4)}"
         for side, narrow, wide in (("a", a, b), ("b", b, a))
         if (names := rounded[side])
     ]

@@ -25,6 +25,7 @@ from ..errors import CorruptCheckpoint, listed
 PLAIN = (
     "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "object",
     "range", "set", "slice", "str", "tuple",
+    "long", "unicode", "xrange",  # Python 2's names, which protocol 2 writes for int, str, range
 )  # fmt: skip
 COLLECTIONS = ("Counter", "OrderedDict", "defaultdict", "deque")
 NUMPY = ("_reconstruct", "scalar")
@@ -91,9 +92,16 @@ DESCRIBING = COMMON | frozenset(
 among them: it also reaches functions that run programs.
 """
 
+BUILTINS = tuple(
+    f"builtins.{name}"
+    for name in (
+        "__build_class__", "__import__", "breakpoint", "compile", "delattr", "eval", "exec",
+        "filter", "getattr", "globals", "input", "locals", "map", "open", "setattr", "type", "vars",
+    )
+)  # fmt: skip
 RUNNING = frozenset(
     (
-        "_ctypes", "_io.FileIO", "_io.open", "_pickle", "_posixsubprocess", "bdb", "builtins",
+        "_ctypes", "_io.FileIO", "_io.open", "_pickle", "_posixsubprocess", "bdb", *BUILTINS,
         "cloudpickle", "code", "codeop", "commands", "ctypes", "dill", "distutils", "imp",
         "importlib", "io.FileIO", "io.open", "joblib", "marshal", "multiprocessing", "nt",
         "numpy.f2py", "numpy.load", "operator.attrgetter", "operator.call", "operator.methodcaller",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,9 @@ from ..core import sources
 from ..core.inert import Scalar
 from ..core.manifest import Sibling
 from ..core.siblings import SiblingList
+from ..errors import literal
 
 TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
-RESUMING: dict[str | None, str] = {
-    TRANSFORMERS: 'trainer.train(resume_from_checkpoint="TARGET")',
-    ACCELERATE: 'accelerator.load_state("TARGET")',
-}
-"""By program, the line with which it resumes from the directory TARGET."""
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 HUGGING_FACE = "huggingface/"
 MAX_JSON = 16 << 20  # bytes; larger siblings are not read
@@ -51,6 +47,21 @@ def program_of(siblings: Iterable[Sibling]) -> str | None:
         if any(map(mark.fullmatch, names)):
             return program
     return None
+
+
+def resuming(siblings: Iterable[Sibling]) -> Callable[[str], str] | None:
+    """Gives the line with which the program of these files resumes from a directory."""
+    program = program_of(siblings)
+    if program is None:
+        return None
+    before, after = RESUMING[program]
+    return lambda path: f"{before}{literal(path)}{after}"
+
+
+RESUMING = {
+    TRANSFORMERS: ("trainer.train(resume_from_checkpoint=", ")"),
+    ACCELERATE: ("accelerator.load_state(", ")"),
+}
 
 
 def json_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:

@@ -21,13 +21,13 @@ from ...core.fragments import Extent
 from ...core.inert import Foreign, Scalar, TensorName, map_values
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
-from ...errors import MissingData, UnsupportedCheckpoint, listed
+from ...errors import MissingData, UnsupportedCheckpoint, listed, literal
 from ...files import dcpseal
 from ...files.dcpfile import ItemBox, ItemLocation, Items, TensorItem, read_table
 from ...files.dcpshell import metadata
 from ...files.pickling import dumps
 from ...files.torchshell import ALIGNMENT, Storages, shell, state_checksums, thawed
-from ...training import peft
+from ...training import peft, trainers
 from ...training.options import DIALECT, DP, Options
 from ...training.trainers import TRANSFORMERS, program_of
 from ..statedict.tree import Path, dotted
@@ -47,9 +47,19 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     writer = DcpWriter(source, options)
     siblings = [(item.name, item) for item in source.siblings]
     about = "a directory of torch.distributed.checkpoint, which any number of ranks loads"
-    loading = 'torch.distributed.checkpoint.load(state_dict, checkpoint_id="TARGET")'
+
+    def loading(path: str) -> str:
+        return f"torch.distributed.checkpoint.load(state_dict, checkpoint_id={literal(path)})"
+
+    of_trainer = "" not in writer.parts and writer.dicts.optimizes  # in the trainer's folders
+    resuming = trainers.resuming(source.siblings) if of_trainer else None
     return Layout(
-        writer.shells, siblings, writer.left_out, writer.warnings, about=about, loading=loading
+        writer.shells,
+        siblings,
+        writer.left_out,
+        writer.warnings,
+        about=about,
+        loading=resuming or loading,
     )
 
 

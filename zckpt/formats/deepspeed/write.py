@@ -7,8 +7,9 @@ from typing import Any
 
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
-from ...errors import counted
+from ...errors import counted, literal
 from ...files.torchshell import seal_records
+from ...training import trainers
 from ...training.options import Options
 from ...training.order import need_order
 from ..deepspeed_states import reports
@@ -48,8 +49,15 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     ranks = counted(target.dp, "rank")
     about = f"a DeepSpeed run of {ranks}, ZeRO stage {target.engine.stage}, tag {target.tag}"
-    loading = 'model_engine.load_checkpoint("TARGET")'
-    return Layout(shells, siblings, target.left_out, warnings, about=about, loading=loading)
+    only = ", load_optimizer_states=False" if options.weights_only else ""
+
+    def loading(path: str) -> str:
+        return f"model_engine.load_checkpoint({literal(path)}{only})"
+
+    resuming = None if only else trainers.resuming(source.siblings)
+    return Layout(
+        shells, siblings, target.left_out, warnings, about=about, loading=resuming or loading
+    )
 
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:

@@ -10,6 +10,8 @@ from ...training.trainers import TRANSFORMERS, program_of
 from .hyper import optimizer_name
 from .target import DeepSpeedTarget
 
+MAX_BATCH = 1 << 22  # samples; nobody trains with more
+
 
 def of_config(target: DeepSpeedTarget) -> list[str]:
     """The source's warnings, and whether a ds_config is known."""
@@ -70,7 +72,7 @@ def _of_batch(target: DeepSpeedTarget) -> list[str]:
         return []
     if total is None and type(micro) is int and of_trainer:
         total = micro * accumulation * target.source.dp
-    if type(total) is not int:
+    if type(total) is not int or not 0 < total <= MAX_BATCH:
         return []
     word = "per_device_train_batch_size" if of_trainer else "train_micro_batch_size_per_gpu"
     fitting, rest = divmod(total, accumulation * target.dp)
@@ -86,8 +88,8 @@ def _of_batch(target: DeepSpeedTarget) -> list[str]:
             f"another with {word} and gradient_accumulation_steps"
         ]
     if rest:
-        most = micro if type(micro) is int and micro > 0 else own
-        size = max(count for count in range(1, min(own, most) + 1) if own % count == 0)
+        most = min(own, micro) if type(micro) is int and micro > 0 else own
+        size = next(count for count in range(most, 0, -1) if own % count == 0)
         return [
             f"set {word}={size} and gradient_accumulation_steps={own // size} to keep a global "
             f"batch of {total}"

@@ -224,12 +224,13 @@ class DeepSpeedTarget:
         """
         taken = []
         of_ranks = [item.name for item in self.source.siblings if PER_RANK.fullmatch(item.name)]
-        counts = {len(of_ranks), int(self.source.source.get("dp") or len(of_ranks))}
+        stated = self.source.source.get("dp")  # a source of whole tensors states no size
+        ranks = int(stated) if stated and stated > 1 else len(of_ranks)
         for sibling in self.source.siblings:
             if sibling.name in POINTERS or sibling.name.startswith(f"{self.tag}/"):
                 self.left_out.append(f"{sibling.name}: the target has its own")
-            elif sibling.name in of_ranks and self.dp not in counts:
-                self.left_out.append(f"{sibling.name}: random state of one of {max(counts)} ranks")
+            elif sibling.name in of_ranks and self.dp != ranks:
+                self.left_out.append(f"{sibling.name}: random state of one of {ranks} ranks")
             else:
                 taken.append((sibling.name, sibling))
         return taken

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...core.manifest import Manifest, slot_key
 from ...core.staging import Layout, Shell
-from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed, literal
 from ...files.torchshell import Storages, seal_records, shell
 from ...training.options import Options
 from .. import zero
@@ -67,10 +67,12 @@ def lay_out(source: Manifest, options: Options) -> Layout:
                 yield from _parameter_files(target, name, buffer.slots, infos[name])
 
     about = f"a universal checkpoint of DeepSpeed's own, ZeRO stage {target.engine.stage}"
-    loading = (
-        f'model_engine.load_checkpoint("TARGET", tag="{target.tag}")'
-        ', with {"checkpoint": {"load_universal": true}} in the configuration'
-    )
+    only = ", load_module_only=True" if options.weights_only else ""
+
+    def loading(path: str) -> str:
+        call = f"model_engine.load_checkpoint({literal(path)}, tag={literal(target.tag)}{only})"
+        return call + ', with {"checkpoint": {"load_universal": true}} in the ds_config'
+
     siblings = target.take_siblings()
     return Layout(shells, siblings, target.left_out, warnings, about=about, loading=loading)
 

@@ -18,6 +18,7 @@ which has tied weights once, as safetensors requires. Trainers look for files wi
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from typing import Any
 from ...core.inert import Scalar, TensorName, map_values
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
+from ...errors import literal
 from ...files import safefile
 from ...files.torchfile import Tensor
 from ...files.torchshell import Storages, seal_records, shell
@@ -104,7 +106,16 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     optimizer = [writer.file_names.optimizer] * writer.optimizes
     names = " and ".join([writer.file_names.weights, *optimizer])
     about = f"whole state dicts, which any number of ranks loads: {names}"
-    loads = "safetensors.torch.load_file" if writer.file_names.is_safetensors else "torch.load"
+    names_of_files = writer.file_names
+
+    def loading(path: str) -> str:
+        file = literal(os.path.join(path, names_of_files.weights))
+        if names_of_files.is_safetensors:  # which has a tied weight once
+            return f"safetensors.torch.load_model(model, {file})"
+        return f"model.load_state_dict(torch.load({file}))"
+
+    of_trainer = writer.optimizes and names_of_files.scheduler is not None
+    resuming = trainers.resuming(source.siblings) if of_trainer else None
     return Layout(
         writer.shells,
         siblings,
@@ -112,7 +123,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         writer.warnings,
         from_masters=True,
         about=about,
-        loading=f'model.load_state_dict({loads}("TARGET/{writer.file_names.weights}"))',
+        loading=resuming or loading,
     )
 
 

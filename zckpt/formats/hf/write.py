@@ -23,7 +23,7 @@ from ...core.manifest import Manifest, Sibling
 from ...core.siblings import SiblingList, refusals
 from ...core.staging import Layout, Shell
 from ...core.weights import weight_of
-from ...errors import MissingData, WrongOption, listed
+from ...errors import MissingData, WrongOption, listed, literal
 from ...files import safefile
 from ...training import peft, ties
 from ...training.options import Options
@@ -35,18 +35,21 @@ from .files import INDEX, WEIGHTS
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of the folder; raises MissingData without a configuration to load it by."""
     writer = PretrainedWriter(source, options)
-    if writer.adapter:
-        about, loading = "an adapter for PEFT", 'PeftModel.from_pretrained(base_model, "TARGET")'
-    else:
+
+    def loading(path: str) -> str:
+        if writer.adapter:
+            return f"PeftModel.from_pretrained(base_model, {literal(path)})"
         classes = writer.config.get("architectures")
-        name = classes[0] if isinstance(classes, list) and classes else "AutoModel"
-        about, loading = "a model for from_pretrained", f'{name}.from_pretrained("TARGET")'
+        name = classes[0] if isinstance(classes, list) and classes else None
+        is_name = isinstance(name, str) and name.isidentifier()
+        return f"{name if is_name else 'AutoModel'}.from_pretrained({literal(path)})"
+
     return Layout(
         writer.shells,
         writer.siblings,
         writer.left_out,
         source.warnings,
-        about=about,
+        about="an adapter for PEFT" if writer.adapter else "a model for from_pretrained",
         loading=loading,
     )
 

@@ -10,6 +10,7 @@ files also ORTTrainer's own counters and the user's dictionary. `left_out` names
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from ...errors import (
     UnsupportedCheckpoint,
     WrongOption,
     counted,
+    literal,
 )
 from ...files import hdf5shell
 from ...files.torchshell import Storages, seal_records, shell, thawed
@@ -39,10 +41,6 @@ from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS
 
 PREFIX = "ORT_checkpoint"  # ONNX Runtime's own
 HALF_SUFFIXES = {dtype: suffix for suffix, dtype in HALVES.items()}
-LOADING = {  # by dialect
-    "hdf5": 'trainer.load_checkpoint(*sorted(glob.glob("TARGET/*")))',
-    "l2": 'onnxruntime.training.checkpoint.experimental_load_checkpoint(trainer, "TARGET")',
-}
 ENGINE_NAMES = {short: name for name, short in OPTIMIZERS.items()}
 # keys of a manifest's state that the target holds: in every dialect, and in HDF5 files
 ENGINE = frozenset({"module", "counters"})
@@ -68,8 +66,16 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         writer.warnings,
         from_masters=writer.half is not None,
         about="files of ONNX Runtime Training for " + counted(writer.dp, "rank"),
-        loading=LOADING[writer.dialect],
+        loading=_loading_of_hdf5 if writer.dialect == "hdf5" else _loading_of_l2,
     )
+
+
+def _loading_of_hdf5(path: str) -> str:
+    return f"trainer.load_checkpoint(*sorted(glob.glob({literal(os.path.join(path, '*'))})))"
+
+
+def _loading_of_l2(path: str) -> str:
+    return f"checkpoint.experimental_load_checkpoint(trainer, {literal(path)})"
 
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:

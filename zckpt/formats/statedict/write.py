@@ -6,6 +6,7 @@ because loading requires them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from ...core.facts import FlatBufferEngine
 from ...core.inert import Scalar, TensorName
 from ...core.manifest import Manifest, slot_key
 from ...core.weights import WIDE, is_optimizers, weight_of
-from ...errors import WrongOption, counted, listed
+from ...errors import WrongOption, brief, counted, listed
 from ...training import peft
 from ...training.optimizers import torch_groups
 from ...training.options import DTYPE, Options
@@ -287,11 +288,10 @@ def left_out(source: Manifest, options: Options) -> list[str]:
     engine = source.engine.name if source.engine else None
     lines = [f"of {engine} alone: {', '.join(lost)}"] if lost else []
     if isinstance(source.engine, FlatBufferEngine) and program_of(source.siblings) is None:
-        usual = source.engine.config.get("gradient_clipping", 1.0)  # DeepSpeed's default (0.19.8)
-        norm = number(kept.get("clip_grad", usual))
-        if isinstance(norm, (int, float)) and norm > 0:
+        norm = number(kept.get("clip_grad", source.engine.config.get("gradient_clipping")))
+        if type(norm) in (int, float) and 0 < norm < math.inf:
             lines.append(
-                f"optimizer.clip_grad {norm:g}: clip gradients to this norm in your program"
+                f"optimizer.clip_grad = {brief(norm)}: clip gradients to this norm in your program"
             )
     return lines + _rounded_off(source, options)
 
@@ -303,5 +303,5 @@ def _rounded_off(source: Manifest, options: Options) -> list[str]:
         return []
     weights = (weight_of(source.entries, name) for name in source.parameters)
     exact = [weight.name for weight in weights if weight.trained.dtype in WIDE]
-    masters = f"the exact values of {counted(len(exact), 'weight')}"
-    return [f"{masters}: --dtype {options[DTYPE]} rounds them"] if exact else []
+    values = f"the exact values of {counted(len(exact), 'weight')}"
+    return [f"{values}: --dtype {options[DTYPE]} rounds them"] if exact else []

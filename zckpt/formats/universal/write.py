@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from shlex import quote
 from typing import Any
 
 from ...core import description
@@ -20,7 +21,7 @@ from ...core.manifest import (
 )
 from ...core.sources import naming
 from ...core.staging import Layout, Shell
-from ...errors import MissingData
+from ...errors import MissingData, literal
 from ...files import safefile
 from ...training.optimizers import are_inferred, given_groups
 from ...training.options import GROUP_DEFAULTS, Options
@@ -89,13 +90,26 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         others = [item.name for item in source.siblings if item.path not in kept]
         left_out += [f"{', '.join(others)}: not needed to load the weights"] if others else []
     shells = list(_shells(chosen, options))
-    if options.weights_only:
-        file = next(shell.name for shell in shells if shell.name != MANIFEST)
-        about, loading = "weights as safetensors", f'safetensors.torch.load_file("TARGET/{file}")'
-    else:
-        about, loading = "a universal checkpoint", "zckpt reshard TARGET NEW --dp RANKS"
+    files = [shell.name for shell in shells if shell.name != MANIFEST]
+    has_ranks = source.source.get("format") != "gathered"
+
+    def loading(path: str) -> str:
+        if not options.weights_only and has_ranks:
+            return f"zckpt reshard {quote(path)} NEW --dp RANKS"
+        if not options.weights_only:
+            return f"zckpt convert {quote(path)} NEW --to FORMAT"
+        if len(files) == 1:
+            return f"safetensors.torch.load_file({literal(os.path.join(path, files[0]))})"
+        parts = literal(os.path.join(path, "*.safetensors"))
+        return f"[safetensors.torch.load_file(file) for file in sorted(glob.glob({parts}))]"
+
     return Layout(
-        lambda: iter(shells), siblings, left_out, source.warnings, about=about, loading=loading
+        lambda: iter(shells),
+        siblings,
+        left_out,
+        source.warnings,
+        about="weights as safetensors" if options.weights_only else "a universal checkpoint",
+        loading=loading,
     )
 
 

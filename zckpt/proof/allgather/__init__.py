@@ -112,7 +112,7 @@ def _verify(
     outcome = _of_all_processes(world, gathering)
     report = findings(outcome, manifest, other)
     report |= inferences([item for _, item in matches], manifest, other)
-    report |= roundings(report, [item for _, item in matches], ours, other)
+    report |= roundings(report, outcome.results, ours, other)
     report["problems"] += _uncovered(outcome)
     report["records"] = None  # gathering reads parts of records, so it checks no CRC of a record
     compared_names = {item.a.name for _, item in matches}
