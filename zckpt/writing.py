@@ -321,13 +321,14 @@ def write_run(
     )
     reports = write_all(stage.path, replace(running, dry_run=True))
     total = sum(report["bytes"] for report in reports)
+    last = "the last one " if len(names) > 1 else ""
     summary: Report = {
         "zckpt": 1,
         "command": "reshard",
         "source": {"path": source},
         "format": reports[0]["format"],
         "target": target,
-        "about": f"{counted(len(names), 'checkpoint')}, the last one {reports[-1]['about']}",
+        "about": f"{counted(len(names), 'checkpoint')}, {last}{reports[-1]['about']}",
         "next": reports[-1]["next"].replace(literal(stage.path)[1:-1], literal(target)[1:-1]),
         "step": reports[-1]["step"],
         **{

@@ -24,7 +24,7 @@ from ..format import Format
 FORMAT = Format(
     name="onnxruntime",
     folder="onnxruntime",
-    about="ONNX Runtime Training ZeRO-1, 1.3 to 1.16 (HDF5, .ort.pt)",
+    about="ONNX Runtime Training ZeRO-1, 1.3 to 1.16 (.ort.pt, HDF5)",
     family="onnxruntime",
     options=(
         DP,
