@@ -65,9 +65,8 @@ def advice(manifest: Manifest, bare: int) -> Report:
         names = sorted(os.path.relpath(file, manifest.root) for file in unsafe)
         which = f"some files of {manifest.root} ({listed(names, 3)}) have"
     return {
-        "advice": f"{which} no checksums, so damage in them may go "
-        f"unseen: compare them with another copy (`zckpt verify {path} --against COPY`), or "
-        "convert them to universal while they are good, whose files have checksums"
+        "advice": f"{which} no checksums, so damage in them may go unseen; compare them with "
+        f"another copy (`zckpt verify {path} --against COPY`); a universal checkpoint has checksums"
     }
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from ...core.inert import Scalar, TensorName, map_values
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
-from ...errors import literal
+from ...errors import listed, literal
 from ...files import safefile
 from ...files.torchfile import Tensor
 from ...files.torchshell import Storages, seal_records, shell
@@ -210,9 +210,9 @@ class StateDictWriter(StateDicts):
         tied = [name for name in self.weights if name in self.aliases]
         if tied:
             self.warnings.append(
-                f"{', '.join(tied[:4])}: second names of tied weights, which "
-                f"{self.file_names.weights} does not have (load it with "
-                "safetensors.torch.load_model, or with strict=False)"
+                f"{self.file_names.weights} has tied weights once, without their second name "
+                f"({listed(tied, 4)}): load it with safetensors.torch.load_model, or with "
+                "strict=False"
             )
 
     def _optimizer_state(self) -> dict[str, Any]:
