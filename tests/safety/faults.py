@@ -100,7 +100,7 @@ def good(runner: Runner, conversion: Conversion, with_data: Path | None = None) 
         with_data=with_data is not None,
     )
     assert ended.code == 0, ended.err
-    calls = calls_of(ended.record)
+    calls = sorted(calls_of(ended.record), key=lambda call: call.number)  # threads mix them
     assert [call.number for call in calls] == list(range(1, ended.calls + 1))
     result = Good(calls, tree(conversion.target), tree(conversion.source))
     clear(conversion)

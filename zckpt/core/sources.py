@@ -182,7 +182,8 @@ def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
         if fingerprints is not None:
             _check(path, fingerprints.get(path), now)
     except BaseException as error:
-        os.close(file)
+        with suppress(OSError):  # which would take the place of the error with the name
+            os.close(file)
         if isinstance(error, OSError):
             named(error, path)
         raise
