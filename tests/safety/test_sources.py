@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import zckpt
+from zckpt.core import sources
 from zckpt.errors import SourceChanged
 
 FORMATS = ["deepspeed", "deepspeed-universal", "dcp", "gathered", "onnxruntime", "universal"]
@@ -375,3 +376,20 @@ def test_every_failed_read_names_its_file(
         assert f"{example.parent}/" in result.err.splitlines()[0]
         assert os.strerror(number) in result.err
         assert not list(example.parent.glob("target*"))
+
+
+def test_a_failed_close_does_not_hide_which_file_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"x")
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fstat", fail)
+        broken.setattr(os, "close", fail)
+        with pytest.raises(OSError, match="file") as raised:
+            sources.open_file(str(file))
+    assert raised.value.filename == str(file)
