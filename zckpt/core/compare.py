@@ -232,7 +232,7 @@ class _Comparison:
                 return True
             if (b_dtype, a_dtype) == ("F32", "BF16") and rounds_to(b, a):
                 return True
-        if match.how == "rounded" and SIZES[a_dtype] > SIZES[b_dtype]:
+        if match.rounds_a:
             a, a_dtype = buffers.rounded(a, a_dtype, b_dtype), b_dtype
         elif match.how == "rounded":
             b, b_dtype = buffers.rounded(b, b_dtype, a_dtype), a_dtype

@@ -121,8 +121,9 @@ class Match:
     @property
     def rounds_a(self) -> bool:
         """Whether `a` is rounded to the type of `b`, not `b` to that of `a`."""
-        is_rounded = self.how == "rounded" and self.b is not None
-        return is_rounded and SIZES[self.a.dtype] > SIZES[self.b.dtype if self.b else "F64"]
+        if self.how != "rounded" or self.b is None:
+            return False
+        return SIZES[self.a.dtype] > SIZES[self.b.dtype]
 
     @property
     def name(self) -> str:

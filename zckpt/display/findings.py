@@ -13,7 +13,7 @@ from .terminal import brief, checked, safe, size, table, unchecked, warn
 
 def verified(report: dict[str, Any], quiet: bool) -> None:
     """The report of `verify`."""
-    findings = [*_findings(report)]
+    findings = [*_findings(report), *_count(report)]
     path, other = safe(report["path"]), report["against"]
     if not quiet or findings:
         step = "" if report.get("step") is None else f", step {report['step']}"
@@ -68,7 +68,7 @@ def differing(report: dict[str, Any], quiet: bool) -> None:
     if report["first"]:
         print(f"first: {safe(report['first'])}\nworst: {safe(report['worst'])}")
     _differences(report.get("results", report["differences"]), all_lines=True)
-    for line in _findings(report | {"differences": []}):  # which are printed already
+    for line in _findings(report):
         print(line)
     if not quiet or not report["equal"]:
         _one_sided(report, report["a"], report["b"])
@@ -99,8 +99,11 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
             yield safe(f"{line['key']}: only in {report[line['only']]}")
             continue
         yield safe(f"{line['key']}: {brief(line['a'])} against {brief(line['b'])}")
-    if report["differences"]:
-        names = {line["tensor"] for line in report["differences"]}
+
+
+def _count(report: dict[str, Any]) -> Iterator[str]:
+    """How many tensors differ, for a report that lists some of them."""
+    if names := {line["tensor"] for line in report["differences"]}:
         yield f"{counted(len(names), 'tensor')} {'differs' if len(names) == 1 else 'differ'}"
 
 

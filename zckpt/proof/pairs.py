@@ -58,8 +58,10 @@ def only_rounded(matches: Iterable[Match], a: Manifest, b: Manifest) -> dict[str
     for item in matches:
         if item.how != "rounded" or item.b is None or item.copy:
             continue
-        first = (item.a, item.b, "a", a)
-        narrow, wide, side, manifest = (item.b, item.a, "b", b) if item.rounds_a else first
+        if item.rounds_a:
+            narrow, wide, side, manifest = item.b, item.a, "b", b
+        else:
+            narrow, wide, side, manifest = item.a, item.b, "a", a
         exact = weight_of(manifest.entries, narrow.parameter).trained
         if narrow.parameter in manifest.parameters and SIZES[exact.dtype] < SIZES[wide.dtype]:
             names[side].append(narrow.parameter)

@@ -49,11 +49,14 @@ def program_of(siblings: Iterable[Sibling]) -> str | None:
     return None
 
 
-def resuming(siblings: Iterable[Sibling]) -> Callable[[str], str] | None:
-    """Gives the line with which the program of these files resumes from a directory."""
+def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Callable[[str], str]:
+    """Gives the line with which the program of these files resumes from a directory.
+
+    `otherwise` is for files of no program.
+    """
     program = program_of(siblings)
     if program is None:
-        return None
+        return otherwise
     before, after = RESUMING[program]
     return lambda path: f"{before}{literal(path)}{after}"
 

@@ -52,14 +52,13 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         return f"torch.distributed.checkpoint.load(state_dict, checkpoint_id={literal(path)})"
 
     of_trainer = "" not in writer.parts and writer.dicts.optimizes  # in the trainer's folders
-    resuming = trainers.resuming(source.siblings) if of_trainer else None
     return Layout(
         writer.shells,
         siblings,
         writer.left_out,
         writer.warnings,
         about=about,
-        loading=resuming or loading,
+        loading=trainers.resuming(source.siblings, loading) if of_trainer else loading,
     )
 
 

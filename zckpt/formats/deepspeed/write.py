@@ -54,10 +54,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     def loading(path: str) -> str:
         return f"model_engine.load_checkpoint({literal(path)}{only})"
 
-    resuming = None if only else trainers.resuming(source.siblings)
-    return Layout(
-        shells, siblings, target.left_out, warnings, about=about, loading=resuming or loading
-    )
+    line = loading if options.weights_only else trainers.resuming(source.siblings, loading)
+    return Layout(shells, siblings, target.left_out, warnings, about=about, loading=line)
 
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:

@@ -115,7 +115,6 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         return f"model.load_state_dict(torch.load({file}))"
 
     of_trainer = writer.optimizes and names_of_files.scheduler is not None
-    resuming = trainers.resuming(source.siblings) if of_trainer else None
     return Layout(
         writer.shells,
         siblings,
@@ -123,7 +122,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         writer.warnings,
         from_masters=True,
         about=about,
-        loading=resuming or loading,
+        loading=trainers.resuming(source.siblings, loading) if of_trainer else loading,
     )
 
 

@@ -279,21 +279,25 @@ def left_out(source: Manifest, options: Options) -> list[str]:
     if options.weights_only:
         return []
     kept = source.state.get("optimizer") or {}
+    clipping = _clipping(source, kept.get("clip_grad"))
+    said = {"other", "clip_grad"} if clipping else {"other"}
     lost = [
-        f"optimizer.{key}"
-        for key, value in kept.items()
-        if key not in ("other", "clip_grad") and value is not None
+        f"optimizer.{key}" for key, value in kept.items() if key not in said and value is not None
     ]
     lost += [key for key, value in source.state.items() if value and key not in OF_TORCH]
     engine = source.engine.name if source.engine else None
     lines = [f"of {engine} alone: {', '.join(lost)}"] if lost else []
-    if isinstance(source.engine, FlatBufferEngine) and program_of(source.siblings) is None:
-        norm = number(kept.get("clip_grad", source.engine.config.get("gradient_clipping")))
-        if type(norm) in (int, float) and 0 < norm < math.inf:
-            lines.append(
-                f"optimizer.clip_grad = {brief(norm)}: clip gradients to this norm in your program"
-            )
-    return lines + _rounded_off(source, options)
+    return [*lines, *clipping, *_rounded_off(source, options)]
+
+
+def _clipping(source: Manifest, stated: Any) -> list[str]:
+    """The norm to which DeepSpeed clipped; a trainer clips by itself, by its own argument."""
+    if not isinstance(source.engine, FlatBufferEngine) or program_of(source.siblings) is not None:
+        return []
+    norm = number(source.engine.config.get("gradient_clipping") if stated is None else stated)
+    if type(norm) not in (int, float) or not 0 < norm < math.inf:
+        return []
+    return [f"optimizer.clip_grad = {brief(norm)}: clip gradients to this norm in your program"]
 
 
 def _rounded_off(source: Manifest, options: Options) -> list[str]:

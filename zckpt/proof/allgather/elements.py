@@ -46,7 +46,7 @@ def _rounded(a: torch.Tensor, b: torch.Tensor, match: Match) -> tuple[torch.Tens
     assert match.b is not None
     if match.how != "rounded":
         return a, b
-    if SIZES[match.a.dtype] > SIZES[match.b.dtype]:
+    if match.rounds_a:
         narrow = getattr(torch, TORCH_NAMES[match.b.dtype])
         return _float(a, match.a.dtype).to(narrow).view(b.dtype), b
     narrow = getattr(torch, TORCH_NAMES[match.a.dtype])
