@@ -50,7 +50,7 @@ def read(
     param_names: Sequence[str] | None = None,
     weights_only: bool = False,
 ) -> Manifest:
-    """The manifest of the checkpoint at `path`, recognised by content. Reads no tensor.
+    """The manifest of the checkpoint at `path`, recognized by content. Reads no tensor.
 
     `param_names` are for an optimizer that knows its parameters by number alone; with
     `weights_only` such an optimizer needs no names and may be left unread. Raises the ZckptError

@@ -76,7 +76,7 @@ class ZckptError(Exception):
 
 
 class NotACheckpoint(ZckptError):
-    """No format recognises the path."""
+    """No format recognizes the path."""
 
     usual_hint = "`zckpt formats` lists what is read"
 
@@ -118,7 +118,7 @@ class InconsistentCheckpoint(ZckptError):
 
 
 class UnsupportedCheckpoint(ZckptError):
-    """zckpt recognises this kind of checkpoint, but cannot read or write it."""
+    """zckpt recognizes this kind of checkpoint, but cannot read or write it."""
 
     usual_hint = "`zckpt formats` lists what is read and written"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from . import formats
 from .core import sources
 from .core.manifest import Manifest
-from .core.neighbours import lacking
+from .core.neighbors import lacking
 from .core.targets import refuse_unfinished
 from .training import steps
 from .training.names import Renames, called_as, names_of, renamed
@@ -43,7 +43,7 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
     path = os.fspath(path)
     refuse_unfinished(path)
     names = None if reading.param_names is None else tuple(reading.param_names)
-    format = formats.recognise(path, reading.format, reading.tag)
+    format = formats.recognize(path, reading.format, reading.tag)
     with sources.watching() as watch:
         manifest = format.read(path, reading.tag, reading.step_policy, names, reading.weights_only)
         siblings = (item.path for item in manifest.siblings)

@@ -36,7 +36,7 @@ def check(tensor: torch.Tensor, source: str, target: str) -> None:
 
 
 def around(values: list[float]) -> torch.Tensor:
-    """The values, their neighbours in float64, and all of these negated."""
+    """The values, their neighbors in float64, and all of these negated."""
     numbers = np.array(values)
     near = np.concatenate([numbers, np.nextafter(numbers, np.inf), np.nextafter(numbers, -np.inf)])
     return torch.from_numpy(np.concatenate([near, -near]))

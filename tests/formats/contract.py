@@ -49,7 +49,7 @@ class FormatContract:
     def manifest(self, checkpoint: Path) -> Manifest:
         return zckpt.read(checkpoint)
 
-    def test_is_recognised_by_content(self, manifest: Manifest) -> None:
+    def test_is_recognized_by_content(self, manifest: Manifest) -> None:
         assert manifest.format == self.format
 
     def test_every_element_is_covered_once(self, manifest: Manifest) -> None:

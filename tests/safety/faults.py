@@ -126,7 +126,7 @@ def faults(call: Call) -> Iterator[tuple[str, Fault]]:
 
 
 def one_fault(call: Call) -> Iterator[tuple[str, Fault]]:
-    """One of them; neighbours get different ones."""
+    """One of them; neighbors get different ones."""
     each = list(faults(call))
     yield each[call.number % len(each)]
 

@@ -105,7 +105,7 @@ def test_every_command_ends_in_a_sentence(name: str, limited: Limited, tmp_path:
 
 
 def test_the_limits_hold(limited: Limited, tmp_path: Path) -> None:
-    """The hook, the limits and the judgement of an end see what they are for."""
+    """The hook, the limits and the judgment of an end see what they are for."""
     shutil.copytree(hostile.EXAMPLE, tmp_path / "source")
     ended = run(limited, FIRST[0], "json", tmp_path)
     assert (ended.code, ended.foreign) == (0, [])

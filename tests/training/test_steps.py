@@ -81,7 +81,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_of_torch_are_recognised(name: str) -> None:
+def test_optimizers_of_torch_are_recognized(name: str) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = OPTIMIZERS[name]([weight])
     weight.grad = torch.ones(3)
@@ -102,7 +102,7 @@ def test_optimizers_of_torch_are_recognised(name: str) -> None:
         (["something"], None, None),
     ],
 )
-def test_other_optimizers_are_recognised(
+def test_other_optimizers_are_recognized(
     keys: list[str], group: dict[str, Any] | None, name: str | None
 ) -> None:
     assert infer_optimizer(keys, group) == name

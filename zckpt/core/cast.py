@@ -78,7 +78,7 @@ def numbers(view: memoryview, dtype: str) -> Any:
 
 
 def ordered(bits: Any, dtype: str) -> Any:
-    """Floats, given as unsigned integers, as integers in the same order; neighbours differ by one.
+    """Floats, given as unsigned integers, as integers in the same order; neighbors differ by one.
 
     Zero of either sign is 0.
     """

@@ -60,7 +60,7 @@ _LAST_BIT = 0xEDB88320
 class Cover:
     """Which of `length` bytes have been seen, and their CRC-32 once all have been.
 
-    Neighbouring pieces are merged as they come, so that memory does not grow with the bytes.
+    Neighboring pieces are merged as they come, so that memory does not grow with the bytes.
     """
 
     __slots__ = ("_by_start", "_by_stop", "length", "seen")
@@ -118,7 +118,7 @@ class Scattered:
 
     A CRC is linear, so each piece adds its share by itself. Unlike `Cover`, this class keeps
     nothing per piece: a matrix that lies in files by columns has millions of pieces without
-    neighbours. The price: a piece that arrives twice is not noticed.
+    neighbors. The price: a piece that arrives twice is not noticed.
     """
 
     __slots__ = ("_sum", "length", "seen")

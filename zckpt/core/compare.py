@@ -325,7 +325,7 @@ def compare(
 
 
 def _by_slot(matches: Sequence[Match]) -> list[int]:
-    """The numbers of all matches, slot by slot: tensors of one slot are neighbours in files."""
+    """The numbers of all matches, slot by slot: tensors of one slot are neighbors in files."""
     slots: dict[str, int] = {}
     for item in matches:
         slots.setdefault(item.a.slot, len(slots))

@@ -342,7 +342,7 @@ class Coordinate:
 class Grid:
     """The sizes of the parallel axes: data, tensor, pipeline, expert; raises ValueError below 1.
 
-    Experts are spread over `ep` neighbours along the data axis, so `ep` divides `dp` and adds no
+    Experts are spread over `ep` neighbors along the data axis, so `ep` divides `dp` and adds no
     ranks.
     """
 

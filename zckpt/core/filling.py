@@ -38,7 +38,7 @@ class UnfinishedRegion:
 
     @property
     def passed(self) -> list[Passed]:
-        """The CRC-32s of all chunks; neighbouring bytes are one."""
+        """The CRC-32s of all chunks; neighboring bytes are one."""
         return [(key, *part) for key, cover in self._covers.items() for part in cover.parts()]
 
 

@@ -25,7 +25,7 @@ from .manifest import Entry
 from .sources import Fingerprints
 
 MANY = 4096  # slices; copying more of them takes longer than importing numpy
-SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbours
+SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbors
 SHORT = 4 << 10  # bytes; runs of a strided tensor below this are read together
 LITTLE = 1 << 20  # bytes that may be read only to complete a record's CRC
 CAST_BLOCK = 1 << 18  # elements that are cast at a time

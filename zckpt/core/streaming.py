@@ -42,7 +42,7 @@ def chunk_size(dp: int, jobs: int, memory: int) -> int:
 def batches(entries: Iterable[Entry], chunk: int) -> Iterator[list[ReadRequest]]:
     """Parts of tensors that fit together into `chunk` bytes.
 
-    They come slot by slot, since tensors of one slot are neighbours in their files.
+    They come slot by slot, since tensors of one slot are neighbors in their files.
     """
     slots: dict[str, list[Entry]] = {}
     for entry in entries:

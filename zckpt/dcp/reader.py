@@ -71,7 +71,7 @@ class StorageReader(storage.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether zckpt recognises a checkpoint there."""
+        """Whether zckpt recognizes a checkpoint there."""
         try:
             Source(os.fspath(checkpoint_id), ReadArguments(), ())
         except ZckptError:

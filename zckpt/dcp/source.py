@@ -86,7 +86,7 @@ class Source:
 
     def _stored(self) -> StoredItems | None:
         reading = self.reading
-        if formats.recognise(self.path, self._format, reading.tag).name != "dcp":
+        if formats.recognize(self.path, self._format, reading.tag).name != "dcp":
             return None
         if reading.rename or reading.step_policy not in (None, steps.KEEP):
             return None

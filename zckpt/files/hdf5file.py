@@ -1,7 +1,7 @@
 """HDF5 files: where the bytes of each tensor lie, and the values of small datasets.
 
 h5py says where a dataset's bytes lie; they are then read from the file itself. The names in the
-root group of most files are read without h5py, so that a directory of files is recognised quickly.
+root group of most files are read without h5py, so that a directory of files is recognized quickly.
 Only datasets that are one contiguous run of bytes are read, and only inside the file itself.
 """
 

@@ -112,14 +112,14 @@ def family_of(name: str) -> str:
     return next((item.family for item in FORMATS if item.name == name), name)
 
 
-def recognise(path: str, name: str | None = None, tag: str | None = None) -> Format:
+def recognize(path: str, name: str | None = None, tag: str | None = None) -> Format:
     """The format of the one checkpoint at `path`, by content; `name` restricts the search.
 
     Raises NotACheckpoint, which says what is near, and AmbiguousCheckpoint, which lists what is
     there.
     """
     if sources.status(path) is None and not os.path.islink(path):
-        raise NotACheckpoint(f"{path} does not exist", hint=_neighbours(path))
+        raise NotACheckpoint(f"{path} does not exist", hint=_neighbors(path))
     tags_of = {
         item: tags for item in ([named(name)] if name else FORMATS) if (tags := item.detect(path))
     }
@@ -214,7 +214,7 @@ def _near(path: str, inside: Sequence[str]) -> str:
     return "give the directory that the training program saved; `zckpt formats` lists what is read"
 
 
-def _neighbours(path: str) -> str:
+def _neighbors(path: str) -> str:
     """What is there instead of a path that does not exist."""
     above = os.path.dirname(os.path.abspath(path))
     if not sources.is_folder(above):

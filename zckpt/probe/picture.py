@@ -51,7 +51,7 @@ def _legend() -> str:
 
 
 def _fitting(heat: dict[str, Any]) -> tuple[list[str], list[list[Cell]], list[int]]:
-    """At most ROWS lines of COLUMNS: neighbours become one cell with the largest distance."""
+    """At most ROWS lines of COLUMNS: neighbors become one cell with the largest distance."""
     names, steps = list(heat["modules"]), list(heat["steps"])
     rows = [[_cell(value) for value in row] for row in heat["distances"]]
     each = -(-len(steps) // COLUMNS)

@@ -149,8 +149,8 @@ PARAM_NAMES: Option[Sequence[str] | None] = Option(
     "param_names",
     "--param-names",
     None,
-    "A file of parameter names, one per line, in the order of model.named_parameters(), if the "
-    "source lacks names or their order",
+    "A file of names, one per line: all of model.named_parameters(), or of the optimizer, if the "
+    "source has numbers there",
     group="Names",
     kind="names",
     metavar="FILE",

@@ -99,7 +99,7 @@ class TestTensorParallelism:
         return root / "run"
 
     def loaded(self, folder: Path, name: str, rank: int, ranks: int) -> dict[str, torch.Tensor]:
-        """What the loader gives one tensor-parallel rank that has no data-parallel neighbour."""
+        """What the loader gives one tensor-parallel rank that has no data-parallel neighbor."""
         from deepspeed.checkpoint.universal_checkpoint import load_hp_checkpoint_state
 
         rows = 12 if ranks < 3 else 2 * ranks * -(-12 // (2 * ranks))  # padded for more ranks

@@ -200,7 +200,7 @@ class DcpWriter:
         return value if isinstance(value, BlankTensor) else None
 
     def _rows(self, tensor: BlankTensor) -> int:
-        """Rows in a piece: those of one rank, or of several neighbours if these are small."""
+        """Rows in a piece: those of one rank, or of several neighbors if these are small."""
         if not tensor.shape or not prod(tensor.shape):
             return tensor.shape[0] or 1 if tensor.shape else 1
         own = -(-tensor.shape[0] // self.world)

@@ -141,8 +141,8 @@ def _warnings_of_loading(target: DeepSpeedTarget) -> list[str]:
     for what, names in (("frozen weights", frozen), ("buffers", target.source.buffers)):
         if names:
             warnings.append(
-                f"DeepSpeed's universal loader does not load {what}: {listed(names)} stay as "
-                "the model initializes them (--to deepspeed has no such loss)"
+                f"DeepSpeed's universal loader does not load {what}, which stay as the model "
+                f"initializes them: {listed(names)} (--to deepspeed has no such loss)"
             )
     if target.engine.partitioned and any(group != target.groups[0] for group in target.groups):
         warnings.append(

@@ -1,7 +1,7 @@
 """Which state dicts in a tree are the model's and the optimizer's.
 
 Programs choose the keys (`model`, `state_dict`, `app.model`, none; `optim`, `optimizer`), so state
-dicts are recognised by their content. An optimizer's has one of three layouts (torch 2.13):
+dicts are recognized by their content. An optimizer's has one of three layouts (torch 2.13):
 
     nested    {"state": {name: {"exp_avg": ...}}, "param_groups": [{"params": [names], "lr": ...}]}
     flat      {"state.<name>.exp_avg": ..., "param_groups.<name>.lr": ...}: groups are lost

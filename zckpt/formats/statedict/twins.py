@@ -23,7 +23,7 @@ def is_updated(state: Mapping[str, Any]) -> bool:
 
 
 class NamesByContent:
-    """The first name of every content, by which second names of tied weights are recognised."""
+    """The first name of every content, by which second names of tied weights are recognized."""
 
     def __init__(self) -> None:
         self._by_memory: dict[Any, str] = {}

@@ -25,7 +25,7 @@ SIBLINGS = "siblings"
 OPTIMIZERS = re.compile(r"(?:master|exp_avg|momentum_buffer)(?:-\d+-of-\d+)?\.safetensors")
 """Files that only a universal checkpoint has; without its manifest they have lost their meaning."""
 KEYS = (b'"zckpt"', b'"source"', b'"step"', b'"optimizer"')
-"""The first keys of a manifest. Two are enough, so that a damaged one is recognised too."""
+"""The first keys of a manifest. Two are enough, so that a damaged one is recognized too."""
 
 
 def detect(path: str) -> list[str]:

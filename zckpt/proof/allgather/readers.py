@@ -119,7 +119,7 @@ Seen = tuple[BlockMatch, int, int, int]
 
 
 def grouped(listed: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Lists of neighbours, each about READ bytes long."""
+    """Lists of neighbors, each about READ bytes long."""
     some: list[T] = []
     size = 0
     for item in listed:

@@ -1,4 +1,4 @@
-"""States of an optimizer that one parameter lacks and its neighbours have; and what is no loss."""
+"""States of an optimizer that one parameter lacks and its neighbors have; and what is no loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zckpt
-from zckpt.core.neighbours import lacking
+from zckpt.core.neighbors import lacking
 
 from ..conftest import Result
 

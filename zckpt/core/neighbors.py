@@ -1,4 +1,4 @@
-"""Which parameters lack a state of the optimizer that their neighbours have?
+"""Which parameters lack a state of the optimizer that their neighbors have?
 
 An optimizer keeps the same states for all parameters of a group, as a rule. A parameter that lacks
 some of them has probably lost them: a file or a key is damaged, and a target would begin with
@@ -37,7 +37,7 @@ def lacking(manifest: Manifest) -> tuple[list[str], list[str]]:
 
     The first are of parameters with a part of what like ones of their group have: those with as
     many axes. Only a state of the parameter's shape, or the step, can be lost. It is not if the
-    parameter has another one that its neighbours lack, or if most lack it.
+    parameter has another one that its neighbors lack, or if most lack it.
     """
     groups = list(_groups(manifest))
     return _lost(groups), _stateless(groups)
