@@ -160,3 +160,9 @@ def recorded_fsdp(*arguments: Any) -> None:
     from . import recorded
 
     recorded.fsdp_runs(*arguments)
+
+
+def recorded_fsdp_again(*arguments: Any) -> None:
+    from . import recorded
+
+    recorded.fsdp_resumed(*arguments)

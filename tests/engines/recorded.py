@@ -21,6 +21,7 @@ from .cases import Case
 
 STEPS = 3
 WIDTH = 16
+ROWS = 24  # of a global batch: divisible by every number of ranks in use
 
 
 def deepspeed_runs(
@@ -90,7 +91,7 @@ def fsdp_steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -
     found = []
     for step in range(first, first + STEPS):
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(23, (4 * ranks, 5), generator=generator)[rank::ranks]
+        tokens = torch.randint(23, (ROWS, 5), generator=generator)[rank::ranks]
         loss = model(tokens)
         loss.backward()
         optimizer.step()
@@ -177,3 +178,14 @@ def fsdp_runs(rank: int, store: Path, dp: int, root: Path) -> None:
             losses[name] = fsdp_steps(model, optimizer, STEPS)
     if rank == 0:
         torch.save(losses, root / "losses.pt")
+
+
+def fsdp_resumed(rank: int, store: Path, dp: int, root: Path, folder: Path) -> None:
+    """Loads the checkpoints that `fsdp_runs` has written, at another number of ranks, and records
+    what follows into `folder`."""
+    torch.distributed.init_process_group("gloo", store.as_uri(), rank=rank, world_size=dp)
+    for name in ("original", *FSDP_FAULTS):
+        model, optimizer = build_fsdp(2)
+        load(model, optimizer, root / "checkpoints" / name)
+        with probe.record(model, folder / name, step=STEPS, optimizer=optimizer, parameters=True):
+            fsdp_steps(model, optimizer, STEPS)

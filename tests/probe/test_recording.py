@@ -97,6 +97,11 @@ class Awkward(nn.Module):
         return self.dropout(x) + self.parameter(x)
 
 
+def of_modules(path: Path) -> list[runs.TensorRecord]:
+    """The records of a run but its metrics and the model's inputs."""
+    return [each for each in runs.read(path).ranks[0] if each.kind not in ("input", "metric")]
+
+
 def train(model: nn.Module, autocast: bool = False, recorder: Any = None) -> list[Tensor]:
     """Losses, gradients and final weights of two updates with an evaluation."""
     torch.manual_seed(3)
@@ -186,7 +191,7 @@ def test_every_output_of_every_call(tmp_path: Path) -> None:
     assert names == sorted(names, key=names.index)
     assert set(names) == {name for name, _ in model.named_parameters()}
     evaluated = [record for record in records if record.batch == "eval 0"]
-    assert {record.kind for record in evaluated} == {"forward", "parameter"}
+    assert {record.kind for record in evaluated} == {"input", "forward", "parameter"}
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -220,7 +225,7 @@ def test_a_second_backward_is_told_apart(tmp_path: Path) -> None:
         loss = model(torch.ones(1, 2)).sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    keys = [record.key for record in runs.read(tmp_path / "run").ranks[0]]
+    keys = [record.key for record in of_modules(tmp_path / "run")]
     assert keys == ["(model)#0/out", "(model)#0/out", "(model)#0/out~1"]
 
 
@@ -258,8 +263,9 @@ def test_statistics_of_any_tensor(dtype: str, how: str) -> None:
     assert about["nan"] == sum(math.isnan(value) for value in expected)
     if finite:
         exact = torch.tensor(finite, dtype=torch.float64)
-        assert about["mean"] == pytest.approx(exact.mean().item(), rel=1e-9, abs=1e-12)
-        assert about["norm"] == pytest.approx(exact.norm().item(), rel=1e-9)
+        near = 1e-7 if dtype in ("F32", "F16", "BF16") else 1e-9  # sums in float32
+        assert about["mean"] == pytest.approx(exact.mean().item(), rel=1e-9, abs=near)
+        assert about["norm"] == pytest.approx(exact.norm().item(), rel=near)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -269,7 +275,7 @@ def test_large_tensors_are_measured_in_parts(threads: int) -> None:
     about = measurer.describe(tensor)
     measurer.close()
     assert about["crc32"] == f"{zlib.crc32(memoryview(tensor.numpy()).cast('B')):08x}"
-    assert about["std"] == pytest.approx(tensor.double().std().item(), rel=1e-11)
+    assert about["std"] == pytest.approx(tensor.double().std().item(), rel=1e-8)
 
 
 def test_what_has_no_bytes_is_described() -> None:
@@ -339,7 +345,7 @@ def test_scripted_modules_are_passed_over(tmp_path: Path) -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(2, 3)), nn.Linear(3, 4))
     with probe.record(model, tmp_path / "run", step=0):
         model(torch.ones(1, 2))
-    keys = [line["key"] for line in lines(tmp_path / "run") if "key" in line]
+    keys = [record.key for record in of_modules(tmp_path / "run")]
     assert keys == ["1#0/out", "(model)#0/out"]
 
 
@@ -435,7 +441,7 @@ def test_gradients_may_be_left_out(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     with probe.record(model, tmp_path / "run", step=0, gradients=False):
         model(torch.ones(1, 2)).sum().backward()
-    assert [record.kind for record in runs.read(tmp_path / "run").ranks[0]] == ["forward"]
+    assert [record.kind for record in of_modules(tmp_path / "run")] == ["forward"]
 
 
 def test_steps_by_a_function_or_an_engine(tmp_path: Path) -> None:
@@ -453,7 +459,7 @@ def test_steps_by_a_function_or_an_engine(tmp_path: Path) -> None:
         engine(torch.ones(1, 2))
         engine.global_steps += 1
         engine(torch.ones(1, 2))
-    records = runs.read(tmp_path / "engine").ranks[0]
+    records = of_modules(tmp_path / "engine")
     assert [(record.step, record.key) for record in records] == [
         (40, "(model)#0/out"),
         (41, "(model)#0/out"),
@@ -505,7 +511,7 @@ def test_a_range_of_steps(tmp_path: Path) -> None:
             recorder.next_step()
     run = runs.read(tmp_path / "run")
     assert run.steps == [1, 2]
-    assert len(run.ranks[0]) == 8
+    assert len(of_modules(tmp_path / "run")) == 8
 
 
 def test_who_does_not_record(tmp_path: Path) -> None:
@@ -523,7 +529,7 @@ def test_no_overwriting_unless_asked(tmp_path: Path) -> None:
             model(torch.ones(1, 2))
     with pytest.raises(TargetExists), probe.record(model, tmp_path / "run", step=0):
         pass
-    assert len(runs.read(tmp_path / "run").ranks[0]) == 1
+    assert len(of_modules(tmp_path / "run")) == 1
     with pytest.raises(WrongOption, match="step"), probe.record(model, tmp_path / "no step"):
         pass
     assert not (tmp_path / "no step").exists()
@@ -578,7 +584,7 @@ def test_compiled_modules_are_seen_from_outside(inner: bool, tmp_path: Path) -> 
     plain = model(x)
     with probe.record(model, tmp_path / "run", step=0):
         assert torch.equal(model(x), plain)
-    keys = [record.key for record in runs.read(tmp_path / "run").ranks[0]]
+    keys = [record.key for record in of_modules(tmp_path / "run")]
     assert keys == (["0#0/out", "1#0/out"] if inner else []) + ["(model)#0/out"]
     assert hooks_of(model) == hooks_of(block) == 0
 
@@ -589,7 +595,7 @@ def test_a_module_that_compiles_itself(tmp_path: Path) -> None:
     plain = model(torch.ones(2, 3))
     with probe.record(model, tmp_path / "run", step=0):
         assert torch.equal(model(torch.ones(2, 3)), plain)
-    assert [record.key for record in runs.read(tmp_path / "run").ranks[0]] == ["(model)#0/out"]
+    assert [record.key for record in of_modules(tmp_path / "run")] == ["(model)#0/out"]
     assert hooks_of(model) == 0
 
 
@@ -629,7 +635,7 @@ def test_a_root_that_is_called_inside_of_its_own_call(tmp_path: Path) -> None:
         with pytest.raises(FloatingPointError):
             model(torch.ones(1), 9)
         model(torch.ones(1), 0)
-    records = runs.read(tmp_path / "run").ranks[0]
+    records = of_modules(tmp_path / "run")
     assert [(record.batch, record.key) for record in records] == [
         ("0", "linear#0/out"),
         ("0", "(model)#1/out"),

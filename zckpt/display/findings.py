@@ -193,8 +193,13 @@ def probed(report: dict[str, Any], quiet: bool) -> None:
     """The report of `probe-diff`."""
     first, big, steps = report["first"], report["big"], report["steps"]
     where = f"{counted(report['records'], 'record')} of steps {steps[0]} to {steps[-1]}"
-    if len(report["ranks"]) > 1:
+    one, other = report["worlds"]
+    if one != other:
+        where += f", joined from {one} and {other} ranks"
+    elif len(report["ranks"]) > 1:
         where += f" and {len(report['ranks'])} ranks"
+    if report["circumstances"] and not quiet:
+        print(f"the runs differ in: {safe('; '.join(report['circumstances']))}")
     if big:
         print(f"first big difference: {_event(big)}")
         print(f"  {big['meaning']}")
@@ -216,6 +221,12 @@ def probed(report: dict[str, Any], quiet: bool) -> None:
             if names := report[f"only_{side}"]:
                 records = counted(len(names), "record")
                 print(f"only {safe(report[side])} has {records}, such as {safe(names[0])}")
+        if names := report["unmerged"]:
+            example = next(iter(names))
+            print(
+                f"not compared: {counted(len(names), 'tensor')} that cannot be joined, such as "
+                f"{safe(example)} ({safe(names[example])})"
+            )
         for line in report["notes"]:
             print(f"note: {safe(line)}")
         if advice := report.get("advice"):
@@ -223,8 +234,10 @@ def probed(report: dict[str, Any], quiet: bool) -> None:
         if first:
             import shutil
 
-            from ..probe.picture import drawn
+            from ..probe.picture import curves, drawn
 
+            for line in curves(report["metrics"]):
+                print(safe(line))
             print()
             columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
             for line in drawn(report["map"], columns):
@@ -244,13 +257,12 @@ def _short(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-SPARKS = "▁▂▃▄▅▆▇█"
-
-
 def _magnitudes(histogram: dict[str, Any] | None, width: int = 16) -> str | None:
     """A sparkline of how many numbers have which magnitude, between its powers of two."""
     if histogram is None:
         return None
+    from ..probe.picture import SPARKS
+
     counts = histogram["counts"]
     first, last = histogram["first"], histogram["first"] + len(counts)
     each = -(-len(counts) // width)

@@ -8,6 +8,12 @@ the scale of a tensor nor its extremes influence what a distance means.
 A difference is big if it exceeds the tolerance of its type. If two runs of the original were
 recorded, it is big if it exceeds four times the noise between them. While these two runs are equal
 bit for bit, every difference is big.
+
+Runs of other numbers of ranks are merged first (merging.py). Their sums have another order: the
+rounding of a sum over W ranks grows as the root of W, and every update adds its own to the weights.
+So the tolerance is multiplied by the root of the larger W, and by the updates since the first step.
+An optimizer may turn the rounding of a tiny gradient into a whole update of one element. So of the
+samples of merged runs not the largest change counts, but the root mean square of all.
 """
 
 from __future__ import annotations
@@ -15,12 +21,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core.dtypes import FLOATS
 from ..errors import MissingData, counted, listed
 from . import runs
+from .explaining import Surroundings, circumstances, meaning
 from .runs import Run, TensorRecord
 
 TOLERANCES = {"F64": 1e-10, "F32": 1e-5, "F16": 4e-3, "BF16": 3e-2}
@@ -62,6 +68,15 @@ def compare(
 
 
 def report(a: Run, b: Run, noise: Run | None) -> Report:
+    notes = [*a.notes, *b.notes, *(noise.notes if noise else ())]
+    worlds, unmerged = (a.world, b.world), dict[str, str]()
+    original = a
+    if is_merged := a.world != b.world:
+        from .merging import merge  # which needs numpy
+
+        merged = merge(a, b, lambda one, other: apart(one, other, True)[0], TOLERANCES)
+        a, b, unmerged = merged.a, merged.b, merged.unmerged
+        notes.append(_about_merging(worlds, merged.order))
     events, only_a, only_b = aligned(a, b)
     if not events:
         raise MissingData(
@@ -71,16 +86,30 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         )
     floor = 0.0
     if noise is not None:
-        events, floor = above_noise(events, a, noise)
+        events, floor = above_noise(events, original, noise, is_merged)
     differing = [event for event in events if event.distance > 0]
     big = next((event for event in events if event.is_big), None)
     steps = sorted({event.a.step for event in events})
-    notes = [*a.notes, *b.notes, *(noise.notes if noise else ())]
-    if a.world != b.world:
-        notes.append(
-            f"{counted(a.world, 'process', 'processes')} against {b.world}: sums have another "
-            "order, so equality can only be up to a tolerance"
+    about = Surroundings(
+        steps,
+        a.header,
+        b.header,
+        {
+            (event.rank, event.a.step, event.a.key): not event.is_big
+            if is_merged
+            else not event.distance
+            for event in events
+            if event.a.kind == "parameter"
+        },
+    )
+
+    def described(event: Event) -> Report:
+        if is_merged and not event.is_big:
+            return _described(event, "sums in another order explain a difference of this size")
+        return _described(
+            event, meaning(event.a, event.b, event.what, event.rank, about, is_merged)
         )
+
     if differing and not big and noise is None:
         notes.append("to see whether this is noise, record the original again: --noise RUN")
     blind = [event.a for event in events if not _has_numbers(event.a) or not _has_numbers(event.b)]
@@ -104,13 +133,29 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         "differing": len(differing),
         "steps": steps,
         "ranks": sorted({event.rank for event in events}),
-        "first": _described(differing[0], steps) if differing else None,
-        "big": _described(big, steps) if big else None,
+        "circumstances": circumstances(a, b),
+        "first": described(differing[0]) if differing else None,
+        "big": described(big) if big else None,
         "only_a": only_a,
         "only_b": only_b,
+        "worlds": list(worlds),
+        "unmerged": unmerged,
         "notes": list(dict.fromkeys(notes)),
-        "map": heat(events, steps),
+        "metrics": metrics(events),
+        "map": heat([event for event in events if event.a.kind != "metric"], steps),
     }
+
+
+def _about_merging(worlds: tuple[int, int], order: str) -> str:
+    rows = {
+        "first": "the rows of all ranks are joined, those of rank 0 first",
+        "in turns": "the rows of all ranks are joined, one row of each rank in turns",
+        "unknown": "ranks take other rows, so what depends on the order of rows is not compared",
+    }[order]
+    return (
+        f"{counted(worlds[0], 'process', 'processes')} against {worlds[1]}: {rows}; sums have "
+        "another order, so equality can only be up to a tolerance"
+    )
 
 
 def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
@@ -118,15 +163,23 @@ def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
     steps that only one run has."""
     events: list[Event] = []
     only_a, only_b = dict[str, None](), dict[str, None]()
-    steps = set(a.steps) & set(b.steps)
+    steps = sorted(set(a.steps) & set(b.steps))
+    worlds = {a.world, b.world}
+    narrowest = max(
+        (TOLERANCES.get(record.dtype, 0.0) for records in a.ranks.values() for record in records),
+        default=0.0,
+    )
     for rank in sorted(set(a.ranks) & set(b.ranks)):
         theirs = {record.place: record for record in b.ranks[rank]}
         ours = {record.place for record in a.ranks[rank]}
         for number, record in enumerate(a.ranks[rank]):
             other = theirs.get(record.place)
             if other is not None:
-                distance, what = apart(record, other)
-                tolerated = TOLERANCES.get(record.dtype, 0.0)
+                distance, what = apart(record, other, len(worlds) > 1)
+                tolerated = tolerance(record, narrowest)
+                if len(worlds) > 1:
+                    addends = math.sqrt(max(worlds)) * (1 + record.step - steps[0])
+                    tolerated = max(SAME, tolerated * addends)
                 events.append(Event(rank, number, record, other, distance, tolerated, what))
             elif record.step in steps:
                 only_a[_name(record)] = None
@@ -137,40 +190,56 @@ def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
     return events, list(only_a), list(only_b)
 
 
-def above_noise(events: Sequence[Event], a: Run, noise: Run) -> tuple[list[Event], float]:
-    """The events with the tolerance that follows from the noise, and the largest noise."""
-    measured = {
-        (event.rank, event.a.place): event.distance for event in aligned(a, noise)[0]
-    }  # fmt: skip
+EXACT = frozenset({"lr", "loss_scale"})
+"""Metrics that no order of sums changes."""
+SAME = 1e-12
+"""The distance of numbers that are equal but for their last digits in float64."""
+
+
+def tolerance(record: TensorRecord, narrowest: float) -> float:
+    """The distance that is tolerated. `narrowest` is that of the narrowest type in the runs, which
+    limits metrics."""
+    if record.kind == "metric":
+        return SAME if record.key.partition(".")[0] in EXACT else narrowest
+    return TOLERANCES.get(record.dtype, 0.0)
+
+
+def above_noise(
+    events: Sequence[Event], a: Run, noise: Run, is_merged: bool = False
+) -> tuple[list[Event], float]:
+    """The events with the tolerance that follows from the noise, and the largest noise.
+
+    Of merged records the noise is the largest of all ranks and batches, and never too small for
+    sums in another order.
+    """
+    measured: dict[tuple[Any, ...], float] = {}
+    for event in aligned(a, noise)[0]:
+        place = _place_of_noise(event, is_merged)
+        measured[place] = max(measured.get(place, 0.0), event.distance)
     reached: dict[tuple[int, str, str], float] = {}
     judged, floor = [], 0.0
     for event in events:
-        distance = measured.get((event.rank, event.a.place))
+        distance = measured.get(_place_of_noise(event, is_merged))
         key = event.rank, event.a.kind, event.a.key
         reached[key] = max(reached.get(key, 0.0), distance or 0.0)
         floor = max(floor, distance or 0.0)
         tolerated = NOISE * reached[key]
-        if floor > 0 or distance is None:  # the two tensors may be equal by chance
-            tolerated = max(tolerated, TOLERANCES.get(event.a.dtype, 0.0))
-        judged.append(
-            Event(
-                event.rank,
-                event.number,
-                event.a,
-                event.b,
-                event.distance,
-                tolerated,
-                event.what,
-            )
-        )
+        if is_merged or floor > 0 or distance is None:  # two tensors may be equal by chance
+            tolerated = max(tolerated, event.tolerated)
+        judged.append(replace(event, tolerated=tolerated))
     return judged, floor
+
+
+def _place_of_noise(event: Event, is_merged: bool) -> tuple[Any, ...]:
+    record = event.a
+    return (record.step, record.kind, record.key) if is_merged else (event.rank, *record.place)
 
 
 SMALLEST = 5e-324
 """The distance of tensors with different bytes but equal recorded numbers."""
 
 
-def apart(a: TensorRecord, b: TensorRecord) -> tuple[float, str]:
+def apart(a: TensorRecord, b: TensorRecord, is_merged: bool = False) -> tuple[float, str]:
     """The distance of two tensors, and the number that shows it."""
     if a.shape != b.shape:
         return math.inf, f"shape {list(a.shape)} against {list(b.shape)}"
@@ -185,10 +254,18 @@ def apart(a: TensorRecord, b: TensorRecord) -> tuple[float, str]:
             return math.inf, f"{key} {ours.get(key)} against {theirs.get(key)}"
     scale = max(_scale(a), _scale(b))
     worst, what = 0.0, ""
+    squares, sampled = 0.0, ("", 0.0)
     for name, one, other in _pairs(ours, theirs):
         distance = _apart(one, other, scale)
-        if distance > worst:
-            worst, what = distance, f"{name} {one:.9g} against {other:.9g}"
+        text = f"{name} {one:.9g} against {other:.9g}" if distance else ""
+        if is_merged and name.startswith("sample"):
+            squares += distance * distance
+            sampled = max(sampled, (text, distance), key=lambda each: each[1])
+        elif distance > worst:
+            worst, what = distance, text
+    count = min(len(ours.get("samples", ())), len(theirs.get("samples", ())))
+    if squares and math.sqrt(squares / count) > worst:
+        worst, what = math.sqrt(squares / count), sampled[0]
     if known and not worst:
         return SMALLEST, "bytes beside the samples"
     return worst, what
@@ -226,46 +303,29 @@ def _scale(record: TensorRecord) -> float:
     return max((abs(float(value)) for value in extremes if value is not None), default=0.0)
 
 
-# -- the meaning of a difference
+# -- the report
 
 
-def meaning(event: Event, steps: Sequence[int]) -> str:
-    """What the first difference says about the two runs, if it is this event."""
-    record = event.a
-    position = steps.index(record.step)
-    if not math.isfinite(event.distance) and event.what.startswith(("shape", "type")):
-        ours, theirs = record.shape, event.b.shape
-        of_batch = len(ours) == len(theirs) > 0 and ours[1:] == theirs[1:]
-        if event.what.startswith("shape") and of_batch and record.kind != "parameter":
-            return "the batches on each rank have other sizes: only parameters can be compared"
-        return "the models or their precisions differ"
-    if record.dtype not in FLOATS and record.kind == "forward":
-        return "other integers: the data differ"
-    later_batch = record.batch not in ("0", "eval 0")
-    if position == 0 and not later_batch:
-        if record.kind == "parameter":
-            return "this weight differs before the first update: it was not restored"
-        if record.kind == "forward":
-            return (
-                "the first forward: weights, buffers or the first batch of data differ; "
-                "`zckpt diff` of the two checkpoints names the tensors"
-            )
-        return "forwards are equal, the first backward is not: loss scale, masks or dropout"
-    if position == 0:
-        return (
-            "the first batch is equal, a later one of the same step is not: order of the data, or "
-            "random state"
-        )
-    if position == 1 and steps[1] - steps[0] == 1 and not later_batch:
-        if record.kind == "backward":
-            return "the second forward is equal, its backward is not: loss scale or random state"
-        return (
-            "equal until the first update: moments, masters, step count or learning rate of the "
-            "weights in this module differ; `zckpt diff` of the two checkpoints names them"
-        )
-    return (
-        "equal over updates: order of the data, random state, a schedule, or sums in another order"
-    )
+def metrics(events: Sequence[Event]) -> Report:
+    """The metrics that both runs have: their steps, and the mean of each step in both runs."""
+    values: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for event in events:
+        if event.a.kind == "metric":
+            pair = float(event.a.numbers["samples"][0]), float(event.b.numbers["samples"][0])
+            values.setdefault(event.a.key, {}).setdefault(event.a.step, []).append(pair)
+    return {
+        name: {
+            "steps": list(by_step),
+            "a": [_mean([one for one, _ in pairs]) for pairs in by_step.values()],
+            "b": [_mean([other for _, other in pairs]) for pairs in by_step.values()],
+        }
+        for name, by_step in values.items()
+    }
+
+
+def _mean(values: Sequence[float]) -> float | str:
+    mean = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values)
+    return mean if math.isfinite(mean) else str(mean)
 
 
 def heat(events: Sequence[Event], steps: Sequence[int]) -> Report:
@@ -290,7 +350,7 @@ def number(value: float) -> float | str:
     return value if math.isfinite(value) else "inf"
 
 
-def _described(event: Event, steps: Sequence[int]) -> Report:
+def _described(event: Event, explained: str) -> Report:
     return {
         "rank": event.rank,
         "step": event.a.step,
@@ -303,7 +363,7 @@ def _described(event: Event, steps: Sequence[int]) -> Report:
         "what": event.what,
         "distance": number(event.distance),
         "tolerated": number(event.tolerated),
-        "meaning": meaning(event, steps),
+        "meaning": explained,
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import transformers
 
+from .metrics import logged
 from .spans import Span
 
 
@@ -29,6 +30,11 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Begins to record."""
         self._span.begin(model, lambda: state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        """Records what the trainer logs, such as `trainer.loss`."""
+        if self._span.recorder is not None:
+            logged(logs or {}, self._span.recorder.metric)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Ends the recording."""

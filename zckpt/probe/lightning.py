@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import WrongOption
+from .metrics import logged
 from .spans import Span
 
 try:
@@ -43,6 +44,11 @@ class LightningCallback(Callback):  # type: ignore[misc]
         """Begins to record."""
         model = called_module(pl_module, self._module)
         self._span.begin(model, lambda: trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *about: Any) -> None:
+        """Records what the module logs, such as `trainer.loss`."""
+        if self._span.recorder is not None:
+            logged(trainer.callback_metrics, self._span.recorder.metric)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Ends the recording."""

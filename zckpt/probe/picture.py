@@ -1,4 +1,4 @@
-"""Shows two runs: a heat map of steps and modules, and texts for a line-by-line comparison."""
+"""Shows two runs: a map of steps and modules, curves of metrics, texts to compare line by line."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from .runs import Run, TensorRecord
 SHADES = " .:-=+*#%@"  # one character per power of ten
 FAINTEST, STRONGEST = -9, -1  # powers of ten
 ROWS, COLUMNS = 40, 64
+SPARKS = "▁▂▃▄▅▆▇█"
+CURVES = 6  # metrics that are drawn for a terminal: the loss, and those that differ
 
 Cell = float | None
 
@@ -81,7 +83,40 @@ def _worst(cells: Sequence[Cell]) -> Cell:
     return max((cell for cell in cells if cell is not None), default=None)
 
 
-COLOURS = (
+def curves(metrics: dict[str, Any]) -> Iterator[str]:
+    """Lines for a terminal: two for each metric, with one scale for both runs."""
+    chosen = [
+        name
+        for name, curve in metrics.items()
+        if len(curve["steps"]) > 1 and (name == "loss" or curve["a"] != curve["b"])
+    ][:CURVES]
+    width = max(map(len, chosen), default=0)
+    for name in chosen:
+        sides = [[_cell(value) for value in metrics[name][side]] for side in ("a", "b")]
+        finite = [value for side in sides for value in side if value is not None]
+        finite = [value for value in finite if math.isfinite(value)]
+        low, high = min(finite, default=0.0), max(finite, default=0.0)
+        for number, (side, values) in enumerate(zip("ab", sides, strict=True)):
+            label = "" if number else name
+            ends = f"{_short(values[0])} to {_short(values[-1])}"
+            yield f"{label.ljust(width)}  {side} {_sparks(values, low, high)} {ends}"
+
+
+def _sparks(values: Sequence[Cell], low: float, high: float) -> str:
+    """At most COLUMNS characters: the mean of neighbors, from low to high; `!` if not finite."""
+    each = -(-len(values) // COLUMNS)
+    drawn = []
+    for place in range(0, len(values), each):
+        some = [value for value in values[place : place + each] if value is not None]
+        if not some or not all(map(math.isfinite, some)):
+            drawn.append("!")
+            continue
+        height = (math.fsum(some) / len(some) - low) / (high - low) if high > low else 0.0
+        drawn.append(SPARKS[min(int(height * len(SPARKS)), len(SPARKS) - 1)])
+    return "".join(drawn)
+
+
+COLORS = (
     "#f4f4f4", "#ffffd9", "#edf8b1", "#fee391", "#fec44f",
     "#fe9929", "#ec7014", "#cc4c02", "#993404", "#662506",
 )  # fmt: skip
@@ -91,7 +126,8 @@ def svg(report: dict[str, Any]) -> str:
     """The heat map as an SVG file; a cell's tooltip has its module, step and distance."""
     heat, size, left, top = report["map"], 14, 320, 40
     names, steps = heat["modules"], heat["steps"]
-    width, height = left + size * len(steps) + 20, top + size * len(names) + 30
+    width = left + size * len(steps) + 20
+    height = top + size * len(names) + 30 + (PLOT + GAP) * len(report["metrics"])
     big = report["big"]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -111,10 +147,34 @@ def svg(report: dict[str, Any]) -> str:
             stroke = ' stroke="#000" stroke-width="2"' if first else ""
             parts.append(
                 f'<rect x="{left + size * column}" y="{y}" width="{size - 1}" height="{size - 1}" '
-                f'fill="{COLOURS[shade(_cell(value))]}"{stroke}>'
+                f'fill="{COLORS[shade(_cell(value))]}"{stroke}>'
                 f"<title>{_shown(name)}, step {steps[column]}: {value}</title></rect>"
             )
+    parts += _plots(report["metrics"], top + size * len(names) + 20, left)
     return "\n".join([*parts, "</svg>", ""])
+
+
+PLOT, GAP = 60, 24  # the height of a curve, and the space between two
+LINES = {"a": "#1f77b4", "b": "#d62728"}
+
+
+def _plots(metrics: dict[str, Any], top: int, left: int) -> Iterator[str]:
+    """A plot for each metric: a line for each run."""
+    for place, (name, curve) in enumerate(metrics.items()):
+        sides = {side: [_cell(value) for value in curve[side]] for side in LINES}
+        finite = [value for values in sides.values() for value in values if value is not None]
+        finite = [value for value in finite if math.isfinite(value)]
+        low, high = min(finite, default=0.0), max(finite, default=0.0)
+        y = top + (PLOT + GAP) * place
+        text = f"{_shown(name)}: {_short(low)} to {_short(high)}"
+        yield f'<text x="4" y="{y + PLOT // 2}">{text}</text>'
+        for side, values in sides.items():
+            points = " ".join(
+                f"{left + 14 * column},{y + PLOT * (1 - (value - low) / ((high - low) or 1)):.1f}"
+                for column, value in enumerate(values)
+                if value is not None and math.isfinite(value)
+            )
+            yield f'<polyline points="{points}" fill="none" stroke="{LINES[side]}"/>'
 
 
 def _shown(name: str) -> str:

@@ -2,9 +2,18 @@
 
     run_a/rank_00000/records.jsonl    a header, then a line for each tensor, in the order of events
 
+    kind         a tensor
+    input        the inputs of the model
+    forward      the outputs of every module
+    backward     the gradients of these outputs
+    parameter    with `parameters`: weights, once per step
+    gradient     with `parameters` and `gradients`: the weights' gradients, of this rank's batch
+    metric       no tensor: a number such as the loss
+
 A record's identity is its step (completed updates before it, as the checkpoint counts), its batch
 (forwards of the root within the step) and its key: path of the module, number of its call, path of
-the tensor in the output: `encoder.2.attn#0/out[0]`.
+the tensor in the output: `encoder.2.attn#0/out[0]`. The records of outputs have the CRC-32s of the
+module's inputs: if these are equal in two runs and the output is not, the module differs.
 
 Gradients come from hooks of tensors. ONNX Runtime uses an identity autograd function: its output is
 a view that must not be changed in place, so `relu_(linear(x))` would fail or train on other values.
@@ -17,7 +26,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import warnings
 from collections import Counter
@@ -27,12 +35,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..errors import TargetExists, WrongOption
-from ..version import __version__
+from ..proof.stats import json_number
+from . import metrics
+from .clock import Clock, clock_of, is_engine, watched
+from .environment import environment
 from .runs import RECORDS, VERSION, rank_folder
 from .statistics import Measurer, holds_bytes
-from .subscribers import ROOT, Place, Subscriber, in_backward, modules, subscribe, used_by
+from .subscribers import ROOT, Place, Subscriber, in_backward, mapped, modules, subscribe, used_by
 
 _active: list[Recorder] = []
 
@@ -51,7 +63,7 @@ def record(
     gradients: bool = True,
     samples: int = 32,
     bucket: int = 1 << 22,
-    device: str = "cpu",
+    device: str | None = None,
     overwrite: bool = False,
     subscribers: Collection[Subscriber] = (),
 ) -> Iterator[Recorder]:
@@ -64,40 +76,39 @@ def record(
     of Hugging Face and Lightning there are callbacks: `TrainerCallback`, `LightningCallback`.
 
     Only `ranks` record (None: all), for steps in [start_step, end_step). With `parameters`, the
-    modules' parameters are recorded once per step. `samples` elements of each tensor are kept. The
-    CRC-32 is computed on the CPU: other tensors are copied there, `bucket` elements at a time, so
-    a full GPU needs no further memory. `subscribers` run outside this recorder. Values and
-    gradients do not change, bit for bit.
+    modules' parameters are recorded once per step, and with `gradients` their gradients too.
+    `samples` elements of each tensor are kept. A tensor on a GPU is measured there, `bucket`
+    elements at a time, without a CRC-32. With `device="cpu"` it is copied to the CPU and measured
+    there, with a CRC-32. `subscribers` run outside this recorder. Values and gradients do not
+    change, bit for bit.
 
     Raises TargetExists if this rank has recorded into `directory` before, unless `overwrite`, and
-    WrongOption if `device` is not the CPU.
+    WrongOption if `device` is another one.
     """
-    if torch.device(device).type != "cpu":
-        raise WrongOption(f"statistics are computed on the CPU, not on {device}")
+    if device is not None and torch.device(device).type != "cpu":
+        raise WrongOption(
+            f"tensors are measured where they are, or on the CPU, but not on {device}",
+            hint='leave device out, or give device="cpu"',
+        )
     rank, world = _rank_and_world()
     if ranks is not None and rank not in ranks:
-        yield Recorder(None, lambda: 0, (None, None), parameters=False, gradients=False)
+        yield Recorder(None, Clock(0), (None, None), parameters=False, gradients=False)
         return
     with ExitStack() as stack:
-        clock = _Clock(_steps_of(model, step))
-        if optimizer is not None and not callable(clock.source):
-            stack.enter_context(_counted(optimizer, clock))
-        measurer = Measurer(bucket, samples, torch.get_num_threads())
+        clock = clock_of(model, step)
+        measurer = Measurer(bucket, samples, torch.get_num_threads(), on_cpu=device is not None)
         stack.callback(measurer.close)
         file = stack.enter_context(_opened(os.fspath(directory), rank, overwrite))
         header = {
             "zckpt_probe": VERSION,
-            "versions": {
-                "zckpt": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
             "world": world,
             "rank": rank,
             "step": clock(),
             "model": type(model).__name__,
             "parameters": parameters,
             "gradients": gradients,
+            "samples": samples,
+            **environment(model),
         }
         print(json.dumps(header), file=file)
         bounds = (start_step, end_step)
@@ -105,6 +116,13 @@ def record(
             _Output(file, measurer), clock, bounds, parameters=parameters, gradients=gradients
         )
         stack.callback(recorder.close)
+        is_counted = callable(clock.source)
+        if optimizer is not None and not (is_counted and not isinstance(optimizer, Optimizer)):
+            stack.enter_context(watched(optimizer, recorder.stepped))
+        if is_engine(model) and hasattr(model, "backward"):
+            stack.enter_context(
+                metrics.of_engine(model, recorder.metric, lambda: recorder.has_loss)
+            )
         _active.append(recorder)
         stack.callback(_active.remove, recorder)
         stack.enter_context(subscribe(model, *subscribers, recorder))
@@ -128,56 +146,6 @@ def inspect(name: str, tensor: Tensor) -> Tensor:
         for recorder in _active:
             recorder.inspect(name, tensor)
     return tensor
-
-
-class _Clock:
-    """Completed updates: from a function, or a number that increases."""
-
-    def __init__(self, source: int | Callable[[], int]) -> None:
-        self.source = source
-
-    def __call__(self) -> int:
-        return int(self.source()) if callable(self.source) else self.source
-
-    def advance(self) -> None:
-        if callable(self.source):
-            raise WrongOption(
-                "step= is a function that counts updates itself: do not call next_step()"
-            )
-        self.source += 1
-
-
-def _steps_of(model: nn.Module, step: int | Callable[[], int] | None) -> int | Callable[[], int]:
-    if step is not None:
-        return step
-    if isinstance(getattr(model, "global_steps", None), int):  # a DeepSpeed engine
-        engine: Any = model
-        return lambda: engine.global_steps - getattr(engine, "skipped_steps", 0)
-    raise WrongOption(
-        "the step at which the recording begins is not known",
-        hint="give step=, the number of completed updates: the checkpoint's step, or 0",
-    )
-
-
-@contextmanager
-def _counted(optimizer: Any, clock: _Clock) -> Iterator[None]:
-    """Counts the optimizer's steps; those of Accelerate's wrapper are its inner optimizer's.
-
-    DeepSpeed's optimizers wrap one too, but step it once for each group.
-    """
-    wrapped = type(optimizer).__module__.startswith("accelerate.")
-    inner = optimizer.optimizer if wrapped else optimizer
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise WrongOption(
-            f"{type(optimizer).__name__} is not a torch.optim.Optimizer, so its steps cannot be "
-            "counted",
-            hint="give step=lambda: ..., which returns the number of completed updates",
-        )
-    handle = inner.register_step_post_hook(lambda *about: clock.advance())
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _rank_and_world() -> tuple[int, int]:
@@ -208,8 +176,8 @@ class _Output:
     def __init__(self, file: Any, measurer: Measurer) -> None:
         self.file, self.measurer = file, measurer
 
-    def write(self, about: dict[str, Any], tensor: Tensor) -> None:
-        print(json.dumps(about | self.measurer.describe(tensor)), file=self.file)
+    def write(self, about: dict[str, Any]) -> None:
+        print(json.dumps(about), file=self.file)
 
 
 class Recorder(Subscriber):
@@ -218,7 +186,7 @@ class Recorder(Subscriber):
     def __init__(
         self,
         output: _Output | None,
-        clock: Callable[[], int],
+        clock: Clock,
         bounds: tuple[int | None, int | None],
         *,
         parameters: bool,
@@ -226,6 +194,8 @@ class Recorder(Subscriber):
     ) -> None:
         self.written = 0
         self.called = False
+        self.has_loss = False
+        """Whether the model has returned a loss in this batch."""
         self._output = output
         self._clock = clock
         self._bounds = bounds
@@ -237,13 +207,25 @@ class Recorder(Subscriber):
         self._seen = Counter[tuple[Any, ...]]()
         self._inspected = Counter[str]()
         self._inspected_again = Counter[str]()
+        self._inputs: dict[str, list[str | None]] = {}
         self._of_leaves: list[Any] = []
         self._recording = False
 
     def next_step(self) -> None:
         """Call after an update: later records belong to the next step."""
-        if isinstance(self._clock, _Clock):
+        self._clock.advance()
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has made an update."""
+        metrics.of_optimizer(optimizer, self.metric)
+        if not callable(self._clock.source):
             self._clock.advance()
+
+    def metric(self, name: str, value: float | Tensor) -> None:
+        """Records a number of the step and batch of the last forward, such as a loss or a norm."""
+        if self._recording and self._output is not None:
+            number = json_number(float(value))
+            self._output.write(self._about("metric", name) | {"value": number})
 
     def close(self) -> None:
         """Ends the recording; later gradients are not recorded."""
@@ -269,6 +251,8 @@ class Recorder(Subscriber):
         self._batches[evaluating] += 1
         self._inspected.clear()
         self._inspected_again.clear()
+        self._inputs.clear()
+        self.has_loss = False
         start, end = self._bounds
         self._recording = (start is None or start <= step) and (end is None or step < end)
 
@@ -278,7 +262,23 @@ class Recorder(Subscriber):
         if place.is_root and not place.call and not place.recomputed:
             self._begin()
         self._take_parameters(place, released=False)
+        if self._recording and not place.recomputed:
+            self._take_inputs(place, args, kwargs)
         return args, kwargs
+
+    def _take_inputs(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Records the inputs of the root, and keeps the CRC-32s of the inputs of every module."""
+        inputs = self._inputs[place.key] = []
+
+        def take(path: str, tensor: Tensor) -> Tensor:
+            if place.is_root:
+                self._write("input", f"{place.key}/{path}", tensor)
+            if self._output is not None and not _is_traced():
+                inputs.append(self._output.measurer.fingerprint(tensor))
+            return tensor
+
+        mapped(args, "in", take)
+        mapped(kwargs, "in", take)
 
     def post_forward_module(self, place: Place, args: tuple[Any, ...], output: Any) -> Any:
         self._take_parameters(place, released=True)
@@ -305,13 +305,25 @@ class Recorder(Subscriber):
         for name, parameter in module.named_parameters(recurse=False):
             whole = f"{path}.{name}" if path else name
             is_local = not hasattr(parameter, "to_local") and holds_bytes(parameter)
-            if ((is_local and parameter.numel()) or released) and not self._seen[
-                self._step, "parameter", whole
-            ]:
-                self._write("parameter", whole, parameter)
+            if (is_local and parameter.numel()) or released:
+                if not self._seen[self._step, "parameter", whole]:
+                    self._write("parameter", whole, parameter)
+                if self._gradients and is_local and parameter.requires_grad and not released:
+                    self._take_weight_gradient(whole, parameter)
+
+    def _take_weight_gradient(self, name: str, parameter: Tensor) -> None:
+        """Once per batch, however often the module is called: the engine adds up the calls."""
+        hooked = (self._step, self._batch, "hook", name)
+        if torch.is_grad_enabled() and not self._seen[hooked]:
+            self._seen[hooked] += 1
+            self._of_leaves.append(self._hook("gradient", name, parameter))
 
     def post_forward_tensor(self, place: Place, path: str, tensor: Tensor) -> Tensor:
-        self._take(f"{place.key}/{path}", tensor, place.recomputed)
+        if place.is_root and not place.recomputed and metrics.is_loss(path, tensor):
+            self.metric("loss", tensor.detach())
+            self.has_loss = True
+        inputs = self._inputs.get(place.key)
+        self._take(f"{place.key}/{path}", tensor, place.recomputed, inputs)
         return tensor
 
     def inspect(self, name: str, tensor: Tensor) -> None:
@@ -325,41 +337,62 @@ class Recorder(Subscriber):
             self._inspected[name] += 1
         self._take(f"{name}#{call}", tensor, recomputed)
 
-    def _take(self, key: str, tensor: Tensor, recomputed: bool) -> None:
+    def _take(
+        self, key: str, tensor: Tensor, recomputed: bool, inputs: list[str | None] | None = None
+    ) -> None:
         if not self._recording:
             return
         if not recomputed:
-            self._write("forward", key, tensor)
+            self._write("forward", key, tensor, inputs=inputs)
         if self._gradients and tensor.requires_grad and torch.is_grad_enabled():
             self._take_gradient(key, tensor)
 
     def _take_gradient(self, key: str, tensor: Tensor) -> None:
         """Also for a recomputed tensor. If the first forward ran without gradients (reentrant
         checkpointing), only the recomputed one gets a gradient; otherwise it never gets one."""
+        handle = self._hook("backward", key, tensor)
+        if tensor.is_leaf:  # hooks of other tensors are freed with the graph
+            self._of_leaves.append(handle)
+
+    def _hook(self, kind: str, key: str, tensor: Tensor) -> Any:
+        """Records the gradient of a tensor when it is computed; gives the handle of the hook."""
         step, batch = self._step, self._batch
 
         def hook(gradient: Tensor) -> None:
-            self._write("backward", key, gradient, step, batch)
+            self._write(kind, key, gradient, (step, batch))
 
-        handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        if tensor.is_leaf:  # hooks of other tensors are freed with the graph
-            self._of_leaves.append(handle)
+        return tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _write(
         self,
         kind: str,
         key: str,
         tensor: Tensor,
-        step: int | None = None,
-        batch: str | None = None,
+        at: tuple[int | None, str] | None = None,
+        inputs: list[str | None] | None = None,
     ) -> None:
-        if self._output is None or torch._C._get_tracing_state():  # TorchScript: sizes are tensors
+        if self._output is None or _is_traced():
             return
-        step, batch = self._step if step is None else step, self._batch if batch is None else batch
+        described = self._output.measurer.describe(tensor)
+        about = self._about(kind, key, at) | described
+        self._output.write(about | {"inputs": inputs} if inputs else about)
+        if kind in ("input", "forward"):
+            self._output.measurer.remember(tensor, described)
+
+    def _about(
+        self, kind: str, key: str, at: tuple[int | None, str] | None = None
+    ) -> dict[str, Any]:
+        """The identity of the next record, at a step and batch."""
+        step, batch = at or (self._step, self._batch)
         place = (step, kind, key) if kind == "parameter" else (step, batch, kind, key)
         self._seen[place] += 1
         if self._seen[place] > 1:  # a second backward through the same graph
             key += f"~{self._seen[place] - 1}"
-        about = {"step": step, "batch": batch, "order": self.written, "kind": kind, "key": key}
-        self._output.write(about, tensor)
         self.written += 1
+        order = self.written - 1
+        return {"step": step, "batch": batch, "order": order, "kind": kind, "key": key}
+
+
+def _is_traced() -> bool:
+    """Whether TorchScript traces the forward: sizes are then tensors."""
+    return torch._C._get_tracing_state() is not None

@@ -27,7 +27,9 @@ from ..errors import (
 
 VERSION = 1
 RECORDS = "records.jsonl"
-KINDS = ("parameter", "forward", "backward")
+KINDS = ("input", "parameter", "forward", "backward", "gradient", "metric")
+OF_WEIGHTS = ("parameter", "gradient")
+"""Kinds whose keys are the names of parameters."""
 
 
 def rank_folder(rank: int) -> str:
@@ -37,7 +39,8 @@ def rank_folder(rank: int) -> str:
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
     """One tensor of one event. `numbers` are those of the file: min, max, mean, std, norm, nan,
-    inf, negative, zero, positive, crc32, samples; some may be missing."""
+    inf, negative, zero, positive, crc32, samples, inputs; some may be missing. A metric is a
+    record too, of one F64 number."""
 
     step: int
     batch: str
@@ -55,19 +58,26 @@ class TensorRecord:
     @property
     def module(self) -> str:
         """The path of the module, or of the parameter's module."""
-        if self.kind == "parameter":
+        if self.kind in OF_WEIGHTS:
             return self.key.rpartition(".")[0] or "(model)"
         return self.key.partition("#")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The records by rank, in the order of events; `notes` are remarks for the user."""
+    """The records by rank, in the order of events; `notes` are remarks for the user. `headers` are
+    those of the ranks' files: what `probe.environment` states, and how many samples were kept."""
 
     path: str
     world: int
     ranks: dict[int, list[TensorRecord]]
     notes: list[str] = field(default_factory=list)
+    headers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def header(self) -> Mapping[str, Any]:
+        """The header of the first rank that recorded."""
+        return self.headers[min(self.headers)] if self.headers else {}
 
     @property
     def steps(self) -> list[int]:
@@ -93,6 +103,7 @@ def read(path: str | os.PathLike[str]) -> Run:
 def _read_ranks(root: str, folders: list[str]) -> Run:
     ranks: dict[int, list[TensorRecord]] = {}
     worlds: set[int] = set()
+    headers: dict[int, Mapping[str, Any]] = {}
     notes = []
     for folder in folders:
         file = os.path.join(root, folder, RECORDS)
@@ -121,13 +132,13 @@ def _read_ranks(root: str, folders: list[str]) -> Run:
                     raise _no_record(file, number) from error
         if not closed:
             notes.append(f"{file} was not closed: the run died, or is still running")
-        ranks[rank] = records
+        ranks[rank], headers[rank] = records, header
     if len(worlds) > 1 or max(ranks) >= max(worlds):
         raise InconsistentCheckpoint(
             f"{root} holds ranks of runs of {', '.join(map(str, sorted(worlds)))} processes",
             hint="record each run into a separate directory",
         )
-    return Run(root, worlds.pop(), ranks, notes)
+    return Run(root, worlds.pop(), ranks, notes, headers)
 
 
 def _lines(file: str) -> Iterator[dict[str, Any]]:
@@ -153,6 +164,9 @@ _ABOUT = {"step": int, "batch": str, "kind": str, "key": str, "dtype": str, "sha
 
 def _record(line: dict[str, Any]) -> TensorRecord:
     """The record of a line; raises KeyError, TypeError, ValueError or OverflowError."""
+    if line["kind"] == "metric":
+        value = {"samples": [float(line["value"])]}
+        line = {**line, "dtype": "F64", "shape": [], **value}
     about = {key: line[key] for key in _ABOUT}
     if any(not isinstance(about[key], kind) for key, kind in _ABOUT.items()):
         raise TypeError

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from .recording import record
+from .recording import Recorder, record
 
 
 class Span:
@@ -30,6 +30,8 @@ class Span:
         inspect.signature(record).bind(None, directory, **options)
         self.directory = directory
         self.options = dict(options)
+        self.recorder: Recorder | None = None
+        """What records now."""
         self._open: ExitStack | None = None
 
     def begin(self, model: nn.Module, step: Callable[[], int]) -> None:
@@ -39,11 +41,11 @@ class Span:
             self.end()
             options = {**options, "overwrite": True}
         stack = ExitStack()
-        stack.enter_context(record(model, self.directory, step=step, **options))
+        self.recorder = stack.enter_context(record(model, self.directory, step=step, **options))
         self._open = stack
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends the recording, if there is one; `error` is what ended the training."""
-        stack, self._open = self._open, None
+        stack, self._open, self.recorder = self._open, None, None
         if stack is not None:
             stack.__exit__(type(error) if error else None, error, None)

@@ -1,43 +1,64 @@
 """Measures a tensor of a running model: numbers, CRC-32 and samples of its row-major bytes.
 
-numpy measures the bytes in place, in parts that several threads share: 1.1 ns an element, against
-4 to 8 ns for torch's reductions in float64 on a CPU. Tensors that are not row-major, or are on a
-GPU, pass through a bucket of bounded size. Modules often return the tensor that they got. So if a
-tensor has the address of one that was measured before, its CRC-32 shows whether the numbers are
-known; the CRC-32 takes a twentieth of the time of all numbers.
+    on the CPU       numpy measures the bytes in place, in parts that several threads share
+    on a GPU         torch reduces a bucket of bounded size in float64 where it is, without CRC-32;
+                     if the GPU's memory is too short for this, the bucket is copied to the CPU
+    not row-major    a bucket of bounded size is copied, then the same
+
+Modules often return the tensor that they got. So if a tensor has the address of one that was
+measured before, its CRC-32 shows whether the numbers are known; the CRC-32 takes a tenth of the
+time of all numbers.
+
+Sums of float32, bfloat16 and float16 are made in float32 within a row of 128 elements, and in
+float64 over the rows: the mean is exact to 1e-8 of the root mean square, which is a thousandth of
+the difference that another order of sums makes. So a number costs 0.6 of what `zckpt stats` takes,
+which is exact to the last digits.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.cast import widen
 from ..core.checksum import combine, crc32
-from ..core.dtypes import NUMBERS, TORCH_NAMES
-from ..proof.stats import Statistics, json_number, measure
+from ..core.dtypes import FLOATS, NUMBERS, TORCH_NAMES
+from ..proof.stats import CANCELLED, Statistics, json_number, measure
 
 NAMES = {getattr(torch, kind): name for name, kind in TORCH_NAMES.items() if hasattr(torch, kind)}
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 TAKEN = {**UNSIGNED, torch.bool: torch.uint8}
 """Types that torch cannot take elements of, and the types used instead."""
 PART = 1 << 18  # elements that one thread measures at a time
+BLOCK = 1 << 16  # elements: 256 KiB as float32, in a core's L2
+ROW = 128  # elements that are summed in float32
+DOT = 1 << 13  # elements of a dot product; of more than 10,000 OpenBLAS uses all processors
+ONES = np.ones(ROW, np.float32)
 KEPT = 8  # tensors; the cache of measured numbers
 
 
 class Measurer:
-    """Measures tensors with `threads` threads; copies at most `bucket` elements at a time."""
+    """Measures tensors with `threads` threads; copies at most `bucket` elements at a time.
 
-    def __init__(self, bucket: int, samples: int, threads: int) -> None:
+    Tensors that are on another device are measured there, or on the CPU if `on_cpu`.
+    """
+
+    def __init__(self, bucket: int, samples: int, threads: int, on_cpu: bool = False) -> None:
         self.bucket = bucket
         self.samples = samples
+        self.on_cpu = on_cpu
         self._pool = ThreadPoolExecutor(threads, "zckpt-probe") if threads > 1 else None
         self._known: OrderedDict[tuple[Any, ...], dict[str, Any]] = OrderedDict()
+        self._seen: OrderedDict[tuple[int, int], tuple[Any, int, str]] = OrderedDict()
 
     def close(self) -> None:
         if self._pool:
@@ -60,6 +81,34 @@ class Measurer:
             if tensor.device.type == "cpu" and tensor.is_contiguous():
                 return about | self._in_place(tensor, dtype)
             return about | self._through_buckets(tensor, dtype)
+
+    def remember(self, tensor: Tensor, about: dict[str, Any]) -> None:
+        """Keeps the CRC-32 of a tensor that was described, for `fingerprint`."""
+        if "crc32" in about and tensor.is_contiguous() and not tensor.is_inference():
+            key = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+            self._seen[key] = weakref.ref(tensor), tensor._version, about["crc32"]
+            self._seen.move_to_end(key)
+            if len(self._seen) > KEPT:
+                self._seen.popitem(last=False)
+
+    def fingerprint(self, tensor: Tensor) -> str | None:
+        """The CRC-32 of a tensor's bytes; None if its memory is not on the CPU, or not row-major.
+
+        It is known if the tensor has the memory of one that was described, which still exists and
+        was not changed since.
+        """
+        tensor = tensor.detach()
+        if tensor.device.type != "cpu" or tensor.is_nested or not holds_bytes(tensor):
+            return None
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return None
+        size = tensor.numel() * tensor.element_size()
+        known, version, crc = self._seen.get((tensor.data_ptr(), size), (None, 0, ""))
+        if known is not None and (alive := known()) is not None and alive._version == version:
+            return crc
+        view = raw(tensor)
+        step = PART * tensor.element_size()
+        return f"{self._crc([view[start : start + step] for start in range(0, size, step)]):08x}"
 
     def _in_place(self, tensor: Tensor, dtype: str) -> dict[str, Any]:
         view, size = raw(tensor), tensor.element_size()
@@ -88,18 +137,23 @@ class Measurer:
 
     def _through_buckets(self, tensor: Tensor, dtype: str) -> dict[str, Any]:
         numbers, crc = Statistics(), 0
+        there = tensor.device.type != "cpu" and not self.on_cpu and dtype in NUMBERS
         for bucket in buckets(tensor, self.bucket):
+            if there and (reduced := _where_it_is(bucket, dtype)) is not None:
+                numbers.add(reduced)
+                continue
             view = raw(bucket.cpu())
             own, bucket_numbers = _measured(view, dtype)
             crc = combine(crc, own, len(view))
             numbers.add(bucket_numbers)
-        return self._described(tensor, dtype, crc, numbers)
+        return self._described(tensor, dtype, None if there else crc, numbers)
 
     def _described(
-        self, tensor: Tensor, dtype: str, crc: int, numbers: Statistics
+        self, tensor: Tensor, dtype: str, crc: int | None, numbers: Statistics
     ) -> dict[str, Any]:
         known = numbers.report() if dtype in NUMBERS else {}
-        return known | {"crc32": f"{crc:08x}", "samples": self._strided(tensor)}
+        checksum = {} if crc is None else {"crc32": f"{crc:08x}"}
+        return known | checksum | {"samples": self._strided(tensor)}
 
     def _strided(self, tensor: Tensor) -> list[Any]:
         """Elements at equal distances, beginning with the first."""
@@ -120,7 +174,97 @@ class Measurer:
 
 def _measured(view: memoryview, dtype: str) -> tuple[int, Statistics]:
     """CRC-32 and numbers; empty numbers for types without any."""
-    return crc32(view), measure(view, dtype) if dtype in NUMBERS else Statistics()
+    if dtype not in NUMBERS:
+        return crc32(view), Statistics()
+    return crc32(view), _quick(view, dtype) if dtype in NARROW else measure(view, dtype)
+
+
+NARROW = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+"""Types that float32 can represent, and numpy's types of their bytes."""
+WIDENED: dict[str, Callable[[Any], Any]] = {
+    "F32": lambda block: block,
+    "F16": lambda block: torch.from_numpy(block).float().numpy(),  # numpy takes ten times as long
+    "BF16": widen,
+}
+
+
+def _quick(view: memoryview, dtype: str) -> Statistics:
+    """The statistics of narrow floats, with sums in float32; `measure`'s where these are wrong."""
+    halves = np.frombuffer(view, NARROW[dtype])
+    size, numbers = halves.itemsize, Statistics()
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, len(halves), BLOCK):
+            block = halves[start : start + BLOCK]
+            wide = WIDENED[dtype](block)
+            whole = view[start * size : (start + BLOCK) * size]
+            numbers.add(_of_block(wide) or measure(whole, dtype))
+    return numbers
+
+
+def _of_block(values: Any) -> Statistics | None:
+    """The statistics of a block of float32; None if a sum in float32 is not good enough."""
+    low, high = float(values.min()), float(values.max())
+    scale = max(abs(low), abs(high))
+    if low == high or not 1e-15 < scale < 1e15:  # also NaN: squares would overflow, or vanish
+        return None
+    count, whole = len(values), len(values) // ROW * ROW
+    total = float((values[:whole].reshape(-1, ROW) @ ONES).sum(dtype=np.float64))
+    squares = _squares(values)
+    mean = (total + float(values[whole:].sum(dtype=np.float64))) / count
+    apart = squares - count * mean * mean
+    if apart < squares * CANCELLED:
+        return None
+    negative = int(np.count_nonzero(values < 0)) if low < 0 else 0
+    zero = int(np.count_nonzero(values == 0)) if low <= 0 <= high else 0
+    return Statistics(
+        finite=count,
+        negative=negative,
+        zero=zero,
+        positive=count - negative - zero,
+        min=low,
+        max=high,
+        mean=mean,
+        spread=math.sqrt(apart),
+        norm=math.sqrt(squares),
+    )
+
+
+def _squares(values: Any) -> float:
+    """The sum of squares: in float32 within a dot product, which is short (see proof/stats.py)."""
+    whole = len(values) // DOT * DOT
+    rows, rest = values[:whole].reshape(-1, DOT), values[whole:]
+    dots = np.matmul(rows[:, None, :], rows[:, :, None])
+    return float(dots.sum(dtype=np.float64)) + float(np.dot(rest, rest))
+
+
+def _where_it_is(bucket: Tensor, dtype: str) -> Statistics | None:
+    """The statistics of a bucket, reduced by torch on its device; None if memory is too short."""
+    try:
+        values = (
+            bucket if dtype in FLOATS else bucket.view(UNSIGNED.get(bucket.dtype, bucket.dtype))
+        )
+        wide = values.double()
+        if bucket.dtype in UNSIGNED:
+            wide = torch.where(wide < 0, wide + 2.0 ** (8 * bucket.element_size()), wide)
+        finite = torch.isfinite(wide)
+        counts = [torch.isnan(wide), wide == math.inf, wide == -math.inf]
+        nan, positive_inf, negative_inf = torch.stack([each.sum() for each in counts]).tolist()
+        wide = wide[finite] if nan or positive_inf or negative_inf else wide
+        numbers = Statistics(nan=nan, positive_inf=positive_inf, negative_inf=negative_inf)
+        if not len(wide):
+            return numbers
+        low, high = torch.aminmax(wide)
+        mean = wide.mean()
+        reduced = [low, high, mean, (wide - mean).norm(), wide.norm(), (wide < 0).sum().double()]
+        low, high, mean, spread, norm, negative = torch.stack(reduced).tolist()
+        zero = int((wide == 0).sum())
+    except torch.OutOfMemoryError:
+        return None
+    numbers.finite, numbers.negative, numbers.zero = len(wide), int(negative), zero
+    numbers.positive = len(wide) - numbers.negative - zero
+    numbers.min, numbers.max = (low, high) if dtype in FLOATS else (int(low), int(high))
+    numbers.mean, numbers.spread, numbers.norm = mean, spread, norm
+    return numbers
 
 
 def holds_bytes(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,20 @@ def test_universal_is_what_the_engine_held(case: Case, trained: Trained, tmp_pat
     assert report["left_out"] == []
     assert_is_what_the_engine_held(tmp_path / "universal", oracle)
     assert_proven(root / "run", tmp_path / "universal")
+
+
+@pytest.mark.engines
+@pytest.mark.first
+def test_a_loss_scale_at_its_minimum(trained: Trained) -> None:
+    """An engine that may not go below the scale it starts with, and one that may."""
+    case = CASES["z2_dp2_fp16_dynamic"]
+    config = {"fp16": {"initial_scale_power": 8, "min_loss_scale": 256}}
+    lowest = dataclasses.replace(case, name="z2_dp2_fp16_lowest", config=config)
+    for each, is_warned in ((lowest, True), (case, False)):
+        run = trained(each) / "run"
+        problems = [line["message"] for line in zckpt.stats(run)["problems"]]
+        for lines in (zckpt.read(run).warnings, problems):
+            assert any("loss scale is at its minimum, 256" in line for line in lines) == is_warned
 
 
 def test_a_second_name_of_a_weight_that_was_left_out(example: Path, tmp_path: Path) -> None:

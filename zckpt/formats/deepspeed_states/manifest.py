@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.facts import FlatBufferEngine, StepPlace
+from ...core.inert import Foreign
 from ...core.manifest import Manifest, Sighting
 from ...errors import listed
 from ...files.torchfile import TorchFile
@@ -122,6 +123,7 @@ def manifest_of(
             + _elastic_warnings(ranks, groups)
             + _config_warnings(ranks)
             + _trainer_warnings(ranks)
+            + _scaler_warnings(ranks.first)
         ),
         inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
     )
@@ -292,6 +294,21 @@ def _config_warnings(ranks: EngineStates) -> list[str]:
     return [
         f"the save names its ds_config ({ranks.config_path}) without what it says: give it with "
         "--ds-config where you write for DeepSpeed"
+    ]
+
+
+def _scaler_warnings(state: Mapping[str, Any]) -> list[str]:
+    """DeepSpeed 0.19.8, DynamicLossScaler: every overflow halves `cur_scale`, to `min_scale`."""
+    scaler = state.get("loss_scaler")
+    values = scaler.state if isinstance(scaler, Foreign) else None
+    if not isinstance(values, dict) or not values.get("dynamic", "min_scale" in values):
+        return []
+    scale, least = values.get("cur_scale"), values.get("min_scale")
+    if not isinstance(scale, (int, float)) or not isinstance(least, (int, float)) or scale > least:
+        return []
+    return [
+        f"the dynamic loss scale is at its minimum, {scale:g}: another overflow cannot lower it; "
+        "if gradients have overflowed often, resume from an earlier checkpoint"
     ]
 
 

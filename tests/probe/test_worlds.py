@@ -1,0 +1,150 @@
+"""Runs of different numbers of ranks: healthy ones agree, and each fault is found at its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from zckpt import probe
+
+from ..engines import deepspeed
+from ..engines.cases import CASES, Case
+from .test_engines import FAULTS, PLACES, STEP
+
+Trained = Callable[[Case], Path]
+Recorded = Callable[[int, int, int], Path]
+WORLDS = [(2, 3), (2, 4), (4, 1)]
+FIRST = {(1, (2, 3)), (2, (2, 4)), (3, (4, 1))}
+
+
+@pytest.fixture(scope="module")
+def recorded(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Recordings of a stage: `original` at the first number of ranks, `resharded` and every fault
+    at the second one."""
+    made: dict[tuple[int, int, int], Path] = {}
+
+    def record(stage: int, dp: int, new_dp: int) -> Path:
+        key = stage, dp, new_dp
+        if key not in made:
+            root = made[key] = tmp_path_factory.mktemp(f"stage{stage}_{dp}_{new_dp}")
+            case = dataclasses.replace(CASES[f"z{stage}_dp2_fp32"], name=f"z{stage}_{dp}", dp=dp)
+            original = trained(case) / "run"
+            runs: list[tuple[Path, Path]] = []
+            for name in ("resharded", *FAULTS):
+                copy = root / "checkpoints" / f"{name}_{dp}"
+                shutil.copytree(original, copy)
+                FAULTS.get(name, lambda copy: None)(copy)
+                target = root / "checkpoints" / name
+                zckpt.reshard(copy, target, dp=new_dp)
+                runs.append((target, root / name))
+            submit(case, [(original, root / "original")], root)
+            submit(dataclasses.replace(case, dp=new_dp), runs, root)
+        return made[key]
+
+    return record
+
+
+def submit(case: Case, runs: list[tuple[Path, Path]], root: Path) -> None:
+    arguments = (case, runs, root / f"losses{case.dp}.pt")
+    deepspeed.submit("rank", "recorded", case.dp, arguments, root, case.extension)
+
+
+STAGES = [
+    pytest.param(
+        stage,
+        *worlds,
+        marks=[pytest.mark.engines, *([pytest.mark.first] if (stage, worlds) in FIRST else [])],
+    )
+    for worlds in WORLDS
+    for stage in (1, 2, 3)
+]
+
+
+def report_of(root: Path, name: str) -> dict[str, Any]:
+    return probe.compare(root / "original", root / name)
+
+
+@pytest.mark.parametrize(("stage", "dp", "new_dp"), STAGES)
+def test_a_resharded_run_goes_on_as_the_original(
+    stage: int, dp: int, new_dp: int, recorded: Recorded
+) -> None:
+    report = report_of(recorded(stage, dp, new_dp), "resharded")
+    assert report["big"] is None
+    assert report["worlds"] == [dp, new_dp]
+    assert (report["only_a"], report["only_b"], report["unmerged"]) == ([], [], {})
+    assert report["steps"] == [STEP, STEP + 1, STEP + 2]
+    assert report["differing"] > 10  # sums have another order: they are compared
+    assert report["first"]["distance"] < 1e-6
+    assert report["first"]["meaning"].startswith("sums in another order")
+
+
+@pytest.mark.parametrize("fault", [*PLACES, "stale"])
+@pytest.mark.parametrize(("stage", "dp", "new_dp"), STAGES)
+def test_a_fault_is_found_at_its_place(
+    stage: int, dp: int, new_dp: int, fault: str, recorded: Recorded
+) -> None:
+    big = report_of(recorded(stage, dp, new_dp), fault)["big"]
+    later, key, meaning = PLACES.get(fault) or (stage < 3, "trunk.2.weight", "")
+    assert (big["step"], big["key"]) == (STEP + later, key)
+    assert big["meaning"].startswith(meaning)
+
+
+# -- FSDP2, whose ranks take rows in turns
+
+
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
+    made: dict[tuple[int, int], Path] = {}
+
+    def record(dp: int, new_dp: int) -> Path:
+        if (dp, new_dp) not in made:
+            root = made[dp, new_dp] = tmp_path_factory.mktemp(f"fsdp_{dp}_{new_dp}")
+            deepspeed.submit("rank", "recorded_fsdp", dp, (dp, root), root)
+            again = (new_dp, root, root / "resumed")
+            deepspeed.submit("rank", "recorded_fsdp_again", new_dp, again, root)
+        return made[dp, new_dp]
+
+    return record
+
+
+FSDP = [
+    pytest.param(*worlds, marks=[pytest.mark.engines, *([pytest.mark.first] if not n else [])])
+    for n, worlds in enumerate(WORLDS)
+]
+
+
+@pytest.mark.parametrize(("dp", "new_dp"), FSDP)
+def test_fsdp_goes_on_as_the_original(
+    dp: int, new_dp: int, fsdp: Callable[[int, int], Path]
+) -> None:
+    root = fsdp(dp, new_dp)
+    report = probe.compare(root / "original", root / "resumed" / "original")
+    assert report["big"] is None
+    assert (report["only_a"], report["only_b"], report["unmerged"]) == ([], [], {})
+    assert any("in turns" in note for note in report["notes"])
+    assert report["first"]["distance"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "key"),
+    [
+        ("step", 4, "embedding.weight"),
+        ("moments", 4, "layers.1.expand.weight"),
+        ("rate", 3, "lr.1"),
+        ("frozen", 3, "frozen.weight"),
+        ("stale", 3, "layers.2.contract.weight"),
+    ],
+)
+@pytest.mark.parametrize(("dp", "new_dp"), FSDP)
+def test_fsdp_faults_are_found_at_their_place(
+    dp: int, new_dp: int, fault: str, step: int, key: str, fsdp: Callable[[int, int], Path]
+) -> None:
+    root = fsdp(dp, new_dp)
+    big = probe.compare(root / "original", root / "resumed" / fault)["big"]
+    assert (big["step"], big["key"]) == (step, key)

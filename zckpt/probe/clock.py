@@ -1,0 +1,74 @@
+"""How many updates has a running program completed?
+
+A checkpoint counts completed updates, and so does a recording: the records before the next update
+have the number of those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import WrongOption
+
+
+class Clock:
+    """Completed updates: from a function, or a number that increases."""
+
+    def __init__(self, source: int | Callable[[], int]) -> None:
+        self.source = source
+
+    def __call__(self) -> int:
+        return int(self.source()) if callable(self.source) else self.source
+
+    def advance(self) -> None:
+        """Counts an update. Raises WrongOption if a function counts them."""
+        if callable(self.source):
+            raise WrongOption(
+                "step= is a function that counts updates itself: do not call next_step()"
+            )
+        self.source += 1
+
+
+def is_engine(model: nn.Module) -> bool:
+    """Whether the module is DeepSpeed's engine, which counts its updates."""
+    return isinstance(getattr(model, "global_steps", None), int)
+
+
+def clock_of(model: nn.Module, step: int | Callable[[], int] | None) -> Clock:
+    """The clock of `record(model, step=step)`. Raises WrongOption if no one counts."""
+    if step is not None:
+        return Clock(step)
+    if is_engine(model):
+        engine: Any = model
+        return Clock(lambda: engine.global_steps - getattr(engine, "skipped_steps", 0))
+    raise WrongOption(
+        "the step at which the recording begins is not known",
+        hint="give step=, the number of completed updates: the checkpoint's step, or 0",
+    )
+
+
+@contextmanager
+def watched(optimizer: Any, after_step: Callable[[Any], None]) -> Iterator[None]:
+    """Calls `after_step(optimizer)` after each step of a torch optimizer, until the block ends.
+
+    The steps of Accelerate's wrapper are its inner optimizer's. DeepSpeed's optimizers wrap one
+    too, but step it once for each group. Raises WrongOption for them.
+    """
+    wrapped = type(optimizer).__module__.startswith("accelerate.")
+    inner = optimizer.optimizer if wrapped else optimizer
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise WrongOption(
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer, so its steps cannot be "
+            "counted",
+            hint="give step=lambda: ..., which returns the number of completed updates",
+        )
+    handle = inner.register_step_post_hook(lambda stepped, *about: after_step(stepped))
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,102 @@
+"""What besides weights and data may make two runs differ: the header of a recording states it.
+
+    modules          the class of each module, by path: `nn.Dropout` explains a difference, GELU not
+    dropout          the modules that drop elements now, with their probability
+    compiled         modules that torch.compile compiled: only their outside is recorded
+    seeds, random_state, flags, device, threads, versions
+
+`random_state` is the CRC-32 of the generators' states when the recording begins: runs with equal
+seeds have other states if one of them drew more numbers before.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.checksum import crc32
+from ..version import __version__
+from .subscribers import is_compiled, modules
+
+LIBRARIES = ("torch", "numpy", "deepspeed", "transformers", "accelerate", "lightning", "peft")
+"""Their versions are stated if the program has imported them."""
+
+
+def environment(model: nn.Module) -> dict[str, Any]:
+    """What the header of a recording of `model` states, as JSON has it. Draws no random number."""
+    by_path = modules(model)
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    return {
+        "versions": versions(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "seeds": seeds(),
+        "random_state": random_state(),
+        "flags": flags(),
+        "dropout": {path: rate for path, module in by_path.items() if (rate := dropped(module))},
+        "compiled": [path for path, module in by_path.items() if is_compiled(module)],
+        "modules": {path: type(module).__name__ for path, module in by_path.items()},
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of zckpt, Python and the libraries that are imported."""
+    stated = {"zckpt": __version__, "python": platform.python_version()}
+    for name in LIBRARIES:
+        if name in sys.modules:
+            try:
+                stated[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:  # imported from its sources
+                stated[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return stated
+
+
+def seeds() -> dict[str, int]:
+    """The seeds of torch's generators, as `torch.manual_seed` set them."""
+    stated = {"cpu": torch.initial_seed()}
+    if _has_cuda():
+        stated["cuda"] = torch.cuda.initial_seed()
+    return stated
+
+
+def random_state() -> str:
+    """A CRC-32 of the states of torch's generators, in hexadecimal digits."""
+    crc = crc32(bytes(torch.get_rng_state().tolist()))
+    if _has_cuda():
+        crc ^= crc32(bytes(torch.cuda.get_rng_state().tolist()))
+    return f"{crc:08x}"
+
+
+def _has_cuda() -> bool:
+    """Whether the program uses CUDA; to ask a generator would initialize it."""
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def flags() -> dict[str, Any]:
+    """The switches of torch that choose other kernels."""
+    return {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+    }
+
+
+def dropped(module: nn.Module) -> float:
+    """The probability with which a module drops elements now; 0 for any other module.
+
+    torch.nn's dropouts have it as `p`, its attention and recurrent layers as `dropout`. Modules of
+    other libraries often call `functional.dropout` with a number of their own, which is not seen.
+    """
+    if not module.training:
+        return 0.0
+    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+    rate = getattr(module, "p" if is_dropout else "dropout", 0.0)
+    return float(rate) if isinstance(rate, (int, float)) else 0.0

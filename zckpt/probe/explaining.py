@@ -1,0 +1,218 @@
+"""What the first big difference of two runs says about its cause.
+
+The headers say what besides weights and data differs. The record that differs says the rest: which
+module and class it is of, whether the module's inputs and weights were equal, and whether the runs
+were equal before the first update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.dtypes import FLOATS
+from ..errors import counted, listed
+from .runs import OF_WEIGHTS, Run, TensorRecord
+
+RESTORE = "`zckpt diff` of the two checkpoints names them"
+METRICS = {
+    "lr": "the learning rates differ: another schedule, or hyper-parameters were not restored",
+    "loss_scale": "the loss scales differ: the state of the loss scaler was not restored",
+}
+
+
+def circumstances(a: Run, b: Run) -> list[str]:
+    """What the headers of two runs state differently, each as one phrase."""
+    return list(_circumstances(a.header, b.header))
+
+
+def _circumstances(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    for key, word in (("seeds", "seed of "), ("versions", ""), ("flags", "flag ")):
+        ours, theirs = a.get(key), b.get(key)
+        if ours and theirs:
+            for name in sorted({*ours, *theirs}):
+                one, other = (_stated(each.get(name)) for each in (ours, theirs))
+                if one != other:
+                    yield f"{word}{name} {one} against {other}"
+    drops = {**(a.get("dropout") or {}), **(b.get("dropout") or {})}
+    if (
+        drops
+        and a.get("seeds") == b.get("seeds")
+        and a.get("random_state") != b.get("random_state")
+    ):
+        yield f"the random state at the beginning, which {_drops(drops)} use"
+    for key in ("device", "threads"):
+        if key in a and key in b and a[key] != b[key]:
+            yield f"{key} {_stated(a[key])} against {_stated(b[key])}"
+    for key, word in (("dropout", "dropout of"), ("modules", "class of")):
+        ours, theirs = a.get(key), b.get(key)
+        if ours is not None and theirs is not None:
+            names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+            if names:
+                one, other = (_stated(each.get(names[0])) for each in (ours, theirs))
+                yield f"{word} {listed(names, 3)}: {one} against {other}"
+    if "compiled" in a and "compiled" in b and a["compiled"] != b["compiled"]:
+        names = sorted(set(a["compiled"]) ^ set(b["compiled"]))
+        yield f"only one run compiled {listed(names, 3)}"
+
+
+def _stated(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if value in (True, False) else str(value)
+
+
+def _drops(drops: Mapping[str, float]) -> str:
+    return f"{counted(len(drops), 'module')} with dropout, such as {next(iter(drops))},"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What is known about the records around the one that differs.
+
+    `weights` says of (rank, step, name) whether the weight was equal, where it was recorded.
+    """
+
+    steps: Sequence[int]
+    header: Mapping[str, Any]
+    other_header: Mapping[str, Any]
+    weights: Mapping[tuple[int, int, str], bool]
+
+    def class_of(self, module: str) -> str:
+        """The class of a module; empty if the recording does not say."""
+        return str((self.header.get("modules") or {}).get(module, ""))
+
+    def drops(self, module: str) -> bool:
+        """Whether a module, or one below it, dropped elements in one of the runs."""
+        below = "" if module == "(model)" else f"{module}."
+        return any(
+            name == module or (below and name.startswith(below))
+            for header in (self.header, self.other_header)
+            for name in header.get("dropout") or {}
+        )
+
+    def equal_weights(self, rank: int, step: int, module: str) -> bool | None:
+        """Whether all weights in a module were equal; None if they were not recorded."""
+        below = "" if module == "(model)" else f"{module}."
+        known = [
+            equal
+            for (of_rank, at, name), equal in self.weights.items()
+            if (of_rank, at) == (rank, step) and name.startswith(below)
+        ]
+        if not known:
+            has_weights = self.header.get("parameters") is not True
+            return None if has_weights else True  # all weights are recorded, and none is of it
+        return all(known)
+
+
+def equal_inputs(a: TensorRecord, b: TensorRecord) -> bool | None:
+    """Whether the module got the same inputs; None if the recordings do not say."""
+    ours, theirs = a.numbers.get("inputs"), b.numbers.get("inputs")
+    if not ours or not theirs or len(ours) != len(theirs):
+        return None
+    pairs = list(zip(ours, theirs, strict=True))
+    if any(one != other for one, other in pairs if one is not None and other is not None):
+        return False
+    return None if any(None in pair for pair in pairs) else True
+
+
+def meaning(
+    a: TensorRecord, b: TensorRecord, what: str, rank: int, about: Surroundings, is_merged: bool
+) -> str:
+    """What the first difference says about the two runs, if it is that of these records."""
+    if what.startswith(("shape", "type")):
+        return _of_form(a, b, what)
+    if a.kind == "metric":
+        return METRICS.get(a.key.partition(".")[0], "this number differs, and no tensor before it")
+    if a.kind == "input" or (a.kind == "forward" and a.dtype not in FLOATS):
+        return (
+            "the inputs of the model differ: the data"
+            if a.kind == "input"
+            else ("other integers: the data differ")
+        )
+    if a.kind == "forward" and (known := _of_module(a, b, rank, about, is_merged)):
+        return known
+    factor = _factor(a, b) if a.kind in ("backward", "gradient") else None
+    if factor is not None:
+        return (
+            f"the gradients of one run are {factor:.6g} times those of the other: the loss scale, "
+            "the accumulation steps, or a sum where the other run has a mean"
+        )
+    return _of_position(a, about.steps)
+
+
+def _of_form(a: TensorRecord, b: TensorRecord, what: str) -> str:
+    of_batch = len(a.shape) == len(b.shape) > 0 and a.shape[1:] == b.shape[1:]
+    if what.startswith("shape") and of_batch and a.kind not in OF_WEIGHTS:
+        return "the batches on each rank have other sizes: only parameters can be compared"
+    return "the models or their precisions differ"
+
+
+def _of_module(
+    a: TensorRecord, b: TensorRecord, rank: int, about: Surroundings, is_merged: bool
+) -> str | None:
+    """What the module, its inputs and its weights say; None if they say nothing."""
+    inputs = True if is_merged else equal_inputs(a, b)
+    weights = about.equal_weights(rank, a.step, a.module)
+    kind = about.class_of(a.module)
+    name = f"{a.module} ({kind})" if kind else a.module
+    if inputs is False:
+        return (
+            f"the inputs of {name} differ, and all outputs of modules before it are equal: the "
+            "data, or code between modules, such as masks, positions or functional dropout"
+        )
+    if about.drops(a.module) and weights is not False:
+        return f"{name} drops elements: the random states of the two runs differ"
+    if inputs and weights:
+        return (
+            f"the inputs and weights of {name} are equal, its output is not: precision, buffers, "
+            "kernels or libraries differ, or it draws random numbers"
+        )
+    return None
+
+
+def _factor(a: TensorRecord, b: TensorRecord) -> float | None:
+    """By what all samples of two gradients differ, if it is one factor."""
+    pairs = [
+        (float(one), float(other))
+        for one, other in zip(
+            a.numbers.get("samples", ()), b.numbers.get("samples", ()), strict=False
+        )
+    ]
+    ratios = [one / other for one, other in pairs if one and other]
+    if len(ratios) < 2 or not all(map(math.isfinite, ratios)):
+        return None
+    low, high = min(ratios), max(ratios)
+    if low <= 0 or high / low > 1.01 or abs(low - 1) < 0.1:
+        return None
+    middle = math.sqrt(low * high)
+    return max(middle, 1 / middle)
+
+
+def _of_position(record: TensorRecord, steps: Sequence[int]) -> str:
+    """What the step, the batch and the kind of a record say."""
+    position = steps.index(record.step)
+    later_batch = record.batch not in ("0", "eval 0", "all", "eval all")
+    if position == 0 and not later_batch:
+        if record.kind == "parameter":
+            return "this weight differs before the first update: it was not restored"
+        if record.kind == "forward":
+            return (
+                f"the first forward: weights, buffers or the first batch of data differ; {RESTORE}"
+            )
+        return "forwards are equal, the first backward is not: loss scale, masks or dropout"
+    if position == 0:
+        return (
+            "the first batch is equal, a later one of the same step is not: order of the data, or "
+            "random state"
+        )
+    if position == 1 and steps[1] - steps[0] == 1 and not later_batch:
+        if record.kind in ("backward", "gradient"):
+            return "the second forward is equal, its backward is not: loss scale or random state"
+        return (
+            "equal until the first update: moments, masters, step count or learning rate of the "
+            f"weights in this module differ; {RESTORE}"
+        )
+    return (
+        "equal over updates: order of the data, random state, a schedule, or sums in another order"
+    )

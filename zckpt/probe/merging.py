@@ -1,0 +1,371 @@
+"""One run of N ranks and one of M ranks, in a form in which their records can be compared.
+
+    outputs, inputs     the ranks' rows are joined along the batch axis, batch by batch
+    their gradients     joined too, and divided by the number of ranks: a rank's loss is a mean
+    weights             compared once; ranks of a run that disagree are compared with each other's
+    weights' gradients  the mean over the ranks of the sum over the batches
+    single numbers      the mean over the ranks, such as the loss
+    the same on all     compared once, such as the embedding of positions
+
+Statistics of rows join exactly (see proof/stats.py), CRC-32s too. Of the samples those are compared
+that lie at the same place in both runs. If the runs do not have the same number of batches in a
+step (gradient accumulation), all batches of the step are joined.
+
+Which rows a rank takes is up to the program. Three ways are tried on the inputs of the model: rank
+0 takes the first rows (Accelerate); ranks take rows in turns (torch's DistributedSampler); unknown,
+where only what does not depend on the order is compared. What does not fit is listed, not compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..core.checksum import combine
+from ..core.dtypes import SIZES
+from ..proof.stats import Statistics, json_number
+from .runs import OF_WEIGHTS, Run, TensorRecord
+
+Group = tuple[int, str, str, str]
+"""Step, batches, kind and key of the records that are merged."""
+ALL = "all"
+ROUNDED = 1e-12
+"""The distance of statistics that were merged in other parts, of equal rows."""
+TRIED = 8  # records of inputs that show which rows a rank takes
+Distance = Callable[[TensorRecord, TensorRecord], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The record of one rank and one batch, of those that are merged."""
+
+    record: TensorRecord
+    rank: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two runs."""
+
+    run: Run
+    samples: int  # that were kept of each tensor; 0 if the recording does not say
+
+    @property
+    def world(self) -> int:
+        return self.run.world
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Two runs of one rank, how their ranks take rows, and what cannot be merged, with why."""
+
+    a: Run
+    b: Run
+    order: str
+    unmerged: dict[str, str]
+
+
+class Unmerged(Exception):
+    """Records that do not fit together; the message says why."""
+
+
+def merge(a: Run, b: Run, distance: Distance, tolerated: Mapping[str, float]) -> Merged:
+    """The records of both runs, merged.
+
+    `distance` is that of two records, `tolerated` the distance that a type tolerates: by them the
+    order of the rows is chosen.
+    """
+    sides = [Side(run, int(run.header.get("samples", 0))) for run in (a, b)]
+    labels = _labels(a, b)
+    grouped = [_grouped(run, labels) for run in (a, b)]
+    order = _order(sides, grouped, distance, tolerated)
+    records: list[list[TensorRecord]] = [[], []]
+    unmerged: dict[str, str] = {}
+    shared: set[tuple[str, str]] = set()
+    for group in dict.fromkeys((*grouped[0], *grouped[1])):
+        parts = [each.get(group) for each in grouped]
+        if parts[0] is None or parts[1] is None:  # `aligned` lists what only one run has
+            for own, known in zip(records, parts, strict=True):
+                own += [_named(known[0].record, group)] if known else []
+            continue
+        try:
+            pair = _merged(group, sides, [parts[0], parts[1]], order, distance, shared)
+        except Unmerged as error:
+            unmerged.setdefault(f"{group[2]} {group[3]}", str(error))
+        else:
+            for own, record in zip(records, pair, strict=True):
+                own.append(_named(record, group))
+    one = [
+        Run(run.path, run.world, {0: own}, run.notes, run.headers)
+        for run, own in zip((a, b), records, strict=True)
+    ]
+    return Merged(one[0], one[1], order, unmerged)
+
+
+# -- which records belong together
+
+
+def _split(batch: str) -> tuple[str, int]:
+    """`eval 3` as its phase and number; the phase of `3` is empty."""
+    phase, _, number = batch.rpartition(" ")
+    return phase, int(number) if number.isdecimal() else 0
+
+
+def _labels(a: Run, b: Run) -> set[tuple[int, str]]:
+    """The steps and phases in which both runs have the same number of batches."""
+    counts: list[dict[tuple[int, str], int]] = []
+    for run in (a, b):
+        most: dict[tuple[int, str], int] = {}
+        for records in run.ranks.values():
+            for record in records:
+                phase, number = _split(record.batch)
+                place = record.step, phase
+                most[place] = max(most.get(place, 0), number)
+        counts.append(most)
+    return {place for place, number in counts[0].items() if counts[1].get(place) == number}
+
+
+def _grouped(run: Run, labels: set[tuple[int, str]]) -> dict[Group, list[Part]]:
+    """The parts of each group, by batch and then by rank, in the order of the first rank."""
+    groups: dict[Group, list[Part]] = {}
+    for rank in sorted(run.ranks):
+        for record in run.ranks[rank]:
+            phase, number = _split(record.batch)
+            label = record.batch if (record.step, phase) in labels else f"{phase} {ALL}".strip()
+            if record.kind == "parameter":  # once per step, whichever batch comes first
+                label = "0"
+            group = record.step, label, record.kind, record.key
+            groups.setdefault(group, []).append(Part(record, rank, number))
+    for parts in groups.values():
+        parts.sort(key=lambda part: (part.batch, part.rank))
+    return groups
+
+
+def _named(record: TensorRecord, group: Group) -> TensorRecord:
+    return replace(record, batch=group[1])
+
+
+# -- one group
+
+
+def _merged(
+    group: Group,
+    sides: Sequence[Side],
+    parts: Sequence[list[Part]],
+    order: str,
+    distance: Distance,
+    shared: set[tuple[str, str]],
+) -> list[TensorRecord]:
+    """The records of both runs, merged. Raises Unmerged."""
+    kind, key = group[2:]
+    records = [[part.record for part in own] for own in parts]
+    shapes = {record.shape for own in records for record in own}
+    if len({record.dtype for own in records for record in own}) > 1:
+        return [own[0] for own in records]  # whose types differ: that is the difference
+    if kind == "parameter" and len(shapes) == 1:
+        return list(max(_pairs(*records), key=lambda pair: distance(*pair)))
+    if len(shapes) == 1 and all(_is_one(own) for own in records):
+        shared.add((kind, key))
+        return [own[0] for own in records]
+    for side, own in zip(sides, parts, strict=True):
+        _check_complete(side, own)
+    if kind == "metric":
+        return [_mean(own, len(own)) for own in records]
+    of_shared = kind == "backward" and ("forward", key) in shared
+    if shapes == {()} or kind == "gradient" or of_shared:
+        return _summed(kind, shapes, sides, records, distance)
+    axis = _axis(shapes)
+    rows = [sum(record.shape[axis] for record in own) for own in records]
+    if rows[0] != rows[1]:
+        raise Unmerged(f"{rows[0]} rows of all ranks against {rows[1]}: the global batches differ")
+    placed = [dict(_placed(side, own, axis, order)) for side, own in zip(sides, parts, strict=True)]
+    common = sorted(placed[0].keys() & placed[1].keys())
+    return [
+        _joined(side, own, axis, order, [values[place] for place in common])
+        for side, own, values in zip(sides, records, placed, strict=True)
+    ]
+
+
+def _pairs(
+    ours: Sequence[TensorRecord], theirs: Sequence[TensorRecord]
+) -> Iterator[tuple[TensorRecord, TensorRecord]]:
+    """Each rank of one run with the first rank of the other: where ranks disagree, one shows it."""
+    yield from ((ours[0], other) for other in theirs)
+    yield from ((own, theirs[0]) for own in ours[1:])
+
+
+def _is_one(records: Sequence[TensorRecord]) -> bool:
+    """Whether all ranks have recorded the same bytes."""
+    known = {record.numbers.get("crc32") for record in records}
+    return len(known) == 1 and None not in known
+
+
+def _check_complete(side: Side, parts: Sequence[Part]) -> None:
+    """Raises Unmerged unless every rank has recorded every batch."""
+    places = {(part.rank, part.batch) for part in parts}
+    batches = {part.batch for part in parts}
+    for rank in range(side.world):
+        if any((rank, batch) not in places for batch in batches):
+            raise Unmerged(f"{side.run.path} has no record of rank {rank}")
+
+
+def _axis(shapes: set[tuple[int, ...]]) -> int:
+    """The axis of the rows: the only one in which shapes differ, or the first one."""
+    if len({len(shape) for shape in shapes}) > 1:
+        raise Unmerged("the numbers of dimensions differ")
+    axes = [axis for axis, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
+    if len(axes) > 1:
+        raise Unmerged("shapes differ in more than one axis")
+    return axes[0] if axes else 0
+
+
+# -- numbers that are added up
+
+
+def _summed(
+    kind: str,
+    shapes: set[tuple[int, ...]],
+    sides: Sequence[Side],
+    records: Sequence[Sequence[TensorRecord]],
+    distance: Distance,
+) -> list[TensorRecord]:
+    """Of each run the mean over the ranks of the sum over the batches.
+
+    A loss may be a mean over its batch, or a part of the step's: then its batches' mean, or sum.
+    """
+    if len(shapes) > 1:
+        raise Unmerged("ranks have parts of other shapes")
+    if any(record.dtype[0] in "IUB" and record.dtype != "BF16" for record in records[0]):
+        raise Unmerged("ranks have other integers")
+    sums = [_mean(own, side.world) for side, own in zip(sides, records, strict=True)]
+    means = [_mean(own, len(own)) for own in records]
+    if kind != "forward" or distance(sums[0], sums[1]) < distance(means[0], means[1]):
+        return sums
+    return means
+
+
+def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
+    """The sum of the records' tensors, divided by `count`: what is linear, and the size of one."""
+    first = records[0]
+    numbers: dict[str, Any] = {}
+    columns = [record.numbers.get("samples", ()) for record in records]
+    if len({len(column) for column in columns}) == 1:
+        numbers["samples"] = [
+            math.fsum(map(float, values)) / count for values in zip(*columns, strict=True)
+        ]
+    means = [record.numbers.get("mean") for record in records]
+    if None not in means:
+        numbers["mean"] = math.fsum(float(mean) for mean in means if mean is not None) / count
+    norms = [float(record.numbers.get("norm") or 0.0) for record in records]
+    numbers["norm"] = max(norms) * len(records) / count  # summands cancel; their error does not
+    numbers["nan"] = sum(record.numbers.get("nan", 0) for record in records)
+    numbers["inf"] = sum(record.numbers.get("inf", 0) for record in records)
+    return replace(first, numbers=numbers)
+
+
+# -- rows that are joined
+
+
+def _joined(
+    side: Side, records: Sequence[TensorRecord], axis: int, order: str, samples: list[Any]
+) -> TensorRecord:
+    """One record of all rows."""
+    first = records[0]
+    scale = 1 / side.world if first.kind == "backward" else 1.0
+    shape = list(first.shape)
+    shape[axis] = sum(record.shape[axis] for record in records)
+    numbers: dict[str, Any] = {}
+    if all("mean" in record.numbers for record in records):
+        statistics = Statistics()
+        for record in records:
+            statistics.add(_statistics(record))
+        numbers = statistics.report()
+        for key in ("min", "max", "mean", "std", "norm"):
+            if numbers[key] is not None:
+                numbers[key] = json_number(float(numbers[key]) * scale)
+    crcs = [record.numbers.get("crc32") for record in records]
+    whole = axis == 0 and scale == 1 and order == "first" and first.dtype in SIZES
+    if whole and None not in crcs:
+        crc = 0
+        for record, own in zip(records, crcs, strict=True):
+            crc = combine(crc, int(str(own), 16), math.prod(record.shape) * SIZES[first.dtype])
+        numbers["crc32"] = f"{crc:08x}"
+    numbers["samples"] = [float(value) * scale for value in samples]
+    return replace(first, shape=tuple(shape), numbers=numbers)
+
+
+def _statistics(record: TensorRecord) -> Statistics:
+    numbers = record.numbers
+    nan, inf = int(numbers["nan"]), int(numbers["inf"])
+    finite = math.prod(record.shape) - nan - inf
+    lower = int(numbers.get("negative_inf", 0))
+    counts = {key: int(numbers[key]) for key in ("negative", "zero", "positive")}
+    if not finite:
+        return Statistics(nan=nan, positive_inf=inf - lower, negative_inf=lower)
+    return Statistics(
+        finite=finite,
+        nan=nan,
+        positive_inf=inf - lower,
+        negative_inf=lower,
+        min=float(numbers["min"]),
+        max=float(numbers["max"]),
+        mean=float(numbers["mean"]),
+        spread=float(numbers["std"] or 0.0) * math.sqrt(finite - 1),
+        norm=float(numbers["norm"]),
+        **counts,
+    )
+
+
+ORDERS = ("first", "in turns", "unknown")
+"""Rank 0 takes the first rows; ranks take rows in turns; unknown."""
+
+
+def _placed(side: Side, parts: Sequence[Part], axis: int, order: str) -> Iterator[tuple[int, Any]]:
+    """The samples of all parts by their place in the joined tensor."""
+    if order == "unknown" or not side.samples:
+        return
+    total = sum(part.record.shape[axis] for part in parts)
+    inner = math.prod(parts[0].record.shape[axis + 1 :])
+    before = begun = 0  # rows of earlier parts, and those of earlier batches
+    batch = parts[0].batch
+    for part in parts:
+        if part.batch != batch:
+            batch, begun = part.batch, before
+        rows, count = part.record.shape[axis], math.prod(part.record.shape)
+        stride = -(-count // side.samples)
+        for number, value in enumerate(part.record.numbers.get("samples", ())):
+            outer, rest = divmod(number * stride, rows * inner)
+            row, column = divmod(rest, inner)
+            row = before + row if order == "first" else begun + row * side.world + part.rank
+            yield (outer * total + row) * inner + column, value
+        before += rows
+
+
+def _order(
+    sides: Sequence[Side],
+    grouped: Sequence[dict[Group, list[Part]]],
+    distance: Distance,
+    tolerated: Mapping[str, float],
+) -> str:
+    """The first order in which the first inputs of the model agree, or else the first outputs."""
+    shared = [group for group in grouped[0] if group in grouped[1] and group[2] not in OF_WEIGHTS]
+    inputs = [group for group in shared if group[2] == "input"]
+    outputs = [group for group in shared if group[2] == "forward"]
+    for order in ORDERS:
+        tried = agreed = 0
+        for group in (inputs or outputs)[:TRIED]:
+            parts = [each[group] for each in grouped]
+            if any(not part.record.shape for own in parts for part in own):
+                continue
+            try:
+                a, b = _merged(group, sides, parts, order, distance, set())
+            except Unmerged:
+                continue
+            tried += 1
+            agreed += distance(a, b) <= max(ROUNDED, tolerated.get(a.dtype, 0.0))
+        if tried and agreed == tried:
+            return order
+    return ORDERS[0]

@@ -1,0 +1,88 @@
+"""Numbers of a run besides its tensors: loss, loss scale, gradient norm, learning rate.
+
+loss          the scalar that the model returns, or that DeepSpeed's engine gets for `backward`
+loss_scale, grad_norm, lr     DeepSpeed's engine, after an update
+lr            a torch optimizer that `record` got, after an update
+trainer.NAME  what a trainer logs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOSSES = ("out", "out.loss", "out[0]")
+"""Where the output of a model has its loss, if the tensor there has no dimensions."""
+OF_WHOLE = ("runtime", "per_second", "epoch", "flos", "num_input_tokens_seen", "train_loss")
+"""What trainers log beside metrics of a step: names that end so."""
+
+Metric = Callable[[str, Any], None]
+
+
+def is_loss(path: str, tensor: Tensor) -> bool:
+    """Whether a tensor that the model returned at `path` is its loss."""
+    return path in LOSSES and not tensor.dim() and tensor.is_floating_point()
+
+
+def is_number(value: Any) -> bool:
+    """Whether a metric can have this value: a number, or a tensor of one element."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and value.device.type != "meta"
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@contextmanager
+def of_engine(engine: Any, metric: Metric, has_loss: Callable[[], bool]) -> Iterator[None]:
+    """Gives `metric` what DeepSpeed's engine knows, until the block ends.
+
+    The loss is that of `engine.backward`, unless `has_loss()`: the model has returned it.
+    """
+    backward, step = engine.backward, engine.step
+
+    def watched_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_number(loss) and not has_loss():
+            metric("loss", loss)
+        return backward(loss, *args, **kwargs)
+
+    def watched_step(*args: Any, **kwargs: Any) -> Any:
+        steps = engine.global_steps
+        result = step(*args, **kwargs)
+        if engine.global_steps != steps:  # not within gradient accumulation
+            optimizer = engine.optimizer
+            scale = getattr(optimizer, "loss_scale", None) or getattr(optimizer, "cur_scale", None)
+            known = {"loss_scale": scale, "grad_norm": engine.get_global_grad_norm()}
+            for name, value in known.items():
+                if is_number(value):
+                    metric(name, value)
+            rates(engine.get_lr(), metric)
+        return result
+
+    engine.backward, engine.step = watched_backward, watched_step
+    try:
+        yield
+    finally:
+        del engine.backward, engine.step  # those of the class are seen again
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer, metric: Metric) -> None:
+    """Gives `metric` the learning rates of a torch optimizer."""
+    rates([group.get("lr") for group in optimizer.param_groups], metric)
+
+
+def rates(values: Any, metric: Metric) -> None:
+    """`lr` if there is one group, otherwise `lr.0`, `lr.1` ... by group."""
+    values = list(values or ())
+    for number, value in enumerate(values):
+        if is_number(value):
+            metric("lr" if len(values) == 1 else f"lr.{number}", value)
+
+
+def logged(logs: Mapping[str, Any], metric: Metric) -> None:
+    """Gives `metric` what a trainer has logged of a step, without times, counters and means."""
+    for name, value in logs.items():
+        if is_number(value) and not name.endswith(OF_WHOLE):
+            metric(f"trainer.{name}", value)
