@@ -332,8 +332,8 @@ class _Manifest:
     def _step_place(self, believed: steps.StatedSteps) -> StepPlace | None:
         """Where the optimizer keeps its step, if not as torch's own do; None if in several types.
 
-        Apex and TransformerEngine's FusedAdam keep one in groups alone: a number, or if
-        `capturable` a tensor of shape [1], to which they add in place.
+        Apex and TransformerEngine's FusedAdam keep one in groups alone. If `capturable`, Apex's is
+        a tensor of shape [1], to which it adds in place (commit 6424da3).
         """
         place = believed.place()
         types = {(kind, believed.shapes[name]) for name, kind in believed.kinds.items()}
