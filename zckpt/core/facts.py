@@ -234,13 +234,13 @@ def with_facts(
 ) -> dict[str, Any]:
     """The `state` of a manifest's JSON: what the program saved, and the facts of its engine.
 
-    A place in the groups of a state dict is written by its type alone.
+    A number in the groups of a state dict is written by its type alone.
     """
     if isinstance(engine, StateDictEngine):
         in_group = place is not None and place.where == "group"
         facts = engine.to_state(place.kind if place is not None and in_group else None)
         result = {"engine": facts, **state}
-        if place is not None and not in_group:
+        if place is not None and (not in_group or place.shape):
             result["optimizer"] = {**(state.get("optimizer") or {}), "step": place.to_state()}
         return result
     result = {**({} if engine is None else {"engine": engine.to_state()}), **state}
@@ -274,7 +274,8 @@ def facts_of(
         engine = GraphEngine.of_state(stated)
     optimizer = _dictionary(rest, "optimizer")
     place = StepPlace.of_state(optimizer)
-    if isinstance(engine, StateDictEngine) and (kind := _text(stated, "group_step")) is not None:
+    kind = _text(stated, "group_step")
+    if place is None and isinstance(engine, StateDictEngine) and kind is not None:
         place = StepPlace("group", kind)
     if optimizer.keys() & {"step", "group_step"}:
         kept = {key: item for key, item in optimizer.items() if key not in ("step", "group_step")}

@@ -17,6 +17,7 @@ from zckpt import ZckptError
 from ...engines import deepspeed
 from ...engines.cases import CASES
 from ...engines.client import CLASSES
+from ...manifests import changed
 from ..equality import load, plain, same_bits
 from .directories import (
     LOAD,
@@ -204,6 +205,21 @@ def test_the_engine_loads(move: Load, trained: Trained, tmp_path: Path) -> None:
     if stage == 3:  # 0.19.8 gives group 0's to all
         groups = [{**groups[0], "params": group["params"]} for group in groups]
     assert loaded == groups
+
+
+@pytest.mark.parametrize(
+    ("version", "stage", "warned"),
+    [("0.17.6", 3, True), ("0.17.6", 2, False), ("0.18.0", 3, False)],
+)
+def test_what_older_engines_cannot_load(
+    version: str, stage: int, warned: bool, example: Path, tmp_path: Path
+) -> None:
+    """Run by hand with 0.14.5 and 0.16.4, which cannot, and 0.18.9, which can."""
+    zckpt.convert(example, tmp_path / "universal")
+    with changed(tmp_path / "universal") as manifest:
+        manifest["state"]["engine"]["version"] = version
+    said = warnings(tmp_path / "universal", tmp_path / "target", stage=stage)
+    assert ("before 0.18" in said) == warned
 
 
 @pytest.mark.engines

@@ -61,6 +61,13 @@ WAYS = [
     Way(
         "deepspeed-universal through ours", PLAIN, "l2", 2, to="deepspeed-universal", universal=True
     ),
+    Way(
+        "deepspeed-universal AdamW",
+        dataclasses.replace(PLAIN, name="onnxruntime_adamw", optimizer="adamw"),
+        "hdf5",
+        2,
+        to="deepspeed-universal",
+    ),
 ]
 
 
@@ -168,6 +175,28 @@ class TestToDeepSpeed:
         manifest = json.loads((tmp_path / "u" / "manifest.json").read_text())
         assert list(manifest["parameters"]) == ["c", "a", "b", "d"]
         assert manifest["buffers"] == ["e"]
+
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_the_program_says_whether_its_adam_is_adamw(self, stage: int, tmp_path: Path) -> None:
+        """The files do not; the universal loader would make torch's AdamW an Adam, or the reverse.
+
+        DeepSpeed 0.14.5 to 0.19.8 keeps the program's value of a key that no group has.
+        """
+        source = DATA / "hdf5__fp16__adam__dp3"
+        for name, given in (("left", {}), ("given", {"decoupled_weight_decay": True})):
+            defaults = {"lr": 0.01, **given}
+            zckpt.convert(
+                source,
+                tmp_path / name,
+                to="deepspeed-universal",
+                stage=stage,
+                optimizer="torch",
+                group_defaults=defaults,
+            )
+            (path,) = (tmp_path / name).glob("*/zero/optimizer_state.pt")
+            (group,) = torch.load(path, weights_only=False)["param_groups"]
+            assert group.items() >= defaults.items()
+            assert group.get("decoupled_weight_decay") == given.get("decoupled_weight_decay")
 
     def test_lamb_is_no_optimizer_of_deepspeed(self, tmp_path: Path) -> None:
         source = DATA / "hdf5__fp16__lamb__dp2"

@@ -132,19 +132,19 @@ def _refuse_given(source: Manifest, options: Options) -> None:
 def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None) -> dict[str, Any]:
     """What every group of the target's optimizer has, with the optimizer's own defaults.
 
-    If the program makes an Adam, its class is not known: then all keys that any class needs.
+    If the program makes an Adam, its class is not known: then all keys that any class needs. But
+    not `decoupled_weight_decay`: torch's Adam and AdamW differ in it alone, and the universal
+    loader would make the one of the other.
     """
     needed = dict(DEFAULTS.get(name, {}))
     if adam is not None:
         decay = {"weight_decay": needed["weight_decay"]} if adam == "torch" and needed else {}
         needed = {**ADAM, **decay, **CLASSES[adam]}
-        if adam == "torch":
-            by_engine = engine.adam_class == "torch"
-            needed["decoupled_weight_decay"] = (
-                engine.decouples_decay if by_engine else name == "adamw"
-            )
+        if adam == "torch" and engine.adam_class == "torch":
+            needed["decoupled_weight_decay"] = engine.decouples_decay
     elif name in ("adam", "adamw") and not engine.optimizer:
         needed["bias_correction"] = True
+        del needed["decoupled_weight_decay"]
     slots = source.slots
     for key, slot in (("amsgrad", "max_exp_avg_sq"), ("centered", "grad_avg")):
         if key in needed and slot in slots:

@@ -27,6 +27,7 @@ from ..deepspeed_states.optimizer_values import (
     stage_enum,
     typed_step,
 )
+from ..deepspeed_states.states import version_numbers
 from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 from .files import COMMON, MARK, MASTER, POINTER, ZERO, SliceInfo, is_name
 from .slicing import keeps_padding, slice_info
@@ -155,6 +156,13 @@ def _warnings_of_loading(target: DeepSpeedTarget) -> list[str]:
             "at stage 3 load_checkpoint(DIR, load_optimizer_states=False) stops for want of a "
             "file `latest` (DeepSpeed 0.19.8): for weights alone call load_checkpoint(DIR, "
             "load_module_only=True), or write --to deepspeed, where it works"
+        )
+    if target.engine.partitioned and version_numbers(target.version) < (0, 18):
+        # 0.14.5 to 0.17.6, zero/stage3.py: it takes param_shapes[0] alone, and cuts by local rank
+        warnings.append(
+            f"the source was written by DeepSpeed {target.version}: before 0.18 its universal "
+            "loader of stage 3 takes only one group in one sub-group, and on several machines it "
+            "loads wrong values without an error: load with 0.18 or newer, or write --to deepspeed"
         )
     return warnings
 

@@ -258,10 +258,10 @@ class _Manifest:
             return {}
         in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
         for name, state in self.optimizer.state.items():
-            in_states.add(name, _step(state.get("step")))
+            in_states.add(name, *_step(state.get("step")))
         for group, members in zip(self.optimizer.groups, self.optimizer.members, strict=True):
             for name in members:
-                in_groups.add(name, _step(group.get("step")))
+                in_groups.add(name, *_step(group.get("step")))
         believed = steps.believed(in_states, in_groups)
         self.step_place = self._step_place(believed)
         for stated in (in_states, in_groups):
@@ -332,10 +332,12 @@ class _Manifest:
     def _step_place(self, believed: steps.StatedSteps) -> StepPlace | None:
         """Where the optimizer keeps its step, if not as torch's own do; None if in several types.
 
-        Apex and TransformerEngine's FusedAdam keep one in groups alone.
+        Apex and TransformerEngine's FusedAdam keep one in groups alone. If `capturable`, Apex's is
+        a tensor of shape [1], to which it adds in place (commit 6424da3).
         """
         place = believed.place()
-        is_one = len(set(believed.kinds.values())) == 1
+        types = {(kind, believed.shapes[name]) for name, kind in believed.kinds.items()}
+        is_one = len(types) == 1
         return place if is_one and place != steps.WRITTEN["torch"] else None
 
     def _sight_scheduler(self, scheduler: Mapping[str, Any]) -> None:
@@ -367,8 +369,8 @@ def _number(value: Any) -> Scalar:
     return Scalar(value, type(value).__name__)
 
 
-def _step(state: Any) -> Any:
-    """The number that a state is; None for a tensor of several elements."""
+def _step(state: Any) -> tuple[Any, tuple[int, ...]]:
+    """The number that a state is, and its shape; None for a tensor of several elements."""
     if isinstance(state, Leaf):
-        return state.number() if state.numel == 1 else None
-    return state
+        return (state.number() if state.numel == 1 else None), state.shape
+    return state, ()
