@@ -166,3 +166,15 @@ def recorded_fsdp_again(*arguments: Any) -> None:
     from . import recorded
 
     recorded.fsdp_resumed(*arguments)
+
+
+def backward_zero(*arguments: Any) -> None:
+    from . import recorded
+
+    recorded.zero_backward(*arguments)
+
+
+def backward_fsdp(*arguments: Any) -> None:
+    from . import recorded
+
+    recorded.fsdp_backward(*arguments)

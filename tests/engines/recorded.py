@@ -189,3 +189,80 @@ def fsdp_resumed(rank: int, store: Path, dp: int, root: Path, folder: Path) -> N
         load(model, optimizer, root / "checkpoints" / name)
         with probe.record(model, folder / name, step=STEPS, optimizer=optimizer, parameters=True):
             fsdp_steps(model, optimizer, STEPS)
+
+
+class Weights(probe.Subscriber):
+    """Notes at each event of the backward whether the module's own weights are whole."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+        self.events: list[tuple[str, str, bool]] = []
+
+    def note(self, place: probe.Place, when: str) -> None:
+        whole = []
+        for name, parameter in place.module.named_parameters(recurse=False):
+            path = name if place.is_root else f"{place.path}.{name}"
+            has_bytes = parameter.untyped_storage().nbytes() >= parameter.nbytes > 0
+            is_local = not hasattr(parameter, "to_local")
+            whole.append(tuple(parameter.shape) == self.shapes[path] and has_bytes and is_local)
+        self.events.append((place.path, when, all(whole)))
+
+    def pre_backward_module(self, place: probe.Place) -> None:
+        self.note(place, "before")
+
+    def gradient_tensor(self, place: probe.Place, path: str, gradient: Tensor) -> Tensor:
+        self.note(place, "gradient")
+        return gradient
+
+    def post_backward_module(self, place: probe.Place) -> None:
+        self.note(place, "after")
+
+
+def _with_inputs(model: nn.Module, skipped: tuple[str, ...]) -> list[str]:
+    """Modules with trained weights whose inputs have gradients, so that they end in time."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if any(each.requires_grad for each in module.parameters(recurse=False))
+        and path not in skipped
+    ]
+
+
+def zero_backward(rank: int, store: Path, case: Case, directory: Path, output: Path) -> None:
+    """Trains a step of a resumed engine with and without a subscriber of the backward."""
+    from . import models
+    from . import rank as engine_rank
+
+    engine_rank.join(rank, case.dp, store)
+    plain = models.build(case.model, 0)
+    shapes = {
+        name: tuple(each.shape) for name, each in plain.named_parameters(remove_duplicate=False)
+    }
+    losses, weights = {}, Weights(shapes)
+    for name in ("plain", "losses"):
+        engine = engine_rank.build_engine(case, case.seed + 1000)
+        engine.load_checkpoint(str(directory))
+        subscribers = (weights,) if name == "losses" else ()
+        with probe.subscribe(engine, *subscribers):
+            losses[name] = [engine_rank.train_step(engine) for _ in range(2)]
+        engine.destroy()
+    if rank == 0:
+        modules = _with_inputs(plain, ("", "embedding"))
+        torch.save({"events": weights.events, "modules": modules, **losses}, output)
+
+
+def fsdp_backward(rank: int, store: Path, dp: int, output: Path) -> None:
+    """The same with FSDP2."""
+    torch.distributed.init_process_group("gloo", store.as_uri(), rank=rank, world_size=dp)
+    plain = Model()
+    shapes = {
+        name: tuple(each.shape) for name, each in plain.named_parameters(remove_duplicate=False)
+    }
+    losses, weights = {}, Weights(shapes)
+    for name in ("plain", "losses"):
+        model, optimizer = build_fsdp(0)
+        with probe.subscribe(model, *((weights,) if name == "losses" else ())):
+            losses[name] = fsdp_steps(model, optimizer, 0)
+    if rank == 0:
+        modules = _with_inputs(plain, ("", "embedding"))
+        torch.save({"events": weights.events, "modules": modules, **losses}, output)

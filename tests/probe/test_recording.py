@@ -278,6 +278,55 @@ def test_large_tensors_are_measured_in_parts(threads: int) -> None:
     assert about["std"] == pytest.approx(tensor.double().std().item(), rel=1e-8)
 
 
+@pytest.mark.parametrize("dtype", sorted(NUMBERS))
+@pytest.mark.parametrize("bad", [False, True])
+def test_numbers_where_the_tensor_is(dtype: str, bad: bool) -> None:
+    """What torch reduces on a device is what numpy counts on the CPU."""
+    from zckpt.probe.statistics import _measured, _where_it_is, raw
+
+    tensor = random_numbers(dtype, 3000)
+    tensor[7] = 0
+    if bad and dtype in ("F32", "F16", "BF16", "F64"):
+        tensor[3], tensor[5], tensor[6] = math.nan, -math.inf, math.inf
+    reduced = _where_it_is(tensor, dtype)
+    assert reduced is not None
+    one, other = reduced.report(), _measured(raw(tensor), dtype)[1].report()
+    for key in ("mean", "std", "norm"):
+        assert one.pop(key) == pytest.approx(other.pop(key), rel=1e-7, abs=1e-7)
+    assert one == other
+
+
+def test_a_device_without_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zckpt.probe.statistics import _where_it_is
+
+    def fail(tensor: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "isfinite", fail)
+    assert _where_it_is(torch.ones(3), "F32") is None
+
+
+def test_a_fingerprint_follows_the_memory() -> None:
+    """It is taken from a tensor that was described only while that exists and is unchanged."""
+    measurer = Measurer(bucket=50, samples=7, threads=1)
+    tensor = torch.arange(6.0)
+    about = measurer.describe(tensor)
+    measurer.remember(tensor, about)
+    view = tensor.view(2, 3)
+    assert measurer.fingerprint(view) == about["crc32"]
+    tensor[0] = 9
+    expected = f"{zlib.crc32(memoryview(tensor.numpy()).cast('B')):08x}"
+    assert measurer.fingerprint(view) == expected != about["crc32"]
+    assert measurer.fingerprint(view.t()) is None
+    assert measurer.fingerprint(torch.ones(2, device="meta")) is None
+    address = tensor.data_ptr()
+    measurer.remember(tensor, measurer.describe(tensor))
+    del tensor, view
+    other = torch.zeros(6)
+    if other.data_ptr() == address:  # the allocator gives the same memory again
+        assert measurer.fingerprint(other) == f"{zlib.crc32(bytes(24)):08x}"
+
+
 def test_what_has_no_bytes_is_described() -> None:
     measurer = Measurer(bucket=50, samples=7, threads=1)
     about = measurer.describe(torch.empty(3, 4, device="meta"))
@@ -574,6 +623,46 @@ def test_deep_copies_have_no_hooks(tmp_path: Path) -> None:
     assert hooks_of(twin) == hooks_of(model) == 0
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.LayerNorm(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(torch.relu(self.linear(x)))
+
+
+@pytest.mark.parametrize("how", ["before", "one graph", "inside"])
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_the_inside_of_a_compiled_module(how: str, by_itself: bool, tmp_path: Path) -> None:
+    """torch allows it if the recording begins first, and the graph may be split."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    block, x = Block(), torch.ones(2, 3)
+    plain = block(x)
+    compiled: Any = block
+    if by_itself:
+        block.compile(backend="eager", fullgraph=how == "one graph")
+    else:
+        compiled = torch.compile(block, backend="eager", fullgraph=how == "one graph")
+    model = nn.Sequential(compiled)
+    if how == "before":
+        model(x)
+    for number in range(2):
+        with probe.record(model, tmp_path / f"run{number}", step=0):
+            for _ in range(2):
+                assert torch.equal(model(x), plain)
+    run = runs.read(tmp_path / "run0")
+    keys = [record.key for record in of_modules(tmp_path / "run0") if record.batch == "1"]
+    inside = ["0.linear#0/out", "0.norm#0/out"] if how == "inside" else []
+    assert keys == [*inside, "0#0/out", "(model)#0/out"]
+    assert run.header["compiled"] == ["0"]
+    said = [note for note in run.notes if "what is inside of 0 was not recorded" in note]
+    assert len(said) == (not inside)
+    assert hooks_of(model) == hooks_of(block) == 0
+    assert torch.equal(model(x), plain)
+
+
 @pytest.mark.parametrize("inner", [False, True])
 def test_compiled_modules_are_seen_from_outside(inner: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -595,7 +684,7 @@ def test_a_module_that_compiles_itself(tmp_path: Path) -> None:
     plain = model(torch.ones(2, 3))
     with probe.record(model, tmp_path / "run", step=0):
         assert torch.equal(model(torch.ones(2, 3)), plain)
-    assert [record.key for record in of_modules(tmp_path / "run")] == ["(model)#0/out"]
+    assert of_modules(tmp_path / "run")[-1].key == "(model)#0/out"
     assert hooks_of(model) == 0
 
 
@@ -608,7 +697,8 @@ def test_the_header_says_what_was_recorded(tmp_path: Path) -> None:
     header, closed = lines(tmp_path / "run")
     assert (header["zckpt_probe"], header["world"], header["rank"], header["step"]) == (1, 1, 0, 9)
     assert header["versions"]["torch"] == torch.__version__
-    assert closed == {"closed": 0}
+    assert header["modules"] == {"(model)": "Linear"}
+    assert closed == {"closed": 0, "only_outside": []}
 
 
 def test_inspecting_without_a_recorder_does_nothing() -> None:

@@ -123,7 +123,8 @@ def test_paths_see_through_wrappers() -> None:
     assert list(modules(model)) == plain
     assert list(modules(nn.DataParallel(model))) == plain
     compiled = torch.compile(model, backend="eager")
-    assert list(modules(compiled)) == ["(model)"]
+    assert list(modules(compiled)) == plain
+    assert list(modules(torch.compile(model, backend="eager", fullgraph=True))) == ["(model)"]
 
     class Mine(nn.Module):
         def __init__(self) -> None:

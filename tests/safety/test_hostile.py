@@ -64,9 +64,9 @@ def fault(name: str, command: str, ended: Ended) -> str | None:
         return f"signal {ended.signal} after {ended.cpu:.1f} s of CPU"
     if "Traceback" in ended.err or "InternalError" in ended.err + ended.out:
         return ended.err[-400:] + ended.out[-400:]
-    if ended.code not in (0, 1, 3):
+    if ended.code not in (0, 1, 2, 3):  # 2: the target cannot have what the file states
         return f"exit {ended.code}: {ended.err[-300:]}"
-    if ended.code == 1:
+    if ended.code in (1, 2):
         lines = [line for line in ended.err.splitlines() if not line.startswith("Warning")]
         if "--json" in PLACE[command]:
             document = json.loads(ended.out)

@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from .comparing import compare
     from .huggingface import TrainerCallback
     from .lightning import LightningCallback
-    from .recording import Recorder, inspect, record
+    from .recorder import Recorder
+    from .recording import inspect, record
     from .streaming import stream
     from .subscribers import Place, Subscriber, subscribe
 
 _PUBLIC = {
     "compare": "comparing",
     "LightningCallback": "lightning",
-    "Recorder": "recording",
+    "Recorder": "recorder",
     "inspect": "recording",
     "record": "recording",
     "stream": "streaming",

@@ -21,7 +21,8 @@ from torch import nn
 
 from ..core.checksum import crc32
 from ..version import __version__
-from .subscribers import is_compiled, modules
+from .compiled import is_compiled
+from .subscribers import modules
 
 LIBRARIES = ("torch", "numpy", "deepspeed", "transformers", "accelerate", "lightning", "peft")
 """Their versions are stated if the program has imported them."""

@@ -180,7 +180,7 @@ def _factor(a: TensorRecord, b: TensorRecord) -> float | None:
         )
     ]
     ratios = [one / other for one, other in pairs if one and other]
-    if len(ratios) < 2 or not all(map(math.isfinite, ratios)):
+    if len(ratios) < min(2, len(pairs)) or not ratios or not all(map(math.isfinite, ratios)):
         return None
     low, high = min(ratios), max(ratios)
     if low <= 0 or high / low > 1.01 or abs(low - 1) < 0.1:

@@ -167,7 +167,7 @@ def _merged(
         return [own[0] for own in records]  # whose types differ: that is the difference
     if kind == "parameter" and len(shapes) == 1:
         return list(max(_pairs(*records), key=lambda pair: distance(*pair)))
-    if len(shapes) == 1 and all(_is_one(own) for own in records):
+    if kind in ("input", "forward") and len(shapes) == 1 and all(map(_is_one, records)):
         shared.add((kind, key))
         return [own[0] for own in records]
     for side, own in zip(sides, parts, strict=True):

@@ -23,6 +23,7 @@ from ..errors import (
     InconsistentCheckpoint,
     NotACheckpoint,
     UnsupportedCheckpoint,
+    listed,
 )
 
 VERSION = 1
@@ -125,6 +126,11 @@ def _read_ranks(root: str, folders: list[str]) -> Run:
         records, closed = [], False
         for number, line in enumerate(lines, 2):
             closed = "closed" in line
+            if names := line.get("only_outside"):
+                notes.append(
+                    f"{root}: what is inside of {listed([str(name) for name in names])} was not "
+                    "recorded: it was compiled before, or as one graph"
+                )
             if not closed:
                 try:
                     records.append(_record(line))

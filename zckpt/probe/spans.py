@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from .recording import Recorder, record
+from .recorder import Recorder
+from .recording import record
 
 
 class Span:

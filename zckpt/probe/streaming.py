@@ -29,8 +29,9 @@ from ..core.pieces import ElementReader, ReadRequest, RecordChecker
 from ..core.weights import weight_of
 from ..errors import MissingData, listed
 from ..training.names import Renames, matched, plain, renamed
+from .compiled import is_compiled
 from .statistics import NAMES, raw
-from .subscribers import LISTS, WHOLE, Place, Subscriber, is_compiled, subscribe, unwrapped
+from .subscribers import LISTS, WHOLE, Place, Subscriber, subscribe, unwrapped
 
 SCRATCH = 8 << 20  # bytes; small pieces of many ranks are joined there
 
@@ -69,7 +70,7 @@ def stream(
     manifest = renamed(manifest, rename)
     streamer = _Streamer(unwrapped(model), manifest, device, (*WHOLE, *whole))
     try:
-        with subscribe(model, streamer):
+        with subscribe(model, streamer, inside_compiled=False):
             yield
         streamer.finish()
     finally:

@@ -8,8 +8,8 @@ hooks that an engine registered earlier: DeepSpeed's stage 3 and FSDP2 all-gathe
 before zckpt's first hook, and release them after its last.
 
 All hooks are removed at the end of the block, also after an exception, and also from deep copies
-that were made inside the block. A module that torch.compile compiled is seen only from outside: the
-calls of its children are fused.
+that were made inside the block. compiled.py says when the calls inside of a compiled module are
+seen, backward.py how the backward is.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .backward import Call
+from .compiled import is_compiled, is_one_graph
 
 ROOT = "(model)"
 WRAPPERS = frozenset({"module", "_forward_module", "_orig_mod"})
@@ -78,14 +81,32 @@ class Subscriber:
     def post_forward_tensor(self, place: Place, path: str, tensor: Tensor) -> Tensor:
         return tensor
 
+    def pre_backward_module(self, place: Place) -> None:
+        """Called when the first gradient of the call's outputs is known."""
+
+    def gradient_tensor(self, place: Place, path: str, gradient: Tensor) -> Tensor:
+        """The gradient of an output, `out` or `out.logits`; may be called twice for one that
+        several modules return."""
+        return gradient
+
+    def post_backward_module(self, place: Place) -> None:
+        """Called when the gradients of the call's inputs are known."""
+
 
 @contextmanager
-def subscribe(model: nn.Module, *subscribers: Subscriber) -> Iterator[None]:
-    """Calls the subscribers at forwards of `model` and its modules, until the block ends."""
+def subscribe(
+    model: nn.Module, *subscribers: Subscriber, inside_compiled: bool = True
+) -> Iterator[None]:
+    """Calls the subscribers at forwards and backwards of `model` and its modules, until the block
+    ends. With `inside_compiled`, also of the modules in compiled ones, where torch allows it."""
     hooks = _Hooks(subscribers)
+    by_path = modules(model)
+    closed = [path for path, module in by_path.items() if is_compiled(module)]
     try:
-        for path, module in modules(model).items():
-            hooks.register(module, path)
+        for path, module in by_path.items():
+            around = [each for each in closed if each != path and is_below(path, each)]
+            if inside_compiled or not around:
+                hooks.register(module, path, bool(around) or path in closed)
         yield
     finally:
         hooks.remove()
@@ -94,6 +115,11 @@ def subscribe(model: nn.Module, *subscribers: Subscriber) -> Iterator[None]:
 def modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules by their path in the model, without the wrappers of engines and compilers."""
     return dict(_modules(unwrapped(model), ROOT))
+
+
+def is_below(path: str, other: str) -> bool:
+    """Whether a module lies inside of another one, by their paths."""
+    return path != other and (other == ROOT or path.startswith(f"{other}."))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -114,7 +140,7 @@ def _modules(
         return  # TorchScript's modules have no hooks
     seen.add(id(module))
     yield path, module
-    if is_compiled(module):
+    if is_compiled(module) and is_one_graph(module):
         return
     for name, child in module.named_children():
         below = path if name in WITHIN else name if path == ROOT else f"{path}.{name}"
@@ -134,13 +160,6 @@ def used_by(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from child.named_modules(prefix=name)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether its calls run code that torch.compile compiled."""
-    return type(module).__name__ == "OptimizedModule" or bool(
-        getattr(module, "_compiled_call_impl", None)
-    )
-
-
 class _Hooks:
     """The hooks of one block, and the number of calls of each module."""
 
@@ -153,17 +172,23 @@ class _Hooks:
             name: [each for each in reversed(subscribers) if overrides(each, name)]
             for name in ("post_forward_module", "post_forward_tensor")
         }
+        self.backward = {
+            name: [each for each in subscribers if overrides(each, name)]
+            for name in ("pre_backward_module", "gradient_tensor", "post_backward_module")
+        }
+        self.of_leaves: list[Any] = []
         self.calls: Counter[str] = Counter()
         self.again: Counter[str] = Counter()
         self.copies: list[Any] = []
         self.handles: list[Any] = []
         self.roots: list[int] = []  # numbers of the calls of the root that have not returned
 
-    def register(self, module: nn.Module, path: str) -> None:
+    def register(self, module: nn.Module, path: str, is_in_graph: bool) -> None:
+        """Hooks a module; torch must not compile the hooks if it `is_in_graph`."""
         pre: Callable[..., Any] = _Hook(self, module, path, "_pre")
         post: Callable[..., Any] = _Hook(self, module, path, "_post")
         leave: Callable[..., Any] = _Hook(self, module, path, "_leave")
-        if is_compiled(module):
+        if is_in_graph:
             disable: Any = torch.compiler.disable
             pre, post, leave = disable(pre), disable(post), disable(leave)
         self.handles += [
@@ -174,8 +199,9 @@ class _Hooks:
             self.handles.append(module.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
-        while self.handles:
-            self.handles.pop().remove()
+        for handles in (self.handles, self.of_leaves):
+            while handles:
+                handles.pop().remove()
         for hooks in self.copies:
             for number in [number for number, hook in hooks.items() if hook is _silent]:
                 del hooks[number]
@@ -188,6 +214,8 @@ class _Hooks:
             if path == ROOT and not self.roots:
                 self.calls.clear()
                 self.again.clear()
+                while self.of_leaves:  # of the batch before
+                    self.of_leaves.pop().remove()
             self.calls[path] += 1
             if path == ROOT:  # Lightning with DDP calls it inside of another call
                 self.roots.append(self.calls[path] - 1)
@@ -225,7 +253,29 @@ class _Hooks:
                 return each.post_forward_tensor(place, where, tensor)
 
             new_output = mapped(new_output, "out", change)
+        if any(self.backward.values()) and torch.is_grad_enabled():
+            self._watch_backward(place, (args, kwargs), new_output)
         return None if new_output is output else new_output
+
+    def _watch_backward(self, place: Place, inputs: Any, output: Any) -> None:
+        subscribed = self.backward
+
+        def before() -> None:
+            for each in subscribed["pre_backward_module"]:
+                each.pre_backward_module(place)
+
+        def after() -> None:
+            for each in reversed(subscribed["post_backward_module"]):
+                each.post_backward_module(place)
+
+        def change(path: str, gradient: Tensor) -> Tensor:
+            for each in subscribed["gradient_tensor"]:
+                gradient = each.gradient_tensor(place, path, gradient)
+            return gradient
+
+        call = Call(before, after, change if subscribed["gradient_tensor"] else None)
+        tensors = [tensor for _, tensor in tensors_in(inputs, "in")]
+        self.of_leaves += call.watch(tensors, tensors_in(output, "out"))
 
     def _leave(self, module: nn.Module, path: str, *about: Any) -> None:
         """A call of the root has returned, or has raised an error."""
@@ -276,6 +326,18 @@ def overrides(subscriber: Subscriber, method: str) -> bool:
 def in_backward() -> bool:
     """Whether the autograd engine runs this code: a forward is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(value: Any, path: str) -> list[tuple[str, Tensor]]:
+    """The tensors in a value, with their paths."""
+    found: list[tuple[str, Tensor]] = []
+
+    def take(where: str, tensor: Tensor) -> Tensor:
+        found.append((where, tensor))
+        return tensor
+
+    mapped(value, path, take)
+    return found
 
 
 def mapped(value: Any, path: str, change: Callable[[str, Tensor], Tensor]) -> Any:

@@ -1,0 +1,97 @@
+"""Calls subscribers at the backward of every call of a module.
+
+    pre_backward_module     the first gradient of an output is known, and the engine has gathered
+    gradient_tensor         each gradient of an output, which may be changed
+    post_backward_module    the gradients of all inputs are known; at the end if no input has one
+
+Engines act at gradients too: DeepSpeed's stage 3 wraps the outputs and inputs of a module, FSDP2
+hooks its output tensors. zckpt hooks the graph's nodes, whose hooks run after those of tensors, and
+the inputs as the module gets them. So in all three methods the weights are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KEY = "zckpt"
+"""The key of zckpt's hooks in the metadata of a node of torch's graph."""
+Change = Callable[[str, Tensor], Tensor]
+
+
+class Call:
+    """One call of a module, which waits for its backward.
+
+    `before` and `after` are called once in each backward; `change` gets the path of an output and
+    its gradient, and returns the gradient.
+    """
+
+    def __init__(
+        self, before: Callable[[], None], after: Callable[[], None], change: Change | None
+    ) -> None:
+        self.before, self.after, self.change = before, after, change
+        self._expected = 0
+        self._begun = self._ended = -1  # the number of the backward
+        self._arrived = 0
+
+    def watch(self, inputs: Iterable[Tensor], outputs: Sequence[tuple[str, Tensor]]) -> list[Any]:
+        """Hooks the outputs' nodes and the inputs; gives the handles of those that would stay."""
+        nodes: dict[Any, list[tuple[int, str]]] = {}
+        for path, tensor in outputs:
+            if tensor.grad_fn is not None:
+                nodes.setdefault(tensor.grad_fn, []).append((tensor.output_nr, path))
+        if not nodes:
+            return []
+        for node, places in nodes.items():
+            _hook(node, partial(self._begin, places))
+        handles = []
+        for tensor in {id(each): each for each in inputs if each.requires_grad}.values():
+            self._expected += 1
+            handle = tensor.register_hook(self._arrive)  # type: ignore[no-untyped-call]
+            if tensor.is_leaf:  # hooks of other tensors are freed with the graph
+                handles.append(handle)
+        return handles
+
+    def _begin(
+        self, places: Sequence[tuple[int, str]], gradients: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        task = torch._C._current_graph_task_id()
+        if self._begun != task:
+            self._begun, self._arrived = task, 0
+            self.before()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        changed = list(gradients)
+        for number, path in places:
+            if self.change is not None and changed[number] is not None:
+                changed[number] = self.change(path, changed[number])
+        return tuple(changed)
+
+    def _arrive(self, gradient: Tensor) -> None:
+        self._arrived += 1
+        if self._arrived == self._expected:
+            self._end()
+
+    def _end(self) -> None:
+        if self._ended != self._begun:
+            self._ended = self._begun
+            self.after()
+
+
+def _hook(node: Any, begin: Callable[[Sequence[Any]], tuple[Any, ...]]) -> None:
+    """Calls `begin` before a node's backward, and before those of calls that hooked it earlier: a
+    module that returns what a module inside of it returned begins its backward first."""
+    hooks = node.metadata.setdefault(KEY, [])
+    hooks.append(begin)
+    if len(hooks) > 1:
+        return
+
+    def run(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        for each in reversed(hooks):
+            gradients = each(gradients)
+        return gradients
+
+    node.register_prehook(run)

@@ -1,0 +1,42 @@
+"""What of a module that torch.compile compiled can be recorded?
+
+Hooks that torch may not compile split its graph. torch 2.13 allows that if they exist before the
+first call, and if the graph may be split (not `fullgraph=True`). Code that was compiled before the
+hooks existed does not call them, and nothing else happens: then only the outside is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether its calls run code that torch.compile compiled."""
+    return type(module).__name__ == "OptimizedModule" or bool(
+        getattr(module, "_compiled_call_impl", None)
+    )
+
+
+def is_one_graph(module: nn.Module) -> bool:
+    """Whether a compiled module must be one graph (`fullgraph=True`), which no hook may split.
+
+    Also true if this torch does not show it: then its inside is left alone.
+    """
+    return any(getattr(context, "fullgraph", True) for context in _contexts(module) or [None])
+
+
+def _contexts(module: nn.Module) -> list[Any]:
+    """torch's objects that have the options of `torch.compile` (2.13: OptimizeContext)."""
+
+    def found() -> Iterator[Any]:
+        if hasattr(module, "dynamo_ctx"):
+            yield module.dynamo_ctx
+        call = getattr(module, "_compiled_call_impl", None)
+        for cell in getattr(call, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "fullgraph"):
+                yield cell.cell_contents
+
+    return list(found())
