@@ -78,6 +78,9 @@ class Subscriber:
     def post_forward_tensor(self, place: Place, path: str, tensor: Tensor) -> Tensor:
         return tensor
 
+    def leave_module(self, module: nn.Module) -> None:
+        """A call of the module has ended, after all hooks or with an error."""
+
 
 @contextmanager
 def subscribe(model: nn.Module, *subscribers: Subscriber) -> Iterator[None]:
@@ -153,6 +156,7 @@ class _Hooks:
             name: [each for each in reversed(subscribers) if overrides(each, name)]
             for name in ("post_forward_module", "post_forward_tensor")
         }
+        self.leaving = [each for each in subscribers if overrides(each, "leave_module")]
         self.calls: Counter[str] = Counter()
         self.again: Counter[str] = Counter()
         self.copies: list[Any] = []
@@ -170,7 +174,7 @@ class _Hooks:
             module.register_forward_pre_hook(pre, with_kwargs=True),
             module.register_forward_hook(post, with_kwargs=True, prepend=True),
         ]
-        if path == ROOT:
+        if path == ROOT or self.leaving:
             self.handles.append(module.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
@@ -228,9 +232,11 @@ class _Hooks:
         return None if new_output is output else new_output
 
     def _leave(self, module: nn.Module, path: str, *about: Any) -> None:
-        """A call of the root has returned, or has raised an error."""
-        if self.roots and not in_backward():
+        """A call has returned, or has raised an error."""
+        if path == ROOT and self.roots and not in_backward():
             self.roots.pop()
+        for each in self.leaving:
+            each.leave_module(module)
 
     def _call(self, path: str, recomputed: bool) -> int:
         """The number of a call; the backward recomputes calls from last to first."""
