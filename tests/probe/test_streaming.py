@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zckpt
 from zckpt import probe
@@ -205,6 +206,33 @@ def test_another_path_in_each_forward(
         for sign in (1, 1, -1, -1, 1, -1, 1, 1):
             x = sign * torch.rand(3, 4)
             assert torch.equal(model(x), filled(x))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_forwards_that_the_backward_repeats(reentrant: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    filled = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    manifest = manifest_of(dict(filled.state_dict()), tmp_path)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    gradients = []
+
+    def run(layers: nn.Module) -> None:
+        x = torch.linspace(-1, 1, 256).requires_grad_()
+        y = x
+        for layer in layers.children():
+            y = checkpoint(layer, y, use_reentrant=reentrant)
+        y.sum().backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+
+    run(filled)
+    with probe.stream(model, manifest):
+        for _ in range(2):
+            run(model)
+            assert {p.device.type for p in model.parameters()} == {"meta"}
+    for gradient in gradients[1:]:
+        assert torch.equal(gradient, gradients[0])
 
 
 def test_a_part_of_a_weight_keeps_its_values(tmp_path: Path) -> None:
