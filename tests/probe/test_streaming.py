@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zckpt
 from zckpt import probe
 from zckpt.errors import CorruptCheckpoint, MissingData
-from zckpt.probe import runs
+from zckpt.probe import prefetch, runs
+from zckpt.probe.prefetch import THREAD
 
 from .. import faults
 from ..conftest import EXAMPLE, ROOT
@@ -140,6 +144,161 @@ def test_after_a_failure_within_the_block_forwards_go_on(universal: Path) -> Non
         assert {n: p.shape for n, p in copied.named_parameters()} == {
             n: p.shape for n, p in model.named_parameters()
         }
+
+
+def test_weights_are_released_after_a_failure(universal: Path) -> None:
+    model = on_meta()
+    with probe.stream(model, universal), torch.no_grad():
+        with pytest.raises(IndexError):
+            model(torch.tensor([[99]]))
+        assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_a_failing_forward_leaves_no_thread_and_no_open_file(universal: Path) -> None:
+    def opened() -> set[str]:
+        return {os.readlink(path) for path in Path("/dev/fd").iterdir() if path.is_symlink()}
+
+    model, before = on_meta(), opened()
+
+    def run() -> None:
+        with probe.stream(model, universal), torch.no_grad():
+            model(TOKENS)
+            assert any(thread.name.startswith(THREAD) for thread in threading.enumerate())
+            assert any(str(universal) in path for path in opened())
+            model(torch.tensor([[99]]))
+
+    with pytest.raises(IndexError):
+        run()
+    assert not any(thread.name.startswith(THREAD) for thread in threading.enumerate())
+    assert not any(str(universal) in path for path in opened() - before)
+
+
+class Branches(nn.Module):
+    """Which layers are called depends on the data; one is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 4)
+        self.shared = nn.Linear(4, 4)
+        self.maybe = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = x.sum() > 0
+        x = self.shared(self.norm(x))
+        if positive:
+            x = self.maybe(x)
+        y: Tensor = self.last(self.shared(x))
+        return y
+
+
+@pytest.mark.parametrize("little", [1, prefetch.LITTLE])  # one module ahead, or all
+def test_another_path_in_each_forward(
+    little: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "LITTLE", little)
+    torch.manual_seed(0)
+    filled = Branches()
+    manifest = manifest_of(dict(filled.state_dict()), tmp_path)
+    with torch.device("meta"):
+        model = Branches()
+    with torch.no_grad(), probe.stream(model, manifest):
+        for sign in (1, 1, -1, -1, 1, -1, 1, 1):
+            x = sign * torch.rand(3, 4)
+            assert torch.equal(model(x), filled(x))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_forwards_that_the_backward_repeats(reentrant: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    filled = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    manifest = manifest_of(dict(filled.state_dict()), tmp_path)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    gradients = []
+
+    def run(layers: nn.Module) -> None:
+        x = torch.linspace(-1, 1, 256).requires_grad_()
+        y = x
+        for layer in layers.children():
+            y = checkpoint(layer, y, use_reentrant=reentrant)
+        y.sum().backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+
+    run(filled)
+    with probe.stream(model, manifest):
+        for _ in range(2):
+            run(model)
+            assert {p.device.type for p in model.parameters()} == {"meta"}
+    for gradient in gradients[1:]:
+        assert torch.equal(gradient, gradients[0])
+
+
+def test_a_part_of_a_weight_keeps_its_values(tmp_path: Path) -> None:
+    class Row(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight[1]
+
+    filled = nn.Sequential(*(Row(256, 256) for _ in range(3)))
+    manifest = manifest_of(dict(filled.state_dict()), tmp_path)
+    with torch.device("meta"):
+        model = nn.Sequential(*(Row(256, 256) for _ in range(3)))
+    with torch.no_grad():
+        with probe.stream(model, manifest):
+            rows = [layer(torch.ones(1)) for _ in range(3) for layer in model]
+        for row, layer in zip(rows, [*filled] * 3, strict=True):
+            assert torch.equal(row, layer.weight[1])
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_errors_of_the_thread_are_raised(
+    needed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Semaphore(0)
+    fill = prefetch.Prefetcher._fill
+
+    def noted(prefetcher: prefetch.Prefetcher, module: int) -> memoryview:
+        begun.release()
+        return fill(prefetcher, module)
+
+    monkeypatch.setattr(prefetch.Prefetcher, "_fill", noted)
+    manifest = cut_in_the_second_layer(tmp_path)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(2)))
+    ended = False
+
+    def run() -> None:
+        nonlocal ended
+        with probe.stream(model, manifest), torch.no_grad():
+            model[0](torch.ones(1, 256))
+            assert begun.acquire(timeout=30)
+            assert begun.acquire(timeout=30)  # of the second layer, which nobody has called
+            if needed:
+                model[1](torch.ones(1, 256))
+            ended = True
+
+    with pytest.raises(CorruptCheckpoint, match="inside a tensor"):
+        run()
+    assert ended is not needed
+
+
+def test_every_forward_raises_the_error_of_its_weights(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(2)))
+    with probe.stream(model, cut_in_the_second_layer(tmp_path)), torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(CorruptCheckpoint, match="inside a tensor"):
+                model(torch.ones(1, 256))
+
+
+def cut_in_the_second_layer(folder: Path) -> Any:
+    """Two square layers of 256; the file ends too early."""
+    manifest = manifest_of(
+        dict(nn.Sequential(*(nn.Linear(256, 256) for _ in range(2))).state_dict()), folder
+    )
+    os.truncate(folder / "raw", 4 * 257 * 256 + 100)
+    return manifest
 
 
 def test_damage_is_found_on_the_way(example: Path) -> None:
@@ -305,7 +464,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.engines
 @pytest.mark.first
-def test_memory_is_that_of_the_largest_module(large: dict[str, Path], tmp_path: Path) -> None:
+def test_memory_is_that_of_two_modules(large: dict[str, Path], tmp_path: Path) -> None:
     def run(path: Path, how: str) -> tuple[Tensor, int]:
         output = tmp_path / "y.pt"
         words = [sys.executable, "-c", LARGE, "32", "1024", str(path), how, str(output)]

@@ -52,6 +52,21 @@ def test_they_are_told_as_contexts_nest() -> None:
     assert said[6:] == [f"{name} after {key}" for key in ("0#0", "(model)#0") for name in "cba"]
 
 
+def test_every_call_that_ends_is_left() -> None:
+    class Leave(probe.Subscriber):
+        def leave_module(self, module: nn.Module) -> None:
+            left.append(module)
+
+    left: list[nn.Module] = []
+    model = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
+    with probe.subscribe(model, Leave()):
+        model(torch.ones(2))
+        assert left == [*model, model]
+        with pytest.raises(RuntimeError, match="shape"):
+            model(torch.ones(3))
+    assert left == [*model, model] * 2
+
+
 def test_values_that_they_return_take_the_place() -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity())
     with probe.subscribe(model, Scale("1")):

@@ -1,10 +1,11 @@
 """Runs a model's forward with weights that stay in a checkpoint's files, of any format.
 
 Before a module's forward its own parameters and buffers are read, through the manifest, from the
-files that have their elements; after it their memory is released. So the needed memory is that of
-the largest module (and of the tensors of the modules around it), not that of the model. The model
-may be on torch's `meta` device. The model's forward asks for the tensors, one module at a time: so
-this is not a pass of core/streaming.py over all of them.
+files that have their elements; after it their memory is released. While a module computes, a thread
+reads the weights of the next one (`prefetch.py`). So the needed memory is that of two modules (and
+of the tensors of the modules around them), not that of the model. The model may be on torch's
+`meta` device. The model's forward asks for the tensors, one module at a time: so this is not a pass
+of core/streaming.py over all of them.
 
 A tensor that is not loaded is replaced by an `_Absent`. Otherwise torch would multiply a tensor on
 the CPU by one on `meta` (F.linear, torch 2.13) and return arbitrary numbers, and a model that is
@@ -14,8 +15,9 @@ not on `meta` would compute with its own weights.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,17 +25,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .. import api
-from ..core.fileio import Reader
+from ..core.fileio import Reader, align
 from ..core.manifest import Entry, Manifest
 from ..core.pieces import ElementReader, ReadRequest, RecordChecker
 from ..core.weights import weight_of
 from ..errors import MissingData, listed
 from ..training.names import Renames, matched, plain, renamed
 from .compiled import is_compiled
-from .statistics import NAMES, raw
+from .prefetch import Prefetcher
+from .statistics import NAMES
 from .subscribers import LISTS, WHOLE, Place, Subscriber, subscribe, unwrapped
 
 SCRATCH = 8 << 20  # bytes; small pieces of many ranks are joined there
+ALIGNMENT = 64  # bytes, as torch allocates tensors: the order of additions can depend on it
 
 
 @contextmanager
@@ -60,7 +64,7 @@ def stream(
     Raises MissingData, which lists names of both sides, if the checkpoint lacks a tensor of the
     model. A forward raises it if a weight is used while its module is not called, for example an
     embedding's weight in an output layer. A forward, or the end of the block, raises
-    CorruptCheckpoint if bytes contradict their file.
+    CorruptCheckpoint if bytes contradict their file, and OSError if a file cannot be read.
     """
     manifest = (
         checkpoint
@@ -124,55 +128,78 @@ class _Streamer(Subscriber):
         self._sources = sources(model, manifest)
         self._device = None if device is None else torch.device(device)
         self._own = {
-            id(module): [_Weight(*each) for each in own] for module, own in _owned(model, whole)
+            id(module): [_Weight(*each) for each in own]
+            for module, own in _owned(model, whole)
+            if own
         }
-        self._loaded: dict[int, int] = {}  # calls of each module that have not returned
+        self._loaded: dict[int, int] = {}  # calls of each module that have not ended
         self._reader = Reader(fingerprints=manifest.fingerprints)
         self._element_reader = ElementReader(self._reader, RecordChecker(manifest.records), SCRATCH)
         self._read: set[str] = set()
+        self._places = {module: _places(own) for module, own in self._own.items()}
+        sizes = {module: places[-1] for module, places in self._places.items()}
+        paths = {module: own[0].path for module, own in self._own.items()}
+        self._prefetcher = Prefetcher(sizes, paths, self._fill)
 
     def pre_forward_module(
         self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         key = id(place.module)
         self._loaded[key] = self._loaded.get(key, 0) + 1  # first, so that a failure below is undone
-        if self._loaded[key] == 1:
-            for weight in self._own.get(key, ()):
-                weight.put(self._load(self._sources[weight.path], weight.original))
+        if self._loaded[key] == 1 and key in self._own:
+            view = self._prefetcher.take(key)
+            for weight, at in zip(self._own[key], self._places[key], strict=False):
+                weight.put(self._tensor(weight.original, view, at))
         return args, kwargs
 
-    def post_forward_module(self, place: Place, args: tuple[Any, ...], output: Any) -> Any:
-        key = id(place.module)
-        self._loaded[key] -= 1
-        if not self._loaded[key]:
-            self._release(key)
-        return output
-
-    def _release(self, key: int) -> None:
-        del self._loaded[key]
+    def leave_module(self, module: nn.Module) -> None:
+        key = id(module)
+        calls = self._loaded.pop(key, 1) - 1  # none if a hook of the program failed before this one
+        if calls:
+            self._loaded[key] = calls
+            return
         for weight in self._own.get(key, ()):
             weight.put(weight.absent)
 
     def finish(self) -> None:
-        """Checks records that were read almost whole; reads the bytes between their tensors."""
+        """Raises errors that no forward raised, after reading the bytes between the tensors of
+        records that were read almost whole."""
+        self._prefetcher.finish()
         self._element_reader.checker.finish(self._reader)
 
     def close(self) -> None:
+        self._prefetcher.close()
         for own in self._own.values():
             for weight in own:
                 weight.put(weight.original)
         self._reader.close()
 
-    def _load(self, entry: Entry, like: Tensor) -> Tensor:
-        tensor = torch.empty(entry.shape, dtype=like.dtype)
-        check = entry.name not in self._read  # a tensor that is read again counts once
-        request = ReadRequest(entry, 0, entry.numel, 0, check)
-        self._element_reader.read_as(NAMES[like.dtype], request, raw(tensor))
-        self._read.add(entry.name)
+    def _fill(self, key: int, view: memoryview) -> None:
+        """Reads the weights of a module; runs on the prefetcher's thread."""
+        for weight, at in zip(self._own[key], self._places[key], strict=False):
+            entry = self._sources[weight.path]
+            check = entry.name not in self._read  # a tensor that is read again counts once
+            request = ReadRequest(entry, 0, entry.numel, at, check)
+            self._element_reader.read_as(NAMES[weight.original.dtype], request, view)
+            self._read.add(entry.name)
+
+    def _tensor(self, like: Tensor, view: memoryview, at: int) -> Tensor:
+        """The weight whose bytes begin at byte `at`; it keeps the view alive."""
+        if like.numel():
+            flat = torch.frombuffer(view, dtype=like.dtype, count=like.numel(), offset=at)
+            tensor = flat.view(like.shape)
+        else:
+            tensor = torch.empty(like.shape, dtype=like.dtype)
         device = self._device or (like.device if like.device.type != "meta" else None)
         tensor = tensor if device is None else tensor.to(device)
         is_parameter = isinstance(like, nn.Parameter)
         return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+
+
+def _places(own: Sequence[_Weight]) -> list[int]:
+    """The byte at which each weight of a module begins, as torch aligns tensors; their end."""
+    sizes = [weight.original.numel() * weight.original.element_size() for weight in own]
+    return list(accumulate((align(size, ALIGNMENT) for size in sizes), initial=0))
 
 
 def _owned(

@@ -92,6 +92,9 @@ class Subscriber:
     def post_backward_module(self, place: Place) -> None:
         """Called when the gradients of the call's inputs are known."""
 
+    def leave_module(self, module: nn.Module) -> None:
+        """A call of the module has ended, after all hooks or with an error."""
+
 
 @contextmanager
 def subscribe(
@@ -177,6 +180,7 @@ class _Hooks:
             for name in ("pre_backward_module", "gradient_tensor", "post_backward_module")
         }
         self.of_leaves: list[Any] = []
+        self.leaving = [each for each in subscribers if overrides(each, "leave_module")]
         self.calls: Counter[str] = Counter()
         self.again: Counter[str] = Counter()
         self.copies: list[Any] = []
@@ -195,7 +199,7 @@ class _Hooks:
             module.register_forward_pre_hook(pre, with_kwargs=True),
             module.register_forward_hook(post, with_kwargs=True, prepend=True),
         ]
-        if path == ROOT:
+        if path == ROOT or self.leaving:
             self.handles.append(module.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
@@ -278,9 +282,11 @@ class _Hooks:
         self.of_leaves += call.watch(tensors, tensors_in(output, "out"))
 
     def _leave(self, module: nn.Module, path: str, *about: Any) -> None:
-        """A call of the root has returned, or has raised an error."""
-        if self.roots and not in_backward():
+        """A call has returned, or has raised an error."""
+        if path == ROOT and self.roots and not in_backward():
             self.roots.pop()
+        for each in self.leaving:
+            each.leave_module(module)
 
     def _call(self, path: str, recomputed: bool) -> int:
         """The number of a call; the backward recomputes calls from last to first."""
