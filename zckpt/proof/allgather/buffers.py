@@ -61,7 +61,7 @@ class BucketBuffers:
         if self.cuda:
             self.near_other[:other].copy_(self.other[:other], non_blocking=True)
         whole = self.gathered[: self.rows(bucket)]
-        if self.world.size > 1:
+        if self.world.size > 1 and not bucket.apart:
             with together_with_others():
                 self._all_gather(whole, part)
         if self.near is not self.gathered:
