@@ -2,6 +2,7 @@
 
     python -m benchmarks.gather SRC --against DST --rounds 7
     torchrun --nproc-per-node 4 -m benchmarks.gather SRC --against DST
+    torchrun --nproc-per-node 4 -m benchmarks.gather --layer 9834560 --dtype fp16
 
 SRC is a DeepSpeed run directory, DST the same in another format. Everything is timed within one
 process (or one per rank), after imports and one uncounted round. Warm; GB are those of both sides.
@@ -10,7 +11,16 @@ process (or one per rank), after imports and one uncounted round. Warm; GB are t
   fragment, all_gather brings a list of them, which is concatenated and compared with a tensor that
   was loaded whole. Of the processes one compares each tensor, in turns.
 * reading: the same files into small buffers (pinned, where there is a GPU), with the same threads,
-  and from there to the device. The limit: what is read once cannot be gathered faster.
+  and from there to the device. With NCCL this is the limit: what is read once cannot be gathered
+  faster.
+* bare all-gathers: zckpt's all-gather of as many bytes as ranks share, from memory to memory, in
+  buffers of the same size. gloo sends them through TCP: with N processes a byte is sent and
+  received N - 1 times, by the processors that also read. With gloo the limit is therefore to read
+  and then to gather; its time is the sum of both.
+
+CPU seconds are those of all processes. On a busy machine they say more than wall time.
+
+--layer measures how one layer's weights are gathered: see benchmarks/layer.py.
 """
 
 from __future__ import annotations
@@ -37,12 +47,16 @@ from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.partition import FlatMember, Partitioned, Whole
 from zckpt.core.pieces import ElementReader, ReadRequest, RecordChecker
 from zckpt.core.streaming import share
+from zckpt.proof.allgather.buffers import all_gather
+from zckpt.proof.allgather.gathering import GLOO
 from zckpt.proof.allgather.readers import READ
 from zckpt.proof.allgather.world import World, join_world
 
+from . import layer
 from .measure import spread
+from .processes import head, together
 
-LIMIT = 0.70  # of the throughput of reading
+LIMIT = 0.70  # of the limit: of reading with NCCL and alone, of reading and gathering with gloo
 TIMES = 1.5  # faster than each parameter by itself, from two processes on
 
 
@@ -235,74 +249,129 @@ def mover(setting: Setting) -> Iterator[Callable[[Extent], None]]:
         reader.close()
 
 
+def bare(setting: Setting) -> int:
+    """All-gathers as many bytes as the ranks share; gives these bytes."""
+    world = setting.world
+    parts = formats.named(setting.source.format).partitions(setting.source.root)
+    shared = [part for part in parts if isinstance(part, Partitioned)]
+    total = sum(part.extent(rank).length for part in shared for rank in range(len(part.ranks)))
+    room = GLOO // world.size * world.size
+    whole = torch.empty(room, dtype=torch.uint8, device=world.transport)
+    for start in range(0, total, room):
+        length = -(-min(room, total - start) // world.size)
+        rows = whole[: length * world.size]
+        all_gather(world, rows, rows[world.rank * length : (world.rank + 1) * length])
+    return total
+
+
 # -- the whole
 
 
-def timed(work: Callable[[Setting], int], setting: Setting) -> float:
-    """GB/s of all processes together, from when the first may start until the last is done."""
+@dataclass(frozen=True)
+class Pass:
+    """What all processes together did: bytes, seconds, CPU seconds."""
+
+    bytes: int
+    seconds: float
+    cpu: float
+
+    @property
+    def speed(self) -> float:
+        """GB/s."""
+        return self.bytes / self.seconds / 1e9
+
+
+def timed(work: Callable[[Setting], int], setting: Setting) -> Pass:
+    """From when the first process may start until the last is done."""
     together(setting.world)
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     size = work(setting)
     together(setting.world)
-    return size / (time.perf_counter() - started) / 1e9
+    seconds = time.perf_counter() - started
+    used = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
+    used = used.to(setting.world.transport)
+    if setting.world.size > 1:
+        dist.all_reduce(used)
+    return Pass(size, seconds, used.item())
 
 
-def together(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-    if world.size > 1:
-        dist.barrier()
+NAMES = {
+    "gather": "verify --gather",
+    "each": "each parameter",
+    "read": "reading and moving",
+    "bare": "bare all-gathers",
+    "limit": "reading, then gathering",
+}
 
 
-def report(setting: Setting, speeds: dict[str, list[float]]) -> None:
+def limit_of(gather: Pass, read: Pass, bare: Pass) -> Pass:
+    """Reading what `gather` read, and then gathering what ranks share."""
+    share = gather.bytes / read.bytes
+    seconds, cpu = read.seconds * share + bare.seconds, read.cpu * share + bare.cpu
+    return Pass(gather.bytes, seconds, cpu)
+
+
+def report(setting: Setting, passes: dict[str, list[Pass]]) -> None:
     """Throughputs, and what they are to each other in the same round."""
-    world = setting.world
-    load_average = ", ".join(f"{one:.1f}" for one in os.getloadavg())
-    name = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
-    backend = f", {dist.get_backend()}" if world.size > 1 else ""
-    rounds = len(speeds["gather"])
-    print(f"{name}, {world.size} processes{backend}, {setting.jobs} threads each")
-    print(f"n = {rounds}, load average {load_average}; min / median / max")
-    names = {
-        "gather": "verify --gather",
-        "each": "each parameter",
-        "read": "reading and moving",
-    }
-    for key, throughputs in speeds.items():
-        print(f"{names[key]:24}{spread(throughputs):>25} GB/s")
-    for key, least in (("read", LIMIT), ("each", TIMES if world.size > 1 else None)):
-        ratios = [a / b for a, b in zip(speeds["gather"], speeds[key], strict=True)]
+    head(setting.world, setting.jobs, len(passes["gather"]))
+    over_gloo = "bare" in passes
+    if over_gloo:
+        rounds = zip(passes["gather"], passes["read"], passes["bare"], strict=True)
+        passes["limit"] = [limit_of(*one) for one in rounds]
+    for key, listed in passes.items():
+        speeds, cpu = spread([one.speed for one in listed]), spread([one.cpu for one in listed])
+        print(f"{NAMES[key]:24}{speeds:>25} GB/s{cpu:>25} CPU s")
+    several = setting.world.size > 1
+    aims = {"limit" if over_gloo else "read": LIMIT, "each": TIMES if several else None}
+    for key in [key for key in passes if key not in ("gather", "bare")]:
+        least = aims.get(key)
+        pairs = list(zip(passes["gather"], passes[key], strict=True))
+        ratios = [one.speed / other.speed for one, other in pairs]
+        cpu = spread([other.cpu / other.bytes / one.cpu * one.bytes for one, other in pairs])
         good = least is not None and statistics.median(ratios) >= least
         aim = f"   target >= {least}: {'met' if good else 'MISSED'}" if least else ""
-        print(f"gather / {names[key]:24}{spread(ratios)}{aim}")
+        print(f"gather / {NAMES[key]:24}{spread(ratios)}   by CPU {cpu}{aim}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("source", type=Path, metavar="SRC")
-    parser.add_argument("--against", type=Path, metavar="DST", required=True)
+    parser.add_argument("source", type=Path, metavar="SRC", nargs="?")
+    parser.add_argument("--against", type=Path, metavar="DST")
+    parser.add_argument("--layer", type=int, metavar="ELEMENTS", help="of one layer, without SRC")
+    parser.add_argument("--dtype", choices=layer.DTYPES, default="fp16", help="with --layer")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
     parser.add_argument("--memory", type=Size(), default=256 << 20, metavar="SIZE")
     parser.add_argument("--jobs", type=int, default=4, help="threads of each process")
     arguments = parser.parse_args()
+    if bool(arguments.source and arguments.against) == bool(arguments.layer):
+        parser.error("give SRC and --against DST, or --layer ELEMENTS")
     world = join_world(arguments.device)
     try:
-        source, other = api.read(arguments.source.resolve()), api.read(arguments.against.resolve())
-        setting = Setting(source, other, world, arguments.jobs, arguments.memory)
-        works = {"gather": verify, "each": each_parameter, "read": read_only}
-        speeds: dict[str, list[float]] = {key: [] for key in works}
-        for number in range(arguments.rounds + 1):
-            for key, work in works.items():
-                speed = timed(work, setting)
-                if number:
-                    speeds[key].append(speed)
-        if not world.rank:
-            report(setting, speeds)
+        if arguments.layer:
+            layer.measure(arguments.layer, arguments.dtype, arguments.rounds, world)
+        else:
+            measure_checkpoints(arguments, world)
     finally:
         world.close()
+
+
+def measure_checkpoints(arguments: argparse.Namespace, world: World) -> None:
+    source, other = api.read(arguments.source.resolve()), api.read(arguments.against.resolve())
+    setting = Setting(source, other, world, arguments.jobs, arguments.memory)
+    works = {"gather": verify, "each": each_parameter, "read": read_only}
+    if world.size > 1 and world.transport.type == "cpu":
+        works["bare"] = bare
+    passes: dict[str, list[Pass]] = {key: [] for key in works}
+    for number in range(arguments.rounds + 1):
+        for key, work in works.items():
+            one = timed(work, setting)
+            if number:
+                passes[key].append(one)
+    if not world.rank:
+        report(setting, passes)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def test_blocks_are_the_tensors(seed: int) -> None:
                 start, stop = segment.part.own(row, segment.start, segment.stop)
                 piece = data[segment.part.extent(row).file][start:stop]
                 matrix[row, segment.at : segment.at + len(piece)] = piece
-        shares = [list(share_of(bucket.blocks(), p, processes)) for p in range(processes)]
+        shares = [list(share_of(bucket, p, processes)) for p in range(processes)]
         for block in (block for share in shares for block in share):
             elements = elements_of(block, matrix)
             done = 0

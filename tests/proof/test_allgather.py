@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import zckpt
+from zckpt.core.buckets import buckets, share_of
 from zckpt.core.fragments import Extent, Fragment, Runs, Slices
-from zckpt.core.partition import Partition, Partitioned
+from zckpt.core.partition import FlatMember, Partition, Partitioned, Whole
 from zckpt.formats import zero
 from zckpt.formats.deepspeed import flats
 from zckpt.formats.deepspeed_states.states import EngineStates
@@ -153,6 +154,25 @@ def test_whole_momenta_on_several_ranks(trained: Trained, tmp_path: Path) -> Non
 
 
 # -- several processes
+
+
+def test_a_process_compares_what_it_read_of_whole_tensors() -> None:
+    """No rank gathers a whole tensor, so a process has only its own row of the bucket."""
+    from zckpt.proof.allgather.parts import by_kind, cut_over
+
+    wholes = [Whole(f"w{n}/param", "F32", (n,), Extent("a", 0, 4 * n)) for n in (5, 9)]
+    flat = Partitioned("F32", (Extent("b", 0, 8),) * 3, [FlatMember("flat/param", (6,), 0)])
+    cuts = [cut for part in (wholes[0], flat, wholes[1]) for cut in cut_over(part, 3)]
+    apart, together = buckets(by_kind(cuts), 1 << 20, 3)
+    assert (apart.apart, together.apart) == (True, False)
+    seen: list[tuple[str, int]] = []
+    for rank in range(3):
+        blocks = list(share_of(apart, rank, 3))
+        assert {block.row for block in blocks} == {rank}
+        for block in blocks:
+            ((start, stop),) = block.runs()
+            seen += [(block.member.name, element) for element in range(start, stop)]
+    assert sorted(seen) == [(f"w{n}/param", element) for n in (5, 9) for element in range(n)]
 
 
 @pytest.fixture

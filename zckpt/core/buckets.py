@@ -8,7 +8,7 @@ latter. No I/O here.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from math import prod
@@ -16,6 +16,11 @@ from math import prod
 from .dtypes import SIZES
 from .fragments import Extent
 from .partition import BoxPart, FlatMember, Joined, Partitioned
+
+
+@dataclass(frozen=True, slots=True)
+class Spread(Partitioned):
+    """A whole tensor, cut over the processes. No rank gathers it: each compares its own part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +191,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The result of one all-gather: `width` elements from each of `rows` ranks."""
+    """The result of one all-gather: `width` elements from each of `rows` ranks.
+
+    With `apart` nothing is gathered, and every process has only its own row.
+    """
 
     dtype: str
     rows: int
+    apart: bool
     width: int
     segments: Sequence[Segment]
 
@@ -280,19 +289,24 @@ def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:
                 yield Block(member, row, 1, column, stop - start, start - member.first, 0)
 
 
+def kind_of(part: Cut) -> tuple[str, int, bool]:
+    """What parts in one bucket have in common: type, number of ranks, whether none gathers them."""
+    return part.dtype, len(part.ranks), isinstance(part, Spread)
+
+
 LINES = 1 << 16
 """A bucket has about as many lines of boxes at most: the other side is read line by line."""
 
 
 def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]:
-    """Packs parts of equal type and equal number of ranks into buckets of at most `room` bytes."""
+    """Packs parts of one kind into buckets of at most `room` bytes."""
     segments: list[Segment] = []
-    end, kind, width, lines = 0, ("", 0), 0, 0
+    end, kind, width, lines = 0, ("", 0, False), 0, 0
     for part in parts:
-        if (part.dtype, len(part.ranks)) != kind:
+        if kind_of(part) != kind:
             if segments:
                 yield Bucket(*kind, end, tuple(segments))
-            segments, end, lines, kind = [], 0, 0, (part.dtype, len(part.ranks))
+            segments, end, lines, kind = [], 0, 0, kind_of(part)
             rows = -(-kind[1] // processes) * processes
             width = max(1, room // (rows * SIZES[part.dtype]))
         ranks = range(len(part.ranks))
@@ -319,9 +333,12 @@ def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]
         yield Bucket(*kind, end, tuple(segments))
 
 
-def share_of(blocks: Iterable[Block], rank: int, size: int) -> Iterator[Block]:
+def share_of(bucket: Bucket, rank: int, size: int) -> Iterator[Block]:
     """The blocks that one of `size` processes compares; each gets about as many elements."""
-    listed = list(blocks)
+    listed = list(bucket.blocks())
+    if bucket.apart:
+        yield from (block for block in listed if block.row == rank)
+        return
     most = -(-sum(block.numel for block in listed) // size)
     counted = 0
     for whole in listed:

@@ -8,7 +8,8 @@ read through its manifest.
 A bucket is a range of columns of a (rank x element) matrix, over as many buffers as fit into
 memory. One coalesced all-gather fills a flat buffer that is allocated once, and tensors are
 compared as views of it. Two buckets are in flight: while one is moved, gathered and compared,
-threads read the next into pinned memory. Each process compares a share of the gathered whole.
+threads read the next into pinned memory. Each process compares a share of the gathered whole. A
+tensor that one file holds whole is not gathered: each process reads and compares its own part.
 
     world.py       which processes take part        readers.py     threads that read both sides
     parts.py       what the ranks hold, by name     buffers.py     the memory of a bucket

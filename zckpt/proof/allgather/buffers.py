@@ -17,6 +17,20 @@ from .world import World, together_with_others
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def all_gather(world: World, whole: torch.Tensor, part: torch.Tensor) -> None:
+    """Brings every process's part, which is a slice of `whole`, to all other processes.
+
+    gloo's own all-gather copies twice. Broadcasts of the parts, all started together, bring the
+    same bytes in half the time (torch 2.13, 2 and 4 processes on one machine).
+    """
+    if world.transport.type == "cuda":
+        ALL_GATHER(whole, part)
+        return
+    parts = enumerate(whole.chunk(world.size))
+    for work in [dist.broadcast(part, rank, async_op=True) for rank, part in parts]:
+        work.wait()
+
+
 class BucketBuffers:
     """The memory of one bucket: the gathered rows, this process's own rows, the other side."""
 
@@ -61,24 +75,11 @@ class BucketBuffers:
         if self.cuda:
             self.near_other[:other].copy_(self.other[:other], non_blocking=True)
         whole = self.gathered[: self.rows(bucket)]
-        if self.world.size > 1:
+        if self.world.size > 1 and not bucket.apart:
             with together_with_others():
-                self._all_gather(whole, part)
+                all_gather(self.world, whole, part)
         if self.near is not self.gathered:
             self.near[: len(whole)].copy_(whole, non_blocking=True)
-
-    def _all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Brings every process's part, which is a slice of `whole`, to all other processes.
-
-        gloo's own all-gather copies twice. Broadcasts of the parts, all started together, bring the
-        same bytes in half the time (torch 2.13, 2 and 4 processes on one machine).
-        """
-        if self.world.transport.type == "cuda":
-            ALL_GATHER(whole, part)
-            return
-        parts = enumerate(whole.chunk(self.world.size))
-        for work in [dist.broadcast(part, rank, async_op=True) for rank, part in parts]:
-            work.wait()
 
     def sides(self, bucket: Bucket, item: BlockMatch) -> tuple[torch.Tensor, torch.Tensor]:
         """A block of the ranks and the same elements of the other side; only boxes are copied."""

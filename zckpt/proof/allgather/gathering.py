@@ -118,7 +118,7 @@ class Gathering:
                     wanted.append((extent, at * bucket.size))
         reads = self.readers.extents(wanted, memory_of(read))
         items, end = [], 0
-        for block in share_of(bucket.blocks(), world.rank, world.size):
+        for block in share_of(bucket, world.rank, world.size):
             for place in self.places.get(block.member.name, ()):
                 item = BlockMatch(block, place, self.matches[place], end)
                 items.append(item)

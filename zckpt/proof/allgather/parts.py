@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ...core.buckets import Cut, side_by_side
+from ...core.buckets import Cut, Spread, kind_of, side_by_side
 from ...core.dtypes import SIZES
 from ...core.fragments import Box, Extent, Fragment, Runs
 from ...core.manifest import Entry, Manifest
@@ -146,7 +146,7 @@ def names_of(part: Named) -> list[str]:
 
 
 def cut_over(part: Named, size: int) -> Iterator[Cut]:
-    """What `size` processes gather of a part: all that is row-major."""
+    """What `size` processes compare of a part in buckets: all that is row-major."""
     if isinstance(part, Joined):
         boxes = tuple(box for box in part.parts if box.strides is None)
         yield from side_by_side(replace(part, parts=boxes))
@@ -156,14 +156,14 @@ def cut_over(part: Named, size: int) -> Iterator[Cut]:
         yield _spread(part, size)
 
 
-def _spread(part: Whole, size: int) -> Partitioned:
-    """A whole tensor cut into a part for each process, so that each reads only its own."""
+def _spread(part: Whole, size: int) -> Spread:
+    """A whole tensor cut into a part for each process."""
     width = SIZES[part.dtype]
     numel = part.extent.length // width
     each = -(-numel // size) * width
     ends = [min((rank + 1) * each, numel * width) for rank in range(size)]
     ranks = [part.extent.part(min(rank * each, end), end) for rank, end in enumerate(ends)]
-    return Partitioned(part.dtype, tuple(ranks), [FlatMember(part.name, part.shape, 0)])
+    return Spread(part.dtype, tuple(ranks), [FlatMember(part.name, part.shape, 0)])
 
 
 def strided(part: Named) -> Iterator[Joined]:
@@ -177,7 +177,7 @@ def strided(part: Named) -> Iterator[Joined]:
 
 def by_kind(parts: Sequence[Cut]) -> list[Cut]:
     """Sorted by what fits into common buckets, else in their order."""
-    kinds: dict[tuple[str, int], list[Cut]] = {}
+    kinds: dict[tuple[str, int, bool], list[Cut]] = {}
     for part in parts:
-        kinds.setdefault((part.dtype, len(part.ranks)), []).append(part)
+        kinds.setdefault(kind_of(part), []).append(part)
     return [part for alike in kinds.values() for part in alike]
