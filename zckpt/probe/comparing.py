@@ -142,7 +142,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         "unmerged": unmerged,
         "notes": list(dict.fromkeys(notes)),
         "metrics": metrics(events),
-        "map": heat([event for event in events if event.a.kind != "metric"], steps),
+        "map": heat([event for event in events if event.a.kind not in ("metric", "input")], steps),
     }
 
 
@@ -257,7 +257,8 @@ def apart(a: TensorRecord, b: TensorRecord, is_merged: bool = False) -> tuple[fl
     squares, sampled = 0.0, ("", 0.0)
     for name, one, other in _pairs(ours, theirs):
         distance = _apart(one, other, scale)
-        text = f"{name} {one:.9g} against {other:.9g}" if distance else ""
+        label = "" if a.kind == "metric" else f"{name} "
+        text = f"{label}{one:.9g} against {other:.9g}" if distance else ""
         if is_merged and name.startswith("sample"):
             squares += distance * distance
             sampled = max(sampled, (text, distance), key=lambda each: each[1])
@@ -369,7 +370,8 @@ def _described(event: Event, explained: str) -> Report:
 
 def _has_numbers(record: TensorRecord) -> bool:
     """False for tensors on meta, sparse ones, and those that an engine has released."""
-    return not math.prod(record.shape) or not {"crc32", "mean"}.isdisjoint(record.numbers)
+    known = {"crc32", "mean"} if record.kind != "metric" else {"samples"}
+    return not math.prod(record.shape) or not known.isdisjoint(record.numbers)
 
 
 def _name(record: TensorRecord) -> str:
