@@ -165,3 +165,12 @@ def test_the_report_for_a_person(recorded: Callable[..., Path], zckpt: Zckpt) ->
     assert ended.code == 0
     assert "joined from 2 and 3 ranks" in ended.out
     assert "2 processes against 3" in ended.out
+
+
+def test_noise_of_the_first_run(recorded: Callable[..., Path], zckpt: Zckpt) -> None:
+    a, again, b = recorded("a", 2), recorded("again", 2), recorded("b", 3)
+    report = probe.compare(a, b, again)
+    assert (report["big"], report["noise_floor"]) == (None, 0.0)
+    ended = zckpt("probe-diff", a, b, "--noise", b)
+    assert ended.code == 2
+    assert "is a run of 3 ranks" in ended.err

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import MissingData, counted, listed
+from ..errors import MissingData, WrongOption, counted, listed
 from . import runs
 from .explaining import Surroundings, circumstances, meaning
 from .runs import Run, TensorRecord
@@ -60,7 +60,8 @@ def compare(
 ) -> Report:
     """The report of `zckpt probe-diff --json`. `noise` is a second run of the program of `a`.
 
-    Raises MissingData if the runs share no record.
+    Raises MissingData if the runs share no record, WrongOption if `noise` has another number of
+    ranks than `a`.
     """
     first, second = runs.read(a), runs.read(b)
     third = None if noise is None else runs.read(noise)
@@ -68,6 +69,11 @@ def compare(
 
 
 def report(a: Run, b: Run, noise: Run | None) -> Report:
+    if noise is not None and noise.world != a.world:
+        raise WrongOption(
+            f"{noise.path} is a run of {noise.world} ranks, and {a.path} of {a.world}",
+            hint="--noise takes a second run of the program of the first run, on as many ranks",
+        )
     notes = [*a.notes, *b.notes, *(noise.notes if noise else ())]
     worlds, unmerged = (a.world, b.world), dict[str, str]()
     original = a
