@@ -21,7 +21,7 @@ ARROWS = {
     "files": "core errors",
     "training": "core errors files",
     "formats": "core errors files training",
-    "reading": "core formats training",
+    "reading": "core errors formats training",
     "writing": "core errors formats reading training version",
     "proof": "core errors version",
     "api": "core errors formats proof reading training writing",

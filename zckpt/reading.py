@@ -11,6 +11,7 @@ from .core import sources
 from .core.manifest import Manifest
 from .core.neighbors import lacking
 from .core.targets import refuse_unfinished
+from .errors import CorruptCheckpoint
 from .training import steps
 from .training.names import Renames, called_as, names_of, renamed
 
@@ -48,11 +49,24 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
         manifest = format.read(path, reading.tag, reading.step_policy, names, reading.weights_only)
         siblings = (item.path for item in manifest.siblings)
         fingerprints = watch.of((*manifest.files, *siblings))
+    _check_names(manifest)
     manifest = replace(manifest, fingerprints=fingerprints, objects=frozenset(watch.objects))
     manifest = renamed(manifest, reading.rename)
     lost, stateless = lacking(manifest)
     lines = [*manifest.warnings, *lost, *stateless]
     return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings
+
+
+def _check_names(manifest: Manifest) -> None:
+    """Raises CorruptCheckpoint for names that no file can have: texts that are not Unicode."""
+    for name in (*manifest.entries, *manifest.parameters, *manifest.buffers):
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise CorruptCheckpoint(
+                f"{manifest.root} has the name {name!a}, which is not valid text",
+                hint="a bit of the name may be flipped: take another copy of the file",
+            ) from error
 
 
 def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:

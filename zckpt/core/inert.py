@@ -242,7 +242,10 @@ def require_tree(value: Any, most: int, most_containers: int) -> None:
             if id(part) in begun:
                 raise CorruptCheckpoint("a value refers to itself")
             if id(part) not in done:
-                waiting.append(part)
+                if type(part) is tuple and types_in(part) <= NUMBERS:  # there may be many
+                    done[id(part)] = len(part), 1, 1
+                else:
+                    waiting.append(part)
 
 
 def _parts(value: Any) -> Collection[Any]:
@@ -286,29 +289,32 @@ def to_json(value: Any) -> Any:
         if budget < 0:
             raise CorruptCheckpoint("state is too large, or refers to itself")
 
+    def each(values: Collection[Any], depth: int) -> list[Any]:
+        """The items of a container at a depth."""
+        spend(len(values))
+        if values and depth >= MAX_DEPTH:
+            raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
+        if len(values) > 8 and _are_json(values):
+            return list(values)
+        if len(values) > 8 and types_in(values) == {str}:
+            spend(sum(map(len, values)) // 100)
+            return list(values)
+        return [
+            item
+            if item is None
+            or (kind := type(item)) is bool
+            or (kind is int and -_SMALL < item < _SMALL)
+            else encode(item, depth + 1)
+            for item in values
+        ]
+
     def encode(value: Any, depth: int) -> Any:
+        kind = type(value)
         # long strings cost more: a pickle may refer to the same one a million times
-        if isinstance(value, (str, bytes, bytearray)):
+        if kind in _TEXTS:
             spend(len(value) // 100)
         if depth > MAX_DEPTH:
             raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
-
-        def each(values: Collection[Any]) -> list[Any]:
-            spend(len(values))
-            if values and depth >= MAX_DEPTH:
-                raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
-            if len(values) > 8 and _are_json(values):
-                return list(values)
-            return [
-                item
-                if item is None
-                or (kind := type(item)) is bool
-                or (kind is int and -_SMALL < item < _SMALL)
-                else encode(item, depth + 1)
-                for item in values
-            ]
-
-        kind = type(value)
         if value is None or kind in (bool, str):
             return value
         if kind is int:
@@ -316,30 +322,32 @@ def to_json(value: Any) -> Any:
         if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if kind is list:
-            return each(value)
+            return each(value, depth)
+        if kind is tuple:
+            return {"$tuple": each(value, depth + 1)}
         if kind is dict:
             if all(type(key) is str for key in value) and not any(k[:1] == "$" for k in value):
                 spend(sum(map(len, value)) // 100)
-                return dict(zip(value, each(value.values()), strict=True))
+                return dict(zip(value, each(value.values(), depth), strict=True))
             if depth < MAX_DEPTH and _are_json(value) and _are_json(value.values()):
                 spend(2 * len(value))
                 return {"$dict": [list(pair) for pair in value.items()]}
-            return {"$dict": [each(pair) for pair in value.items()]}
+            return {"$dict": [each(pair, depth) for pair in value.items()]}
         if kind in (set, frozenset):  # sorted, so that the JSON is the same every time
-            return {f"${kind.__name__}": sorted(each(value), key=json.dumps)}
+            return {f"${kind.__name__}": sorted(each(value, depth), key=json.dumps)}
         if kind is Foreign:
             parts = {
                 "function": encode(value.function, depth + 1),
-                "arguments": each(value.arguments),
+                "arguments": each(value.arguments, depth),
                 "state": encode(value.state, depth + 1),
                 "how": value.how,
             }
             if value.keywords:
                 parts["keywords"] = encode(value.keywords, depth + 1)
             if value.appended:
-                parts["appended"] = each(value.appended)
+                parts["appended"] = each(value.appended, depth)
             if value.items:
-                parts["items"] = [each(pair) for pair in value.items]
+                parts["items"] = [each(pair, depth) for pair in value.items]
             return {"$object": parts}
         tag = _TAGS.get(kind)
         if tag is None:
@@ -470,7 +478,6 @@ def _base64(data: bytes | bytearray) -> str:
 
 # type -> (tag, a function to the tag's value); and the inverse functions
 _TAGS: dict[type, tuple[str, Callable[[Any], Any]]] = {
-    tuple: ("$tuple", list),
     Size: ("$size", list),
     bytes: ("$bytes", _base64),
     bytearray: ("$bytearray", _base64),

@@ -155,6 +155,8 @@ def states(a: Manifest, b: Manifest) -> list[Report]:
 
 
 def _states(a: Any, b: Any, path: str) -> Iterator[Report]:
+    if a == b:  # at once, since both may be very large
+        return
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in a:
             if key in b:

@@ -256,3 +256,13 @@ def test_adapters_that_accelerate_would_not_load(
     with pytest.raises(errors.ZckptError, match=error) as raised:
         zckpt.convert(source, tmp_path / "out", to="dcp", dialect="accelerate", dp=2)
     assert "--to deepspeed" in raised.value.hint
+
+
+def test_state_of_very_many_values_is_left_out(tmp_path: Path) -> None:
+    """Each value would be an item with a pickle of its own: half a million take minutes."""
+    state = {"seen": {number: number for number in range(10_001)}, "few": {1: 2}}
+    torch.save({"model": {"w": torch.ones(3)}, **state}, tmp_path / "checkpoint.pt")
+    report = zckpt.convert(tmp_path / "checkpoint.pt", tmp_path / "target", to="dcp")
+    (line,) = report["left_out"]
+    assert line.startswith("client_state seen: 10,001 values, of which")
+    assert whole(tmp_path / "target")["few"] == {"1": 2}

@@ -65,6 +65,13 @@ class TestRefused:
             file[f"partition_info/{name}/megatron_row_partition"][...] = 1
         refused("UnsupportedCheckpoint", "Megatron")
 
+    @pytest.mark.parametrize("name", ["zero_stage", "world_rank", "data_parallel_size"])
+    def test_an_option_that_damage_made_huge(self, name: str, refused: Any, tmp_path: Path) -> None:
+        folder = files.write(make("fp32"), tmp_path / "source", 1, "hdf5")
+        with h5py.File(folder / "checkpoint.ortcp", "a") as file:
+            file[f"trainer_options/{name}"][...] = 1 << 43
+        refused("CorruptCheckpoint", "more than")
+
     def test_ranks_of_two_runs(self, refused: Any, tmp_path: Path) -> None:
         folder = files.write(make("fp16"), tmp_path / "source", 2, "hdf5")
         with h5py.File(folder / "checkpoint.rank1.ortcp", "a") as file:
@@ -123,6 +130,19 @@ class TestDamage:
         self.change(folder, b"world_rank", b"world_bank")
         report = zckpt.convert(folder, tmp_path / "out")
         assert "trainer_options/world_bank" in report["left_out"]
+
+    def test_a_name_that_is_no_text(self, folder: Path) -> None:
+        """One flipped bit in the name of a weight."""
+        path = folder / "checkpoint.rank0.ortcp"
+        data = bytearray(path.read_bytes())
+        with h5py.File(path) as file:
+            name = next(iter(file["model/full_precision"]))
+        place = data.index(name.encode() + b"\0")
+        data[place] ^= 0x80
+        path.write_bytes(data)
+        with pytest.raises(errors.ZckptError) as raised:
+            zckpt.convert(folder, folder / ".." / "target")
+        assert raised.value.hint
 
     def test_an_option_of_another_type(self, folder: Path) -> None:
         path = folder / "checkpoint.rank0.ortcp"

@@ -36,6 +36,7 @@ from . import LAYOUT
 from .files import folders
 
 SMALL = 64 << 10  # bytes; a rank finds smaller pieces more slowly than it reads them
+MOST_VALUES = 10_000  # of one key of the program's own state: each becomes an item, with a pickle
 PathValue = tuple[Path, Any]
 
 
@@ -89,6 +90,11 @@ class DcpWriter:
         self.dicts = StateDicts(source, options, options[LAYOUT])
         self.warnings = self.dicts.warnings
         self.left_out = self.dicts.left_out
+        self.left_out += [
+            f"client_state {key}: {count:,} values, of which torch.distributed.checkpoint would "
+            "make an item each"
+            for key, count in self.dicts.leave_out_larger(MOST_VALUES)
+        ]
         self.left_out += [*left_out(source, options), *self.dicts.collisions()]
         self.parts = self._parts()
         self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}

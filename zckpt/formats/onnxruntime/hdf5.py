@@ -32,6 +32,7 @@ from ...errors import (
     UnsupportedCheckpoint,
 )
 from ...files import hdf5file
+from ...training.options import MAX_DP
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Rank, RankTensor, Save
 
 FULL = "model/full_precision/"
@@ -124,6 +125,10 @@ def open_file(path: str) -> RankFile:
     return RankFile(path, tensors, contents.values, contents.orphans)
 
 
+MOST = {"zero_stage": 3, "world_size": MAX_DP, "world_rank": MAX_DP, "data_parallel_size": MAX_DP}
+"""The largest values of the trainer's options that no damage explains."""
+
+
 def _is_tensor(name: str) -> bool:
     return name.startswith("model/") or name.rpartition("/")[2] in SLOTS
 
@@ -210,6 +215,11 @@ def _check_kind(file: RankFile) -> None:
         if type(value) is not OPTIONS.get(name, type(value)):
             raise CorruptCheckpoint(
                 f"{file.path}: trainer_options/{name} is {value!r}, which is of a wrong type"
+            )
+    for name, most in MOST.items():
+        if file.size(name, 0) > most:
+            raise CorruptCheckpoint(
+                f"{file.path}: trainer_options/{name} is {file.size(name, 0):,}, more than {most:,}"
             )
     optimizer = file.options.get("optimizer_name")
     if optimizer is not None and optimizer not in OPTIMIZERS:

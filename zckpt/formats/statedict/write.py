@@ -46,6 +46,7 @@ class StateDicts:
     def __init__(self, source: Manifest, options: Options, layout: str | None = None) -> None:
         self.source = source
         self.options = options
+        self._too_large: frozenset[Any] = frozenset()  # keys of the program's own state
         self.keys = keys_of(source.engine)
         self.model: Path = self.keys.model
         self.optimizer: Path = self.keys.optimizer or OPTIMIZER
@@ -110,7 +111,19 @@ class StateDicts:
     def _client_items(self) -> Iterator[tuple[Path, Any]]:
         """The program's own state."""
         for key, value in (self.source.state.get("client_state") or {}).items():
-            yield from flattened((str(key),), value)
+            if key not in self._too_large:
+                yield from flattened((str(key),), value)
+
+    def leave_out_larger(self, most: int) -> list[tuple[Any, int]]:
+        """Leaves out what has more than `most` values of the program's own state: its keys, and the
+        number of values of each."""
+        if self.options.weights_only:
+            return []
+        state = self.source.state.get("client_state") or {}
+        counts = [(key, sum(1 for _ in flattened((key,), value))) for key, value in state.items()]
+        large = [(key, count) for key, count in counts if count > most]
+        self._too_large = frozenset(key for key, _ in large)
+        return large
 
     def _is_taken(self, path: Path) -> bool:
         """Whether a path of the program's own state collides with one of the state dicts'.
