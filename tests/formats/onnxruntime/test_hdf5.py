@@ -131,6 +131,20 @@ class TestDamage:
         report = zckpt.convert(folder, tmp_path / "out")
         assert "trainer_options/world_bank" in report["left_out"]
 
+    @pytest.mark.parametrize(
+        ("old", "new", "said"),
+        [
+            (b"train_step_info\0", b"train_step_infn\0", "train_step_infn/"),
+            (b"optimization_step\0", b"optimizatioo_step\0", "train_step_info/optimizatioo_step"),
+        ],
+    )
+    def test_a_name_that_no_trainer_writes(
+        self, old: bytes, new: bytes, said: str, folder: Path, tmp_path: Path
+    ) -> None:
+        self.change(folder, old, new)
+        report = zckpt.convert(folder, tmp_path / "out")
+        assert any(line.startswith(said) for line in report["left_out"])
+
     def test_a_name_that_is_no_text(self, folder: Path) -> None:
         """One flipped bit in the name of a weight."""
         path = folder / "checkpoint.rank0.ortcp"

@@ -125,6 +125,11 @@ def open_file(path: str) -> RankFile:
     return RankFile(path, tensors, contents.values, contents.orphans)
 
 
+TOP = frozenset(
+    {"model", "optimizer", "trainer_options", "train_step_info", "user_dict", "partition_info"}
+)
+"""The groups and datasets at the top of a file."""
+STEP_INFO = ("optimization_step", "step")
 MOST = {"zero_stage": 3, "world_size": MAX_DP, "world_rank": MAX_DP, "data_parallel_size": MAX_DP}
 """The largest values of the trainer's options that no damage explains."""
 
@@ -168,6 +173,13 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
     others = {name for file in files for name in file.tensors if not _is_known(name)}
     others |= {
         f"trainer_options/{name}" for file in files for name in file.options if name not in OPTIONS
+    }
+    others |= {name for file in files for name in file.values if name.partition("/")[0] not in TOP}
+    others |= {
+        f"train_step_info/{name}"
+        for file in files
+        for name in file.under("train_step_info")
+        if name not in STEP_INFO
     }
     return Save(
         root,
