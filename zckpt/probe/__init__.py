@@ -4,6 +4,14 @@
     with probe.stream(model, "checkpoint"): model(batch)
     Trainer(..., callbacks=[probe.TrainerCallback("run_a")])  # or LightningCallback
 
+    subscribers.py  backward.py  compiled.py     hooks at every forward and backward of every module
+    recording.py    recorder.py  clock.py        what is recorded, and at which step
+    statistics.py   metrics.py   environment.py  numbers of a tensor, of a run, of a program
+    spans.py        huggingface.py  lightning.py the callbacks of trainers
+    runs.py         merging.py                   recordings that are read; ranks that are joined
+    comparing.py    explaining.py   picture.py   where two runs differ, why, and how it is shown
+    streaming.py    prefetch.py                  weights that stay in a checkpoint's files
+
 Recording and streaming need torch (`pip install torch safetensors`); reading and comparing runs do
 not. No engine is imported: models of DeepSpeed and FSDP2 are ordinary modules with hooks.
 """
