@@ -107,7 +107,7 @@ def main() -> None:
                 times["plain"].append(plain)
                 times["recorded"].append(recorded)
         records = runs.read(Path(folder) / "1").ranks[0]
-    elements = sum(record.numbers["elements"] for record in records)
+    elements = sum(record.numbers.get("elements", 0) for record in records)
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
     print(f"n = {arguments.rounds}, {torch.get_num_threads()} threads, load average {load}")
     print(f"{len(records)} records of {elements / 1e6:.0f} million elements a step")
