@@ -72,6 +72,16 @@ PLACES = {
 }
 
 
+FSDP_PLACES = [
+    # the step and the first record that differs
+    ("step", 4, "embedding.weight"),
+    ("moments", 4, "layers.1.expand.weight"),
+    ("rate", 3, "lr.1"),
+    ("frozen", 3, "frozen.weight"),
+    ("stale", 3, "layers.2.contract.weight"),
+]
+
+
 @pytest.fixture(scope="module")
 def recorded(
     trained: Trained, tmp_path_factory: pytest.TempPathFactory
@@ -208,16 +218,7 @@ def test_fsdp_parameters_are_seen_whole(fsdp: Path) -> None:
 
 @pytest.mark.engines
 @pytest.mark.first
-@pytest.mark.parametrize(
-    ("fault", "step", "key"),
-    [
-        ("step", 4, "embedding.weight"),
-        ("moments", 4, "layers.1.expand.weight"),
-        ("rate", 3, "lr.1"),
-        ("frozen", 3, "frozen.weight"),
-        ("stale", 3, "layers.2.contract.weight"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "step", "key"), FSDP_PLACES)
 def test_fsdp_faults_are_found_at_their_place(fault: str, step: int, key: str, fsdp: Path) -> None:
     report = probe.compare(fsdp / "original", fsdp / fault)
     assert (report["first"]["step"], report["first"]["key"]) == (step, key)

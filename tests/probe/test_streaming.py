@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zckpt
 from zckpt import probe
+from zckpt.core.pieces import ElementReader
 from zckpt.errors import CorruptCheckpoint, MissingData
-from zckpt.probe import prefetch, runs
+from zckpt.probe import prefetch, runs, streaming
 from zckpt.probe.prefetch import THREAD
 
 from .. import faults
@@ -256,13 +258,13 @@ def test_errors_of_the_thread_are_raised(
     needed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = threading.Semaphore(0)
-    fill = prefetch.Prefetcher._fill
+    read = prefetch.Prefetcher._read_piece
 
-    def noted(prefetcher: prefetch.Prefetcher, module: int) -> memoryview:
+    def noted(prefetcher: prefetch.Prefetcher, *piece: Any) -> None:
         begun.release()
-        return fill(prefetcher, module)
+        read(prefetcher, *piece)
 
-    monkeypatch.setattr(prefetch.Prefetcher, "_fill", noted)
+    monkeypatch.setattr(prefetch.Prefetcher, "_read_piece", noted)
     manifest = cut_in_the_second_layer(tmp_path)
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(2)))
@@ -353,6 +355,66 @@ def test_a_tied_weight_that_is_held_once(universal: Path) -> None:
     manifest.parameters["embedding.weight"] = dataclasses.replace(owner, aliases=())
     with probe.stream(model := on_meta(), manifest), torch.no_grad():
         assert torch.equal(model(TOKENS), loaded(universal)(TOKENS))
+
+
+class Tied(nn.Module):
+    """Three layers between an embedding and the output layer that has its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4096, 512)
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+        self.head = nn.Linear(512, 4096, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layers(self.embedding(tokens)))
+        return logits
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_tied_weight_is_read_once_if_there_is_memory_for_it(
+    stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    filled = Tied()
+    if not stays:  # two other modules need the memory of the two largest ones
+        filled.layers[1] = nn.Sequential(nn.Linear(512, 8192), nn.Linear(8192, 512))
+    manifest = manifest_of(dict(filled.state_dict()), tmp_path)
+    model = copy.deepcopy(filled).to("meta")
+    model.head.weight = model.embedding.weight  # `to` has separated them
+    read: list[str] = []
+    plain = ElementReader.read
+
+    def noted(reader: ElementReader, requests: Any, view: memoryview) -> None:
+        read.extend(request.entry.parameter for request in requests)
+        plain(reader, requests, view)
+
+    monkeypatch.setattr(ElementReader, "read", noted)
+    with probe.stream(model, manifest), torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(TOKENS), filled(TOKENS))
+    times = read.count("embedding.weight")
+    assert times == 1 if stays else times in (6, 7)  # perhaps ahead, for a fourth forward
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_large_weight_is_read_and_checked_in_pieces(
+    damaged: bool, example: Path, universal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "SCRATCH", 1000)  # bytes, fewer than the embedding has
+    expected = loaded(universal)(TOKENS)
+    if damaged:
+        faults.change(example, "embedding.weight/param", faults.flip(700, 2, 6), mended=False)
+    model = on_meta()
+    with (
+        pytest.raises(CorruptCheckpoint) if damaged else nullcontext(),
+        probe.stream(model, example),
+        torch.no_grad(),
+    ):
+        for _ in range(2):
+            output = model(TOKENS)  # the CRC-32 is that of several weights
+            assert damaged or torch.equal(output, expected)
 
 
 def test_compiled_modules(universal: Path) -> None:

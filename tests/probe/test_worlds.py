@@ -15,7 +15,7 @@ from zckpt import probe
 
 from ..engines import deepspeed
 from ..engines.cases import CASES, Case
-from .test_engines import FAULTS, PLACES, STEP
+from .test_engines import FAULTS, FSDP_PLACES, PLACES, STEP
 
 Trained = Callable[[Case], Path]
 Recorded = Callable[[int, int, int], Path]
@@ -131,16 +131,7 @@ def test_fsdp_goes_on_as_the_original(
     assert report["first"]["distance"] < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("fault", "step", "key"),
-    [
-        ("step", 4, "embedding.weight"),
-        ("moments", 4, "layers.1.expand.weight"),
-        ("rate", 3, "lr.1"),
-        ("frozen", 3, "frozen.weight"),
-        ("stale", 3, "layers.2.contract.weight"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "step", "key"), FSDP_PLACES)
 @pytest.mark.parametrize(("dp", "new_dp"), FSDP)
 def test_fsdp_faults_are_found_at_their_place(
     dp: int, new_dp: int, fault: str, step: int, key: str, fsdp: Callable[[int, int], Path]

@@ -80,7 +80,12 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
     if is_merged := a.world != b.world:
         from .merging import merge  # which needs numpy
 
-        merged = merge(a, b, lambda one, other: apart(one, other, True)[0], TOLERANCES)
+        merged = merge(
+            a,
+            b,
+            lambda one, other: apart(one, other, True)[0],
+            lambda record: max(SAME, TOLERANCES.get(record.dtype, 0.0)),
+        )
         a, b, unmerged = merged.a, merged.b, merged.unmerged
         notes.append(_about_merging(worlds, merged.order))
     events, only_a, only_b = aligned(a, b)

@@ -7,7 +7,6 @@ hooks existed does not call them, and nothing else happens: then only the outsid
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -30,13 +29,7 @@ def is_one_graph(module: nn.Module) -> bool:
 
 def _contexts(module: nn.Module) -> list[Any]:
     """torch's objects that have the options of `torch.compile` (2.13: OptimizeContext)."""
-
-    def found() -> Iterator[Any]:
-        if hasattr(module, "dynamo_ctx"):
-            yield module.dynamo_ctx
-        call = getattr(module, "_compiled_call_impl", None)
-        for cell in getattr(call, "__closure__", None) or ():
-            if hasattr(cell.cell_contents, "fullgraph"):
-                yield cell.cell_contents
-
-    return list(found())
+    call = getattr(module, "_compiled_call_impl", None)
+    contents = [cell.cell_contents for cell in getattr(call, "__closure__", None) or ()]
+    contents.append(getattr(module, "dynamo_ctx", None))
+    return [each for each in contents if hasattr(each, "fullgraph")]

@@ -19,7 +19,7 @@ where only what does not depend on the order is compared. What does not fit is l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,10 +31,9 @@ from .runs import OF_WEIGHTS, Run, TensorRecord
 Group = tuple[int, str, str, str]
 """Step, batches, kind and key of the records that are merged."""
 ALL = "all"
-ROUNDED = 1e-12
-"""The distance of statistics that were merged in other parts, of equal rows."""
 TRIED = 8  # records of inputs that show which rows a rank takes
 Distance = Callable[[TensorRecord, TensorRecord], float]
+Tolerance = Callable[[TensorRecord], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +43,6 @@ class Part:
     record: TensorRecord
     rank: int
     batch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One of the two runs."""
-
-    run: Run
-    samples: int  # that were kept of each tensor; 0 if the recording does not say
-
-    @property
-    def world(self) -> int:
-        return self.run.world
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +59,16 @@ class Unmerged(Exception):
     """Records that do not fit together; the message says why."""
 
 
-def merge(a: Run, b: Run, distance: Distance, tolerated: Mapping[str, float]) -> Merged:
+def merge(a: Run, b: Run, distance: Distance, tolerance: Tolerance) -> Merged:
     """The records of both runs, merged.
 
-    `distance` is that of two records, `tolerated` the distance that a type tolerates: by them the
+    `distance` is that of two records, `tolerance` the distance that a record tolerates: by them the
     order of the rows is chosen.
     """
-    sides = [Side(run, int(run.header.get("samples", 0))) for run in (a, b)]
+    sides = (a, b)
     labels = _labels(a, b)
-    grouped = [_grouped(run, labels) for run in (a, b)]
-    order = _order(sides, grouped, distance, tolerated)
+    grouped = [_grouped(run, labels) for run in sides]
+    order = _order(sides, grouped, distance, tolerance)
     records: list[list[TensorRecord]] = [[], []]
     unmerged: dict[str, str] = {}
     shared: set[tuple[str, str]] = set()
@@ -100,7 +87,7 @@ def merge(a: Run, b: Run, distance: Distance, tolerated: Mapping[str, float]) ->
                 own.append(_named(record, group))
     one = [
         Run(run.path, run.world, {0: own}, run.notes, run.headers)
-        for run, own in zip((a, b), records, strict=True)
+        for run, own in zip(sides, records, strict=True)
     ]
     return Merged(one[0], one[1], order, unmerged)
 
@@ -153,7 +140,7 @@ def _named(record: TensorRecord, group: Group) -> TensorRecord:
 
 def _merged(
     group: Group,
-    sides: Sequence[Side],
+    sides: Sequence[Run],
     parts: Sequence[list[Part]],
     order: str,
     distance: Distance,
@@ -203,13 +190,13 @@ def _is_one(records: Sequence[TensorRecord]) -> bool:
     return len(known) == 1 and None not in known
 
 
-def _check_complete(side: Side, parts: Sequence[Part]) -> None:
+def _check_complete(side: Run, parts: Sequence[Part]) -> None:
     """Raises Unmerged unless every rank has recorded every batch."""
     places = {(part.rank, part.batch) for part in parts}
     batches = {part.batch for part in parts}
     for rank in range(side.world):
         if any((rank, batch) not in places for batch in batches):
-            raise Unmerged(f"{side.run.path} has no record of rank {rank}")
+            raise Unmerged(f"{side.path} has no record of rank {rank}")
 
 
 def _axis(shapes: set[tuple[int, ...]]) -> int:
@@ -228,7 +215,7 @@ def _axis(shapes: set[tuple[int, ...]]) -> int:
 def _summed(
     kind: str,
     shapes: set[tuple[int, ...]],
-    sides: Sequence[Side],
+    sides: Sequence[Run],
     records: Sequence[Sequence[TensorRecord]],
     distance: Distance,
 ) -> list[TensorRecord]:
@@ -270,7 +257,7 @@ def _mean(records: Sequence[TensorRecord], count: int) -> TensorRecord:
 
 
 def _joined(
-    side: Side, records: Sequence[TensorRecord], axis: int, order: str, samples: list[Any]
+    side: Run, records: Sequence[TensorRecord], axis: int, order: str, samples: list[Any]
 ) -> TensorRecord:
     """One record of all rows."""
     first = records[0]
@@ -323,7 +310,7 @@ ORDERS = ("first", "in turns", "unknown")
 """Rank 0 takes the first rows; ranks take rows in turns; unknown."""
 
 
-def _placed(side: Side, parts: Sequence[Part], axis: int, order: str) -> Iterator[tuple[int, Any]]:
+def _placed(side: Run, parts: Sequence[Part], axis: int, order: str) -> Iterator[tuple[int, Any]]:
     """The samples of all parts by their place in the joined tensor."""
     if order == "unknown" or not side.samples:
         return
@@ -345,10 +332,10 @@ def _placed(side: Side, parts: Sequence[Part], axis: int, order: str) -> Iterato
 
 
 def _order(
-    sides: Sequence[Side],
+    sides: Sequence[Run],
     grouped: Sequence[dict[Group, list[Part]]],
     distance: Distance,
-    tolerated: Mapping[str, float],
+    tolerance: Tolerance,
 ) -> str:
     """The first order in which the first inputs of the model agree, or else the first outputs."""
     shared = [group for group in grouped[0] if group in grouped[1] and group[2] not in OF_WEIGHTS]
@@ -365,7 +352,7 @@ def _order(
             except Unmerged:
                 continue
             tried += 1
-            agreed += distance(a, b) <= max(ROUNDED, tolerated.get(a.dtype, 0.0))
+            agreed += distance(a, b) <= tolerance(a)
         if tried and agreed == tried:
             return order
     return ORDERS[0]

@@ -92,23 +92,27 @@ def curves(metrics: dict[str, Any]) -> Iterator[str]:
     ][:CURVES]
     width = max(map(len, chosen), default=0)
     for name in chosen:
-        sides = [[_cell(value) for value in metrics[name][side]] for side in ("a", "b")]
-        finite = [value for side in sides for value in side if value is not None]
-        finite = [value for value in finite if math.isfinite(value)]
-        low, high = min(finite, default=0.0), max(finite, default=0.0)
-        for number, (side, values) in enumerate(zip("ab", sides, strict=True)):
-            label = "" if number else name
+        sides, low, high = _scaled(metrics[name])
+        for side, values in sides.items():
+            label = name if side == "a" else ""
             ends = f"{_short(values[0])} to {_short(values[-1])}"
             yield f"{label.ljust(width)}  {side} {_sparks(values, low, high)} {ends}"
 
 
-def _sparks(values: Sequence[Cell], low: float, high: float) -> str:
+def _scaled(curve: dict[str, Any]) -> tuple[dict[str, list[float]], float, float]:
+    """The values of both runs, and the smallest and largest finite one."""
+    sides = {side: [float(value) for value in curve[side]] for side in "ab"}
+    finite = [value for values in sides.values() for value in values if math.isfinite(value)]
+    return sides, min(finite, default=0.0), max(finite, default=0.0)
+
+
+def _sparks(values: Sequence[float], low: float, high: float) -> str:
     """At most COLUMNS characters: the mean of neighbors, from low to high; `!` if not finite."""
     each = -(-len(values) // COLUMNS)
     drawn = []
     for place in range(0, len(values), each):
-        some = [value for value in values[place : place + each] if value is not None]
-        if not some or not all(map(math.isfinite, some)):
+        some = values[place : place + each]
+        if not all(map(math.isfinite, some)):
             drawn.append("!")
             continue
         height = (math.fsum(some) / len(some) - low) / (high - low) if high > low else 0.0
@@ -122,9 +126,12 @@ COLORS = (
 )  # fmt: skip
 
 
+CELL = 14  # the width of a step
+
+
 def svg(report: dict[str, Any]) -> str:
     """The heat map as an SVG file; a cell's tooltip has its module, step and distance."""
-    heat, size, left, top = report["map"], 14, 320, 40
+    heat, size, left, top = report["map"], CELL, 320, 40
     names, steps = heat["modules"], heat["steps"]
     width = left + size * len(steps) + 20
     height = top + size * len(names) + 30 + (PLOT + GAP) * len(report["metrics"])
@@ -161,18 +168,15 @@ LINES = {"a": "#1f77b4", "b": "#d62728"}
 def _plots(metrics: dict[str, Any], top: int, left: int) -> Iterator[str]:
     """A plot for each metric: a line for each run."""
     for place, (name, curve) in enumerate(metrics.items()):
-        sides = {side: [_cell(value) for value in curve[side]] for side in LINES}
-        finite = [value for values in sides.values() for value in values if value is not None]
-        finite = [value for value in finite if math.isfinite(value)]
-        low, high = min(finite, default=0.0), max(finite, default=0.0)
+        sides, low, high = _scaled(curve)
         y = top + (PLOT + GAP) * place
         text = f"{_shown(name)}: {_short(low)} to {_short(high)}"
         yield f'<text x="4" y="{y + PLOT // 2}">{text}</text>'
         for side, values in sides.items():
             points = " ".join(
-                f"{left + 14 * column},{y + PLOT * (1 - (value - low) / ((high - low) or 1)):.1f}"
+                f"{left + CELL * column},{y + PLOT * (1 - (value - low) / ((high - low) or 1)):.1f}"
                 for column, value in enumerate(values)
-                if value is not None and math.isfinite(value)
+                if math.isfinite(value)
             )
             yield f'<polyline points="{points}" fill="none" stroke="{LINES[side]}"/>'
 

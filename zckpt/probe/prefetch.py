@@ -1,26 +1,32 @@
-"""Which modules' weights are read next, and into which memory?
+"""Which weights are read next, into which memory, and by which thread?
 
     computes    A   B   C   D        the program's thread
-    reads       B   C   D   A        one thread of the block
+    reads       B   C   D   A        one thread of the block, and the program's where it has to wait
 
-A large module computes long enough to hide the next read, a small one does not. So modules are read
-ahead until they have LITTLE bytes. A wrong guess costs a read that nobody needs, and never gives a
-wrong value. Memory of released modules is used again: a read into new pages of memory takes two to
-three times as long.
+A wrong guess costs a read that nobody needs, and never gives a wrong value. Memory of released
+modules is used again, and has huge pages if the system allows them: a read into new pages of 4 KiB
+takes three times as long as one into new huge pages (1.6 and 5.5 GB/s), and five times as long as
+one into used pages.
 """
 
 from __future__ import annotations
 
 import mmap
 import re
+import threading
 import weakref
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..core.fileio import in_pages, memory_of
 
 THREAD = "zckpt-stream"
 LITTLE = 1 << 20  # bytes; fewer are read in less time than a thread may take to wake up
+AHEAD = 32 << 20  # bytes; more would leave the processor's cache before they are used
 
 
 class Order:
@@ -48,9 +54,9 @@ class Order:
             self._next[self._last] = self._next[self._last[-1:]] = module
         self._last = (*self._last[-1:], module)
 
-    def following(self) -> Iterator[int]:
-        """The modules that are probably called next, each of them once."""
-        last, seen = self._last, set[int]()
+    def following(self, guessed: Collection[int] = ()) -> Iterator[int]:
+        """The modules that are probably called after those `guessed`, each of them once."""
+        last, seen = (*self._last, *guessed)[-2:], set(guessed)
         while (module := self._after(last)) is not None and module not in seen:
             seen.add(module)
             yield module
@@ -69,7 +75,7 @@ class Memory:
     """Memory for modules. Free memory is kept only if used and free memory are below `most` bytes.
 
     The memory of a view becomes free when neither the view nor a tensor made from it is alive. Only
-    one thread may call `take`.
+    one thread at a time may call `take`.
     """
 
     def __init__(self, most: int) -> None:
@@ -79,7 +85,7 @@ class Memory:
         self._returned: deque[mmap.mmap] = deque()  # any thread may append
 
     def take(self, size: int) -> memoryview:
-        """`size` bytes, page-aligned, with any contents."""
+        """`size` bytes, page-aligned, with any contents; `in_pages` says what they cost."""
         while self._returned:
             insort(self._free, self._returned.popleft(), key=len)
         most = LITTLE if size < LITTLE else self._most  # large memory is for large modules
@@ -89,79 +95,236 @@ class Memory:
         else:
             while self._free and self._size + size > self._most:
                 self._size -= len(self._free.pop(0))
-            memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = memory_of(size)
             self._size += len(memory)
         view = memoryview(memory)[:size]
         weakref.finalize(view, self._returned.append, memory)
         return view
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Weights that are read together: `size` bytes, in `pieces` that any thread may read.
+
+    `make` turns the bytes into what the module gets. A part that `stays` is loaded until the end;
+    several modules need it.
+    """
+
+    size: int
+    pieces: Sequence[Any]
+    make: Callable[[memoryview], Any]
+    stays: bool = False
+
+    @cached_property
+    def cost(self) -> int:
+        """Bytes of memory."""
+        return in_pages(self.size)
+
+
+class _Load:
+    """A part that is being read, or has been; it has memory as soon as its first piece is begun."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.view: memoryview | None = None
+        self.waiting = list(reversed(part.pieces))  # pieces that no thread has begun
+        self.active = 0  # pieces that are being read
+        self.done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+
+Read = Callable[[Any, memoryview, bool], None]
+"""Reads a piece into the memory of its part; the third argument is True on the block's thread."""
+
+
 class Prefetcher:
     """Reads the bytes of modules on a thread, ahead of the calls.
 
-    `sizes` (bytes) and `paths` have the modules in the order of registration. `read` fills a view
-    with the bytes of a module. Beside the modules that are being called, at most one module and
-    LITTLE bytes are in memory.
+    `parts` (of each module) and `paths` have the modules in the order of registration. The module
+    that is called, what was read ahead, and the parts that stay take at most the memory of the two
+    largest modules, and LITTLE bytes. A module around the one that is called is not counted.
     """
 
     def __init__(
-        self,
-        sizes: Mapping[int, int],
-        paths: Mapping[int, str],
-        read: Callable[[int, memoryview], None],
+        self, parts: Mapping[int, Sequence[Part]], paths: Mapping[int, str], read: Read
     ) -> None:
-        self._sizes = sizes
+        self._parts = parts
         self._read = read
         self._order = Order(paths)
-        self._memory = Memory(sum(sorted(sizes.values())[-2:]) + LITTLE)
-        self._thread = ThreadPoolExecutor(1, THREAD)
-        self._ahead: dict[int, Future[memoryview]] = {}  # in the order of the guessed calls
-        self._errors: list[BaseException] = []  # of reads that no forward needed
+        self._most = most(sum(part.cost for part in each) for each in parts.values())
+        staying = {part for each in parts.values() for part in each if part.stays}
+        moving = most(sum(part.cost for part in each if not part.stays) for each in parts.values())
+        room = self._most - sum(part.cost for part in staying)
+        self._room = min(room, max(moving, AHEAD))  # bytes for what does not stay
+        self._memory = Memory(self._most)
+        self._guessed: dict[int, None] = {}  # modules, in the order of the guessed calls
+        self._loads: dict[Part, _Load] = {}  # what is read ahead or stays
+        self._spare: dict[Part, None] = {}  # what was read ahead for calls that did not come
+        self._ahead = 0  # bytes of memory for loads that do not stay
+        self._needed: list[_Load] = []  # by the call that waits
+        self._errors: dict[Part, BaseException] = {}  # that no call has raised
+        self._changed = threading.Condition()
+        self._calling = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
+        self._thread.start()
 
-    def take(self, module: int) -> memoryview:
-        """The bytes of a module that is called now; reads of those after it go on meanwhile.
+    def take(self, module: int) -> list[Any]:
+        """What each part of a module that is called now makes; reads for later calls go on.
 
         Raises what `read` raised for this module.
         """
         self._order.called(module)
-        while self._ahead and next(iter(self._ahead)) != module:
-            self._drop()
-        if not self._ahead:
-            self._submit(module)
-        future = self._ahead.pop(module)
-        for following in self._order.following():
-            if sum(self._sizes[each] for each in self._ahead) >= LITTLE:
-                break
-            if following not in self._ahead:
-                self._submit(following)
-        return future.result()
+        with self._changed:
+            loads = self._needed = [self._taken(part) for part in self._parts[module]]
+            self._guess(module)
+        with self._calling:  # `read` may have one buffer for all threads of the program
+            for load in loads:
+                self._complete(load)
+        self._needed = []
+        if errors := [self._forget(load) for load in loads if load.error is not None]:
+            raise errors[0]
+        return [load.value for load in loads]
 
     def finish(self) -> None:
         """Ends the thread; raises the error of a read that no forward needed."""
         self.close()
-        if self._errors:
-            raise self._errors[0]
+        for error in self._errors.values():
+            raise error
 
     def close(self) -> None:
-        """Ends the thread, after the read that it has begun."""
-        while self._ahead:
-            self._drop()
-        self._thread.shutdown()
+        """Ends the thread, after the piece that it has begun."""
+        with self._changed:
+            self._closed = True
+            self._loads.clear()
+            self._changed.notify_all()
+        self._thread.join()
 
-    def _submit(self, module: int) -> None:
-        self._ahead[module] = self._thread.submit(self._fill, module)
+    def _taken(self, part: Part) -> _Load:
+        load = self._loads.get(part) or self._begin(part)
+        if not part.stays:
+            self._drop(part)
+        return load
 
-    def _fill(self, module: int) -> memoryview:
-        view = self._memory.take(self._sizes[module])
-        self._read(module, view)
-        return view
+    def _begin(self, part: Part) -> _Load:
+        self._loads[part] = load = _Load(part)
+        self._changed.notify_all()
+        if not part.stays:
+            self._ahead += part.cost
+        return load
 
-    def _drop(self) -> None:
-        """Gives up the first guess."""
-        future = self._ahead.pop(next(iter(self._ahead)))
-        if not future.cancel():
-            future.add_done_callback(self._keep_error)
+    def _drop(self, part: Part) -> None:
+        del self._loads[part]
+        self._spare.pop(part, None)
+        self._ahead -= part.cost
 
-    def _keep_error(self, future: Future[memoryview]) -> None:
-        if error := future.exception():
-            self._errors.append(error)
+    def _guess(self, module: int) -> None:
+        """Begins the parts that are probably needed next, as many as there is memory for."""
+        if next(iter(self._guessed), None) == module:
+            del self._guessed[module]
+        else:
+            self._start_again()
+        own = sum(part.cost for part in self._parts[module] if not part.stays)
+        self._make_room(own, ())
+        for following in self._order.following(self._guessed):
+            parts = self._parts[following]
+            missing = [part for part in parts if part not in self._loads]
+            more = own + sum(part.cost for part in missing if not part.stays)
+            self._make_room(more, parts)
+            if self._ahead + more > self._room:
+                return
+            self._guessed[following] = None
+            for part in parts:
+                self._spare.pop(part, None)
+            for part in missing:
+                self._begin(part)
+
+    def _make_room(self, size: int, needed: Sequence[Part]) -> None:
+        """Drops what was read in vain, if the memory of `size` bytes is short."""
+        for part in [part for part in self._spare if part not in needed]:
+            if self._ahead + size > self._room:
+                self._drop(part)
+
+    def _start_again(self) -> None:
+        """After a wrong guess: what has been read may still be needed, what has not is dropped."""
+        self._guessed.clear()
+        for part, load in list(self._loads.items()):
+            if not part.stays:
+                self._spare[part] = None
+                if load.view is None:
+                    self._drop(part)
+
+    def _run(self) -> None:
+        while (claimed := self._next()) is not None:
+            self._read_piece(*claimed, True)
+            del claimed  # it would keep the memory while this thread waits
+
+    def _next(self) -> tuple[_Load, Any] | None:
+        """Waits for a piece to read; None at the end."""
+        with self._changed:
+            while not self._closed:
+                load = next((load for load in self._all() if load.waiting), None)
+                if load is not None:
+                    return load, self._claim(load)
+                self._changed.wait()
+            return None
+
+    def _all(self) -> Iterator[_Load]:
+        """What is needed now, and then the others in the order of the guessed calls."""
+        yield from self._needed
+        yield from self._loads.values()
+
+    def _claim(self, load: _Load) -> Any:
+        if load.view is None:
+            load.view = self._memory.take(load.part.size)
+        load.active += 1
+        return load.waiting.pop()
+
+    def _complete(self, load: _Load) -> None:
+        """Reads the pieces that the thread has not begun, and waits for the others."""
+        while True:
+            with self._changed:
+                if not load.waiting:
+                    self._changed.wait_for(lambda: load.done)
+                    return
+                piece = self._claim(load)
+            self._read_piece(load, piece, False)
+
+    def _read_piece(self, load: _Load, piece: Any, ahead: bool) -> None:
+        assert load.view is not None
+        try:
+            self._read(piece, load.view, ahead)
+        except BaseException as error:
+            self._fail(load, error)
+        with self._changed:
+            load.active -= 1
+            if load.active or load.waiting:
+                return
+        try:
+            if load.error is None:
+                load.value = load.part.make(load.view)
+        except BaseException as error:
+            self._fail(load, error)
+        with self._changed:
+            load.done = True
+            self._changed.notify_all()
+
+    def _fail(self, load: _Load, error: BaseException) -> None:
+        with self._changed:
+            load.error = self._errors[load.part] = error
+            load.waiting.clear()
+
+    def _forget(self, load: _Load) -> BaseException:
+        """The error of a load, which the next call of the module does not find."""
+        assert load.error is not None
+        with self._changed:
+            self._errors.pop(load.part, None)
+            if self._loads.get(load.part) is load:
+                del self._loads[load.part]
+        return load.error
+
+
+def most(costs: Iterable[int]) -> int:
+    """The bytes of memory for weights, given those of each module."""
+    return sum(sorted(costs)[-2:]) + LITTLE

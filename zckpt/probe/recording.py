@@ -109,8 +109,8 @@ def record(
             Output(file, measurer), clock, bounds, parameters=parameters, gradients=gradients
         )
         stack.callback(recorder.close)
-        is_counted = callable(clock.source)
-        if optimizer is not None and not (is_counted and not isinstance(optimizer, Optimizer)):
+        is_watched = isinstance(optimizer, Optimizer) or not callable(clock.source)
+        if optimizer is not None and is_watched:
             stack.enter_context(watched(optimizer, recorder.stepped))
         if is_engine(model) and hasattr(model, "backward"):
             stack.enter_context(

@@ -81,6 +81,11 @@ class Run:
         return self.headers[min(self.headers)] if self.headers else {}
 
     @property
+    def samples(self) -> int:
+        """How many elements of each tensor were kept at most; 0 if the recording does not say."""
+        return int(self.header.get("samples", 0))
+
+    @property
     def steps(self) -> list[int]:
         return sorted({record.step for records in self.ranks.values() for record in records})
 

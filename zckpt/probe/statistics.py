@@ -32,7 +32,7 @@ from torch import Tensor
 from ..core.cast import widen
 from ..core.checksum import combine, crc32
 from ..core.dtypes import FLOATS, NUMBERS, TORCH_NAMES
-from ..proof.stats import CANCELLED, Statistics, json_number, measure
+from ..proof.stats import CANCELLED, Statistics, json_number, measure, sum_of_squares
 
 NAMES = {getattr(torch, kind): name for name, kind in TORCH_NAMES.items() if hasattr(torch, kind)}
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -41,7 +41,6 @@ TAKEN = {**UNSIGNED, torch.bool: torch.uint8}
 PART = 1 << 18  # elements that one thread measures at a time
 BLOCK = 1 << 16  # elements: 256 KiB as float32, in a core's L2
 ROW = 128  # elements that are summed in float32
-DOT = 1 << 13  # elements of a dot product; of more than 10,000 OpenBLAS uses all processors
 ONES = np.ones(ROW, np.float32)
 KEPT = 8  # tensors; the cache of measured numbers
 
@@ -102,17 +101,15 @@ class Measurer:
             return None
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
-        size = tensor.numel() * tensor.element_size()
-        known, version, crc = self._seen.get((tensor.data_ptr(), size), (None, 0, ""))
-        if known is not None and (alive := known()) is not None and alive._version == version:
+        place = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        known, version, crc = self._seen.get(place, (None, 0, ""))
+        alive = None if known is None else known()
+        if alive is not None and (alive.data_ptr(), alive._version) == (place[0], version):
             return crc
-        view = raw(tensor)
-        step = PART * tensor.element_size()
-        return f"{self._crc([view[start : start + step] for start in range(0, size, step)]):08x}"
+        return f"{self._crc(_parts(tensor)):08x}"
 
     def _in_place(self, tensor: Tensor, dtype: str) -> dict[str, Any]:
-        view, size = raw(tensor), tensor.element_size()
-        views = [view[start : start + PART * size] for start in range(0, len(view), PART * size)]
+        views = _parts(tensor)
         place = (tensor.data_ptr(), dtype, tuple(tensor.shape))
         known = self._known.get(place)
         if known and known["crc32"] == f"{self._crc(views):08x}":
@@ -172,6 +169,12 @@ class Measurer:
         return self._pool.map(work, parts) if self._pool and len(parts) > 1 else map(work, parts)
 
 
+def _parts(tensor: Tensor) -> list[memoryview]:
+    """The bytes of a contiguous tensor on the CPU, in parts that threads share."""
+    view, step = raw(tensor), PART * tensor.element_size()
+    return [view[start : start + step] for start in range(0, len(view), step)]
+
+
 def _measured(view: memoryview, dtype: str) -> tuple[int, Statistics]:
     """CRC-32 and numbers; empty numbers for types without any."""
     if dtype not in NUMBERS:
@@ -209,7 +212,7 @@ def _of_block(values: Any) -> Statistics | None:
         return None
     count, whole = len(values), len(values) // ROW * ROW
     total = float((values[:whole].reshape(-1, ROW) @ ONES).sum(dtype=np.float64))
-    squares = _squares(values)
+    squares = sum_of_squares(values)
     mean = (total + float(values[whole:].sum(dtype=np.float64))) / count
     apart = squares - count * mean * mean
     if apart < squares * CANCELLED:
@@ -227,14 +230,6 @@ def _of_block(values: Any) -> Statistics | None:
         spread=math.sqrt(apart),
         norm=math.sqrt(squares),
     )
-
-
-def _squares(values: Any) -> float:
-    """The sum of squares: in float32 within a dot product, which is short (see proof/stats.py)."""
-    whole = len(values) // DOT * DOT
-    rows, rest = values[:whole].reshape(-1, DOT), values[whole:]
-    dots = np.matmul(rows[:, None, :], rows[:, :, None])
-    return float(dots.sum(dtype=np.float64)) + float(np.dot(rest, rest))
 
 
 def _where_it_is(bucket: Tensor, dtype: str) -> Statistics | None:

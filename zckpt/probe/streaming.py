@@ -2,10 +2,11 @@
 
 Before a module's forward its own parameters and buffers are read, through the manifest, from the
 files that have their elements; after it their memory is released. While a module computes, a thread
-reads the weights of the next one (`prefetch.py`). So the needed memory is that of two modules (and
-of the tensors of the modules around them), not that of the model. The model may be on torch's
-`meta` device. The model's forward asks for the tensors, one module at a time: so this is not a pass
-of core/streaming.py over all of them.
+reads the weights of the next ones (`prefetch.py`). So the needed memory is that of the two largest
+modules (and of the tensors of the modules around them), not that of the model. A tied weight stays
+loaded if it fits into that memory. The model may be on torch's `meta` device. The model's forward
+asks for the tensors, one module at a time: so this is not a pass of core/streaming.py over all of
+them.
 
 A tensor that is not loaded is replaced by an `_Absent`. Otherwise torch would multiply a tensor on
 the CPU by one on `meta` (F.linear, torch 2.13) and return arbitrary numbers, and a model that is
@@ -15,24 +16,27 @@ not on `meta` would compute with its own weights.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from math import ceil
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .. import api
-from ..core.fileio import Reader, align
+from ..core.fileio import Reader, align, in_pages
 from ..core.manifest import Entry, Manifest
-from ..core.pieces import ElementReader, ReadRequest, RecordChecker
+from ..core.pieces import ElementReader, ReadRequest
+from ..core.records import RecordChecker
 from ..core.weights import weight_of
 from ..errors import MissingData, listed
 from ..training.names import Renames, matched, plain, renamed
 from .compiled import is_compiled
-from .prefetch import Prefetcher
+from .prefetch import Part, Prefetcher, most
 from .statistics import NAMES
 from .subscribers import LISTS, WHOLE, Place, Subscriber, subscribe, unwrapped
 
@@ -121,11 +125,21 @@ class _Weight:
         self.tensors[self.name] = tensor
 
 
+class _Piece(NamedTuple):
+    """Elements [start, stop) of an entry, as `dtype`, for byte `at` of the memory of a part."""
+
+    dtype: str
+    entry: Entry
+    start: int
+    stop: int
+    at: int
+
+
 class _Streamer(Subscriber):
     def __init__(
         self, model: nn.Module, manifest: Manifest, device: Any, whole: tuple[type[nn.Module], ...]
     ) -> None:
-        self._sources = sources(model, manifest)
+        sources_ = sources(model, manifest)
         self._device = None if device is None else torch.device(device)
         self._own = {
             id(module): [_Weight(*each) for each in own]
@@ -133,13 +147,16 @@ class _Streamer(Subscriber):
             if own
         }
         self._loaded: dict[int, int] = {}  # calls of each module that have not ended
-        self._reader = Reader(fingerprints=manifest.fingerprints)
-        self._element_reader = ElementReader(self._reader, RecordChecker(manifest.records), SCRATCH)
-        self._read: set[str] = set()
-        self._places = {module: _places(own) for module, own in self._own.items()}
-        sizes = {module: places[-1] for module, places in self._places.items()}
+        self._checker = RecordChecker(manifest.records)
+        self._readers = [Reader(fingerprints=manifest.fingerprints) for _ in range(2)]
+        self._element_readers = [  # of the program's thread and the prefetcher's
+            ElementReader(reader, self._checker, SCRATCH) for reader in self._readers
+        ]
+        self._read: set[tuple[str, int]] = set()
+        self._weights = _parts(self._own, sources_)
+        parts = {module: [part for part, _ in each] for module, each in self._weights.items()}
         paths = {module: own[0].path for module, own in self._own.items()}
-        self._prefetcher = Prefetcher(sizes, paths, self._fill)
+        self._prefetcher = Prefetcher(parts, paths, self._fill)
 
     def pre_forward_module(
         self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -147,9 +164,10 @@ class _Streamer(Subscriber):
         key = id(place.module)
         self._loaded[key] = self._loaded.get(key, 0) + 1  # first, so that a failure below is undone
         if self._loaded[key] == 1 and key in self._own:
-            view = self._prefetcher.take(key)
-            for weight, at in zip(self._own[key], self._places[key], strict=False):
-                weight.put(self._tensor(weight.original, view, at))
+            values = self._prefetcher.take(key)
+            for (_, weights), tensors in zip(self._weights[key], values, strict=True):
+                for weight, tensor in zip(weights, tensors, strict=True):
+                    weight.put(self._moved(tensor, weight.original))
         return args, kwargs
 
     def leave_module(self, module: nn.Module) -> None:
@@ -165,41 +183,122 @@ class _Streamer(Subscriber):
         """Raises errors that no forward raised, after reading the bytes between the tensors of
         records that were read almost whole."""
         self._prefetcher.finish()
-        self._element_reader.checker.finish(self._reader)
+        self._checker.finish(self._readers[0])
 
     def close(self) -> None:
         self._prefetcher.close()
         for own in self._own.values():
             for weight in own:
                 weight.put(weight.original)
-        self._reader.close()
+        for reader in self._readers:
+            reader.close()
 
-    def _fill(self, key: int, view: memoryview) -> None:
-        """Reads the weights of a module; runs on the prefetcher's thread."""
-        for weight, at in zip(self._own[key], self._places[key], strict=False):
-            entry = self._sources[weight.path]
-            check = entry.name not in self._read  # a tensor that is read again counts once
-            request = ReadRequest(entry, 0, entry.numel, at, check)
-            self._element_reader.read_as(NAMES[weight.original.dtype], request, view)
-            self._read.add(entry.name)
+    def _fill(self, pieces: Sequence[_Piece], view: memoryview, ahead: bool) -> None:
+        """Reads elements of a part; `ahead` is True on the prefetcher's thread."""
+        reader = self._element_readers[ahead]
+        plain = []  # neighbors are one read
+        for dtype, entry, start, stop, at in pieces:
+            check = (entry.name, start) not in self._read  # what is read again counts once
+            request = ReadRequest(entry, start, stop, at, check)
+            if dtype == entry.dtype:
+                plain.append(request)
+            else:
+                reader.read_as(dtype, request, view)
+        reader.read(plain, view)
+        self._read.update((piece.entry.name, piece.start) for piece in pieces)
 
-    def _tensor(self, like: Tensor, view: memoryview, at: int) -> Tensor:
-        """The weight whose bytes begin at byte `at`; it keeps the view alive."""
-        if like.numel():
-            flat = torch.frombuffer(view, dtype=like.dtype, count=like.numel(), offset=at)
-            tensor = flat.view(like.shape)
-        else:
-            tensor = torch.empty(like.shape, dtype=like.dtype)
-        device = self._device or (like.device if like.device.type != "meta" else None)
-        tensor = tensor if device is None else tensor.to(device)
-        is_parameter = isinstance(like, nn.Parameter)
-        return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+    def _moved(self, tensor: Tensor, original: Tensor) -> Tensor:
+        """The weight on its device."""
+        device = self._device or (original.device if original.device.type != "meta" else None)
+        if device is None or device == tensor.device:
+            return tensor
+        moved = tensor.to(device)
+        is_parameter = isinstance(original, nn.Parameter)
+        return nn.Parameter(moved, requires_grad=False) if is_parameter else moved
 
 
-def _places(own: Sequence[_Weight]) -> list[int]:
-    """The byte at which each weight of a module begins, as torch aligns tensors; their end."""
-    sizes = [weight.original.numel() * weight.original.element_size() for weight in own]
-    return list(accumulate((align(size, ALIGNMENT) for size in sizes), initial=0))
+def _tensor(like: Tensor, view: memoryview, at: int) -> Tensor:
+    """The weight whose bytes begin at byte `at`; it keeps the view alive."""
+    if like.numel():
+        flat = torch.frombuffer(view, dtype=like.dtype, count=like.numel(), offset=at)
+        tensor = flat.view(like.shape)
+    else:
+        tensor = torch.empty(like.shape, dtype=like.dtype)
+    is_parameter = isinstance(like, nn.Parameter)
+    return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+
+
+def _parts(
+    own: Mapping[int, Sequence[_Weight]], entries: Mapping[str, Entry]
+) -> dict[int, list[tuple[Part, list[_Weight]]]]:
+    """The parts of each module: the weights of its own, and each tied weight that stays."""
+    staying = _staying(list(own.values()))
+    tied: dict[int, Part] = {}
+    parts: dict[int, list[tuple[Part, list[_Weight]]]] = {}
+    for module, weights in own.items():
+        shared = [weight for weight in weights if id(weight.original) in staying]
+        alone = [weight for weight in weights if id(weight.original) not in staying]
+        parts[module] = [(_part(alone, entries), alone)] if alone else []
+        for weight in shared:
+            part = tied.setdefault(id(weight.original), _part([weight], entries, stays=True))
+            parts[module].append((part, [weight]))
+    return parts
+
+
+def _staying(modules: Sequence[Sequence[_Weight]]) -> set[int]:
+    """The parameters of several modules that stay loaded, beside the two largest modules without
+    them, in the memory of the two largest modules with them."""
+
+    def needed(without: set[int]) -> int:
+        return most(
+            in_pages(sum(_size(each) for each in own if id(each.original) not in without))
+            for own in modules
+        )
+
+    sizes = {id(weight.original): _size(weight) for own in modules for weight in own}
+    count = Counter(
+        id(weight.original)
+        for own in modules
+        for weight in own
+        if isinstance(weight.original, nn.Parameter)
+    )
+    staying: set[int] = set()
+    for tied in sorted(
+        (key for key in count if count[key] > 1), key=sizes.__getitem__, reverse=True
+    ):
+        more = {tied, *staying}
+        if needed(more) + sum(in_pages(sizes[key]) for key in more) <= needed(set()):
+            staying = more
+    return staying
+
+
+def _size(weight: _Weight) -> int:
+    """Bytes in memory, as torch aligns tensors."""
+    return align(weight.original.numel() * weight.original.element_size(), ALIGNMENT)
+
+
+def _part(weights: Sequence[_Weight], entries: Mapping[str, Entry], stays: bool = False) -> Part:
+    """Small weights are one piece; a large one is cut between rows, so that two threads read it."""
+    small: list[_Piece] = []
+    pieces = [small]
+    places = list(accumulate(map(_size, weights), initial=0))
+    for weight, at in zip(weights, places, strict=False):
+        entry, dtype = entries[weight.path], NAMES[weight.original.dtype]
+        size, rows = _size(weight), entry.shape[0] if entry.shape else 1
+        if size <= SCRATCH:  # ElementReader joins the slices of a whole tensor
+            small.append(_Piece(dtype, entry, 0, entry.numel, at))
+            continue
+        row, count = entry.numel // rows, ceil(size / SCRATCH)
+        bounds = sorted({rows * number // count * row for number in range(count + 1)})
+        pieces += [
+            [_Piece(dtype, entry, *part, at + part[0] * weight.original.element_size())]
+            for part in pairwise(bounds)
+        ]
+
+    def make(view: memoryview) -> list[Tensor]:
+        return [_tensor(each.original, view, at) for each, at in zip(weights, places, strict=False)]
+
+    return Part(places[-1], [each for each in pieces if each], make, stays)
 
 
 def _owned(

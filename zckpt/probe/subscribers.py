@@ -336,14 +336,14 @@ def in_backward() -> bool:
 
 def tensors_in(value: Any, path: str) -> list[tuple[str, Tensor]]:
     """The tensors in a value, with their paths."""
-    found: list[tuple[str, Tensor]] = []
+    tensors: list[tuple[str, Tensor]] = []
 
     def take(where: str, tensor: Tensor) -> Tensor:
-        found.append((where, tensor))
+        tensors.append((where, tensor))
         return tensor
 
     mapped(value, path, take)
-    return found
+    return tensors
 
 
 def mapped(value: Any, path: str, change: Callable[[str, Tensor], Tensor]) -> Any:
