@@ -16,14 +16,11 @@ from .core import description, sources
 from .core.description import state as state
 from .core.description import tensors as tensors
 from .core.manifest import Manifest
+from .core.pooling import SINGLE, Pool
 from .core.resources import DEFAULT_COPYING, Begin, Means, Tell
 from .core.resources import Copying as Copying
-from .errors import (
-    CorruptCheckpoint,
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-    WrongOption,
-)
+from .core.sharing import ALONE, Sharing
+from .core.sharing import Part as Part
 from .formats import hf
 from .formats.options import Keywords, options_of
 from .reading import Reading, read_other
@@ -113,6 +110,7 @@ def convert(
     tell: Tell | None = None,
     resume: bool = False,
     before_rename: Callable[[], None] | None = None,
+    sharing: Sharing = ALONE,
     **options: Unpack[Options],
 ) -> Report:
     """Writes the checkpoint at `source` as a new directory `target`, in format `to`.
@@ -121,14 +119,15 @@ def convert(
     called with the number of bytes to come and returns a function that is called with the number of
     bytes of every piece. `tell` is called with the warnings before the first byte is written.
     `resume` continues an interrupted run of the same source and options. `before_rename` is called
-    before the last check. Raises a ZckptError; then there is no `target`.
+    before the last check. `sharing` is `zckpt.Part(k, n)` in a process that writes part k of n; the
+    last one completes `target`. Raises a ZckptError; then there is no `target`.
     """
     from .writing import Running, read_for, write
 
     wanted = options_of(options)
     reading = Reading(format, tag, step_policy)
-    manifest = read_for(target, source, reading, wanted, resume)
-    running = Running(copying, dry_run, begin, tell, resume, before_rename)
+    running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
+    manifest = read_for(target, source, reading, wanted, running)
     return write("convert", manifest, os.fspath(target), to, reading, wanted, running)
 
 
@@ -145,6 +144,7 @@ def reshard(
     tell: Tell | None = None,
     resume: bool = False,
     before_rename: Callable[[], None] | None = None,
+    sharing: Sharing = ALONE,
     checkpoints: str | None = None,
     best_in: str | None = None,
     **options: Unpack[Options],
@@ -159,10 +159,10 @@ def reshard(
 
     wanted = options_of(options)
     reading = Reading(format, tag, step_policy)
-    running = Running(copying, dry_run, begin, tell, resume, before_rename)
+    running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
 
     def write_one(source: Path, target: Path, running: Running, best_in: str | None) -> Report:
-        manifest = read_for(target, source, reading, wanted, running.resume)
+        manifest = read_for(target, source, reading, wanted, running)
         to, engine = os.fspath(target), str(manifest.source.get("format"))
         return write("reshard", manifest, to, engine, reading, wanted, running, best_in)
 
@@ -189,6 +189,7 @@ def export(
     tell: Tell | None = None,
     resume: bool = False,
     before_rename: Callable[[], None] | None = None,
+    sharing: Sharing = ALONE,
     **options: Unpack[hf.Keywords],
 ) -> Report:
     """Writes a folder for `from_pretrained`: weights, configuration, tokenizer, and nothing else.
@@ -208,8 +209,8 @@ def export(
         raise TypeError(f"export() takes no option {wrong[0]!r}")
     wanted = options_of({**own, **options})
     reading = Reading(format, tag, step_policy)
-    manifest = read_for(target, source, reading, wanted, resume)
-    running = Running(copying, dry_run, begin, tell, resume, before_rename)
+    running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
+    manifest = read_for(target, source, reading, wanted, running)
     return write("export", manifest, os.fspath(target), "hf", reading, wanted, running)
 
 
@@ -231,6 +232,7 @@ def verify(
     jobs: int = 4,
     memory: int = 256 << 20,
     begin: Begin | None = None,
+    pool: Pool = SINGLE,
 ) -> Report:
     """Whether the checkpoint at `path` contradicts itself, or differs from the one at `against`.
 
@@ -240,101 +242,11 @@ def verify(
     pairs of a regular expression and its replacement, for the names of `path`. The report has what
     was found; a ZckptError is raised only if nothing could be looked at.
     """
-    if gather and rename:
-        raise WrongOption("--rename does not work with --gather", hint="leave one of them out")
-    if gather and against is None:
-        raise WrongOption("--gather needs a checkpoint to compare with", hint="add --against PATH")
-    if device is not None and not gather:
-        raise WrongOption("--device is only for --gather", hint="add --gather --against PATH")
-    started = time.monotonic()
-    report: Report = {
-        "zckpt": 1,
-        "command": "verify",
-        "path": os.fspath(path),
-        "against": None if against is None else os.fspath(against),
-        "equal": False,
-        "tensors": 0,
-        "slots": {},
-        "bytes": 0,
-        "device": "cpu",
-        "gathered": gather,
-        "world": 1,
-        "rank": own_rank(),
-    }
+    from .proving import prove
+
     reading = Reading(format, tag, step_policy, param_names, rename=rename)
-    try:
-        if gather:
-            assert against is not None
-            means = Means(device, jobs, memory)
-            findings = _gather(path, against, reading, tensors, means, begin)
-        else:
-            findings = _verify(path, against, reading, tensors, Copying(jobs, memory), begin)
-    except CONTRADICTIONS as error:
-        if report["rank"]:  # rank 0 reports its own, which may differ
-            raise
-        problem = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
-        findings = {"problems": [problem], "differences": []}
-    return report | findings | {"seconds": round(time.monotonic() - started, 3)}
-
-
-def own_rank() -> int:
-    """This process's number among those that torchrun started; 0 without torchrun.
-
-    RANK alone proves nothing: in many clusters every shell has one.
-    """
-    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
-
-
-CONTRADICTIONS = (CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint)
-"""What a checkpoint's files say about themselves: findings of `verify`, not failures."""
-
-
-def _verify(
-    path: Path,
-    against: Path | None,
-    reading: Reading,
-    pattern: str | None,
-    copying: Copying,
-    begin: Begin | None,
-) -> Report:
-    """The findings of a verification through the manifests of both sides."""
-    from .proof import saved
-    from .proof.verify import verify_against, verify_alone
-
-    manifest = read_manifest(path, reading)
-    about = saved.about(manifest)
-    with sources.unchanged(manifest):
-        if against is None:
-            return about | verify_alone(manifest, pattern, copying, begin)
-        against = os.fspath(against)
-        if saved.is_proof(against):
-            return about | saved.verify_proof(manifest, against, pattern, copying, begin)
-        other = read_other(against, manifest, reading)
-        with sources.unchanged(other):
-            return about | verify_against(manifest, other, pattern, copying, begin)
-
-
-def _gather(
-    path: Path,
-    against: Path,
-    reading: Reading,
-    pattern: str | None,
-    means: Means,
-    begin: Begin | None,
-) -> Report:
-    """The findings of a verification that all-gathers the parts that the engine's rule gives."""
-    from .proof import saved
-
-    manifest = read_manifest(path, reading)
-    if saved.is_proof(os.fspath(against)):
-        raise WrongOption("--gather cannot compare with a proof", hint="leave out --gather")
-    other = read_other(against, manifest, reading)
-    from .proof.allgather import verify_gathered
-
-    about = saved.about(manifest)
-    with sources.unchanged(manifest, other):
-        parts = formats.named(manifest.format).partitions(manifest.root)
-        return about | verify_gathered(manifest, parts, other, pattern, means, begin)
+    means = Means(device, jobs, memory, pool)
+    return prove(path, against, gather, reading, tensors, means, begin)
 
 
 def diff(
@@ -350,6 +262,7 @@ def diff(
     jobs: int = 4,
     memory: int = 256 << 20,
     begin: Begin | None = None,
+    pool: Pool = SINGLE,
 ) -> Report:
     """Differences between two checkpoints of any two formats: tensors, steps, groups, states.
 
@@ -359,7 +272,7 @@ def diff(
     from .proof import verify as proof
 
     started = time.monotonic()
-    copying = Copying(jobs, memory)
+    copying = Copying(jobs, memory, pool=pool)
     reading = Reading(format, tag, step_policy, param_names, rename=rename)
     first = read_manifest(a, reading)
     second = read_other(b, first, reading)
@@ -380,6 +293,7 @@ def stats(
     jobs: int = 4,
     memory: int = 256 << 20,
     begin: Begin | None = None,
+    pool: Pool = SINGLE,
 ) -> Report:
     """Statistics of every tensor in a checkpoint, and which numbers are dead or impossible.
 
@@ -389,7 +303,7 @@ def stats(
     from .proof import health
 
     started = time.monotonic()
-    copying = Copying(jobs, memory)
+    copying = Copying(jobs, memory, pool=pool)
     manifest = read_manifest(path, Reading(format, tag, step_policy, param_names))
     report: Report = {"zckpt": 1, "command": "stats", "path": os.fspath(path)}
     report["format"] = manifest.format

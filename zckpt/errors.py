@@ -146,9 +146,19 @@ class NotEnoughSpace(ZckptError):
 
 
 class ProcessFailed(ZckptError):
-    """Another process of the same all-gather has failed."""
+    """Another process that shares this command has failed.
+
+    If `code` is set, that process prints its error, and this one ends with the same exit code.
+    """
 
     usual_hint = "see the message of that process"
+    code: int | None = None
+
+
+class ProcessLost(ProcessFailed):
+    """A process of the same run has ended or does not answer; what all have written is kept."""
+
+    usual_hint = "end that process; then repeat the command with --resume"
 
 
 class WrongOption(ZckptError):

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from . import formats
 from .core.manifest import Manifest
 from .core.resources import DEFAULT_COPYING, Begin, Copying, Tell
-from .errors import WrongOption, counted, literal
+from .core.sharing import ALONE, Sharing
+from .errors import TargetExists, WrongOption, counted, literal
 from .reading import Reading, read
 from .training import objects, steps, ties
 from .training.names import called_as, canonical, former, renamed
@@ -40,6 +41,7 @@ class Running:
 
     A `dry_run` reports what would be written, and writes nothing. With `resume` a run continues
     what an earlier one left. `before_rename` is called when all but the last check is done.
+    `sharing` says which portions of the target this process writes.
     """
 
     copying: Copying = DEFAULT_COPYING
@@ -48,6 +50,12 @@ class Running:
     tell: Tell | None = None
     resume: bool = False
     before_rename: Callable[[], None] | None = None
+    sharing: Sharing = ALONE
+
+    @property
+    def continues(self) -> bool:
+        """Whether what is there already may belong to this run, as other parts do."""
+        return self.resume or bool(self.sharing.part)
 
 
 def read_for(
@@ -55,16 +63,16 @@ def read_for(
     source: str | os.PathLike[str],
     reading: Reading,
     options: Options,
-    resume: bool = False,
+    running: Running,
 ) -> Manifest:
     """The source of a conversion; raises TargetExists before a large source is read.
 
-    With `resume` there may be a target: whether it fits is known once the source is read.
+    If the run continues, there may be a target: whether it fits is known once the source is read.
     """
     from .core.targets import refuse_existing, refuse_inside
 
     refuse_inside(os.fspath(source), os.fspath(target))
-    if not resume:
+    if not running.continues:
         refuse_existing(os.fspath(target))
     names, weights_only = options[PARAM_NAMES], options.weights_only
     if names is not None and options[RENAME]:  # the user gives the names after renaming
@@ -113,14 +121,14 @@ def write(
     size = sum(files.values())
     report = _report(command, source.manifest, target, format, layout, files, options)
     run = identity(manifest, to, reading, options, files)
-    if running.resume and targets.is_complete(target, run):
+    if running.continues and targets.is_complete(target, run):
         return report | {"already_complete": True, "seconds": _since(started)}
     if running.tell:
         running.tell(report["warnings"])
     if running.dry_run:
         memory = convert.memory_of(source.manifest, running.copying)
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
-    targets.need_space(target, size, running.resume)
+    targets.need_space(target, size, running.continues)
     formats.named(manifest.format).check(manifest)
 
     def seal(path: str, shells: Manifest, outcome: CopyOutcome) -> None:
@@ -133,20 +141,31 @@ def write(
         target,
         run,
         convert.chunk_size_of(source.manifest, running.copying),
-        running.resume,
+        running.continues,
         running.before_rename,
+        running.sharing,
     )
-    outcome = convert.convert(
-        source.manifest,
-        stage,
-        layout,
-        size,
-        format.read_shells,
-        seal,
-        running.copying,
-        running.begin,
-    )
+    try:
+        outcome = convert.convert(
+            source.manifest,
+            stage,
+            layout,
+            size,
+            format.read_shells,
+            seal,
+            running.copying,
+            running.begin,
+        )
+    except (OSError, TargetExists):
+        if not running.sharing.part or not targets.is_complete(target, run):
+            raise
+        outcome = None  # another part has completed the target meanwhile
     report["warnings"] += stage.warnings
+    if running.sharing.part:
+        report["part"] = str(running.sharing)
+    if outcome is None:
+        key = "already_complete" if targets.is_complete(target, run) else "waits_for_parts"
+        return report | {key: True, "seconds": _since(started)}
     report |= description.advice(source.manifest, outcome.bare)
     return report | {
         "tensors": len(outcome.digests),
@@ -156,7 +175,7 @@ def write(
             "without_checksum": outcome.bare,
         },
         "seconds": _since(started),
-        **({"resumed": stage.resumed} if running.resume else {}),
+        **({"resumed": stage.resumed} if running.continues else {}),
     }
 
 
@@ -299,6 +318,11 @@ def write_run(
     from .core.journal import Identity
     from .training import best
 
+    if not running.sharing.is_alone:
+        raise WrongOption(
+            "several processes cannot share --checkpoints",
+            hint="let them share one checkpoint at a time, or start one process with --single",
+        )
     if which not in best.CHOICES:
         raise WrongOption(f"--checkpoints {which} is not one of {', '.join(best.CHOICES)}")
     targets.refuse_inside(source, target)

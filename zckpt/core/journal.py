@@ -1,8 +1,9 @@
 """Which regions of an unfinished target are complete, so that another run need not repeat them?
 
-    DST.partial/journal     a line for the run, then a line for every region that is synced, and for
-                            every file that a power loss has taken
-    DST.partial/DST/        the files of the target
+    DST.partial/journal           a line for the run, then a line for every region that is synced,
+                                  and for every file that a power loss has taken
+    DST.partial/journal-2-of-3    the same of one process, if several share the run
+    DST.partial/DST/              the files of the target
 
 The first line is the run's `Identity`. Every line begins with the CRC-32 of the rest of it. A power
 loss may leave a damaged line; that line and those behind it are ignored.
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 from ..errors import TargetExists, listed, removal
@@ -29,6 +31,7 @@ from .targets import JOURNAL as NAME
 MARK = "user.zckpt.run"
 """The extended attribute of a complete target, which says of which run it is."""
 SYNC_EVERY = 1.0  # seconds between two syncs of the journal
+ENDING = 5.0  # seconds that a process of an earlier run may need to end
 
 Key = tuple[str, int, int]
 """Of what a CRC-32 is: its kind, the number of a file, a tensor or a record, and a second one."""
@@ -108,63 +111,85 @@ class Region:
 
 
 class Journal:
-    """The journal in the folder of an unfinished target; it is locked while it is open.
+    """The journal of a run in the folder of an unfinished target; it is locked while it is open.
 
     `root` is the directory of the target's files, below which the regions' files have their names.
     `regions` are those of an earlier run, by file; `is_new` is true if there was none. `chunk` are
     the bytes that a run copies at a time: those of the earlier run, so that its regions fit.
+    `sizes` are those of the target's files by name.
+    What the processes of an earlier run have noted is taken over, and their journals are removed.
     Raises TargetExists if another run has locked it, or if the earlier run was another one.
     """
 
     def __init__(self, folder: str, root: str, identity: Identity, chunk: int) -> None:
+        self.folder = folder
         self.path = os.path.join(folder, NAME)
         self.root = root
+        self.sizes = identity.files
         self.regions: dict[str, list[Region]] = {}
         self.is_new = True
         self.chunk = chunk
+        self._identity = identity
         self._lock = threading.Lock()
         self._synced = time.monotonic()
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND
-        self._file = os.open(self.path, flags, 0o600)
+        self._files: list[int] = []
         try:
             with naming(self.path):
-                self._take_lock(folder)
-                self._read_lines(folder, identity)
-                if self.is_new:
-                    self._append({"run": identity.document(), "chunk": chunk})
+                self._begin()
         except BaseException:
             self.close()
             raise
 
-    def _take_lock(self, folder: str) -> None:
-        if not lock(self._file) or not _is_at(self._file, self.path):
-            raise TargetExists(
-                f"{folder} belongs to another run, which is writing there now",
-                hint="wait for that run, or choose another target",
-            )
-
-    def _read_lines(self, folder: str, identity: Identity) -> None:
-        length = 0
-        for line in _lines(self._file):
-            document = json.loads(line[9:])
-            if self.is_new:
-                reason = difference(document["run"], identity.document())
-                if reason:
-                    raise TargetExists(
-                        f"{folder} cannot be continued: it was begun with {reason}",
-                        hint="use the same zckpt, source and options as before, or remove it: "
-                        f"{removal(folder)}",
-                    )
-                self.is_new, self.chunk = False, document["chunk"]
-            elif len(document) == 1:  # the file was lost
-                self.regions.pop(document[0], None)
-            else:
-                name, start, stop, passed = document
-                checksums = [((kind, a, b), *rest) for kind, a, b, *rest in passed]
-                region = Region(name, start, stop, checksums)
-                self.regions.setdefault(name, []).append(region)
-            length += len(line)
+    def _begin(self) -> None:
+        self._file = self._opened(NAME)
+        if not lock(self._file) or not is_at(self._file, self.path):
+            raise in_use(self.folder)
+        length = self._read(self._file)
         os.ftruncate(self._file, length)
+        others = [(name, self._opened(name)) for name in self._names()]
+        for _, file in others:
+            if not _locked_in_time(file, ENDING):
+                raise in_use(self.folder)
+            self._read(file)
+        if not length:
+            self._append(self._header())
+        for name, file in others:
+            for region in regions_in(file):
+                self.add(region)
+            sync_data(self._file)
+            os.unlink(os.path.join(self.folder, name))
+
+    def _opened(self, name: str, more: int = os.O_CREAT) -> int:
+        """An open file of the folder, which `close` closes."""
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND
+        path = os.path.join(self.folder, name)
+        self._files.append(os.open(path, flags | more, 0o600))
+        return self._files[-1]
+
+    def _names(self) -> list[str]:
+        """The journals of single processes."""
+        return sorted(name for name in os.listdir(self.folder) if name.startswith(f"{NAME}-"))
+
+    def _header(self) -> dict[str, Any]:
+        return {"run": self._identity.document(), "chunk": self.chunk}
+
+    def _read(self, file: int) -> int:
+        """Takes the regions of a journal; gives the length of its intact lines."""
+        lines = list(_lines(file))
+        if lines:
+            document = json.loads(lines[0][9:])
+            reason = difference(document["run"], self._identity.document())
+            if reason:
+                raise TargetExists(
+                    f"{self.folder} cannot be continued: it was begun with {reason}",
+                    hint="use the same zckpt, source and options as before, or remove it: "
+                    f"{removal(self.folder)}",
+                )
+            if self.is_new:
+                self.is_new, self.chunk = False, document["chunk"]
+        for region in regions_in(file):
+            self.regions.setdefault(region.file, []).append(region)
+        return sum(map(len, lines))
 
     def begin_again(self, name: str) -> None:
         """Drops the regions of a lost file, and syncs that before the file is created again.
@@ -193,20 +218,52 @@ class Journal:
 
     def forget(self) -> None:
         """Empties the journal, before the files that it describes are removed."""
+        for name in self._names():
+            os.unlink(os.path.join(self.folder, name))
         os.ftruncate(self._file, 0)
 
     def close(self) -> None:
-        """Closes the file, which gives the lock back."""
-        close(self._file)
+        """Closes the files, which gives the locks back."""
+        while self._files:
+            close(self._files.pop())
 
 
-def lock(file: int) -> bool:
+def in_use(folder: str) -> TargetExists:
+    return TargetExists(
+        f"{folder} belongs to another run, which is writing there now",
+        hint="wait for that run, or choose another target",
+    )
+
+
+def regions_in(file: int) -> list[Region]:
+    """The regions that an open journal notes, without those of files that were lost later."""
+    regions: dict[str, list[Region]] = {}
+    for line in islice(_lines(file), 1, None):
+        name, *rest = json.loads(line[9:])
+        if not rest:
+            regions.pop(name, None)
+            continue
+        start, stop, passed = rest
+        checksums = [((kind, a, b), *part) for kind, a, b, *part in passed]
+        regions.setdefault(name, []).append(Region(name, start, stop, checksums))
+    return list(chain.from_iterable(regions.values()))
+
+
+def _locked_in_time(file: int, seconds: float) -> bool:
+    """Locks a file whose process may be just ending; False if it is locked still."""
+    end = time.monotonic() + seconds
+    while not (is_locked := lock(file)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return is_locked
+
+
+def lock(file: int, kind: int = fcntl.LOCK_EX) -> bool:
     """Locks an open file; False if another process has locked it.
 
     Where the filesystem has no locks, nothing is locked.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
@@ -226,7 +283,7 @@ def is_locked(folder: str) -> bool:
         close(file)
 
 
-def _is_at(file: int, path: str) -> bool:
+def is_at(file: int, path: str) -> bool:
     """Whether the open file is still the one at `path`: its run may have ended meanwhile."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))

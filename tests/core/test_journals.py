@@ -1,0 +1,80 @@
+"""Journals of several processes that write one target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zckpt.core.journal import Identity, Journal, Region
+from zckpt.core.journals import PartJournal, ProcessJournal, regions_of
+from zckpt.errors import TargetExists
+
+RUN = Identity("1", {}, {"--dp": 4}, {"x": 100})
+REGIONS = [
+    Region("x", start, start + 10, [(("file", 0, 0), start, start + 10, 7)]) for start in (0, 10)
+]
+
+
+def part(folder: Path, name: str, run: Identity = RUN) -> PartJournal:
+    return PartJournal(str(folder), str(folder / "out"), run, 1 << 20, name)
+
+
+def test_only_the_last_part_completes(tmp_path: Path) -> None:
+    """The first one that asks gives up its lock, so that of two that end now one gets it."""
+    first, second = part(tmp_path, "1-of-2"), part(tmp_path, "2-of-2")
+    first.add(REGIONS[0])
+    second.add(REGIONS[1])
+    assert first.of_all_parts() is None
+    assert sorted(second.of_all_parts() or (), key=lambda region: region.start) == REGIONS
+    assert first.of_all_parts() is None  # while the other one completes the target
+    for journal in (first, second):
+        journal.close()
+
+
+def test_a_part_knows_what_others_have_written(tmp_path: Path) -> None:
+    first = part(tmp_path, "1-of-2")
+    first.add(REGIONS[0])
+    second = part(tmp_path, "2-of-2")
+    assert second.regions == {"x": REGIONS[:1]}
+    with pytest.raises(TargetExists, match="another process is writing this part"):
+        part(tmp_path, "1-of-2")
+    with pytest.raises(TargetExists, match="other options"):
+        part(tmp_path, "3-of-3", Identity("1", {}, {"--dp": 5}, {"x": 100}))
+    with pytest.raises(TargetExists, match="writing there now"):
+        Journal(str(tmp_path), str(tmp_path / "out"), RUN, 1 << 20)
+    for journal in (first, second):
+        journal.close()
+
+
+def test_a_run_takes_over_what_processes_have_noted(tmp_path: Path) -> None:
+    about = str(tmp_path), str(tmp_path / "out"), RUN, 1 << 20
+    leader = Journal(*about)
+    members = [ProcessJournal(*about, f"000{rank}") for rank in (1, 2)]
+    for member, region in zip(members, REGIONS, strict=True):
+        member.add(region)
+    length, crc = members[0].end()
+    assert regions_of(str(tmp_path), "0001", length, crc) == REGIONS[:1]
+    assert regions_of(str(tmp_path), "0001", length - 1, crc) is None
+    assert regions_of(str(tmp_path), "0003", length, crc) is None
+    for journal in (leader, *members):
+        journal.close()
+    again = Journal(*about)
+    assert again.regions == {"x": REGIONS}
+    assert not members[0].is_there()  # it would stop if it woke up
+    again.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["journal"]
+    last = Journal(*about)
+    assert last.regions == {"x": REGIONS}
+    last.close()
+
+
+def test_a_process_that_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zckpt.core.journal.ENDING", 0.1)
+    about = str(tmp_path), str(tmp_path / "out"), RUN, 1 << 20
+    Journal(*about).close()
+    member = ProcessJournal(*about, "0001")
+    with pytest.raises(TargetExists, match="writing there now"):
+        Journal(*about)
+    member.close()
+    Journal(*about).close()

@@ -1,0 +1,173 @@
+"""All processes of a launch write one target, which is the target of a single run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from zckpt.core import filling
+from zckpt.core.resources import Copying
+
+from ..conftest import Result
+from ..test_resume import files
+from .conftest import Process, free_port
+
+Launch = Callable[..., list[Process]]
+SMALL = ("-j", 2, "--memory", "4MiB")
+COPYING = Copying(2, 4 << 20)
+TARGETS: dict[str, tuple[list[object], dict[str, Any]]] = {
+    "universal": ([], {}),
+    "bf16": (["--dtype", "bf16"], {"dtype": "bf16"}),
+    "zero-2": (
+        ["--to", "deepspeed", "--dp", 3, "--stage", 2],
+        {"to": "deepspeed", "dp": 3, "stage": 2},
+    ),
+    "zero-3": (
+        ["--to", "deepspeed", "--dp", 2, "--stage", 3],
+        {"to": "deepspeed", "dp": 2, "stage": 3},
+    ),
+    "dcp": (["--to", "dcp", "--dp", 3], {"to": "dcp", "dp": 3}),
+    "gathered": (["--to", "gathered"], {"to": "gathered"}),
+}
+
+
+def ended(processes: list[Process]) -> list[Result]:
+    return [process.wait() for process in processes]
+
+
+def done(processes: list[Process]) -> Result:
+    """The report of rank 0; the others print nothing."""
+    first, *others = ended(processes)
+    assert first.code == 0, (first, others)
+    assert {(item.code, item.out, item.err) for item in others} == {(0, "", "")}
+    return first
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "size"),
+    [
+        ("universal", "zero-3", 2),
+        ("zero-1", "dcp", 3),
+        ("zero-3", "universal", 4),
+        ("dcp", "universal", 2),
+        ("dcp", "bf16", 2),
+        ("zero-3", "gathered", 2),
+        ("zero-1", "zero-2", 4),
+    ],
+)
+def test_the_target_of_a_single_run(
+    source: str, target: str, size: int, sources: dict[str, Path], tmp_path: Path, launch: Launch
+) -> None:
+    words, options = TARGETS[target]
+    path = sources[source]
+    zckpt.convert(path, tmp_path / "single", copying=COPYING, **options)
+    report = done(launch(size, "convert", path, tmp_path / "shared", *words, *SMALL, "--json"))
+    assert report.document["tensors"]
+    assert files(tmp_path / "shared") == files(tmp_path / "single")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["output", "shared", "single"]
+
+
+def test_all_processes_write(
+    sources: dict[str, Path], tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every process leaves a line for each portion that it has opened."""
+    opened = filling.TargetFile.open
+
+    def noted(self: filling.TargetFile, io: str) -> None:
+        with open(tmp_path / "opened", "a") as file:
+            file.write(f"{os.environ['RANK']}\n")
+        time.sleep(0.3)
+        opened(self, io)
+
+    monkeypatch.setattr(filling.TargetFile, "open", noted)
+    done(launch(3, "convert", sources["zero-3"], tmp_path / "out", *SMALL))
+    ranks = (tmp_path / "opened").read_text().split()
+    assert set(ranks) == {"0", "1", "2"}
+    assert len(ranks) == 9  # each portion once
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_launchers_without_an_address(
+    launcher: str, sources: dict[str, Path], tmp_path: Path, launch: Launch
+) -> None:
+    """Rank 0 leaves the address beside the target, whose folder need not be there."""
+    out = tmp_path / "new" / "folder" / "out"
+    done(launch(3, "convert", sources["dcp"], out, *SMALL, launcher=launcher))
+    zckpt.verify(out, sources["dcp"])
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_a_stale_address(sources: dict[str, Path], tmp_path: Path, launch: Launch) -> None:
+    (tmp_path / "out.srun").write_text("localhost 1 0011223344556677\n")
+    done(launch(2, "convert", sources["dcp"], tmp_path / "out", *SMALL, launcher="srun"))
+
+
+def test_reshard(sources: dict[str, Path], tmp_path: Path, launch: Launch) -> None:
+    zckpt.reshard(sources["zero-1"], tmp_path / "single", dp=3, stage=3, copying=COPYING)
+    words = ("reshard", sources["zero-1"], tmp_path / "shared", "--dp", 3, "--stage", 3)
+    done(launch(2, *words, *SMALL))
+    assert files(tmp_path / "shared") == files(tmp_path / "single")
+
+
+def test_a_dry_run_writes_nothing(sources: dict[str, Path], tmp_path: Path, launch: Launch) -> None:
+    report = done(launch(2, "convert", sources["dcp"], tmp_path / "out", "--dry-run"))
+    assert "would be" in report.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_single_opts_out(sources: dict[str, Path], tmp_path: Path, launch: Launch) -> None:
+    (process,) = launch(
+        2, "convert", sources["dcp"], tmp_path / "out", "--single", ranks=range(1, 2)
+    )
+    assert process.wait().code == 0
+    zckpt.verify(tmp_path / "out", sources["dcp"])
+
+
+def test_one_process_prints_an_error(tmp_path: Path, launch: Launch) -> None:
+    """Rank 0 alone reads the source; all end with its exit code."""
+    results = ended(launch(3, "convert", tmp_path / "nothing", tmp_path / "out", "--json"))
+    assert [item.code for item in results] == [1, 1, 1]
+    assert results[0].document["error"] == "NotACheckpoint"
+    assert not "".join(chain.from_iterable((item.out, item.err) for item in results[1:]))
+
+
+def test_an_existing_target(sources: dict[str, Path], tmp_path: Path, launch: Launch) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    results = ended(launch(2, "convert", sources["dcp"], tmp_path / "out"))
+    assert [item.code for item in results] == [1, 1]
+    assert "exists" in results[0].err
+    assert not results[1].err
+
+
+def test_restarted_processes_continue(
+    sources: dict[str, Path], tmp_path: Path, launch: Launch
+) -> None:
+    """What an earlier attempt has completed is complete."""
+    words = ("convert", sources["dcp"], tmp_path / "out", *SMALL)
+    done(launch(2, *words))
+    report = done(launch(2, *words, TORCHELASTIC_RESTART_COUNT=1))
+    assert "complete already" in report.out
+
+
+def test_other_arguments_of_one_process(
+    sources: dict[str, Path], tmp_path: Path, launch: Launch
+) -> None:
+    port = free_port()
+    first = launch(2, "convert", sources["dcp"], tmp_path / "a", ranks=range(1), MASTER_PORT=port)
+    other = launch(
+        2, "convert", sources["dcp"], tmp_path / "b", ranks=range(1, 2), MASTER_PORT=port
+    )
+    results = ended([*first, *other])
+    assert [item.code for item in results] == [2, 2]
+    assert "rank 0 writes into" in results[1].err
+    assert not results[0].err
+    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "a.partial").exists()

@@ -1,0 +1,247 @@
+"""Parts of a run know nothing of each other: any order, any restart, one target in the end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+import zckpt as package
+from zckpt.core import filling
+from zckpt.core.filling import TargetFile
+from zckpt.core.journal import Identity, Region
+from zckpt.core.journals import PartJournal
+from zckpt.core.resources import Copying
+from zckpt.core.sharing import Part, Portion, shares
+from zckpt.errors import TargetExists, WrongOption
+
+from ..conftest import Result
+from ..test_resume import files
+from .conftest import Start
+from .test_conversion import COPYING, SMALL, TARGETS
+from .test_failures import slowly, wait_for
+
+Command = Callable[..., Result]
+
+
+@pytest.mark.parametrize("target", ["universal", "zero-3", "dcp", "gathered"])
+@pytest.mark.parametrize("order", list(permutations([1, 2, 3]))[::2])
+def test_any_order(
+    order: tuple[int, ...], target: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    source, out = sources["zero-1"], tmp_path / "out"
+    options = TARGETS[target][1]
+    package.convert(source, tmp_path / "single", copying=COPYING, **options)
+    for number in order:
+        assert not out.exists()
+        report = package.convert(source, out, sharing=Part(number, 3), copying=COPYING, **options)
+        assert report["part"] == f"{number}/3"
+        assert report.get("waits_for_parts", False) == (number != order[-1])
+    assert files(out) == files(tmp_path / "single")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_part_that_is_written_twice(
+    sources: dict[str, Path], tmp_path: Path, zckpt: Command
+) -> None:
+    words = ("convert", sources["dcp"], tmp_path / "out", *SMALL, "--part")
+    assert "part 1/2 is written" in zckpt(*words, "1/2").out
+    again = zckpt(*words, "1/2", "--json").document
+    assert again["waits_for_parts"]
+    assert "an earlier run had written" in zckpt(*words, "2/2").out
+    assert "complete already" in zckpt(*words, "1/2").out
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_parts_that_end_at_the_same_time(
+    sources: dict[str, Path], tmp_path: Path, start: Start
+) -> None:
+    """However they meet, one of them completes the target, and none fails."""
+    package.convert(sources["dcp"], tmp_path / "single", copying=COPYING)
+    for turn in range(8):
+        out = tmp_path / f"out{turn}"
+        words = ("convert", sources["dcp"], out, *SMALL, "--json", "--part")
+        parts = [start(*words, f"{number}/4", environment={}) for number in range(1, 5)]
+        reports = [part.wait() for part in parts]
+        assert [report.code for report in reports] == [0] * 4, [r.err + r.out for r in reports]
+        assert files(out) == files(tmp_path / "single")
+        assert sum("tensors" in report.document for report in reports) == 1
+
+
+def test_killed_parts(sources: dict[str, Path], tmp_path: Path, start: Start) -> None:
+    """A part that is killed again and again, while others run."""
+    package.convert(sources["zero-3"], tmp_path / "single", copying=COPYING)
+    chosen = random.Random(3)
+    words = ("convert", sources["zero-3"], tmp_path / "out", *SMALL, "--part")
+    for _ in range(10):
+        parts = [
+            start(*words, f"{number}/3", environment={}, prepare=lambda: slowly(0.02))
+            for number in (1, 2, 3)
+        ]
+        time.sleep(chosen.uniform(0.05, 0.4))
+        for part in parts:
+            if not part.has_ended():
+                part.send(signal.SIGKILL)
+                part.wait()
+    parts = [start(*words, f"{number}/3", environment={}) for number in (1, 2, 3)]
+    assert [part.wait().code for part in parts] == [0, 0, 0]
+    assert files(tmp_path / "out") == files(tmp_path / "single")
+
+
+def test_another_number_of_parts_goes_on(sources: dict[str, Path], tmp_path: Path) -> None:
+    """What is written is written, whoever did it; more memory does not cut other regions."""
+    source, out = sources["dcp"], tmp_path / "out"
+    package.convert(source, out, sharing=Part(2, 3), copying=COPYING)
+    for number in (1, 2):
+        package.convert(source, out, sharing=Part(number, 2), copying=Copying(1, 10 << 20))
+    package.convert(source, tmp_path / "single", copying=COPYING)
+    assert files(out) == files(tmp_path / "single")
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 3 << 20, 12 << 20, 1 << 30])
+def test_all_parts_cut_the_same_regions(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that begin at once do not know each other's chunks."""
+    monkeypatch.setattr(filling, "REGION", 256 << 20)
+    journal = PartJournal(str(tmp_path), str(tmp_path / "out"), Identity(), chunk, "1-of-2")
+    file = TargetFile(0, "a", "a", 1 << 30, (), journal.chunk)
+    assert [region.start for region in file.regions] == list(range(0, 1 << 30, 256 << 20))
+    journal.close()
+
+
+def test_resume_without_parts_completes_the_rest(
+    sources: dict[str, Path], tmp_path: Path, zckpt: Command
+) -> None:
+    words = ("convert", sources["dcp"], tmp_path / "out", *SMALL)
+    zckpt(*words, "--part", "2/3")
+    assert zckpt(*words).code == 1
+    assert "an earlier run had written" in zckpt(*words, "--resume").out
+
+
+def test_a_single_run_is_continued_in_parts(
+    sources: dict[str, Path], tmp_path: Path, start: Start, zckpt: Command
+) -> None:
+    words = ("convert", sources["zero-3"], tmp_path / "out", *SMALL)
+    first = start(*words, environment={}, prepare=slowly)
+    wait_for(tmp_path / "out.partial", 2)
+    first.send(signal.SIGKILL)
+    first.wait()
+    zckpt(*words, "--part", "1/2")
+    assert "an earlier run had written" in zckpt(*words, "--part", "2/2").out
+
+
+def test_a_single_run_waits_for_no_part(
+    sources: dict[str, Path], tmp_path: Path, start: Start, zckpt: Command
+) -> None:
+    """A part holds the lock, so that nobody else completes or removes what it writes."""
+    words = ("convert", sources["zero-3"], tmp_path / "out", *SMALL)
+    part = start(*words, "--part", "1/2", environment={}, prepare=slowly)
+    wait_for(tmp_path / "out.partial", 1)
+    assert "writing there now" in zckpt(*words, "--resume").err
+    twice = zckpt(*words, "--part", "1/2")
+    assert "another process is writing this part" in twice.err
+    assert part.wait().code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "bf16"}, "other options"),
+        ({"to": "gathered"}, "other options"),
+    ],
+)
+def test_other_options_are_refused(
+    change: dict[str, str], reason: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    package.convert(sources["dcp"], out, sharing=Part(1, 2), copying=COPYING)
+    before = files(tmp_path)
+    with pytest.raises(TargetExists, match=reason):
+        package.convert(sources["dcp"], out, sharing=Part(2, 2), copying=COPYING, **change)
+    after = files(tmp_path)
+    assert {name: data for name, data in after.items() if "journal-2" not in name} == before
+
+
+def test_another_source_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    package.convert(sources["dcp"], out, sharing=Part(1, 2), copying=COPYING)
+    with pytest.raises(TargetExists, match="another source"):
+        package.convert(sources["zero-1"], out, sharing=Part(2, 2), copying=COPYING)
+
+
+def test_a_failed_part_removes_nothing(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zckpt.core import fileio
+
+    out = tmp_path / "out"
+    package.convert(sources["dcp"], out, sharing=Part(1, 2), copying=COPYING)
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: object) -> None:
+            raise OSError(5, "broken")
+
+        patch.setattr(fileio.Writer, "write", refuse)
+        with pytest.raises(OSError, match="broken"):
+            package.convert(sources["dcp"], out, sharing=Part(2, 2), copying=COPYING)
+    package.convert(sources["dcp"], out, sharing=Part(2, 2), copying=COPYING)
+    package.convert(sources["dcp"], tmp_path / "single", copying=COPYING)
+    assert files(out) == files(tmp_path / "single")
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "1/0", "-1/3"])
+def test_parts_that_do_not_exist(text: str, example: Path, tmp_path: Path, zckpt: Command) -> None:
+    ended = zckpt("convert", example, tmp_path / "out", "--part", text)
+    assert ended.code == 2
+    assert "--part" in ended.err
+    with pytest.raises(WrongOption):
+        Part(0, 3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shares_are_even_and_lose_nothing(count: int) -> None:
+    chosen = random.Random(count)
+    portions = [
+        Portion(f"file{number}", start, start + chosen.choice([1, 50, 256, 256, 256]))
+        for number in range(9)
+        for start in range(0, 2048, 256)
+    ]
+    parts = shares(portions, count)
+    assert sorted(portions, key=str) == sorted((p for part in parts for p in part), key=str)
+    loads = [sum(portion.length for portion in part) for part in parts]
+    assert max(loads) - min(loads) <= 256
+
+
+def test_checkpoints_of_a_run_are_not_shared(example: Path, tmp_path: Path, zckpt: Command) -> None:
+    words = ("reshard", example, tmp_path / "out", "--dp", 2, "--checkpoints", "all")
+    ended = zckpt(*words, "--part", "1/2")
+    assert ended.code == 2
+    assert "cannot share --checkpoints" in ended.err
+    assert not os.path.lexists(tmp_path / "out.partial")
+
+
+def test_a_part_that_was_killed_before_it_cut_a_file(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Direct writes round the end of a file up, and its regions may all be noted already."""
+    out = tmp_path / "out"
+    package.convert(sources["dcp"], tmp_path / "single", copying=COPYING)
+    package.convert(sources["dcp"], out, sharing=Part(1, 2), copying=COPYING)
+    taken = PartJournal.of_all_parts
+
+    def lengthened(self: PartJournal) -> list[Region] | None:
+        for path in Path(self.root).glob("*.safetensors"):
+            with open(path, "ab") as file:
+                file.write(b"x" * 100)
+        return taken(self)
+
+    monkeypatch.setattr(PartJournal, "of_all_parts", lengthened)
+    package.convert(sources["dcp"], out, sharing=Part(2, 2), copying=COPYING)
+    assert files(out) == files(tmp_path / "single")

@@ -1,0 +1,145 @@
+"""verify, diff and stats of several processes report what one process reports."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from zckpt.core import pooling
+from zckpt.core.pieces import ElementReader
+from zckpt.core.pooling import claimed
+from zckpt.core.streaming import CHUNK
+
+from ..conftest import Result
+from .test_conversion import SMALL, Launch, done, ended
+from .test_failures import slowly
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooling, "BLOCK", 1 << 20)
+
+
+def without_times(report: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in report.items() if key != "seconds"}
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+@pytest.mark.parametrize(
+    ("command", "paths"),
+    [
+        ("verify", ["zero-3"]),
+        ("verify", ["universal"]),
+        ("verify", ["zero-1", "--against", "dcp"]),
+        ("diff", ["zero-3", "dcp"]),
+        ("stats", ["zero-1"]),
+        ("stats", ["dcp"]),
+    ],
+)
+def test_the_report_of_one_process(
+    command: str,
+    paths: list[str],
+    launcher: str,
+    sources: dict[str, Path],
+    tmp_path: Path,
+    launch: Launch,
+    zckpt: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [command, *(sources.get(name, name) for name in paths), *SMALL, "--json"]
+    single = zckpt(*words)
+    shared = done(launch(3, *words, launcher=launcher))
+    assert without_times(shared.document) == without_times(single.document)
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+@pytest.fixture
+def damaged(sources: dict[str, Path], tmp_path: Path) -> Path:
+    """A universal checkpoint with a flipped bit in each file."""
+    path = Path(shutil.copytree(sources["universal"], tmp_path / "damaged"))
+    for file in path.glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 16
+        file.write_bytes(data)
+    return path
+
+
+def test_what_any_process_finds_is_reported(
+    damaged: Path, launch: Launch, zckpt: Command, sources: dict[str, Path]
+) -> None:
+    words = ("verify", damaged, *SMALL, "--json")
+    results = ended(launch(4, *words))
+    assert [result.code for result in results] == [3, 0, 0, 0]
+    single = zckpt(*words)
+    for key in ("problems", "differences"):
+        assert sorted(map(str, results[0].document[key])) == sorted(map(str, single.document[key]))
+    words = ("verify", damaged, "--against", sources["universal"], *SMALL, "--json")
+    first = ended(launch(2, *words))[0].document
+    assert first["differences"] == zckpt(*words).document["differences"]
+
+
+def test_a_proof_of_several_processes(
+    sources: dict[str, Path], tmp_path: Path, launch: Launch
+) -> None:
+    done(launch(2, "verify", sources["zero-3"], *SMALL, "--save-proof", tmp_path / "proof"))
+    assert zckpt.verify(sources["dcp"], tmp_path / "proof")["equal"]
+
+
+def test_all_processes_read(sources: dict[str, Path], tmp_path: Path, launch: Launch) -> None:
+
+    def noting() -> None:
+        read = ElementReader.read
+
+        def noted(self: ElementReader, *rest: Any) -> None:
+            with open(tmp_path / "read", "a") as file:
+                file.write(os.environ["RANK"])
+            time.sleep(0.3)
+            read(self, *rest)
+
+        ElementReader.read = noted  # type: ignore[method-assign]
+
+    preparing = dict.fromkeys(range(3), noting)
+    done(launch(3, "verify", sources["zero-3"], *SMALL, preparing=preparing))
+    assert set((tmp_path / "read").read_text()) == {"0", "1", "2"}
+
+
+def test_an_error_of_one_process(sources: dict[str, Path], launch: Launch) -> None:
+    def prepare() -> None:
+        from zckpt.core import fileio
+
+        def refuse(*_: object) -> None:
+            raise OSError(5, "Input/output error", "a.pt")
+
+        fileio.Reader.read = refuse  # type: ignore[method-assign, assignment]
+
+    preparing = {0: slowly, 1: prepare}
+    results = ended(launch(2, "stats", sources["dcp"], *SMALL, preparing=preparing))
+    assert [result.code for result in results] == [1, 1]
+    assert "a.pt: Input/output error" in results[1].err
+    assert not results[0].err
+
+
+@pytest.mark.parametrize("processes", [1, 2, 5])
+def test_blocks_are_claimed_once(processes: int) -> None:
+    """Whoever is faster, every task is carried out by one process."""
+    tasks = [(number, 1 + number % 7 * 100_000) for number in range(200)]
+    counter = iter(range(10**6))
+    running = [
+        claimed(tasks, lambda task: task[1], lambda: next(counter)) for _ in range(processes)
+    ]
+    seen: list[int] = []
+    for place in range(10**4):
+        for number in [place % processes] * (1 + place % 3):
+            seen += [task[0] for task in [next(running[number], None)] if task]
+    assert sorted(seen) == list(range(200))
+    assert CHUNK

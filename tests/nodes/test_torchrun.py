@@ -1,0 +1,150 @@
+"""Real torchrun: its store, its restarts, its way to end processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import zckpt
+
+from ..conftest import EXAMPLE, ROOT
+from ..test_resume import files
+from .conftest import free_port
+from .test_conversion import COPYING, SMALL
+from .test_failures import wait_for
+
+pytestmark = pytest.mark.engines
+Torchrun = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Torchrun]:
+    """Starts torchrun with so many processes on this machine, and with options of its own."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(
+        size: int, *words: object, own: tuple[object, ...] = (), timeout: int = 20
+    ) -> subprocess.Popen[str]:
+        environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("TORCH_")},
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "ZCKPT_TIMEOUT": str(timeout),
+        }
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", size]
+        command += ["--master-port", free_port(), *own, *words]
+        with open(tmp_path / "printed", "w") as printed:
+            process = subprocess.Popen(
+                [str(word) for word in command],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=printed,
+                text=True,
+                start_new_session=True,
+            )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def workers(process: subprocess.Popen[str]) -> dict[int, int]:
+    """Process numbers of the ranks that torchrun has started."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
+    ).stdout
+    ranks = {}
+    for number in map(int, listed.split()):
+        variables = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+        for variable in variables:
+            if variable.startswith(b"RANK="):
+                ranks[int(variable[5:])] = number
+    return ranks
+
+
+def errors(tmp_path: Path) -> list[str]:
+    return re.findall("^Error: .*", (tmp_path / "printed").read_text(), re.MULTILINE)
+
+
+@pytest.mark.first
+def test_two_processes(torchrun: Torchrun, tmp_path: Path) -> None:
+    zckpt.convert(EXAMPLE, tmp_path / "single")
+    process = torchrun(2, "-m", "zckpt", "convert", EXAMPLE, tmp_path / "shared")
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, (tmp_path / "printed").read_text()
+    assert out.count("23 tensors") == 1
+    assert files(tmp_path / "shared") == files(tmp_path / "single")
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_killed_process_is_restarted(
+    rank: int, torchrun: Torchrun, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """`--max-restarts 1`: torchrun ends the others and starts all again, and they go on."""
+    zckpt.convert(sources["zero-3"], tmp_path / "single", copying=COPYING)
+    words = (0.3, "convert", sources["zero-3"], tmp_path / "out", *SMALL)
+    script = Path(__file__).parent / "command.py"
+    process = torchrun(4, script, *words, own=("--max-restarts", 1))
+    wait_for(tmp_path / "out.partial", 3, 4)
+    os.kill(workers(process)[rank], signal.SIGKILL)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, (tmp_path / "printed").read_text()
+    assert "an earlier run had written" in out
+    assert files(tmp_path / "out") == files(tmp_path / "single")
+
+
+def test_a_stopped_process(torchrun: Torchrun, sources: dict[str, Path], tmp_path: Path) -> None:
+    """The others end with one error that names it; torchrun kills it; --resume goes on."""
+    words = ("convert", sources["zero-3"], tmp_path / "out", *SMALL)
+    script = Path(__file__).parent / "command.py"
+    process = torchrun(4, script, 0.3, *words, timeout=4)
+    wait_for(tmp_path / "out.partial", 3, 4)
+    os.kill(workers(process)[2], signal.SIGSTOP)
+    process.communicate(timeout=120)
+    assert process.returncode == 1
+    (error,) = errors(tmp_path)
+    assert "rank 2 (" in error
+    assert "has not answered for 4 s" in error
+    again = torchrun(2, script, 0, *words, "--resume")
+    out, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, (tmp_path / "printed").read_text()
+    assert "an earlier run had written" in out
+    zckpt.convert(sources["zero-3"], tmp_path / "single", copying=COPYING)
+    assert files(tmp_path / "out") == files(tmp_path / "single")
+
+
+def test_an_error_of_one_process(torchrun: Torchrun, tmp_path: Path) -> None:
+    process = torchrun(4, "-m", "zckpt", "convert", tmp_path / "nothing", tmp_path / "out")
+    process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert len(errors(tmp_path)) == 1
+
+
+def test_slow_processes_take_less(
+    torchrun: Torchrun, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """A slow reader does not hold the others; nothing is given up because of it."""
+    zckpt.convert(sources["zero-3"], tmp_path / "single", copying=COPYING)
+    script = tmp_path / "slow_rank_1.py"
+    script.write_text(
+        "import os, sys\n"
+        "from tests.nodes import command\n"
+        "sys.argv.insert(1, '1.5' if os.environ['RANK'] == '1' else '0.05')\n"
+        "command.main()\n"
+    )
+    words = ("convert", sources["zero-3"], tmp_path / "out", *SMALL)
+    process = torchrun(4, script, *words, timeout=2)
+    process.communicate(timeout=120)
+    assert process.returncode == 0, (tmp_path / "printed").read_text()
+    assert files(tmp_path / "out") == files(tmp_path / "single")

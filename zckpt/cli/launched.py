@@ -1,0 +1,62 @@
+"""Does a command run in this process alone, or in all processes of a launch?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ..nodes.launch import launched, restarts
+
+Report = dict[str, Any]
+
+
+def write(
+    command: Callable[..., Report],
+    source: str,
+    target: str,
+    *,
+    single: bool,
+    part: Any,
+    **words: Any,
+) -> Report | None:
+    """The report of a conversion, which all processes of a launch share; None but on rank 0.
+
+    A `single` process runs by itself, and so does a process with a `part`. Processes that were
+    restarted continue their own run.
+    """
+    words["resume"] = words["resume"] or (restarts() > 0 and not single)
+    if part is not None:
+        return command(source, target, sharing=part, **words)
+    launch = None if single else launched()
+    if launch is None:
+        return command(source, target, **words)
+    from ..nodes.conversion import Leader, take_part
+    from ..nodes.group import Group
+
+    with Group(launch, beside=target) as group:
+        if group.rank:
+            take_part(group, os.fspath(target), words["copying"])
+            return None
+        words["begin"] = group.watched(words["begin"])
+        return command(source, target, sharing=Leader(group), **words)
+
+
+def look(command: Callable[..., Report], *paths: Any, single: bool, **words: Any) -> Report | None:
+    """The report of a command that only reads, as `write` gives that of a conversion.
+
+    The processes of `--gather` meet by themselves.
+    """
+    launch = None if single or words.get("gather") else launched()
+    if launch is None:
+        return command(*paths, **words)
+    from ..api import Copying
+    from ..nodes.group import Group
+    from ..nodes.passes import LeaderPool, take_part
+
+    with Group(launch, beside=os.path.join(os.getcwd(), ".zckpt")) as group:
+        if group.rank:
+            take_part(group, Copying(words["jobs"], words["memory"]))
+            return None
+        words["begin"] = group.watched(words["begin"])
+        return command(*paths, pool=LeaderPool(group), **words)

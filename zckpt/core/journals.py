@@ -1,0 +1,119 @@
+"""How do several processes note which regions of one target are complete?
+
+Each process has a journal of its own beside `journal`, so that none waits for another.
+
+The lock of `journal` says who is at work. A run that leads the work has it for itself. Parts of a
+run, which know nothing of each other, share it. A part that has written its regions asks for it
+alone: only the last one gets it, and completes the target.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from contextlib import suppress
+
+from ..errors import TargetExists
+from . import filling
+from .checksum import crc32
+from .fileio import sync_data
+from .journal import Identity, Journal, Region, in_use, is_at, lock, regions_in
+from .sources import close, naming, pread
+from .targets import JOURNAL as NAME
+
+COMPLETING = 60.0  # seconds that a new part waits for one that completes the target
+
+
+class PartJournal(Journal):
+    """The journal of one part of a run whose parts know nothing of each other.
+
+    `regions` are those that any part has noted so far. `chunk` becomes a power of two: then all
+    parts cut files into the same regions, however much memory each one has.
+    """
+
+    def __init__(self, folder: str, root: str, identity: Identity, chunk: int, part: str) -> None:
+        self._name = f"{NAME}-{part}"
+        power = 1 << chunk.bit_length() - 1 if chunk else 0
+        super().__init__(folder, root, identity, min(power, filling.REGION))
+
+    def _begin(self) -> None:
+        self._whole = self._shared()
+        self._read(self._whole)
+        for name in self._names():
+            if name != self._name:
+                self._read(self._opened(name))
+        self._file = self._opened(self._name)
+        if not lock(self._file):
+            raise TargetExists(
+                f"{self.folder}: another process is writing this part",
+                hint="start every part once; wait for that process, or end it",
+            )
+        length = self._read(self._file)
+        os.ftruncate(self._file, length)
+        if not length:
+            self._append(self._header())
+
+    def _shared(self) -> int:
+        """The file `journal` with a shared lock; waits while another part completes the target."""
+        end = time.monotonic() + COMPLETING
+        while True:
+            file = self._opened(NAME)
+            if lock(file, fcntl.LOCK_SH) and is_at(file, self.path):
+                return file
+            close(self._files.pop())
+            if time.monotonic() > end:
+                raise in_use(self.folder)
+            time.sleep(0.1)
+
+    def of_all_parts(self) -> list[Region] | None:
+        """The regions of all parts; None if another part is still at work, or has completed all."""
+        with naming(self.path):
+            sync_data(self._file)
+        with suppress(OSError):
+            fcntl.flock(self._whole, fcntl.LOCK_UN)  # two parts that end now must not wait
+        if not lock(self._whole) or not is_at(self._whole, self.path):
+            return None
+        files = [self._whole, *(self._opened(name, 0) for name in self._names())]
+        return [region for file in files for region in regions_in(file)]
+
+
+class ProcessJournal(Journal):
+    """The journal of one process of a run that another process leads; that one has the lock."""
+
+    def __init__(self, folder: str, root: str, identity: Identity, chunk: int, part: str) -> None:
+        self._name = f"{NAME}-{part}"
+        super().__init__(folder, root, identity, chunk)
+
+    def _begin(self) -> None:
+        self._file = self._opened(self._name, os.O_CREAT | os.O_EXCL)
+        lock(self._file)
+        self._append(self._header())
+
+    def is_there(self) -> bool:
+        """Whether the run that this process works for still goes on in the same folder."""
+        return is_at(self._file, os.path.join(self.folder, self._name))
+
+    def end(self) -> tuple[int, int]:
+        """Syncs the journal; gives its length and its CRC-32."""
+        with naming(self.path):
+            sync_data(self._file)
+            data = pread(self._file, os.fstat(self._file).st_size, 0)
+        return len(data), crc32(data)
+
+
+def regions_of(folder: str, part: str, length: int, crc: int) -> list[Region] | None:
+    """The regions that another process has noted; None unless its journal has this CRC-32.
+
+    A network filesystem may show it later.
+    """
+    try:
+        file = os.open(os.path.join(folder, f"{NAME}-{part}"), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        if crc32(pread(file, length, 0)) != crc:
+            return None
+        return regions_in(file)
+    finally:
+        close(file)

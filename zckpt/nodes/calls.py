@@ -1,0 +1,64 @@
+"""Calls to a store that end, although torch's own wait for ever if its host hangs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TookTooLong
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class Calls:
+    """The methods of a store that are needed; each raises after `timeout` seconds.
+
+    `lost` makes the error, from the reason. After it no call is tried again. One thread calls
+    torch; it does not keep the process alive.
+    """
+
+    def __init__(self, store: Store, timeout: float, lost: Callable[[str], Exception]) -> None:
+        self._store: Any = store
+        self._timeout = timeout
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._lost = lost
+        self._gone: Exception | None = None
+        threading.Thread(target=self._work, name="zckpt-store", daemon=True).start()
+
+    def add(self, key: str, count: int) -> int:
+        """Adds to a counter, which begins with 0, and gives its value."""
+        return int(self._call(lambda: self._store.add(key, count)))
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._call(lambda: self._store.set(key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these keys have been set."""
+        return bool(self._call(lambda: self._store.check(keys)))
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that has been set."""
+        return bytes(self._call(lambda: self._store.get(key)))
+
+    def _call(self, call: Callable[[], Any]) -> Any:
+        if self._gone is not None:
+            raise self._gone
+        answer: Future[Any] = Future()
+        self._calls.put((answer, call))
+        try:
+            return answer.result(self._timeout)
+        except (TookTooLong, RuntimeError) as error:  # torch's errors have stacks in their texts
+            reason = str(error).partition("\n")[0].partition(". ")[0]
+            self._gone = self._lost(reason or f"no answer for {self._timeout:.0f} s")
+            raise self._gone from error
+
+    def _work(self) -> None:
+        while True:
+            answer, call = self._calls.get()
+            try:
+                answer.set_result(call())
+            except Exception as error:
+                answer.set_exception(error)

@@ -1,0 +1,168 @@
+"""How do the processes of a launch share one conversion?
+
+Rank 0 reads the source, lays the files of the target, and sends the manifests of both to the
+others. Then every process takes portions of the target, the largest first, until a counter in the
+store has passed the last one: a slow node takes fewer. In the end rank 0 reads what the others have
+noted in their journals, and completes the target as a run that is continued and finds nothing left
+to write.
+
+The bytes of a portion are the same whoever writes them, so that it does no harm if a process that
+was given up writes the rest of a chunk.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ..core import convert
+from ..core.journal import Journal, Region
+from ..core.journals import ProcessJournal, regions_of
+from ..core.resources import Copying
+from ..core.sharing import Portion, Work, largest_first
+from ..core.sources import on_this_node
+from ..errors import Interrupted, ProcessLost, WrongOption
+from ..version import __version__
+from . import handover
+from .group import Group
+
+VISIBLE = 30.0  # seconds in which a network filesystem shows rank 0 what another node has synced
+
+
+class Leader:
+    """Rank 0's side: it begins a conversion and completes it."""
+
+    part = ""
+    is_alone = False
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._folder = ""
+
+    def begin(self, work: Work) -> None:
+        self._folder = work.folder
+        sent = replace(
+            work, source=handover.tensors_of(work.source), shells=handover.tensors_of(work.shells)
+        )
+        self.group.send("work", handover.to_bytes(sent))
+
+    def mine(self, portions: Sequence[Portion]) -> Iterator[Sequence[Portion]]:
+        return handed_out(self.group, [item for item in portions if not item.is_complete])
+
+    def check(self) -> None:
+        self.group.check()
+
+    def others(self, journal: Journal) -> Iterator[Region]:
+        for rank in range(1, self.group.size):
+            yield from self._of_rank(rank, *self.group.told(f"done/{rank}"))
+
+    def _of_rank(self, rank: int, length: int, crc: int) -> list[Region]:
+        end = time.monotonic() + VISIBLE
+        while (regions := regions_of(self._folder, part_of(rank), length, crc)) is None:
+            self.group.check()
+            if time.monotonic() > end:
+                raise ProcessLost(
+                    f"{self._folder} has not the journal that rank {rank} wrote there",
+                    hint="all nodes must see the same files: check the mounts of both nodes; then "
+                    "repeat the command with --resume",
+                )
+            time.sleep(0.1)
+        return regions
+
+    def end(self, error: BaseException | None) -> None:
+        """After a failure, others must not write into what is then removed."""
+        if error is not None:
+            self.group.fail(error)
+            if not isinstance(error, (KeyboardInterrupt, ProcessLost)):
+                self.group.wait_for_stops()
+
+
+class Member:
+    """The side of every other process: it writes portions, and notes them in its journal."""
+
+    is_alone = False
+
+    def __init__(self, group: Group, work: Work, journal: ProcessJournal) -> None:
+        self.group = group
+        self.part = part_of(group.rank)
+        self._work = work
+        self._journal = journal
+
+    def begin(self, work: Work) -> None:
+        raise AssertionError("rank 0 begins")
+
+    def mine(self, portions: Sequence[Portion]) -> Iterator[Sequence[Portion]]:
+        done = self._work.complete
+        if outside := [item.file for item in portions if ".." in item.file.split(os.sep)]:
+            raise WrongOption(f"rank 0 names {outside[0]}, which is outside of the target")
+        left = [item for item in portions if (item.file, item.start) not in done]
+        for group in handed_out(self.group, left):
+            if not self._journal.is_there():
+                raise ProcessLost(f"{self._work.folder} belongs to another run by now")
+            yield group
+
+    def check(self) -> None:
+        self.group.check()
+
+    def others(self, journal: Journal) -> None:
+        return None
+
+    def end(self, error: BaseException | None) -> None:
+        if error is None:
+            self.group.tell(f"done/{self.group.rank}", self._journal.end())
+        else:
+            self.group.fail(error)
+            self.group.stop()
+
+
+def take_part(group: Group, target: str, copying: Copying) -> None:
+    """What all processes but rank 0 do: they write portions of the target if rank 0 wants that.
+
+    Returns when rank 0 has ended. Raises ProcessFailed if another process has failed, and what a
+    conversion raises.
+    """
+    if group.comes("work"):
+        work: Work = handover.from_bytes(group.received("work"))
+        _refuse_other(work, target, group.rank)
+        source = replace(work.source, fingerprints=on_this_node(work.source.fingerprints))
+        work = replace(work, source=source)
+        journal = ProcessJournal(
+            work.folder, work.root, work.identity, work.chunk, part_of(group.rank)
+        )
+        try:
+            member = Member(group, work, journal)
+            convert.take_part(work, journal, copying, group.written, member)
+        except KeyboardInterrupt as error:
+            raise Interrupted(*error.args) from error
+        finally:
+            journal.close()
+        group.wait_for_end()
+
+
+def part_of(rank: int) -> str:
+    """The name of a rank's journal."""
+    return f"{rank:04}"
+
+
+def handed_out(group: Group, portions: Sequence[Portion]) -> Iterator[Sequence[Portion]]:
+    """The portions that this process gets, each one when a thread is ready for it."""
+    order = largest_first(portions)
+    while (number := group.next("portion")) < len(order):
+        yield [order[number]]
+
+
+def _refuse_other(work: Work, target: str, rank: int) -> None:
+    """Raises WrongOption unless this process was started for the same target as rank 0."""
+    folder = f"{os.path.abspath(target)}.partial"
+    if work.folder != folder or os.path.dirname(work.root) != folder:
+        raise WrongOption(
+            f"rank 0 writes into {work.folder}, but rank {rank} was started for {folder}",
+            hint="start all processes in the same folder, with the same arguments",
+        )
+    if work.identity.version != __version__:
+        raise WrongOption(
+            f"rank 0 runs zckpt {work.identity.version}, but rank {rank} runs {__version__}",
+            hint="install the same version on all nodes",
+        )

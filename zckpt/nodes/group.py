@@ -1,0 +1,328 @@
+"""What do the processes of a launch tell each other?
+
+    alive/RANK      a counter that every process raises once a second
+    who/RANK        its host and process number
+    failures        how many processes have failed; the first one leaves `failure`, and prints it
+    bytes           what all but rank 0 have written, for the progress bar
+    end             rank 0 has ended
+    stopped, left   how many processes write nothing any more, and have left
+
+Every process watches rank 0, and rank 0 watches all. A process whose counter stands still for
+`timeout` seconds is lost. A process that could not raise its counter for half of that time, because
+it or its node was stopped, must not write any more: others may have given it up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..core.resources import Begin, Progress
+from ..errors import ProcessFailed, ProcessLost, WrongOption, ZckptError, counted, listed
+from .calls import Calls
+from .launch import Launch
+from .meeting import Meeting, meet
+
+TIMEOUT = 120.0  # seconds
+LEAVING = 10.0  # seconds that rank 0 waits for others to stop, or to read how it ended
+POLL = 0.01  # seconds between the first two looks at the store
+MAX_POLL = 0.5  # seconds between two looks after a while: there may be 1,000 processes
+VALUE = 4 << 20  # bytes of one value in a store, which allows 8 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a process has failed, as it tells the others; `keeps` is true if `--resume` helps."""
+
+    rank: int
+    message: str
+    hint: str
+    code: int
+    keeps: bool
+
+
+class Group:
+    """`with Group(launch, beside) as group:` all processes of a launch are in it.
+
+    `beside` is a path on a filesystem that all nodes share; None if there is none. The end of the
+    block tells the others how this process has ended. Raises ProcessLost if a process does not
+    start, or does not answer for `timeout` seconds; ProcessFailed if another one has failed.
+    """
+
+    def __init__(self, launch: Launch, beside: str | None, timeout: float | None = None) -> None:
+        self.launch = launch
+        self.rank, self.size = launch.rank, launch.size
+        self.timeout = timeout or _timeout()
+        self._beside = beside
+        self._progress: Progress | None = None
+        self._written = 0
+        self._total = 0
+        self._lock = threading.Lock()
+        self._failure: Failure | None = None
+        self._lost: set[int] = set()
+        self._who: dict[int, str] = {}
+        self._gone: Exception | None = None
+        self._is_failing = False
+        self._has_stopped = False
+        self._is_leaving = threading.Event()
+
+    def __enter__(self) -> Group:
+        self._meeting: Meeting = meet(self.launch, self._beside, self.timeout)
+        self.store = Calls(self._meeting.store, self.timeout, self._without_store)
+        self.store.set(f"who/{self.rank}", f"{socket.gethostname()}, process {os.getpid()}")
+        self.store.add(f"alive/{self.rank}", 1)
+        now = time.monotonic()
+        watched = range(1, self.size) if self.rank == 0 else (0,)
+        self._seen = dict.fromkeys(watched, (0, now))
+        self._beaten = now
+        self._thread = threading.Thread(target=self._beat_on, name="zckpt-heartbeat", daemon=True)
+        self._thread.start()
+        return self
+
+    # -- the heartbeat
+
+    def _beat_on(self) -> None:
+        pause = min(1.0, self.timeout / 20)
+        while not self._is_leaving.wait(pause):
+            try:
+                self._beat()
+            except Exception as error:
+                self._gone = error
+                return
+
+    def _beat(self) -> None:
+        self.store.add(f"alive/{self.rank}", 1)
+        self._beaten = time.monotonic()
+        with self._lock:
+            written, self._written = self._written, 0
+        total = self.store.add("bytes", written)
+        if self.rank == 0 and self._progress:
+            self._progress(total - self._total)
+            self._total = total
+        if self._failure is None and self.store.check(["failure"]):
+            self._failure = Failure(**json.loads(self.store.get("failure")))
+        for rank, (count, since) in self._seen.items():
+            now = self.store.add(f"alive/{rank}", 0)
+            if now != count:
+                if not count:
+                    self._who[rank] = self.store.get(f"who/{rank}").decode()
+                self._seen[rank] = now, time.monotonic()
+            elif time.monotonic() - since > self.timeout:
+                self._lost.add(rank)
+
+    def check(self) -> None:
+        """Raises if this process must stop: another one has failed, or does not answer."""
+        if self._failure is not None:
+            raise _error_of(self._failure)
+        if self._lost:
+            raise self._lost_error()
+        if self._gone is not None:
+            raise self._gone
+        stopped = time.monotonic() - self._beaten
+        if stopped > self.timeout / 2:
+            raise ProcessLost(f"rank {self.rank} was stopped for {stopped:.0f} s")
+
+    def _without_store(self, reason: str) -> ProcessLost:
+        return ProcessLost(
+            f"rank {self.rank} has lost the connection to rank 0{self._where(0)}: {reason}",
+            hint="end that process if it is still there; then repeat the command with --resume",
+        )
+
+    def _lost_error(self) -> ProcessLost:
+        lost = sorted(self._lost)
+        missing = [rank for rank in lost if not self._seen[rank][0]]
+        if missing:
+            return ProcessLost(
+                f"{counted(len(missing), 'process', 'processes')} of {self.size} did not start "
+                f"within {self.timeout:.0f} s: rank {listed(missing)}",
+                hint="start all of them; if this process should run alone, add --single",
+            )
+        where = [f"{rank}{self._where(rank)}" for rank in lost]
+        return ProcessLost(
+            f"rank {listed(where)} has not answered for {self.timeout:.0f} s",
+            hint="end that process; then repeat the command with --resume",
+        )
+
+    def _where(self, rank: int) -> str:
+        return f" ({self._who[rank]})" if rank in self._who else ""
+
+    # -- waiting and telling
+
+    def wait(self, is_there: Callable[[], bool]) -> None:
+        """Returns soon after `is_there()`; raises as `check`."""
+        pause = POLL
+        while not is_there():
+            self.check()
+            time.sleep(pause)
+            pause = min(MAX_POLL, pause * 1.1)
+
+    def has(self, *keys: str) -> bool:
+        return bool(self.store.check(list(keys)))
+
+    def tell(self, key: str, value: Any) -> None:
+        """Leaves a JSON value for others."""
+        self.store.set(key, json.dumps(value))
+
+    def told(self, key: str) -> Any:
+        """The JSON value that another process has left, or will leave; raises as `check`."""
+        self.wait(lambda: self.has(key))
+        return json.loads(self.store.get(key))
+
+    def send(self, key: str, data: bytes) -> None:
+        """Leaves bytes for others."""
+        parts = [data[start : start + VALUE] for start in range(0, len(data), VALUE)]
+        for number, part in enumerate(parts):
+            self.store.set(f"{key}/{number}", part)
+        self.tell(key, len(parts))
+
+    def received(self, key: str) -> bytes:
+        """The bytes that another process has sent; raises as `check`."""
+        return b"".join(self.store.get(f"{key}/{n}") for n in range(self.told(key)))
+
+    def next(self, key: str) -> int:
+        """0 for the process that asks first, then 1 and so on; raises as `check`."""
+        self.check()
+        return int(self.store.add(key, 1)) - 1
+
+    # -- progress
+
+    def watched(self, begin: Begin | None) -> Begin | None:
+        """`begin` for rank 0, whose progress then shows what all processes have written."""
+        if begin is None:
+            return None
+
+        def begin_all(total: int) -> Progress:
+            self._total = self.store.add("bytes", 0)
+            progress = begin(total)
+            self._progress = progress
+            return progress
+
+        return begin_all
+
+    def written(self, count: int) -> None:
+        """Notes bytes that this process has written, if it is not rank 0."""
+        with self._lock:
+            self._written += count
+
+    # -- the end
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        other: ProcessFailed | None = None
+        try:
+            if error is not None and not self.fail(error):
+                other = self._failed_elsewhere()
+            self.stop()
+            self._leave(has_failed=error is not None)
+        except Exception as lost:  # the store may be gone
+            self._gone = lost
+        finally:
+            self._is_leaving.set()
+            self._meeting.close()
+        if other is not None and other is not error:
+            raise other from error
+
+    def _leave(self, has_failed: bool) -> None:
+        """Rank 0 says that all has ended, then the others leave, then rank 0 if it hosts the store.
+
+        After a failure nobody leaves before rank 0 has ended: a launcher would kill it meanwhile.
+        """
+        if self.rank == 0:
+            self.tell("end", has_failed)
+        elif has_failed and 0 not in self._lost:
+            self._wait_until(lambda: self.has("end"))
+        self._is_leaving.set()
+        self._thread.join(LEAVING)
+        self.store.add("left", 1)
+        if self._meeting.is_host:
+            self._wait_for_count("left", self.size)
+
+    def fail(self, error: BaseException) -> bool:
+        """Tells the others of a failure; False if another process did that first, and prints it."""
+        if isinstance(error, ProcessFailed) and error.code is not None:
+            return False
+        try:
+            if self._is_failing or self.store.add("failures", 1) > 1:
+                return self._is_failing
+            self._is_failing = True
+            self.tell("failure", asdict(_failure(self.rank, error)))
+        except Exception as lost:
+            self._gone = lost
+        return True
+
+    def comes(self, key: str) -> bool:
+        """Whether a value comes; False if rank 0 ends without it. Raises as `wait_for_end`."""
+        self.wait(lambda: self.has(key) or self.has("end"))
+        if self.has(key):
+            return True
+        self.wait_for_end()
+        return False
+
+    def wait_for_end(self) -> None:
+        """Returns when rank 0 has ended; raises ProcessFailed if it has failed."""
+        if self.told("end") and (failed := self._failed_elsewhere()):
+            raise failed
+
+    def _failed_elsewhere(self) -> ProcessFailed | None:
+        """The error of the process that failed first; None if it does not say it."""
+        self._wait_until(lambda: self.has("failure"))
+        if not self.has("failure"):
+            return None
+        return _error_of(Failure(**json.loads(self.store.get("failure"))))
+
+    def stop(self) -> None:
+        """Says that this process writes nothing any more."""
+        if not self._has_stopped:
+            self._has_stopped = True
+            self.store.add("stopped", 1)
+
+    def wait_for_stops(self) -> None:
+        """Waits until the others write nothing any more, but not for ever."""
+        self._wait_for_count("stopped", self.size - 1)
+
+    def _wait_for_count(self, key: str, count: int) -> None:
+        self._wait_until(lambda: self.store.add(key, 0) + len(self._lost) >= count)
+
+    def _wait_until(self, is_there: Callable[[], bool]) -> None:
+        """Waits, but not for ever, and not if the store is gone or a launcher ends the process."""
+        end = time.monotonic() + LEAVING
+        with suppress(Exception, KeyboardInterrupt):
+            while not is_there() and time.monotonic() < end:
+                time.sleep(POLL)
+
+
+def _failure(rank: int, error: BaseException) -> Failure:
+    """A failure as others see it, with the exit code of cli/run.py."""
+    if isinstance(error, KeyboardInterrupt):
+        code = 128 + (error.args[0] if error.args else signal.SIGINT)
+        return Failure(rank, "interrupted", "repeat the command with --resume", code, True)
+    if isinstance(error, ZckptError):
+        code = 2 if isinstance(error, WrongOption) else 1
+        keeps = isinstance(error, ProcessLost)
+        return Failure(rank, error.message, error.hint, code, keeps)
+    return Failure(rank, str(error), "see the message of that process", 1, False)
+
+
+def _error_of(failure: Failure) -> ProcessFailed:
+    """The error of a process that ends because another one has failed."""
+    kind = ProcessLost if failure.keeps else ProcessFailed
+    error = kind(f"rank {failure.rank}: {failure.message}", failure.hint)
+    error.code = failure.code
+    return error
+
+
+def _timeout() -> float:
+    text = os.environ.get("ZCKPT_TIMEOUT", "")
+    try:
+        return float(text) if text else TIMEOUT
+    except ValueError:
+        raise WrongOption(f"ZCKPT_TIMEOUT is {text}, which is no number of seconds") from None
