@@ -277,7 +277,7 @@ def test_a_zip_with_a_comment(tmp_path: Path, length: int) -> None:
 
 
 def test_equal_pickles_are_parsed_once(tmp_path: Path) -> None:
-    parsed: Parsed = {}
+    parsed = Parsed()
     files = [
         TorchFile(
             save(tmp_path / str(place) / "a.pt", {"a": torch.full((3,), float(place))}), parsed

@@ -29,7 +29,7 @@ class ItemFiles:
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
-        self._parsed: Parsed = {}
+        self._parsed = Parsed()
         self._tensors: dict[tuple[str, int], dict[str, Stored]] = {}
 
     def stored(self, location: ItemLocation, key: str) -> Stored | None:

@@ -21,6 +21,7 @@ from ..core import sources
 from ..core.dtypes import SIZES
 from ..core.fileio import align
 from ..core.fragments import Extent
+from ..core.manifest import is_sizes
 from ..errors import MALFORMED, CorruptCheckpoint, brief
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
@@ -102,9 +103,10 @@ def _dtype(name: Any) -> str:
 
 
 def _sizes(sizes: Any) -> list[int]:
-    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+    if not is_sizes(sizes):
         raise ValueError("no sizes")
-    return sizes
+    numbers: list[int] = sizes
+    return numbers
 
 
 def _extent(path: str, begin: int, start: int, stop: int) -> Extent:

@@ -13,10 +13,9 @@ Over 400 lines, since both containers share the tensors and the checks of their 
 from __future__ import annotations
 
 import os
-import struct
+import threading
 import zlib
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -26,15 +25,13 @@ from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
 from ..core.inert import Foreign, Global, Scalar
 from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, brief
 from .unpickle import BUILTINS, Build, Unpickler
+from .zipdirectory import Directories, ZipMember
 
 TORCH_DTYPES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
 # Bytes of a file's pickle, which is parsed in memory: a tensor takes 100 to 300, so that the
 # weights and states of a million parameters fit in.
 MAX_PICKLE = 1 << 30
 FIRST_READ = 1 << 24  # bytes of a file of torch before 1.6, whose pickles are at the beginning
-# Bytes of a zip's directory: a storage takes 100 to 150, and a rank of stage 3 has one for each of
-# a model's parameters. There are 50,000 in the largest models; a million fit in.
-MAX_DIRECTORY = 1 << 28
 # As in unpickle.py. Long files of engines have a value for 10 bytes and a container for 45 at most.
 MOST_VALUES, MOST_CONTAINERS = 1_200_000, 270_000
 MAX_AXES = 64  # torch's own limit
@@ -44,10 +41,6 @@ MAX_AXES = 64  # torch's own limit
 SPARE_BYTES, COPIES = 64 << 20, 8  # of all tensors: a fixed number, and times the file's size
 SPARE_RUNS, BYTES_PER_RUN = 250_000, 8  # runs of elements that do not follow each other
 SMALL = 1 << 20  # bytes; a record up to this size is checked when a tensor in it is read
-Parsed = dict[tuple[int, int, int], "_Loaded"]
-"""Parsed pickles by length, CRC-32 and hash; one dictionary for the files of all ranks."""
-_peeked: Parsed = {}
-"""The last pickle that `peek` parsed, until a TorchFile takes it."""
 _refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
 """The error of the last pickle that could not be read, by its file."""
 
@@ -63,6 +56,22 @@ class _Loaded(NamedTuple):
     bytes: int
     runs: int
     names: tuple[str, ...]
+
+
+class Parsed(dict[tuple[int, int, int], _Loaded]):
+    """What is parsed once for the files of all ranks.
+
+    These are pickles, by length, CRC-32 and hash, and the zips' `directories`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directories = Directories()
+        self.lock = threading.Lock()  # what one thread parses, the others wait for
+
+
+_peeked: dict[tuple[int, int, int], _Loaded] = {}
+"""The last pickle that `peek` parsed, until a TorchFile takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +139,7 @@ class TorchFile:
                 within = Extent(path, 0, self.size)
             head = sources.pread(file.fileno(), 4, within.offset)
             if head == b"PK\3\4":
-                seen = {} if parsed is None else parsed
+                seen = Parsed() if parsed is None else parsed
                 loaded = self._read_zip(file.fileno(), within, seen)
             elif head[:1] == b"\x80" and head[1:2] in _PROTOCOLS and not within.offset:
                 loaded = self._read_legacy(file.fileno())
@@ -234,7 +243,7 @@ class TorchFile:
     # -- torch >= 1.6
 
     def _read_zip(self, file: int, within: Extent, parsed: Parsed) -> _Loaded:
-        members = read_directory(file, within)
+        members = parsed.directories.members(file, within)
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise CorruptCheckpoint(f"{self.path} is a zip, but torch.save did not write it")
@@ -252,15 +261,17 @@ class TorchFile:
             )
         text = _member(file, stated, self.path)
         for name, member in members.items():
-            if member.length and name.startswith(folder + "data/"):
+            if name.startswith(folder + "data/"):
                 self.records[name.removeprefix(folder + "data/")] = Record(
                     Extent(self.path, member.offset, member.length), member.crc
                 )
         # CRC-32 alone: of 10,000 checkpoints of 1,000 ranks one has two equal values by chance
-        seen = (stated.length, zlib.crc32(text), hash(text))
-        if seen not in parsed:
-            peeked = _peeked.pop(seen) if seen in _peeked else None
-            parsed[seen] = peeked or self._parse(text, seen)
+        crc = zlib.crc32(text) if stated.crc is None else stated.crc
+        seen = (stated.length, crc, hash(text))
+        with parsed.lock:
+            if seen not in parsed:
+                peeked = _peeked.pop(seen) if seen in _peeked else None
+                parsed[seen] = peeked or self._parse(text, seen)
         sources.note_objects(parsed[seen].names)  # `peek` may have parsed it before the reader
         return parsed[seen]
 
@@ -334,7 +345,7 @@ def peek(path: str) -> Any:
     so that it does not stay in memory during a copy. A file of torch before 1.6 is parsed every
     time, since only a parser finds the end of its pickle.
     """
-    parsed: Parsed = {}
+    parsed = Parsed()
     value = TorchFile(path, parsed).value
     _peeked.clear()
     _peeked.update(parsed)
@@ -470,33 +481,6 @@ _FUNCTIONS = {**BUILTINS, **_TENSORS}
 _PROTOCOLS = (b"\2", b"\3", b"\4", b"\5")
 
 
-# -- the zip directory
-
-
-class ZipMember(NamedTuple):
-    """One member of a zip, as its directory states it.
-
-    `header`, `entry` and `offset` are the offsets of its local header, of its entry in the
-    directory, and of its data.
-    """
-
-    name: str
-    header: int
-    entry: int
-    offset: int
-    length: int
-    crc: int | None
-
-
-def _data_offset(file: int, header: int, name: bytes, path: str) -> int:
-    """The offset of a member's data, which only its local header determines."""
-    head = sources.pread(file, 30 + len(name), header)
-    if head[:4] != b"PK\3\4" or head[30:] != name:
-        raise CorruptCheckpoint(f"{path}: the zip directory points to a place without a member")
-    length, extra = struct.unpack_from("<HH", head, 26)
-    return int(header + 30 + length + extra)
-
-
 def _member(file: int, member: ZipMember, path: str) -> bytes:
     """All bytes of a small member; raises CorruptCheckpoint if its CRC-32 differs."""
     data = sources.pread(file, member.length, member.offset)
@@ -506,101 +490,3 @@ def _member(file: int, member: ZipMember, path: str) -> bytes:
             hint="take another copy of this file",
         )
     return data
-
-
-_ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
-
-
-def read_directory(file: int, within: Extent) -> dict[str, ZipMember]:
-    """The members of a zip, found from its end. All must be STORED and lie inside the zip.
-
-    The offsets of members count from the beginning of the file, even if the zip is a part of it.
-    """
-    path, size = within.file, within.length
-
-    def read(start: int, length: int) -> bytes:
-        return sources.pread(file, length, within.offset + start) if start + length <= size else b""
-
-    for most in (
-        4096,
-        65557,
-    ):  # the first also includes a short directory, the second a comment of any length
-        behind = max(0, size - most)
-        tail = read(behind, size - behind)
-        end = tail.rfind(b"PK\5\6")
-        if end >= 0:
-            break
-    if end < 0 or len(tail) < end + 22:
-        raise CorruptCheckpoint(
-            f"{path} ends early: its zip directory is missing",
-            hint="use another copy, or an earlier checkpoint: the file was cut short, or the save "
-            "did not finish",
-        )
-    count, length, start = struct.unpack_from("<HII", tail, end + 10)
-    if end >= 20 and tail[end - 20 : end - 16] == b"PK\6\7":  # zip64, which torch always writes
-        (place,) = struct.unpack_from("<Q", tail, end - 12)
-        record = tail[place - behind :][:56] if place >= behind else read(place, 56)
-        if len(record) != 56 or record[:4] != b"PK\6\6":
-            raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
-        count, length, start = struct.unpack_from("<QQQ", record, 32)
-    if start + length > size or 46 * count > length:
-        raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
-    if length > MAX_DIRECTORY:
-        raise UnsupportedCheckpoint(
-            f"{path} has a zip directory of {length} bytes; zckpt reads up to {MAX_DIRECTORY}",
-            hint="save the checkpoint in several files, or by its ranks",
-        )
-    directory = tail[start - behind :][:length] if start >= behind else read(start, length)
-
-    members: dict[str, ZipMember] = {}
-    taken: list[tuple[int, int]] = []
-    place = 0
-    for _ in range(count):
-        if len(directory) < place + 46:
-            raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
-        magic, flags, method, crc, packed, length, named, extras, comment, header = (
-            _ENTRY.unpack_from(directory, place)
-        )
-        if magic != b"PK\1\2":
-            raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
-        text = directory[place + 46 : place + 46 + named]
-        if extras:
-            extra = directory[place + 46 + named : place + 46 + named + extras]
-            length, packed, header = _zip64(path, extra, length, packed, header)
-        name = text.decode("utf-8", "replace")
-        if method or packed != length or flags & 1:
-            raise UnsupportedCheckpoint(f"{path}: {name} is compressed or encrypted")
-        if name in members or header + 30 + length > start:
-            raise CorruptCheckpoint(f"{path}: the zip directory contradicts itself at {name!r}")
-        # ZeRO-3 leaves an empty storage per parameter on every rank: they are not worth a read
-        header += within.offset
-        offset = _data_offset(file, header, text, path) if length else header + 30 + named
-        taken.append((header, offset + length))
-        members[name] = ZipMember(name, header, within.offset + start + place, offset, length, crc)
-        place += 46 + named + extras + comment
-    taken = [*sorted(taken), (within.offset + start, within.offset + size)]
-    if any(stop > start for (_, stop), (start, _) in pairwise(taken)):
-        raise CorruptCheckpoint(f"{path}: members of the zip overlap")
-    if not any(member.crc for member in members.values() if member.length):
-        # torch.serialization.set_crc32_options(False) leaves zeros everywhere (torch >= 2.6)
-        members = {name: member._replace(crc=None) for name, member in members.items()}
-    return members
-
-
-def _zip64(path: str, extra: bytes, *fields: int) -> list[int]:
-    """Length, packed length and offset: a field of 0xFFFFFFFF comes from the zip64 field."""
-    wide: bytes = b""
-    place = 0
-    while place + 4 <= len(extra):
-        tag, size = struct.unpack_from("<HH", extra, place)
-        if tag == 1:
-            wide = extra[place + 4 : place + 4 + size]
-        place += 4 + size
-    values = []
-    for value in fields:
-        if value == 0xFFFFFFFF:
-            if len(wide) < 8:
-                raise CorruptCheckpoint(f"{path}: the zip directory is damaged")
-            value, wide = struct.unpack_from("<Q", wide)[0], wide[8:]
-        values.append(value)
-    return values

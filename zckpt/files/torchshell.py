@@ -26,7 +26,8 @@ from ..core.manifest import Entry, Manifest
 from ..core.sources import naming
 from ..core.staging import Shell
 from .pickling import Persistent, dumps
-from .torchfile import Storage, Tensor, read_directory
+from .torchfile import Storage, Tensor
+from .zipdirectory import read_directory
 
 STORAGE_CLASSES = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
 ALIGNMENT = 64
@@ -125,7 +126,7 @@ def _zip(name: str, members: list[tuple[str, int, bytes | None]]) -> Shell:
             "<IHHHHHIIIHH",
             *(0x04034B50, 20, 0x800, 0, 0, 0x21, crc, size, size, len(inside), len(extra)),
         )
-        parts.append((header, head + inside + extra + (data or b"")))
+        _append(parts, header, head + inside + extra + (data or b""))
         directory += _entry(inside, crc, length, header)
         header = start + padding + length
     begin = header  # of the directory
@@ -139,8 +140,16 @@ def _zip(name: str, members: list[tuple[str, int, bytes | None]]) -> Shell:
         *(len(directory), min(begin, 0xFFFFFFFF), 0),
     )
     tail = directory + end + locator + last
-    parts.append((begin, tail))
+    _append(parts, begin, tail)
     return Shell(name, begin + len(tail), tuple(parts))
+
+
+def _append(parts: list[tuple[int, bytes]], offset: int, data: bytes) -> None:
+    """Adds bytes to a shell; they are one write with those before them if there is no hole."""
+    if parts and parts[-1][0] + len(parts[-1][1]) == offset:
+        offset, before = parts.pop()
+        data = before + data
+    parts.append((offset, data))
 
 
 def _entry(name: bytes, crc: int, length: int, offset: int) -> bytes:

@@ -1,0 +1,137 @@
+"""Directories of one form are parsed once, and each is checked as if it were the only one."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.safety.targets import zip_of
+from zckpt.core.fragments import Extent
+from zckpt.errors import CorruptCheckpoint, ZckptError
+from zckpt.files import zipdirectory
+from zckpt.files.zipdirectory import Directories, ZipMember, read_directory
+
+
+def of_rank(rank: int, pickle: bytes = b"N.") -> bytes:
+    """A file of one rank: empty storages, as ZeRO-3 leaves them, and two with bytes."""
+    empty = {f"a/data/{key}": b"" for key in range(40)}
+    data = {"a/data/40": bytes([rank]) * 8, "a/data/41": bytes([rank]) * 400}
+    return zip_of({"a/data.pkl": pickle, **empty, **data, "a/byteorder": b"little"})
+
+
+def members(directories: Directories, path: Path, text: bytes) -> dict[str, ZipMember]:
+    path.write_bytes(text)
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return directories.members(file, Extent(str(path), 0, len(text)))
+    finally:
+        os.close(file)
+
+
+def outcome(directories: Directories, path: Path, text: bytes) -> object:
+    """The members, or the class of the error."""
+    try:
+        return members(directories, path, text)
+    except ZckptError as error:
+        return type(error)
+
+
+def after(first: bytes, path: Path) -> Directories:
+    directories = Directories()
+    members(directories, path, first)
+    return directories
+
+
+@pytest.mark.parametrize("pickle", [b"N.", b"X" * 200, b"Y" * 2], ids=["same", "shifted", "other"])
+def test_the_second_rank_is_not_parsed(
+    pickle: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = of_rank(2, pickle)
+    alone = members(Directories(), tmp_path / "file", second)
+    directories = after(of_rank(1), tmp_path / "file")
+
+    def parse(*_: object) -> None:
+        pytest.fail("parsed again")
+
+    monkeypatch.setattr(zipdirectory, "_listing", parse)
+    assert members(directories, tmp_path / "file", second) == alone
+    assert {name: alone[name].length for name in ("a/data/40", "a/data/41")} == {
+        "a/data/40": 8,
+        "a/data/41": 400,
+    }
+
+
+def directory_of(text: bytes) -> range:
+    """The offsets of the directory's bytes."""
+    end = text.rindex(b"PK\5\6")
+    start = int.from_bytes(text[end + 16 : end + 20], "little")
+    return range(start, end + 22)
+
+
+@pytest.mark.parametrize("bits", [0xFF, 1])
+def test_a_damaged_directory_is_judged_as_if_it_were_alone(bits: int, tmp_path: Path) -> None:
+    first, second = of_rank(1), of_rank(2)
+    refused = 0
+    for place in directory_of(second)[::3]:
+        damaged = bytearray(second)
+        damaged[place] ^= bits
+        alone = outcome(Directories(), tmp_path / "file", bytes(damaged))
+        assert outcome(after(first, tmp_path / "file"), tmp_path / "file", bytes(damaged)) == alone
+        refused += isinstance(alone, type)
+    assert refused > 300
+
+
+def moved(text: bytes, name: bytes, offset: int) -> bytes:
+    """A zip whose directory states another offset for the header of a member."""
+    place = text.rindex(name) - 4
+    return text[:place] + offset.to_bytes(4, "little") + text[place + 4 :]
+
+
+def test_an_offset_into_another_member_is_refused(tmp_path: Path) -> None:
+    first, second = of_rank(1), of_rank(2)
+    header = members(Directories(), tmp_path / "file", second)["a/data/40"].header
+    damaged = moved(second, b"a/data/3", header + 1)
+    with pytest.raises(CorruptCheckpoint, match="overlap"):
+        members(after(first, tmp_path / "file"), tmp_path / "file", damaged)
+    # the check that was passed last is not taken for this one
+    directories = after(first, tmp_path / "file")
+    members(directories, tmp_path / "file", second)
+    for _ in range(2):
+        with pytest.raises(CorruptCheckpoint, match="overlap"):
+            members(directories, tmp_path / "file", damaged)
+
+
+def test_another_count_is_another_form(tmp_path: Path) -> None:
+    second = bytearray(of_rank(2))
+    end = second.rindex(b"PK\5\6")
+    second[end + 8 : end + 12] = (20).to_bytes(2, "little") * 2
+    directories = after(of_rank(1), tmp_path / "file")
+    assert "a/data/40" not in members(directories, tmp_path / "file", bytes(second))
+
+
+def test_members_in_any_order(tmp_path: Path) -> None:
+    path, text = tmp_path / "file", of_rank(1)
+    start = directory_of(text)[0]
+    end = text.rindex(b"PK\5\6")
+    parts = text[start:end].split(b"PK\1\2")[1:]
+    random.Random(0).shuffle(parts)
+    shuffled = text[:start] + b"".join(b"PK\1\2" + part for part in parts) + text[end:]
+    assert (
+        members(Directories(), path, shuffled).keys() == members(Directories(), path, text).keys()
+    )
+
+
+def test_one_zip_alone(tmp_path: Path) -> None:
+    text = of_rank(1)
+    (tmp_path / "file").write_bytes(text)
+    with open(tmp_path / "file", "rb") as file:
+        listed = read_directory(file.fileno(), Extent(file.name, 0, len(text)))
+    assert {text[item.offset : item.offset + item.length] for item in listed.values()} == {
+        b"N.",
+        b"little",
+        b"\1" * 8,
+        b"\1" * 400,
+    }

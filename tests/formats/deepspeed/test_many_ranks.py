@@ -1,0 +1,52 @@
+"""Files of many ranks: what is equal in them is parsed once, on one thread or on several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from zckpt import api
+from zckpt.files import torchfile, zipdirectory
+from zckpt.formats.deepspeed_states import states
+
+from ...conftest import EXAMPLE
+
+DP = 40
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("many") / "run"
+    zckpt.reshard(EXAMPLE, path, dp=DP, stage=3)
+    return path
+
+
+@pytest.mark.parametrize("wait", [float("inf"), -float("inf")], ids=["alone", "threads"])
+def test_equal_pickles_and_directories_are_parsed_once(
+    run: Path, wait: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = zckpt.read(run)
+    parsed: list[str] = []
+    listed: list[str] = []
+    loaded, listing = torchfile._Parser.loaded, zipdirectory._listing
+
+    def load(self: torchfile._Parser) -> object:
+        parsed.append(self.path)
+        return loaded(self)
+
+    def list_(path: str, *rest: object) -> object:
+        listed.append(path)
+        return listing(path, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torchfile._Parser, "loaded", load)
+    monkeypatch.setattr(zipdirectory, "_listing", list_)
+    monkeypatch.setattr(states, "LONG_WAIT", wait)
+    manifest = zckpt.read(run)
+    assert len(manifest.files) == 2 * DP
+    for each in ("records", "files", "parameters"):
+        assert getattr(manifest, each) == getattr(expected, each)
+    assert api.tensors(manifest, "*", fragments=True) == api.tensors(expected, "*", fragments=True)
+    assert len(parsed) < 6
+    assert len(listed) < 6

@@ -1,0 +1,300 @@
+"""Where do the members of a zip lie, according to its directory?
+
+Members must be STORED and lie inside the zip. The ranks of one run write directories that differ in
+offsets, lengths and CRC-32s alone. The first one is parsed entry by entry and gives the form of the
+others: a directory has this form only if all its other bytes are the same. The fields that differ
+are checked for every file.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Sequence
+from operator import add, gt
+from typing import NamedTuple
+
+from ..core import sources
+from ..core.fragments import Extent
+from ..errors import CorruptCheckpoint, UnsupportedCheckpoint
+
+# Bytes of a zip's directory: a storage takes 100 to 150, and a rank of stage 3 has one for each of
+# a model's parameters. There are 50,000 in the largest models; a million fit in.
+MAX_DIRECTORY = 1 << 28
+TAIL = 65557  # bytes at the end of a zip: with them a comment of any length is read at once
+WIDE = 0xFFFFFFFF  # a field whose value is in the zip64 field
+_ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
+
+
+class ZipMember(NamedTuple):
+    """One member of a zip, as its directory states it.
+
+    `header`, `entry` and `offset` are the offsets of its local header, of its entry in the
+    directory, and of its data.
+    """
+
+    name: str
+    header: int
+    entry: int
+    offset: int
+    length: int
+    crc: int | None
+
+
+class _Listing(NamedTuple):
+    """What a directory lists, one item for each entry; offsets count from the zip's beginning.
+
+    `entries` are the entries' places in the directory. `spans` are the bytes that a member takes
+    at least, with its header. `filled` are the numbers of the members that have bytes.
+    """
+
+    names: Sequence[bytes]
+    entries: Sequence[int]
+    lengths: Sequence[int]
+    spans: Sequence[int]
+    filled: Sequence[int]
+    headers: Sequence[int]
+    crcs: Sequence[int]
+
+
+class _Form:
+    """The bytes of a directory without the offsets, lengths and CRC-32s of its entries."""
+
+    def __init__(self, directory: bytes, listing: _Listing) -> None:
+        ends = [entry + 16 for entry in listing.entries[1:]] + [len(directory)]
+        sizes = [end - entry - 46 for entry, end in zip(listing.entries, ends, strict=True)]
+        self._fields = struct.Struct("<16s" + "".join([f"III14sI{size}s" for size in sizes]))
+        self._fixed = _fixed(self._fields.unpack(directory))
+        self._directory = directory
+        self._listing = listing
+
+    def listing(self, directory: bytes) -> _Listing | None:
+        """What a directory of the same length lists; None if it has another form."""
+        if directory == self._directory:
+            return self._listing
+        values, listing = self._fields.unpack(directory), self._listing
+        crcs, packed, lengths, headers = (values[field::6] for field in (1, 2, 3, 5))
+        is_wide = max(max(headers), max(lengths)) == WIDE
+        if _fixed(values) != self._fixed or packed != lengths or is_wide:
+            return None
+        if lengths != listing.lengths:
+            listing = _with_lengths(listing, lengths)
+        self._directory = directory
+        self._listing = listing._replace(headers=headers, crcs=crcs)
+        return self._listing
+
+
+def _fixed(values: Sequence[bytes]) -> tuple[Sequence[bytes], Sequence[bytes]]:
+    return values[::6], values[4::6]
+
+
+class Directories:
+    """The directories of many zips: those of one form are parsed once."""
+
+    def __init__(self) -> None:
+        # by the length of the directory, and its count of entries
+        self._forms: dict[tuple[int, int], _Form] = {}
+        # the listing that was checked last, the directory's offset, and where filled members end
+        self._checked: tuple[_Listing | None, int, Sequence[int]] = None, 0, ()
+        self._lock = threading.Lock()  # what one thread parses, the others wait for
+
+    def members(self, file: int, within: Extent) -> dict[str, ZipMember]:
+        """The members of a zip that have bytes, by name; the zip is found from its end.
+
+        Raises CorruptCheckpoint, and UnsupportedCheckpoint for members that are not STORED.
+        """
+        zip_ = _Zip(file, within)
+        with self._lock:
+            listing = self._listing(within.file, zip_.directory, zip_.count)
+        members = zip_.members(listing)
+        stops = [member.offset + member.length - within.offset for member in members.values()]
+        # ranks of stage 3 often have equal files for their models: one check is enough
+        checked, *places = self._checked
+        if listing is not checked or places != [zip_.start, stops]:
+            _check_places(within.file, listing, stops, zip_.start)
+            self._checked = listing, zip_.start, stops
+        return members
+
+    def _listing(self, path: str, directory: bytes, count: int) -> _Listing:
+        form = self._forms.get((len(directory), count))
+        listing = form.listing(directory) if form else None
+        if listing is None:
+            listing = _listing(path, directory, count)
+            # what is in a zip64 field is not where the form expects it
+            if count and max(max(listing.headers), max(listing.lengths)) < WIDE:
+                self._forms[len(directory), count] = _Form(directory, listing)
+        return listing
+
+
+class _Zip:
+    """A zip inside a file: its directory, and where its members lie."""
+
+    def __init__(self, file: int, within: Extent) -> None:
+        self.file = file
+        self.within = within
+        self.behind = max(0, within.length - TAIL)
+        self.tail = sources.pread(file, within.length - self.behind, within.offset + self.behind)
+        self.start, length, self.count = self._find()
+        self.directory = self.read(self.start, length)
+
+    def read(self, start: int, length: int) -> bytes:
+        """Bytes of the zip; none if they reach past its end."""
+        if start >= self.behind:
+            return self.tail[start - self.behind :][:length]
+        if start + length > self.within.length:
+            return b""
+        return sources.pread(self.file, length, self.within.offset + start)
+
+    def _find(self) -> tuple[int, int, int]:
+        """Where the directory begins, its length, and its count of entries."""
+        path, end = self.within.file, self.tail.rfind(b"PK\5\6")
+        if end < 0 or len(self.tail) < end + 22:
+            raise CorruptCheckpoint(
+                f"{path} ends early: its zip directory is missing",
+                hint="use another copy, or an earlier checkpoint: the file was cut short, or the "
+                "save did not finish",
+            )
+        count, length, start = struct.unpack_from("<HII", self.tail, end + 10)
+        if end >= 20 and self.tail[end - 20 : end - 16] == b"PK\6\7":  # zip64: torch always has it
+            (place,) = struct.unpack_from("<Q", self.tail, end - 12)
+            record = self.read(place, 56)
+            if len(record) != 56 or record[:4] != b"PK\6\6":
+                raise _damaged(path)
+            count, length, start = struct.unpack_from("<QQQ", record, 32)
+        if start + length > self.within.length or 46 * count > length:
+            raise _damaged(path)
+        if length > MAX_DIRECTORY:
+            raise UnsupportedCheckpoint(
+                f"{path} has a zip directory of {length} bytes; zckpt reads up to {MAX_DIRECTORY}",
+                hint="save the checkpoint in several files, or by its ranks",
+            )
+        return start, length, count
+
+    def members(self, listing: _Listing) -> dict[str, ZipMember]:
+        """The members that have bytes; raises if they are not where they should be."""
+        base = self.within.offset
+        # torch.serialization.set_crc32_options(False) leaves zeros everywhere (torch >= 2.6)
+        has_crcs = any(listing.crcs[number] for number in listing.filled)
+        members: dict[str, ZipMember] = {}
+        # ZeRO-3 leaves an empty storage per parameter on every rank: they are not worth a read
+        for number in listing.filled:
+            name, header = _text(listing.names[number]), listing.headers[number]
+            offset = self._data_offset(header, listing.names[number])
+            entry = base + self.start + listing.entries[number]
+            crc = listing.crcs[number] if has_crcs else None
+            members[name] = ZipMember(
+                name, base + header, entry, base + offset, listing.lengths[number], crc
+            )
+        return members
+
+    def _data_offset(self, header: int, name: bytes) -> int:
+        """The offset of a member's data, which only its local header determines."""
+        head = self.read(header, 30 + len(name))
+        if head[:4] != b"PK\3\4" or head[30:] != name:
+            raise CorruptCheckpoint(
+                f"{self.within.file}: the zip directory points to a place without a member"
+            )
+        length, extra = struct.unpack_from("<HH", head, 26)
+        return int(header + 30 + length + extra)
+
+
+def _check_places(path: str, listing: _Listing, stops: Sequence[int], end: int) -> None:
+    """Raises if members overlap or reach past `end`; filled members end at `stops`."""
+    ends = list(map(add, listing.headers, listing.spans))
+    if ends and max(ends) > end:
+        name = listing.names[ends.index(max(ends))]
+        raise _contradiction(path, _text(name))
+    for number, stop in zip(listing.filled, stops, strict=True):
+        ends[number] = stop
+    if not _overlap(listing.headers, ends, end):
+        return
+    order = sorted(range(len(ends)), key=listing.headers.__getitem__)  # perhaps in another order
+    headers = [listing.headers[number] for number in order]
+    if _overlap(headers, [ends[number] for number in order], end):
+        raise CorruptCheckpoint(f"{path}: members of the zip overlap")
+
+
+def _overlap(headers: Sequence[int], ends: Sequence[int], end: int) -> bool:
+    """Whether a member reaches into the next one, or the last one past `end`."""
+    return any(map(gt, ends, (*headers[1:], end)))
+
+
+def _listing(path: str, directory: bytes, count: int) -> _Listing:
+    """What the `count` entries of a directory say, each of them checked."""
+    names, entries, lengths, headers, crcs = [], [], [], [], []
+    place = 0
+    for _ in range(count):
+        if len(directory) < place + 46:
+            raise _damaged(path)
+        magic, flags, method, crc, packed, length, named, extras, comment, header = (
+            _ENTRY.unpack_from(directory, place)
+        )
+        if magic != b"PK\1\2":
+            raise _damaged(path)
+        name = directory[place + 46 : place + 46 + named]
+        if extras:
+            extra = directory[place + 46 + named : place + 46 + named + extras]
+            length, packed, header = _zip64(path, extra, length, packed, header)
+        if method or packed != length or flags & 1:
+            raise UnsupportedCheckpoint(f"{path}: {_text(name)} is compressed or encrypted")
+        names.append(name)
+        entries.append(place)
+        lengths.append(length)
+        headers.append(header)
+        crcs.append(crc)
+        place += 46 + named + extras + comment
+    _refuse_repeated(path, [*map(_text, names)])
+    return _with_lengths(_Listing(names, entries, (), (), (), headers, crcs), tuple(lengths))
+
+
+def _with_lengths(listing: _Listing, lengths: Sequence[int]) -> _Listing:
+    spans = [30 + len(name) + length for name, length in zip(listing.names, lengths, strict=True)]
+    filled = [number for number, length in enumerate(lengths) if length]
+    return listing._replace(lengths=lengths, spans=spans, filled=filled)
+
+
+def _refuse_repeated(path: str, names: Sequence[str]) -> None:
+    """Raises if two members have one name."""
+    if len({*names}) == len(names):
+        return
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise _contradiction(path, name)
+        seen.add(name)
+
+
+def _zip64(path: str, extra: bytes, *fields: int) -> list[int]:
+    """Length, packed length and offset: a field of 0xFFFFFFFF comes from the zip64 field."""
+    wide: bytes = b""
+    place = 0
+    while place + 4 <= len(extra):
+        tag, size = struct.unpack_from("<HH", extra, place)
+        if tag == 1:
+            wide = extra[place + 4 : place + 4 + size]
+        place += 4 + size
+    values = []
+    for value in fields:
+        if value == WIDE:
+            if len(wide) < 8:
+                raise _damaged(path)
+            value, wide = struct.unpack_from("<Q", wide)[0], wide[8:]
+        values.append(value)
+    return values
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "replace")
+
+
+def _damaged(path: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(f"{path}: the zip directory is damaged")
+
+
+def _contradiction(path: str, name: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(f"{path}: the zip directory contradicts itself at {name!r}")
+
+
+def read_directory(file: int, within: Extent) -> dict[str, ZipMember]:
+    """The members of one zip that have bytes; raises as `Directories.members`."""
+    return Directories().members(file, within)
