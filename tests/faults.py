@@ -13,7 +13,8 @@ import numpy as np
 import zckpt
 from zckpt.core.fragments import Extent, Fragment
 from zckpt.core.manifest import Entry, Manifest
-from zckpt.files.torchfile import Tensor, TorchFile, read_directory
+from zckpt.files.torchfile import Tensor, TorchFile
+from zckpt.files.zipdirectory import read_directory
 
 Change = Callable[[bytes], bytes]
 

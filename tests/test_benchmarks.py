@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 
 import pytest
 
-from benchmarks import gather, layer
+import zckpt
+from benchmarks import gather, layer, memory, scale
+from benchmarks.__main__ import Goal, wall
+from benchmarks.measure import Cost, Job, run
 
 
 @pytest.mark.parametrize("elements", [50_000, 9_834_560, 9_834_561])
@@ -29,3 +33,34 @@ def test_the_limit_is_reading_and_then_gathering() -> None:
     verify = gather.Pass(bytes=100, seconds=9.0, cpu=9.0)
     limit = gather.limit_of(verify, gather.Pass(200, 4.0, 6.0), gather.Pass(50, 3.0, 5.0))
     assert limit == gather.Pass(bytes=100, seconds=5.0, cpu=8.0)
+
+
+@pytest.mark.parametrize(
+    ("faster", "ours", "expected"),
+    [(False, 6.0, "stretch"), (False, 8.0, "met"), (False, 9.0, "MISSED"), (True, 0.5, "stretch")],
+)
+def test_a_ratio_is_judged_by_its_target(faster: bool, ours: float, expected: str) -> None:
+    goal = Goal("wall", wall, 15.0 if faster else 0.8, 20.0 if faster else 0.65, faster)
+    (ratio,) = goal.ratios([Cost(ours, 1.0, 1.0)], [Cost(10.0, 1.0, 1.0)])
+    assert goal.verdict(ratio) == expected
+
+
+def test_an_unknown_state_of_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="not one of hot, cold, short"), memory.state("warm"):
+        pass
+
+
+def test_bytes_that_a_process_moved_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    copy = Job("copy", ("sh", "-c", f"cat {tmp_path}/file > {tmp_path}/copy"))
+    assert 2 << 20 <= run(copy).moved < 3 << 20
+
+
+def test_a_checkpoint_without_an_engine_is_one_of_zero_3(tmp_path: Path) -> None:
+    scale.make(tmp_path / "run", tensors=5, dp=3)
+    manifest = zckpt.read(tmp_path / "run")
+    assert (manifest.dp, len(manifest.parameters), manifest.step) == (3, 5, 1)
+    assert {*manifest.slots} == {*scale.SLOTS}
+    assert zckpt.verify(tmp_path / "run")["equal"]
+    report = zckpt.convert(tmp_path / "run", tmp_path / "universal")
+    assert report["tensors"] == 15

@@ -36,7 +36,7 @@ LINKING = [
     *DOCUMENTS,
     *sorted(ROOT.glob("[CS]*.md")),  # CHANGELOG, CONTRIBUTING, SECURITY
 ]
-OF_OTHER_PROGRAMS = {"--nproc-per-node", "--nproc_per_node", "--nnodes"}
+OF_OTHER_PROGRAMS = {"--nproc-per-node", "--nproc_per_node", "--nnodes", "--max-restarts"}
 NEEDS_A_SHELL = re.compile(r"[|&;<>$`]|^(?!zckpt )")
 
 

@@ -24,11 +24,13 @@ ARROWS = {
     "reading": "core errors formats training",
     "writing": "core errors formats reading training version",
     "proof": "core errors version",
-    "api": "core errors formats proof reading training writing",
+    "proving": "core errors formats proof reading",
+    "api": "core formats proof proving reading training writing",
+    "nodes": "core errors version",
     "dcp": "api core errors files formats proof training",
     "probe": "api core errors proof training version",
     "display": "core errors probe",
-    "cli": "api display errors formats probe training version",
+    "cli": "api display errors formats nodes probe proving training version",
     "__init__": "api core dcp errors probe version",
     "__main__": "cli",
     "benchmarks": "api cli core dcp formats probe proof",
@@ -87,7 +89,7 @@ def test_no_arrow_is_new(arrows: dict[str, set[str]]) -> None:
     print(f"{len(drawn)} arrows between rooms")
     assert drawn - allowed == set(), "new arrows"
     assert allowed - drawn == set(), "arrows that are no longer needed"
-    assert len(drawn) < 70
+    assert len(drawn) < 80
 
 
 def test_no_circle(arrows: dict[str, set[str]]) -> None:

@@ -282,12 +282,12 @@ import signal, sys, time
 from zckpt.core import copy, filling, staging
 filling.REGION = 1 << 20
 staging.WORTH_KEEPING = {worth}
-pause = copy._Copy._fill
-def fill(self, *rest):
-    pause(self, *rest)
+real = copy._Copy._written
+def written(self, *rest):
+    real(self, *rest)
     print("chunk", file=sys.stderr, flush=True)
     time.sleep(0.2)
-copy._Copy._fill = fill
+copy._Copy._written = written
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored below nohup
 from zckpt.cli import main

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .api import convert, diff, export, inspect, load, read, reshard, stats, verify
     from .core.manifest import Manifest
     from .core.resources import Copying
+    from .core.sharing import Part
     from .errors import ZckptError
 
 _PUBLIC = {
@@ -40,6 +41,7 @@ _PUBLIC = {
     "Copying": "core.resources",
     "Manifest": "core.manifest",
     "Options": "api",
+    "Part": "core.sharing",
     "ZckptError": "errors",
 }
 _NEED_TORCH = ("dcp", "probe")
@@ -47,6 +49,7 @@ __all__ = [
     "Copying",
     "Manifest",
     "Options",
+    "Part",
     "ZckptError",
     "convert",
     "diff",

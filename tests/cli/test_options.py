@@ -12,7 +12,7 @@ from zckpt.cli.options import asked, together
 from zckpt.training.options import DP, WEIGHTS_ONLY, Option
 
 READING = ["--from", "--tag", "--param-names", "--step-policy", "--json", "--quiet"]
-COPYING = ["--jobs", "--memory", "--io", "--resume", "--dry-run"]
+COPYING = ["--jobs", "--memory", "--io", "--resume", "--part", "--single", "--dry-run"]
 WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
     "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--tie", "--rename",
@@ -26,7 +26,7 @@ EXPORTING = ["--dtype", "--config", "--max-shard-size", "--tie", "--rename"]
         ("convert", ["--to", *WRITING, *COPYING, *READING]),
         ("reshard", ["--checkpoints", *WRITING, *COPYING, *READING]),
         ("export", ["--to", *EXPORTING, *COPYING, *READING]),
-        ("diff", ["--tensors", "--rename", "--jobs", "--memory", *READING]),
+        ("diff", ["--tensors", "--rename", "--jobs", "--memory", "--single", *READING]),
     ],
 )
 def test_options_stand_in_one_order(command: str, flags: list[str]) -> None:

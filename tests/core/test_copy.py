@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 import torch
 
+from zckpt.core import assembling, hashing, plan, records
 from zckpt.core import copy as execute
 from zckpt.core import pieces as elements
-from zckpt.core import plan
 from zckpt.core.compare import compare
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.fileio import Reader
 from zckpt.core.fragments import (
     Box,
     Extent,
@@ -53,10 +54,11 @@ def small_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def use_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(execute, "chunk_size", lambda *_: chunk)
     monkeypatch.setattr(elements, "SMALL", 64)
-    monkeypatch.setattr(elements, "LITTLE", 4096)
+    monkeypatch.setattr(records, "LITTLE", 4096)
+    monkeypatch.setattr(hashing, "SMALL", 64)
     monkeypatch.setattr(elements, "CAST_BLOCK", 100)
-    monkeypatch.setattr(execute, "SMALL", 64)
-    monkeypatch.setattr(execute, "CAST_BLOCK", 100)
+    monkeypatch.setattr(assembling, "SMALL", 64)
+    monkeypatch.setattr(assembling, "CAST_BLOCK", 100)
 
 
 @dataclass
@@ -624,3 +626,44 @@ def test_an_interrupt_ends_the_copy(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         job.copy(Copying(2), progress)
     assert ended(job)
+
+
+@pytest.mark.parametrize("dps", [(64, 8), (64, 48), (8, 64), (9, 2), (5, 7), (4, 1)])
+def test_small_slices_of_other_ranks_are_read_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dps: tuple[int, int]
+) -> None:
+    """A rank of the target reads a slice's neighbors with it, and every record is checked."""
+    chosen = random.Random(3)
+    numels = [chosen.choice([0, 1, 7, 64, 100, 640, 641]) for _ in range(300)]
+    tensors = [
+        Tensor(f"{place}/param", "F32", (numel,), chosen.randbytes(4 * numel))
+        for place, numel in enumerate(numels)
+    ]
+    disks = Disk(tmp_path / "source", chosen), Disk(tmp_path / "target", chosen)
+    for disk, dp in zip(disks, dps, strict=True):
+        slices = disk.slices([item.data for item in tensors], 4, dp, "flat")
+        for item, fragments in zip(tensors, slices, strict=True):
+            disk.add(item.name, "F32", item.shape, fragments)
+        disk.write()
+    for entry in disks[1].entries.values():
+        for fragment in entry.fragments:
+            with open(fragment.extent.file, "r+b") as file:
+                os.pwrite(file.fileno(), bytes(fragment.extent.length), fragment.extent.offset)
+    use_chunks(monkeypatch, 1 << 18)
+    monkeypatch.setattr(elements, "SMALL", 4096)
+    monkeypatch.setattr(hashing, "SMALL", 4096)
+    job = Job(*disks, tensors)
+    reads: list[Extent] = []
+    read = Reader.read
+
+    def count(self: Reader, extent: Extent, into: memoryview) -> None:
+        if extent.file in job.source.files:
+            reads.append(extent)
+        read(self, extent, into)
+
+    monkeypatch.setattr(Reader, "read", count)
+    outcome = job.copy()
+    job.check(outcome)
+    assert (outcome.checked, outcome.unchecked) == (len(touched(job.source)), 0)
+    pieces = [sum(len(entry.fragments) for entry in disk.entries.values()) for disk in disks]
+    assert len(reads) < max(pieces) / 4

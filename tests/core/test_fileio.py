@@ -112,13 +112,6 @@ def written(path: Path, size: int, mode: str, chunk: int = 8192) -> bytes:
     return data
 
 
-def test_large_targets_bypass_the_page_cache() -> None:
-    assert fileio.write_mode("auto", 1) == "buffered"
-    assert fileio.write_mode("auto", 1 << 60) == "auto"
-    assert fileio.write_mode("direct", 1) == "direct"
-    assert fileio.write_mode("buffered", 1 << 60) == "buffered"
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mode", ["auto", "buffered"])
 def test_files_have_their_exact_size(tmp_path: Path, size: int, mode: str) -> None:

@@ -130,7 +130,7 @@ def test_chunks_hold_every_byte_of_every_piece_once(
         end_of_pieces += numel * size
     elements: dict[int, tuple[str, int]] = {}
     end = 0
-    for part in plan.chunks("a", end_of_pieces + tail, pieces, chunk):
+    for part in plan.chunks("a", (0, end_of_pieces + tail), pieces, chunk):
         assert (part.file, part.offset) == ("a", end)
         assert part.length == min(chunk, end_of_pieces + tail - end)
         end += part.length
@@ -168,7 +168,7 @@ def test_chunks_cut_runs_at_a_stride(
     (name,), pieces_of = plan.files([Pair(whole, whole)])
     pieces = pieces_of(name)
     elements = {}
-    for part in plan.chunks("a", extent.offset + extent.length, pieces, chunk):
+    for part in plan.chunks("a", (0, extent.offset + extent.length), pieces, chunk):
         end = part.offset
         for piece in part.pieces:
             assert end <= piece.offset < piece.end <= part.offset + part.length

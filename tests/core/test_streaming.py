@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from zckpt.core.dtypes import SIZES
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry
-from zckpt.core.pieces import ElementReader, RecordChecker
+from zckpt.core.pieces import ElementReader
+from zckpt.core.records import RecordChecker
 from zckpt.core.streaming import batches, chunk_size, stream
 
 

@@ -29,7 +29,9 @@ FORBIDDEN = (
     *("subprocess.Popen", "pickle.find_class", "socket.connect", "socket.bind", "os.kill"),
     *("urllib.Request", "webbrowser.open", "ctypes.dlopen"),
 )
-GENERATORS = ("dataclasses.py", "collections/__init__.py", "typing.py", "enum.py", "functools.py")
+GENERATORS = (
+    *("dataclasses.py", "collections/__init__.py", "typing.py", "enum.py", "functools.py"),
+)
 
 
 @dataclass(frozen=True)

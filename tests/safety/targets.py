@@ -25,8 +25,9 @@ from zckpt.core.fragments import Extent
 from zckpt.core.inert import Foreign, Global, from_json, map_values, to_json
 from zckpt.files import hdf5file, safefile, torchfile
 from zckpt.files.pickling import dumps
-from zckpt.files.torchfile import Tensor, TorchFile, read_directory
+from zckpt.files.torchfile import Tensor, TorchFile
 from zckpt.files.unpickle import Unpickler
+from zckpt.files.zipdirectory import read_directory
 from zckpt.formats.universal.agreement import checksum
 from zckpt.training import objects
 

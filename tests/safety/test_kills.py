@@ -129,7 +129,7 @@ def test_partial_is_no_checkpoint(
     expected = good(runner, command)
     rename = next(call for call in expected.calls if call.function.startswith("rename"))
     before = [call for call in expected.calls if call.number < rename.number]
-    for call in random.Random(to).sample(before[len(before) // 3 :], 5):
+    for call in random.Random(to).sample(before[len(before) // 2 :], 5):
         run(runner, command, kill(call))
         assert command.partial.exists()
         for path in (command.partial, *command.partial.rglob("*/")):

@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
+from . import launched
 from .help import ExplainedCommand
-from .options import as_document, common, grouped, moving, renaming
+from .options import as_document, common, grouped, moving, renaming, single
 from .parameters import PATH
 
 
@@ -51,6 +52,7 @@ from .parameters import PATH
 )
 @renaming
 @moving
+@single
 @common
 def verify(
     path: str,
@@ -76,8 +78,8 @@ def verify(
     if save_proof:
         display.can_save(save_proof)
     with display.progress(quiet or as_json) as begin:
-        report = api.verify(path, against, begin=begin, **words)
-    if report["rank"]:  # rank 0 reports the findings of all
+        report = launched.look(api.verify, path, against, begin=begin, **words)
+    if report is None or report["rank"]:  # rank 0 reports the findings of all
         return 0
     display.answer(report, as_json, quiet, display.verified)
     if save_proof:
@@ -102,6 +104,7 @@ def verify(
 )
 @renaming
 @moving
+@single
 @common
 def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
     """Show where two checkpoints differ, in the order of the model.
@@ -114,7 +117,9 @@ def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
     from .. import api, display
 
     with display.progress(quiet or as_json) as begin:
-        report = api.diff(a, b, begin=begin, **words)
+        report = launched.look(api.diff, a, b, begin=begin, **words)
+    if report is None:
+        return 0
     display.answer(report, as_json, quiet, display.differing)
     return 0 if report["equal"] else 3
 
@@ -134,6 +139,7 @@ def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
     help="Measure only the tensors whose name matches.",
 )
 @moving
+@single
 @common
 def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
     """Show statistics of every tensor, and warn of dead or impossible numbers.
@@ -146,8 +152,9 @@ def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
     from .. import api, display
 
     with display.progress(quiet or as_json) as begin:
-        report = api.stats(path, begin=begin, **words)
-    display.answer(report, as_json, quiet, display.statistics)
+        report = launched.look(api.stats, path, begin=begin, **words)
+    if report is not None:
+        display.answer(report, as_json, quiet, display.statistics)
 
 
 @click.command(

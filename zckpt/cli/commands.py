@@ -11,7 +11,7 @@ import click
 
 from ..errors import NotEnoughSpace, WrongOption
 from ..version import __version__
-from . import signals
+from . import launched, looking, signals
 from .checking import diff, probe_diff, stats, verify
 from .help import WIDTH, Commands, FormatName
 from .options import (
@@ -64,42 +64,14 @@ def cli() -> None:
     "What to show", "--state", is_flag=True, help="Print everything that is not a tensor, as JSON."
 )
 @common
-def inspect(
-    path: str,
-    tensors: str | None,
-    steps: bool,
-    layout: bool,
-    state: bool,
-    as_json: bool,
-    quiet: bool,
-    **reading: Any,
-) -> None:
+def inspect(**words: Any) -> None:
     """Show what a checkpoint contains, without reading a tensor.
 
     PATH can be a directory of DeepSpeed, of torch.distributed.checkpoint, of torch.save files
     (whole, or one per rank) or of ONNX Runtime's rank files; a Hugging Face Trainer, Accelerate,
     Lightning or torchtitan directory around one of these; a single file; a universal checkpoint.
     """
-    from .. import api, display
-
-    manifest = api.read(path, **reading)
-    if as_json:
-        report = api.inspect(manifest)
-        if tensors or layout:
-            report["tensors"] = api.tensors(manifest, tensors or "*", fragments=layout)
-        if state:
-            report["state"] = api.state(manifest)
-        display.document(report)
-    elif state:
-        display.document(api.state(manifest))
-    elif steps:
-        display.steps(manifest)
-    elif layout:
-        display.layout(manifest, tensors or "*")
-    elif tensors:
-        display.tensors(api.tensors(manifest, tensors))
-    else:
-        display.summary(api.inspect(manifest), quiet)
+    looking.inspect(**words)
 
 
 @cli.command(
@@ -211,7 +183,8 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
         display.warn(warnings, quiet or as_json)
 
     with display.progress(quiet or as_json or dry_run) as begin:
-        report = getattr(api, command)(
+        report = launched.write(
+            getattr(api, command),
             source,
             target,
             **more,
@@ -221,6 +194,8 @@ def write(command: str, source: str, target: str, words: dict[str, Any], **more:
             tell=tell,
             before_rename=signals.ignore,
         )
+    if report is None:  # rank 0 reports what all have written
+        return
     try:
         display.answer(report, as_json, quiet, display.converted, shown)
         sys.stdout.flush()

@@ -15,7 +15,7 @@ from ..formats.format import Format
 from ..formats.options import declared
 from ..training.options import PARAM_NAMES, RENAME, WEIGHTS_ONLY, Option
 from .help import FormatName, GroupedOption
-from .parameters import KINDS, PATH, Size
+from .parameters import KINDS, PATH, PartOf, Size
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -112,6 +112,15 @@ moving = together(
 )
 """Options for reading tensors."""
 
+single = grouped(
+    "Copying",
+    "--single",
+    rare=True,
+    is_flag=True,
+    help="Run in this process alone, also under torchrun, srun or mpirun.",
+)
+"""For commands that all processes of a launch would share."""
+
 copying = together(
     moving,
     grouped(
@@ -121,7 +130,7 @@ copying = together(
         type=click.Choice(["auto", "direct", "buffered"]),
         default="auto",
         show_default=True,
-        help="Write past the page cache (direct), through it (buffered), or choose (auto).",
+        help="Write past the page cache (direct), through it (buffered), or the faster way (auto).",
     ),
     grouped(
         "Copying",
@@ -129,6 +138,15 @@ copying = together(
         is_flag=True,
         help="Continue an interrupted run with the same options, or start.",
     ),
+    grouped(
+        "Copying",
+        "--part",
+        rare=True,
+        type=PartOf(),
+        metavar="K/N",
+        help="Write part K of N; the last part to end completes DST.",
+    ),
+    single,
     grouped(
         "Output",
         "--dry-run",

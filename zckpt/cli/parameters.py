@@ -13,6 +13,8 @@ from ..errors import MALFORMED, cause
 
 if TYPE_CHECKING:
     from click import ParamType as ParamType
+
+    from ..api import Part
 else:
 
     class ParamType(click.ParamType):
@@ -150,6 +152,22 @@ class Tie(ParamType[tuple[str, str]]):
         if not alias or not owner:
             self.fail(f"{value!r} is not of the form NAME=NAME", param, ctx)
         return alias, owner
+
+
+class PartOf(ParamType["Part"]):
+    """K/N: part K of N, counted from 1."""
+
+    name = "part"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Part:
+        from ..api import Part
+
+        if isinstance(value, Part):
+            return value
+        number, _, count = value.partition("/")
+        if not number.isdecimal() or not count.isdecimal():
+            self.fail(f"{value!r} is not of the form K/N, such as 1/8", param, ctx)
+        return Part(int(number), int(count))
 
 
 KINDS: dict[str, dict[str, Any]] = {

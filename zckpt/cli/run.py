@@ -17,12 +17,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-import click
-
-from ..errors import CorruptCheckpoint, Interrupted, WrongOption, ZckptError, hint_for
+from ..errors import (
+    CorruptCheckpoint,
+    Interrupted,
+    ProcessFailed,
+    WrongOption,
+    ZckptError,
+    hint_for,
+)
 from ..errors import cause as why_of
-from . import signals
-from .commands import cli
+from . import looking, signals
 
 UNPRINTABLE = "backslashreplace"
 """What happens to characters that the terminal's encoding lacks: a path may have them."""
@@ -38,14 +42,15 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors=UNPRINTABLE)
     try:
-        code = cli.main(words, prog_name="zckpt", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
-        sys.exit(2)
-    except click.UsageError as error:
-        message = error.format_message()
-        where = error.ctx.command_path if error.ctx else "zckpt"
-        fail(words, "UsageError", message, f"`{where} --help` lists the options", 2)
+        code = None
+        if plain := looking.plain(words):
+            looking.inspect(**plain)
+        else:
+            code = command(words)
+    except ProcessFailed as error:
+        if error.code is not None:  # another process prints it
+            sys.exit(error.code)
+        fail(words, type(error).__name__, error.message, error.hint, 1)
     except WrongOption as error:
         fail(words, type(error).__name__, error.message, error.hint, 2)
     except ZckptError as error:
@@ -53,10 +58,9 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         fail(words, "OSError", what, hint_for(error), 1)
-    except (click.Abort, KeyboardInterrupt) as error:
-        cause = error.__cause__ if isinstance(error, click.Abort) else error
-        code = 128 + (cause.args[0] if cause and cause.args else signal.SIGINT)
-        fail(words, "Interrupted", "interrupted", after_interrupt(words, cause), code)
+    except KeyboardInterrupt as error:
+        code = 128 + (error.args[0] if error.args else signal.SIGINT)
+        fail(words, "Interrupted", "interrupted", after_interrupt(words, error), code)
     except MemoryError:
         hint = "use a lower -j or --memory, or a machine with more memory"
         fail(words, "MemoryError", "too little memory is free", hint, 1)
@@ -78,13 +82,33 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def command(words: list[str]) -> Any:
+    """What the command returns; ends the process for words that it does not understand."""
+    import click
+
+    from .commands import cli
+
+    try:
+        return cli.main(words, prog_name="zckpt", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        sys.exit(2)
+    except click.UsageError as error:
+        message = error.format_message()
+        where = error.ctx.command_path if error.ctx else "zckpt"
+        fail(words, "UsageError", message, f"`{where} --help` lists the options", 2)
+    except click.Abort as error:
+        cause = error.__cause__
+        raise cause if isinstance(cause, KeyboardInterrupt) else KeyboardInterrupt from None
+
+
 def flush() -> None:
     """Ends the process with code 1 if the report cannot be written: a full disk behind stdout."""
     try:
         sys.stdout.flush()
     except OSError as error:
         with suppress(OSError):
-            click.echo(f"Error: the report could not be printed: {error.strerror}", err=True)
+            say(f"Error: the report could not be printed: {error.strerror}")
         os._exit(1)  # Python's own end would flush again
 
 
@@ -139,9 +163,12 @@ def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoR
         import traceback
 
         traceback.print_exc()
-    from ..api import own_rank
+    from ..proving import own_rank
 
-    if "--json" in words and not own_rank():  # of several processes one prints a document
+    # of several processes one prints a document
+    if "--json" in words and not ("--gather" in words and own_rank()):
+        from .commands import cli
+
         command = next((word for word in words if word in cli.commands), None)
         report = {"zckpt": 1, "command": command, "error": kind, "message": message, "hint": hint}
         with suppress(OSError):
@@ -150,7 +177,12 @@ def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoR
         from ..display import safe
 
         with suppress(OSError):  # a full disk behind stderr: the exit code says it
-            click.echo(f"Error: {safe(message)}", err=True)
+            say(f"Error: {safe(message)}")
             for place, line in enumerate(hint.splitlines()):
-                click.echo(f"{'' if place else 'Hint: '}{safe(line)}", err=True)
+                say(f"{'' if place else 'Hint: '}{safe(line)}")
     sys.exit(code)
+
+
+def say(line: str) -> None:
+    """Prints a line on stderr."""
+    print(line, file=sys.stderr, flush=True)

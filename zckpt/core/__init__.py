@@ -7,7 +7,7 @@
     inert.py          objects of classes that are never imported
     dtypes.py         element types, and cast.py between them; checksum.py
     fileio.py         reads and writes of files
-    pieces.py         elements from files into a buffer, records checked on the way
+    pieces.py         elements from files into a buffer; records.py and hashing.py check them
     streaming.py      one pass over tensors, with the threads and memory of resources.py
     plan.py           the join of two manifests
     copy.py           fills a target
@@ -17,6 +17,8 @@
     expected.py       how a missing file or rank is reported
     patterns.py       tensors by a glob
     staging.py        a target appears whole or not at all
+    sharing.py        which regions of a target this process writes, pooling.py which tasks it reads
+    journal.py        which regions are complete; journals.py of several processes
     convert.py        the five steps of a conversion
     loading.py        one tensor in memory
     description.py    what `inspect` prints

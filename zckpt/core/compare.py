@@ -11,15 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
-from .checksum import Cover, combine, crc32
+from .checksum import Cover, crc32
 from .difference import Difference, measure, rounds_to, same
 from .dtypes import SIZES
 from .fileio import Buffer
-from .fragments import Extent, Record, Runs, Slices
+from .fragments import Extent, Record
+from .hashing import PieceHasher, is_hashed_apart
 from .manifest import Entry, Manifest
-from .pieces import SMALL, Damage, ElementReader, ReadRequest, RecordChecker
+from .pieces import ElementReader, ReadRequest
 from .plan import Match
+from .pooling import Claim, claimed
+from .records import Damage, RecordChecker
 from .resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
+from .sources import unchanged
 from .streaming import chunk_size, finish, stream
 
 FEW = 1 << 17  # elements; rounding so many here takes less time than importing numpy
@@ -76,43 +80,47 @@ class _Side:
     requests: Sequence[tuple[ReadRequest, bool]]
 
 
-def _is_hashed_apart(entry: Entry) -> bool:
-    """Whether each fragment gets its own CRC, which serves both the tensor and the record."""
-    fragments = entry.fragments
-    if isinstance(fragments, Slices):
-        return fragments.width * fragments.size >= SMALL
-    return isinstance(fragments, Runs)
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """What one of several processes has found: CRC-32s of tensors and records, and differences.
+
+    `tensors` and `records` have a list for each tensor that is read, and for each side, in an order
+    that is the same in all processes. `differences` are by the number of the match.
+    """
+
+    tensors: list[list[tuple[int, int, int]]]
+    records: list[list[tuple[int, int, int, int]]]
+    differences: dict[int, Difference]
+    bytes: int
 
 
-def _pieces(item: ReadRequest) -> list[tuple[int, int, Extent | None]]:
-    """The ranges of elements to hash, in order, each with its bytes in the file."""
-    if not _is_hashed_apart(item.entry):  # their records were hashed as they were read
-        return [(item.start, item.stop, None)]
-    size, ranges = SIZES[item.entry.dtype], list[tuple[int, int, Extent | None]]()
-    for fragment in item.entry.fragments.overlapping(item.start, item.stop):
-        start, stop = max(item.start, fragment.start), min(item.stop, fragment.stop)
-        first = (start - fragment.start) * size
-        extent = fragment.extent.part(first, first + (stop - start) * size)
-        ranges.append((start, stop, extent))
-    return ranges
+@dataclass(frozen=True, slots=True)
+class ComparisonWork:
+    """What a process must know to carry out a part of a comparison; see `compare`."""
+
+    matches: Sequence[Match]
+    manifests: tuple[Manifest, Manifest]
+    chunk: int
+    measure: str
+
+    def partial(self, claim: Claim, copying: Copying, progress: Progress) -> Partial:
+        """Carries out the blocks that this process gets."""
+        jobs = max(1, min(copying.jobs, copying.memory * 2 // 5 // (2 * self.chunk)))
+        running = _Comparison(self, progress)
+        with unchanged(*self.manifests):
+            running.run(jobs, claim)
+        return running.partial()
 
 
 class _Comparison:
     """One comparison in progress, shared by its threads."""
 
-    def __init__(
-        self,
-        matches: Sequence[Match],
-        a: Manifest,
-        b: Manifest,
-        chunk: int,
-        measure: str,
-        progress: Progress | None,
-    ) -> None:
-        self.matches = matches
-        self.chunk = chunk
-        self.measure = measure
+    def __init__(self, work: ComparisonWork, progress: Progress | None) -> None:
+        self.matches = matches = work.matches
+        self.chunk = work.chunk
+        self.measure = work.measure
         self.progress = progress
+        a, b = work.manifests
         self.checkers = [RecordChecker(a.records, True, a.fingerprints)]
         if b is not a:
             self.checkers.append(RecordChecker(b.records, True, b.fingerprints))
@@ -124,10 +132,40 @@ class _Comparison:
                     self.covers.setdefault(id(entry), Cover(entry.length))
                     self.first.setdefault(id(entry), number)
         rounded = sum(item.a.numel for item in matches if item.how == "rounded")
-        self.rounds_here = rounded <= FEW and measure != "all"
+        self.rounds_here = rounded <= FEW and work.measure != "all"
         self.differences: dict[int, Difference] = {}  # by the number of the match
         self.bytes = 0
         self.lock = Lock()
+        self.records = [a.records] if b is a else [a.records, b.records]
+
+    def run(self, jobs: int, claim: Claim) -> None:
+        """Carries out the blocks of tasks that this process gets."""
+        tasks = claimed(self.tasks(), _bytes_of, claim)
+        stream(tasks, jobs, self.checkers, self.chunk, self.start)
+
+    def partial(self) -> Partial:
+        """What this process has found, for the one that leads the comparison."""
+        records = []
+        for listed, checker in zip(self.records, self.checkers, strict=True):
+            numbers = {record.extent: number for number, record in enumerate(listed)}
+            found = checker.parts()
+            records.append([(numbers[item.extent], a, b, crc) for item, a, b, crc in found])
+        tensors = [cover.parts() for cover in self.covers.values()]
+        return Partial(tensors, records, self.differences, self.bytes)
+
+    def take(self, partial: Partial) -> None:
+        """Adds what another process has found."""
+        for cover, parts in zip(self.covers.values(), partial.tensors, strict=True):
+            for part in parts:
+                cover.add(*part)
+        for listed, checker, found in zip(
+            self.records, self.checkers, partial.records, strict=True
+        ):
+            for number, *rest in found:
+                checker.passed_before(listed[number], *rest)
+        for number, difference in partial.differences.items():
+            self.differences.setdefault(number, Difference()).add(difference)
+        self.bytes += partial.bytes
 
     def tasks(self) -> Iterator[list[_MatchPart]]:
         """Parts whose elements follow each other in the buffers; a list has one pair of types."""
@@ -187,7 +225,7 @@ class _Comparison:
             entry: Entry = getattr(part.match, side)
             at = part.first * SIZES[entry.dtype]
             counts = self.first[id(entry)] == part.number
-            check = counts and not _is_hashed_apart(entry)
+            check = counts and not is_hashed_apart(entry)
             requests.append((ReadRequest(entry, part.start, part.stop, at, check), counts))
         read = [item for item, _ in requests]
         view = buffer.view[: read[-1].end]
@@ -202,22 +240,20 @@ class _Comparison:
         Gives them by their elements' position in the buffer. `known` are those of an equal side.
         """
         crcs: dict[int, int] = {}
+        hasher = PieceHasher(checker)
         for item, counts in side.requests:
             if not counts:
                 continue
-            entry, size, whole = item.entry, SIZES[item.entry.dtype], 0
-            pieces = _pieces(item)
-            for start, stop, extent in pieces:
-                crc = known.get(item.at // size) if len(pieces) == 1 else None
-                if crc is None:
-                    first = item.at + (start - item.start) * size
-                    crc = crc32(side.view[first : first + (stop - start) * size])
-                if extent is not None:
-                    checker.passed_crc(extent, crc)
-                with self.lock:
-                    self.covers[id(entry)].add(start * size, stop * size, crc)
-                whole = combine(whole, crc, (stop - start) * size)
-            crcs[item.at // size] = whole
+            entry, size = item.entry, SIZES[item.entry.dtype]
+            crc = known.get(item.at // size)
+            if is_hashed_apart(entry):
+                crc = hasher.crc(item, side.view, crc)
+            elif crc is None:  # their records were hashed as they were read
+                crc = crc32(side.view[item.at : item.end])
+            with self.lock:
+                self.covers[id(entry)].add(item.start * size, item.stop * size, crc)
+            crcs[item.at // size] = crc
+        hasher.flush()
         return crcs
 
     def _compare(
@@ -311,7 +347,7 @@ def compare(
         differing   those in all parts that differ
         all         all, so that cosines are right
     `begin` is called with the number of bytes to come; it returns the progress function. Damage is
-    listed in the outcome, not raised.
+    listed in the outcome, not raised. The processes of `copying.pool` share the reading.
     """
     # up to five buffers a thread
     chunk = chunk_size(max(a.dp, b.dp), copying.jobs, copying.memory * 2 // 5)
@@ -319,9 +355,16 @@ def compare(
         chunk = max(1 << 20, chunk // 2)
     read = [entry for item in matches if item.is_read for entry in (item.a, item.b) if entry]
     progress = begin(sum(entry.length for entry in read)) if begin else None
-    running = _Comparison(matches, a, b, chunk, measure, progress)
-    stream(running.tasks(), copying.jobs, running.checkers, chunk, running.start)
+    work = ComparisonWork(matches, (a, b), chunk, measure)
+    running = _Comparison(work, progress)
+    running.run(copying.jobs, copying.pool.begin(work))
+    for partial in copying.pool.others():
+        running.take(partial)
     return running.finish(everything)
+
+
+def _bytes_of(parts: Sequence[_MatchPart]) -> int:
+    return sum(part.stop - part.start for part in parts) * SIZES[parts[0].match.a.dtype]
 
 
 def _by_slot(matches: Sequence[Match]) -> list[int]:

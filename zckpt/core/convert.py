@@ -14,14 +14,17 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
 
-from ..errors import NotEnoughSpace
-from . import fileio, plan
+from ..errors import NotEnoughSpace, ProcessLost
+from . import plan
 from .copy import CopyOutcome, copy
+from .journal import Journal
 from .manifest import Manifest
-from .resources import Begin, Copying
+from .resources import Begin, Copying, Progress
+from .sharing import Sharing, Work
 from .sources import unchanged
 from .staging import Layout, Staging
 from .streaming import chunk_size
@@ -57,39 +60,98 @@ def convert(
     seal: Seal,
     copying: Copying,
     begin: Begin | None,
-) -> CopyOutcome:
+) -> CopyOutcome | None:
     """Writes `source` as the target of `staging`, `size` bytes in the files of `layout`.
 
-    If an error is raised, there is no target. Raises NotEnoughSpace, CorruptCheckpoint if the
-    source's bytes do not have the checksums that its files state, SourceChanged if one of its files
-    is not as it was read, MissingData, OSError, and what `Staging` raises.
+    The result is None if another part of the run will complete the target. If an error is raised,
+    there is no target. Raises NotEnoughSpace, CorruptCheckpoint if the source's bytes do not have
+    the checksums that its files state, SourceChanged if one of its files is not as it was read,
+    MissingData, OSError, and what `Staging` raises.
     """
+    with (
+        naming_full_disk(staging.target, size),
+        staging,
+        unchanged(source),
+        ending(staging.sharing),
+    ):
+        staging.lay(layout.shells(), _strictest_mode(source))
+        shells = read_shells(staging.path)
+        staging.sharing.begin(_work(source, shells, layout, staging))
+        outcome = copy(
+            plan.join(source, shells, layout.from_masters),
+            source,
+            shells,
+            copying,
+            begin(size) if begin else None,
+            staging.journal,
+            staging.sharing,
+        )
+        if outcome is None:
+            if not staging.sharing.part:
+                raise ProcessLost(f"regions of {staging.target} are missing: a process was lost")
+            staging.postpone()
+            return None
+        for name, sibling in layout.siblings:
+            path = os.path.join(staging.path, name)
+            outcome.files[path] = staging.copy(sibling.path, name)
+        seal(staging.path, shells, outcome)
+    return outcome
+
+
+@contextmanager
+def naming_full_disk(target: str, size: int) -> Iterator[None]:
+    """Raises NotEnoughSpace for an OSError that means it; `target` needs `size` bytes."""
     try:
-        with staging, unchanged(source):
-            staging.lay(layout.shells(), _strictest_mode(source))
-            shells = read_shells(staging.path)
-            pairs = plan.join(source, shells, layout.from_masters)
-            outcome = copy(
-                pairs,
-                source,
-                shells,
-                replace(copying, io=fileio.write_mode(copying.io, size)),
-                begin(size) if begin else None,
-                staging.journal,
-            )
-            for name, sibling in layout.siblings:
-                path = os.path.join(staging.path, name)
-                outcome.files[path] = staging.copy(sibling.path, name)
-            seal(staging.path, shells, outcome)
+        yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise NotEnoughSpace(
-                f"the filesystem of {staging.target} is full: {error.filename}: {error.strerror}",
+                f"the filesystem of {target} is full: {error.filename}: {error.strerror}",
                 hint=f"free some space ({size / 1e9:.3f} GB are needed), or choose a target on "
                 "another filesystem; nothing was left behind",
             ) from error
         raise
-    return outcome
+
+
+def _work(source: Manifest, shells: Manifest, layout: Layout, staging: Staging) -> Work:
+    """What other processes must know to share the copy."""
+    regions = chain.from_iterable(staging.journal.regions.values())
+    return Work(
+        source,
+        shells,
+        layout.from_masters,
+        staging.folder,
+        staging.path,
+        staging.identity,
+        staging.journal.chunk,
+        frozenset((region.file, region.start) for region in regions),
+    )
+
+
+def take_part(
+    work: Work, journal: Journal, copying: Copying, progress: Progress, sharing: Sharing
+) -> None:
+    """Writes this process's portions of a target that another process lays and completes.
+
+    Raises as `convert`.
+    """
+    source, shells = work.source, work.shells
+    target = work.folder.removesuffix(".partial")
+    size = sum(work.identity.files.values())
+    with ending(sharing), unchanged(source), naming_full_disk(target, size):
+        pairs = plan.join(source, shells, work.from_masters)
+        copy(pairs, source, shells, copying, progress, journal, sharing)
+
+
+@contextmanager
+def ending(sharing: Sharing) -> Iterator[None]:
+    """Tells the others at the end of the block whether this process has failed."""
+    try:
+        yield
+    except BaseException as error:
+        sharing.end(error)
+        raise
+    sharing.end(None)
 
 
 def _strictest_mode(source: Manifest) -> int:

@@ -1,9 +1,9 @@
 """How does a copy fill the files of a target from a source?
 
-Chunk by chunk (4 MiB): elements are read into an aligned buffer, hashed while they are in the
-processor's cache, and written. A region is some chunks that follow each other. When all of them are
-written, the file is synced, and the region goes into the journal with the CRC-32s of its parts. A
-later run takes these and skips the region.
+Chunk by chunk (4 MiB): `assembling` puts the bytes into an aligned buffer, `pace` chooses how they
+are written. A region is some chunks that follow each other. When all of them are written, the file
+is synced, and the region goes into the journal with the CRC-32s of its parts. A later run takes
+these and skips the region.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import lru_cache
 
 from ..errors import CorruptCheckpoint
 from . import plan
-from .checksum import Cover, Scattered, crc32, crc_of_runs
-from .dtypes import SIZES
-from .fileio import Buffer, Reader
+from .assembling import SOURCE, TENSOR, Assembler
+from .checksum import Cover, Scattered
+from .fileio import Buffer
 from .filling import FILE, RECORD, TargetFile, UnfinishedRegion
-from .fragments import Extent, Record, Runs, Slices
+from .fragments import Extent, Runs, Slices
 from .journal import Journal, Key, Passed, Region
-from .manifest import Entry, Manifest
-from .pieces import CAST_BLOCK, SMALL, ElementReader, ReadRequest, RecordChecker
-from .plan import Chunk, Pair, TargetPiece
+from .manifest import Manifest
+from .pace import Pace
+from .pieces import ElementReader
+from .plan import Chunk, Pair
+from .records import PassedRecord, RecordChecker
 from .resources import DEFAULT_COPYING, Copying, Progress, describe
-from .streaming import chunk_size, finish, stream
+from .sharing import ALONE, Portion, Sharing
+from .streaming import chunk_size, finish, in_turns, stream
 
-# of what a CRC-32 is, beside files and records of the target: a tensor of the target, a tensor of
-# the source before it is cast, a record of the source
-TENSOR, SOURCE, CHECKED = "tensor", "source", "checked"
+CHECKED = "checked"
+"""Of what a CRC-32 is: a record of the source. Others: see `assembling` and `filling`."""
 
 
 @dataclass(slots=True)
@@ -61,14 +63,16 @@ class _Copy:
         source: Manifest,
         target: Manifest,
         chunk: int,
+        jobs: int,
         io: str,
         progress: Progress | None,
         journal: Journal | None,
+        sharing: Sharing,
     ) -> None:
         self.chunk = chunk
-        self.io = io
         self.progress = progress
         self.journal = journal
+        self.sharing = sharing
         self.source_records = source.records
         self.record_numbers = {id(record): n for n, record in enumerate(source.records)}
         self.checker = RecordChecker(source.records, fingerprints=source.fingerprints)
@@ -95,44 +99,70 @@ class _Copy:
             if pair.source.name not in first:
                 for fragment in pair.source.fragments:
                     self.checker.require(fragment.extent)
+        for flat in _flats_cut_otherwise(pairs):
+            self.checker.require(flat)
         self.lock = threading.Lock()
-        self.targets: list[TargetFile] = []
-        self.tasks = self._tasks()
+        self.targets: dict[str, TargetFile] = {}
+        self.complete: set[tuple[str, int]] = set()  # files, and where their regions start
+        paths, pieces_of = plan.files(pairs)
+        self.pieces_of = lru_cache(jobs)(pieces_of)
+        for path in paths:
+            self._add_target(path)
+        self.tasks = in_turns(map(self._chunks, sharing.mine([*self._portions()])), jobs)
+        self.pace = Pace(io, sum(pair.target.length for pair in pairs))
 
-    def _tasks(self) -> Iterator[tuple[TargetFile, Chunk]]:
-        files, pieces_of = plan.files(self.pairs)
-        for number, file in enumerate(files):
-            if not os.path.getsize(file):
-                continue
-            name = os.path.relpath(file, self.journal.root) if self.journal else file
-            target = TargetFile(number, file, name, self.records.get(file, ()), self.chunk)
-            self.covers.update(target.covers())
-            complete = self._complete_regions(target)
-            self.targets.append(target)
-            if not target.left:
-                continue
-            target.open(self.io)
-            what = f"writing {os.path.basename(file)}, {number + 1} of {len(files)} files"
-            describe(self.progress, what)
-            for chunk in plan.chunks(file, target.size, pieces_of(file), self.chunk):
-                if target.region_at(chunk.offset).start not in complete:
-                    yield target, chunk
+    def _add_target(self, path: str) -> None:
+        name = os.path.relpath(path, self.journal.root) if self.journal else path
+        sizes = self.journal.sizes if self.journal else {}
+        size = sizes[name] if name in sizes else os.path.getsize(path)
+        if not size:
+            return
+        number = len(self.targets)
+        target = TargetFile(number, path, name, size, self.records.get(path, ()), self.chunk)
+        self.covers.update(target.covers())
+        self.targets[name] = target
+        for region in self.take(self.journal.regions.get(name, ()) if self.journal else ()):
+            if self.progress:
+                self.progress(region.stop - region.start)
 
-    def _complete_regions(self, target: TargetFile) -> set[int]:
-        """Where regions start that an earlier run has written; takes the CRC-32s that they gave."""
-        complete: set[int] = set()
-        for region in self.journal.regions.get(target.name, ()) if self.journal else ():
-            if region.start in complete:
+    def _chunks(self, portions: Sequence[Portion]) -> Iterator[tuple[TargetFile, Chunk]]:
+        """The chunks of portions of one file."""
+        target = self.targets[portions[0].file]
+        pieces = self.pieces_of(target.path)
+        what = f"{target.number + 1} of {len(self.targets)} files"
+        describe(self.progress, f"writing {os.path.basename(target.path)}, {what}")
+        for portion in portions:
+            target.open(self.pace.opening)
+            within = portion.start, portion.stop
+            for chunk in plan.chunks(target.path, within, pieces, self.chunk):
+                yield target, chunk
+
+    def _portions(self) -> Iterator[Portion]:
+        for name, target in self.targets.items():
+            for region in target.regions:
+                is_complete = (name, region.start) in self.complete
+                yield Portion(name, region.start, region.stop, is_complete)
+
+    def take(self, regions: Iterable[Region]) -> list[Region]:
+        """Takes the CRC-32s of regions that an earlier run or another process has written.
+
+        Gives those that it did not know yet.
+        """
+        taken = []
+        for region in regions:
+            if (region.file, region.start) in self.complete:
                 continue
-            complete.add(region.start)
-            target.left -= 1
+            self.complete.add((region.file, region.start))
             self._count(region.passed)
             for key, start, stop, crc in region.passed:
                 if key[0] == CHECKED:
                     self.checker.passed_before(self.source_records[key[1]], start, stop, crc)
-            if self.progress:
-                self.progress(region.stop - region.start)
-        return complete
+            taken.append(region)
+        return taken
+
+    def lacking(self) -> list[Portion]:
+        """The portions that nobody has written yet."""
+        return [portion for portion in self._portions() if not portion.is_complete]
 
     def _count(self, passed: Iterable[Passed]) -> None:
         """Takes the CRC-32s of a region; the checker has those of source records already."""
@@ -144,37 +174,36 @@ class _Copy:
     def start(
         self, element_readers: Sequence[ElementReader]
     ) -> Callable[[tuple[TargetFile, Chunk]], None]:
-        """One thread's buffer, and the function that fills a chunk."""
+        """One thread's buffer, and the function that carries out a task."""
         (element_reader,) = element_readers
         element_reader.passed = [] if self.journal else None
+        assembler = Assembler(element_reader, self.numbers, self.checking, self.covers)
         buffer = Buffer(self.chunk)
-        return lambda task: self._fill(*task, element_reader, buffer.view)
 
-    def _fill(
-        self, target: TargetFile, chunk: Chunk, element_reader: ElementReader, buffer: memoryview
+        def carry_out(task: tuple[TargetFile, Chunk]) -> None:
+            target, chunk = task
+            with self.pace.turn(target.writer, chunk.length) as mode:
+                passed = assembler.assemble(target, chunk, buffer.view[: chunk.length])
+                self.sharing.check()
+                target.writer.write(buffer.view, chunk.length, chunk.offset, mode)
+            self._written(target, chunk, passed, element_reader.passed)
+
+        return carry_out
+
+    def _written(
+        self,
+        target: TargetFile,
+        chunk: Chunk,
+        passed: Sequence[Passed],
+        log: list[PassedRecord] | None,
     ) -> None:
-        view = buffer[: chunk.length]
-        passed: list[Passed] = []
-        self._keep_shell(target, chunk, element_reader.reader, view)
-        same: list[ReadRequest] = []
-        for piece in chain.from_iterable(map(_parts, chunk.pieces)):
-            source, at = piece.pair.source, piece.offset - chunk.offset
-            if piece.count > 1:
-                passed += self._fill_runs(piece, at, element_reader, view)
-            elif source.dtype != piece.pair.target.dtype:
-                passed += self._cast(piece, at, element_reader, view)
-            else:
-                check = id(piece.pair) in self.checking
-                same.append(ReadRequest(source, piece.start, piece.stop, at, check))
-        element_reader.read(same, view)
-        passed += self._hash(target, chunk, view)
-        target.writer.write(buffer, chunk.length, chunk.offset)
+        """Counts a chunk that is written; `log` has what was read of source records for it."""
         region = target.region_at(chunk.offset)
         with self.lock:
             self.outcome.bytes += chunk.length
             region.add(passed, self.covers)
-            if element_reader.passed is not None:
-                region.add(self._checked(element_reader.passed), self.covers)
+            if log is not None:
+                region.add(self._checked(log), self.covers)
             region.left -= 1
             is_complete = not region.left
         if self.progress:
@@ -183,120 +212,35 @@ class _Copy:
             self._complete(target, region)
 
     def _complete(self, target: TargetFile, region: UnfinishedRegion) -> None:
-        """Syncs a region and notes it; closes the file after its last one."""
-        single = len(target.regions) == 1
-        if self.journal and not single:
-            target.writer.sync()
+        """Syncs a region and notes it."""
         passed = region.passed
         self._count(passed)
+        target.close()
         with self.lock:
-            target.left -= 1
-            is_last = not target.left
-        if is_last:
-            target.stack.close()
+            self.complete.add((target.name, region.start))
         if self.journal:
             self.journal.add(Region(target.name, region.start, region.stop, passed))
 
-    def _checked(self, log: list[tuple[Record, int, int, int]]) -> Iterator[Passed]:
+    def _checked(self, log: list[PassedRecord]) -> Iterator[Passed]:
         """The parts of source records that a thread has read since the last call."""
         for record, start, stop, crc in log:
             yield (CHECKED, self.record_numbers[id(record)], 0), start, stop, crc
         log.clear()
 
-    def _keep_shell(
-        self, target: TargetFile, chunk: Chunk, reader: Reader, view: memoryview
-    ) -> None:
-        """Reads what the file holds already between tensors (headers)."""
-        offset = chunk.offset
-        for start, stop in (
-            *((piece.offset, piece.end) for piece in chunk.pieces),
-            (chunk.offset + chunk.length, 0),
-        ):
-            if start > offset:
-                part = view[offset - chunk.offset : start - chunk.offset]
-                reader.read(Extent(target.path, offset, start - offset), part)
-            offset = max(offset, stop)
-
-    def _cast(
-        self, piece: TargetPiece, at: int, element_reader: ElementReader, view: memoryview
-    ) -> list[Passed]:
-        source, key = piece.pair.source, (SOURCE, self.numbers[id(piece.pair)], 0)
-        size, check = SIZES[source.dtype], id(piece.pair) in self.checking
-        passed: list[Passed] = []
-
-        def count(start: int, stop: int, elements: memoryview) -> None:
-            passed.append((key, start * size, stop * size, crc32(elements)))
-
-        request = ReadRequest(source, piece.start, piece.stop, at, check)
-        dtype = piece.pair.target.dtype
-        element_reader.read_as(dtype, request, view, count if key in self.covers else None)
-        return passed
-
-    def _fill_runs(
-        self, piece: TargetPiece, at: int, element_reader: ElementReader, view: memoryview
-    ) -> list[Passed]:
-        """Fills runs at a stride: reads the rows that they are cut from, then copies the runs."""
-        import numpy as np
-
-        from .cast import cast
-
-        source, target = piece.pair.source, piece.pair.target
-        size, length, stride = SIZES[source.dtype], piece.stop - piece.start, piece.stride
-        block = element_reader.block()
-        most = max(1, min(CAST_BLOCK, len(block) // size) // stride)
-        key, passed = (SOURCE, self.numbers[id(piece.pair)], 0), []
-        for first in range(0, piece.count, most):
-            count = min(most, piece.count - first)
-            start = piece.start + first * stride
-            stop = start + (count - 1) * stride + length
-            element_reader.read(
-                [ReadRequest(source, start, stop, 0, False)], block[: (stop - start) * size]
-            )
-            rows = np.frombuffer(block, f"u{size}", count * stride).reshape(count, stride)
-            runs = np.ascontiguousarray(rows[:, :length]).data.cast("B")
-            begin = at + first * length * SIZES[target.dtype]
-            into = view[begin : begin + count * length * SIZES[target.dtype]]
-            if source.dtype == target.dtype:
-                into[:] = runs
-                continue
-            cast(runs, source.dtype, into, target.dtype)
-            if key in self.covers:
-                passed.append(_passed_runs(key, source, piece, runs, stop))
-        return passed
-
-    def _hash(self, target: TargetFile, chunk: Chunk, view: memoryview) -> list[Passed]:
-        """The CRCs of the chunk's pieces and gaps: for tensors, records and the file."""
-        offset = chunk.offset
-        ranges: list[tuple[int, int, TargetPiece | None]] = []
-        for piece in chunk.pieces:
-            ranges += [(*gap, None) for gap in target.edges(offset, piece.offset)]
-            ranges.append((piece.offset, piece.end, piece))
-            offset = piece.end
-        ranges += [(*gap, None) for gap in target.edges(offset, chunk.offset + chunk.length)]
-        crcs = [crc32(view[a - chunk.offset : b - chunk.offset]) for a, b, _ in ranges]
-        passed: list[Passed] = []
-        for (start, stop, own), crc in zip(ranges, crcs, strict=True):
-            passed += target.passed(start, stop, crc)
-            if own is None:
-                continue
-            entry, key = own.pair.target, (TENSOR, self.numbers[id(own.pair)], 0)
-            if own.count > 1:
-                runs = view[start - chunk.offset : stop - chunk.offset]
-                last = own.stop + (own.count - 1) * own.stride
-                passed.append(_passed_runs(key, entry, own, runs, last))
-            else:
-                size = SIZES[entry.dtype]
-                passed.append((key, own.start * size, own.stop * size, crc))
-        return passed
+    def trim(self) -> None:
+        """Cuts off what another process wrote past the end of a file before it was killed."""
+        for target in self.targets.values():
+            if os.path.getsize(target.path) > target.size:
+                os.truncate(target.path, target.size)
 
     def close(self, error: BaseException) -> None:
         """Closes files after a failure, without a sync, whose own failure would hide the first."""
-        for target in self.targets:
+        for target in self.targets.values():
             target.stack.__exit__(type(error), error, error.__traceback__)
 
     def finish(self) -> CopyOutcome:
         """Checks the rest of the records and the source's digests; raises CorruptCheckpoint."""
-        for target in self.targets:
+        for target in self.targets.values():
             self.outcome.files[target.path] = target.size, self._crc((FILE, target.number, 0))
             for place, extent in enumerate(target.records):
                 self.outcome.records[extent] = self._crc((RECORD, target.number, place))
@@ -320,22 +264,25 @@ class _Copy:
         return crc
 
 
-def _passed_runs(key: Key, entry: Entry, piece: TargetPiece, runs: memoryview, stop: int) -> Passed:
-    """What runs of a piece give to the CRC of `entry`; the last one ends at its element `stop`."""
-    size = SIZES[entry.dtype]
-    crc = crc_of_runs(runs, (piece.stop - piece.start) * size, piece.stride * size)
-    return key, stop * size - len(runs), stop * size, crc
-
-
 def _is_in_order(pair: Pair) -> bool:
     """Whether the target's fragments are single runs; False if a tensor is cut along inner axes."""
     return isinstance(pair.target.fragments, (Runs, Slices))
 
 
-def _parts(piece: TargetPiece) -> Iterable[TargetPiece]:
-    """The piece itself if its runs are near each other, else each of its runs as a piece."""
-    near = piece.stride * SIZES[piece.pair.source.dtype] < SMALL
-    return [piece] if near or piece.count == 1 else piece.runs()
+def _flats_cut_otherwise(pairs: Iterable[Pair]) -> Iterator[Extent]:
+    """Flat buffers of a source whose tensors other ranks of the target cut.
+
+    A slice may be read for two of these ranks, and padding for none.
+    """
+    longest: dict[int, Slices] = {}  # by the identity of the flats: what reaches into most of them
+    for pair in pairs:
+        source, target = pair.source.fragments, pair.target.fragments
+        if isinstance(source, Slices) and isinstance(target, Slices):
+            known = longest.setdefault(id(source.flats), source)
+            if len(source) > len(known):
+                longest[id(source.flats)] = source
+    for slices in longest.values():
+        yield from slices.flats[: len(slices)]
 
 
 def copy(
@@ -345,21 +292,31 @@ def copy(
     copying: Copying = DEFAULT_COPYING,
     progress: Progress | None = None,
     journal: Journal | None = None,
-) -> CopyOutcome:
+    sharing: Sharing = ALONE,
+) -> CopyOutcome | None:
     """Fills the target's files from the source; they exist already, with their final sizes.
 
-    Regions that `journal` lists are not written again. Raises CorruptCheckpoint if bytes of the
-    source do not have the CRC-32 that its files state, or OSError (a full disk).
+    Regions that `journal` lists are not written again, and `sharing` may leave some to others. The
+    result is None if another process, or another part, will complete the target. Raises
+    CorruptCheckpoint if bytes of the source do not have the CRC-32 that its files state, or OSError
+    (a full disk).
     """
     chunk = chunk_size(source.dp, copying.jobs, copying.memory)
     jobs = copying.jobs
     if journal and journal.chunk:  # an earlier run may have been given more memory
         chunk = journal.chunk
         jobs = max(1, min(jobs, copying.memory // (2 * chunk)))
-    running = _Copy(pairs, source, target, chunk, copying.io, progress, journal)
+    running = _Copy(pairs, source, target, chunk, jobs, copying.io, progress, journal, sharing)
     try:
         stream(running.tasks, jobs, [running.checker], chunk, running.start)
     except BaseException as error:
         running.close(error)
         raise
+    regions = sharing.others(journal) if journal else ()
+    if regions is None:
+        return None
+    running.take(regions)
+    if running.lacking():
+        return None
+    running.trim()
     return running.finish()

@@ -1,10 +1,8 @@
 """How do bytes get in and out of files: which buffers, which reads, direct or buffered writes?
 
-Buffered writes whose writeback starts at once took 0.65 of the wall time of `cp` and `sync`; direct
-writes (O_DIRECT) took 1.1 to 1.6. The kernel keeps more requests in flight than a few threads do.
-When memory is short, direct writes are faster, since new pages of the page cache become expensive.
-So a target that does not fit into half of the available memory is written directly, if the
-filesystem allows it.
+Buffered writes go in blocks of 256 KiB. For larger ones, ext4 takes large pages of memory, which a
+virtual machine may have given back to its host: then each of them is a fault of the host, and a
+write takes three times as long. `pace.py` chooses between buffered and direct writes (O_DIRECT).
 
 macOS has none of O_DIRECT, posix_fadvise, fdatasync, fallocate and /proc: there every write is
 buffered, and fsync takes the place of fdatasync.
@@ -18,6 +16,8 @@ import os
 import resource
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import suppress
+from threading import Lock
 from types import TracebackType
 
 from ..errors import CorruptCheckpoint
@@ -28,7 +28,8 @@ from .sources import Fingerprints, close, named, naming, open_file
 CRC_BLOCK = 1 << 20  # bytes
 
 ALIGNMENT = 4096
-BUFFERED_WRITE = 1 << 20  # bytes; larger ones leave the processor's cache
+BUFFERED_WRITE = 256 << 10  # bytes
+HUGE_PAGE = 2 << 20  # bytes
 # the filesystem refuses O_DIRECT, or wants a stricter alignment than 4096; nothing is broken
 REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -38,25 +39,29 @@ def align(size: int, alignment: int = ALIGNMENT) -> int:
     return -(-size // alignment) * alignment
 
 
-def write_mode(asked: str, size: int) -> str:
-    """The Writer's mode for a target of `size` bytes; `asked` is the user's choice."""
-    if asked != "auto":
-        return asked
-    try:
-        with open("/proc/meminfo", "rb") as file:
-            facts = dict(line.split(b":", 1) for line in file)
-    except OSError:  # not on Linux, or in a sandbox without /proc
-        return "buffered"
-    available = int(facts[b"MemAvailable"].split()[0]) << 10
-    return "buffered" if size < available // 2 else "auto"
+def in_pages(size: int) -> int:
+    """The bytes of memory that `memory_of(size)` takes."""
+    return align(size, HUGE_PAGE) if size >= HUGE_PAGE else align(max(size, 1))
+
+
+def memory_of(size: int) -> mmap.mmap:
+    """`size` bytes or more of zeros, in huge pages if they are many and the system has such pages.
+
+    A read into new pages of 4 KiB takes three times as long as one into new huge pages.
+    """
+    memory = mmap.mmap(-1, in_pages(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 class Buffer:
     """`size` bytes of page-aligned memory, as a writable memoryview."""
 
     def __init__(self, size: int) -> None:
-        self._memory = mmap.mmap(-1, align(max(size, 1)))
-        self.view = memoryview(self._memory)
+        self._memory = memory_of(size)
+        self.view = memoryview(self._memory)[: align(max(size, 1))]
 
 
 class Reader:
@@ -132,9 +137,9 @@ def files_per_thread(threads: int) -> int:
 class Writer:
     """Writes at given offsets into one existing file of `size` bytes.
 
-    `mode` is direct (raises OSError if the filesystem refuses), buffered, or auto (direct unless
-    the filesystem refuses). Offsets of `write` are multiples of 4096. So are lengths, except that
-    of the last write of the file.
+    `mode` is direct (raises OSError if the filesystem refuses), buffered, or auto: then each write
+    says which, and is buffered if the filesystem refuses direct ones. Offsets of `write` are
+    multiples of 4096. So are lengths, except that of the last write of the file.
     """
 
     def __init__(self, path: str, size: int, mode: str = "auto") -> None:
@@ -143,6 +148,9 @@ class Writer:
         self.mode = mode
         self._buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._direct = -1
+        self._is_open = True
+        self._in_turn = Lock()  # several buffered writes into one file would wait by spinning
+        self._closing = Lock()
         try:
             if mode != "buffered":
                 self._direct = self._open_direct()
@@ -163,14 +171,16 @@ class Writer:
                 raise
             return -1
 
-    def write(self, buffer: memoryview, length: int, offset: int) -> None:
+    def write(self, buffer: memoryview, length: int, offset: int, mode: str = "direct") -> None:
         """Writes `length` bytes of an aligned buffer; a direct write takes more, up to alignment.
+
+        `mode` is direct or buffered; it counts if the writer's own mode is auto.
 
         A buffered write starts its writeback at once. Otherwise the kernel would collect gigabytes
         and then stop the writer.
         """
         with naming(self.path):
-            if not self._refused:
+            if not self._refused and "buffered" not in (mode, self.mode):
                 try:
                     write_all(self._direct, buffer[: align(length)], offset, len(buffer))
                     return
@@ -178,15 +188,17 @@ class Writer:
                     if self.mode == "direct" or error.errno not in REFUSALS:
                         raise
                     self._refused = True
-            write_all(self._buffered, buffer[:length], offset, BUFFERED_WRITE)
+            with self._in_turn:
+                write_all(self._buffered, buffer[:length], offset, BUFFERED_WRITE)
             # starts writing what is dirty (and drops what is clean already)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
-        """Returns when all bytes that were written are on the disk."""
-        with naming(self.path):
-            sync_data(self._buffered)
+        """Returns when all bytes that were written are on the disk; a closed file's are."""
+        with self._closing, naming(self.path):
+            if self._is_open:
+                sync_data(self._buffered)
 
     def __enter__(self) -> Writer:
         return self
@@ -197,13 +209,16 @@ class Writer:
         try:
             if kind is None:
                 with naming(self.path):
-                    os.ftruncate(self._buffered, self.size)  # a direct write rounds the end up
+                    # a direct write rounds the end up; truncating costs as much as writing 1 MB
+                    if os.fstat(self._buffered).st_size != self.size:
+                        os.ftruncate(self._buffered, self.size)
                     os.fsync(self._buffered)
         finally:
             self._close()
 
     def _close(self) -> None:
-        with naming(self.path):
+        with self._closing, naming(self.path):
+            self._is_open = False
             os.close(self._buffered)
             if self._direct >= 0:
                 os.close(self._direct)

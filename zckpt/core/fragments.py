@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, product
 from math import prod
 from typing import Any
@@ -97,7 +97,7 @@ class Runs(Fragments):
     __slots__ = ("listed", "starts")
 
     def __init__(self, listed: Sequence[Fragment]) -> None:
-        self.listed = tuple(fragment for fragment in listed if fragment.stop > fragment.start)
+        self.listed = tuple([fragment for fragment in listed if fragment.stop > fragment.start])
         self.starts = [fragment.start for fragment in self.listed]
 
     def __getitem__(self, place: Any) -> Any:
@@ -132,10 +132,10 @@ class Slices(Fragments):
     offset: int
     numel: int
     size: int
+    width: int = field(init=False)
 
-    @property
-    def width(self) -> int:
-        return -(-self.numel // len(self.flats))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "width", -(-self.numel // len(self.flats)))
 
     def __len__(self) -> int:
         return -(-self.numel // self.width) if self.numel else 0
@@ -152,8 +152,12 @@ class Slices(Fragments):
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
         if not self.numel:
             return
-        for rank in range(start // self.width, min(-(-stop // self.width), len(self))):
+        for rank in self.ranks(start, stop):
             yield self[rank]
+
+    def ranks(self, start: int, stop: int) -> range:
+        """The ranks that own any of the elements [start, stop), of which there are some."""
+        return range(start // self.width, min(-(-stop // self.width), len(self)))
 
 
 class Box(Fragments):

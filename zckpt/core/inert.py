@@ -292,7 +292,7 @@ def to_json(value: Any) -> Any:
     def each(values: Collection[Any], depth: int) -> list[Any]:
         """The items of a container at a depth."""
         spend(len(values))
-        if values and depth >= MAX_DEPTH:
+        if depth + bool(values) > MAX_DEPTH:
             raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
         if len(values) > 8 and _are_json(values):
             return list(values)

@@ -14,7 +14,8 @@ from .checksum import crc32
 from .dtypes import TORCH_NAMES
 from .fragments import Record
 from .manifest import Entry, Manifest
-from .pieces import ReadRequest, RecordChecker
+from .pieces import ReadRequest
+from .records import RecordChecker
 from .streaming import reading
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ..errors import brief
 from .dtypes import NUMBERS, SIZES
 from .facts import Engine, StepPlace
 from .fragments import Extent, Fragments, Record
-from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
+from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json, types_in
 from .sources import Fingerprint
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
@@ -32,14 +32,13 @@ class Entry:
     shape: tuple[int, ...]
     fragments: Fragments
     digest: int | None = None
+    parameter: str = field(init=False, repr=False, compare=False)
+    slot: str = field(init=False, repr=False, compare=False)
 
-    @property
-    def parameter(self) -> str:
-        return self.name.rpartition("/")[0]
-
-    @property
-    def slot(self) -> str:
-        return self.name.rpartition("/")[2]
+    def __post_init__(self) -> None:
+        parameter, _, slot = self.name.rpartition("/")
+        object.__setattr__(self, "parameter", parameter)
+        object.__setattr__(self, "slot", slot)
 
     @property
     def numel(self) -> int:
@@ -101,9 +100,14 @@ def parameters_from_json(document: Mapping[str, Any]) -> dict[str, Parameter]:
 
 def sizes_from_json(value: Any) -> tuple[int, ...]:
     """A shape; raises TypeError for anything but a list of sizes."""
-    if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
+    if not is_sizes(value):
         raise TypeError(f"{brief(value)} is not a shape")
     return tuple(value)
+
+
+def is_sizes(value: Any) -> bool:
+    """Whether a value of a JSON document is a list of integers that are not negative."""
+    return type(value) is list and types_in(value) <= {int} and min(value, default=0) >= 0
 
 
 def texts_from_json(value: Any) -> tuple[str, ...]:

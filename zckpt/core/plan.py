@@ -6,6 +6,7 @@ file at a time: at dp 1024 with 50,000 tensors there are millions of pieces.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,8 @@ class TargetPiece:
     """Elements [start, stop) of a pair. They belong at byte `offset` of a target file.
 
     If `count` is above one, the piece is that many runs of equal length. They follow each other in
-    the file without gaps. Run i holds elements [start + i * stride, stop + i * stride).
+    the file without gaps. Run i holds elements [start + i * stride, stop + i * stride). If the edge
+    of a chunk cuts the piece, another one has the rest, and `is_cut` is True.
     """
 
     offset: int
@@ -38,6 +40,7 @@ class TargetPiece:
     pair: Pair
     count: int = 1
     stride: int = 0
+    is_cut: bool = False
 
     @property
     def end(self) -> int:
@@ -259,14 +262,17 @@ def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[Target
     return list(dict.fromkeys((*listed, *slices_in))), pieces_of
 
 
-def chunks(file: str, size: int, pieces: Sequence[TargetPiece], chunk: int) -> Iterator[Chunk]:
-    """A target file in chunks of `chunk` bytes; pieces are cut at the edges of chunks.
+def chunks(
+    file: str, within: tuple[int, int], pieces: Sequence[TargetPiece], chunk: int
+) -> Iterator[Chunk]:
+    """Bytes [start, stop) of a target file in chunks of `chunk` bytes; edges of chunks cut pieces.
 
     An edge never splits an element, since every format aligns tensors to their elements.
     """
-    first = 0
-    for offset in range(0, size, chunk):
-        end = min(offset + chunk, size)
+    begin, stop = within
+    first = bisect_right(pieces, begin, key=lambda piece: piece.end)
+    for offset in range(begin, stop, chunk):
+        end = min(offset + chunk, stop)
         inside: list[TargetPiece] = []
         number = first
         while number < len(pieces) and pieces[number].offset < end:
@@ -294,5 +300,6 @@ def _clipped(piece: TargetPiece, offset: int, end: int) -> Iterator[TargetPiece]
         start = piece.start + run * piece.stride + skipped
         stop = start + (length if whole_runs else min(length - skipped, last - position))
         count, stride = (whole_runs, piece.stride) if whole_runs > 1 else (1, 0)
-        yield TargetPiece(piece.offset + position * size, start, stop, piece.pair, count, stride)
+        at = piece.offset + position * size
+        yield TargetPiece(at, start, stop, piece.pair, count, stride, is_cut=True)
         position += count * (stop - start)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import WrongOption
+from .pooling import SINGLE, Pool
 
 Progress = Callable[[int], None]
 """Is called with the number of bytes that were processed since the last call."""
@@ -26,11 +27,15 @@ def describe(progress: Progress | None, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """`jobs` threads, `memory` bytes for all buffers, `io`: auto, direct or buffered writes."""
+    """`jobs` threads, `memory` bytes for all buffers, `io`: auto, direct or buffered writes.
+
+    `pool` are the processes that share a pass over tensors which only reads.
+    """
 
     jobs: int = 4
     memory: int = 256 << 20
     io: str = "auto"
+    pool: Pool = SINGLE
 
     def __post_init__(self) -> None:
         if self.memory < 2 * self.jobs << 20:
@@ -45,8 +50,12 @@ DEFAULT_COPYING = Copying()
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What a process gathers with: its device (cuda, cpu, None), threads, bytes of buffers."""
+    """What a process looks with: its device (cuda, cpu, None), threads, bytes of buffers.
+
+    `pool` are the processes that share a pass over tensors; those that gather are others.
+    """
 
     device: str | None = None
     jobs: int = 4
     memory: int = 256 << 20
+    pool: Pool = SINGLE

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO
 
 from ..errors import CorruptCheckpoint, SourceChanged, ZckptError
@@ -48,6 +48,18 @@ class Fingerprint:
 
 Fingerprints = Mapping[str, Fingerprint]
 """Fingerprints by path; the paths are those of extents."""
+
+
+def on_this_node(fingerprints: Fingerprints) -> dict[str, Fingerprint]:
+    """Fingerprints that another node took, with the devices that the same mounts have on this one.
+
+    Nodes number network filesystems as they mount them.
+    """
+    devices: dict[int, int] = {}
+    for path, seen in fingerprints.items():
+        if seen.device not in devices:
+            devices[seen.device] = os.stat(path).st_dev
+    return {path: replace(seen, device=devices[seen.device]) for path, seen in fingerprints.items()}
 
 
 class Watch:

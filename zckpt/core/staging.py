@@ -16,13 +16,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 
-from ..errors import Interrupted, removal
+from ..errors import Interrupted, ProcessLost, removal
 from . import sources
 from .checksum import crc32
 from .expected import path_inside
 from .fileio import write_all
 from .journal import Identity, Journal, set_mark
+from .journals import PartJournal
 from .manifest import Sibling
+from .sharing import ALONE, Sharing
 from .targets import JOURNAL, refuse_existing, refuse_strange, remove_empty
 
 WORTH_KEEPING = 10.0  # seconds of work
@@ -99,6 +101,8 @@ class Staging:
     `identity` is of the run, and `chunk` the bytes that it copies at a time. With `resume` it
     continues what an earlier run of the same identity left in `<target>.partial`: `journal.regions`
     are complete. `before_rename` is called before the last check.
+    `sharing` says who else writes there. A part of a run never removes what other parts have
+    written, and `postpone` leaves the target to another part.
     `warnings` are about what failed after the target existed.
     Raises TargetExists if the target or, without `resume`, `<target>.partial` exists already; with
     `resume` also if another run is writing there, or if the earlier run had another identity.
@@ -112,6 +116,7 @@ class Staging:
         chunk: int = 0,
         resume: bool = False,
         before_rename: Callable[[], None] | None = None,
+        sharing: Sharing = ALONE,
     ) -> None:
         self.target = os.path.abspath(target)
         self.folder = f"{self.target}.partial"
@@ -119,7 +124,9 @@ class Staging:
         self.identity = identity or Identity()
         self.resume = resume
         self.before_rename = before_rename
+        self.sharing = sharing
         self.warnings: list[str] = []
+        self._is_postponed = False
         self._chunk = chunk
         self._started = time.monotonic()
 
@@ -149,12 +156,26 @@ class Staging:
             refuse_strange(self.folder, os.path.basename(self.target))
             is_new = False
         try:
-            self.journal = Journal(self.folder, self.path, self.identity, self._chunk)
+            self.journal = self._journal()
         except BaseException:
-            if is_new:
+            if is_new and not self.sharing.part:
                 with suppress(OSError):
                     os.unlink(os.path.join(self.folder, JOURNAL))
             raise
+
+    def _journal(self) -> Journal:
+        about = self.folder, self.path, self.identity, self._chunk
+        if not self.sharing.part:
+            return Journal(*about)
+        journal = PartJournal(*about, self.sharing.part)
+        try:
+            refuse_existing(self.target, partial=False)  # another part may have completed it
+        except BaseException:
+            with suppress(OSError):
+                remove_empty(self.folder)
+            journal.close()
+            raise
+        return journal
 
     def _prepare(self) -> None:
         """Removes what an earlier run left without a journal; forgets regions of lost files.
@@ -162,6 +183,9 @@ class Staging:
         After a power loss the folder has a journal, or nothing else.
         """
         _sync(self.folder)
+        if self.sharing.part:
+            os.makedirs(self.path, exist_ok=True)
+            return
         if self.journal.is_new and os.path.lexists(self.path):
             shutil.rmtree(self.path)
         os.makedirs(self.path, exist_ok=True)
@@ -185,6 +209,15 @@ class Staging:
                 os.ftruncate(file, shell.size)
                 for offset, data in shell.parts:
                     write_all(file, memoryview(data), offset)
+        if not self.sharing.is_alone:  # no process must find a file lost that has its regions
+            for entry in sources.walk(self.path):
+                if entry.is_dir(follow_symlinks=False):
+                    _sync(entry.path)
+            _sync(self.path)
+
+    def postpone(self) -> None:
+        """The end of the block leaves everything as it is: another process completes the target."""
+        self._is_postponed = True
 
     @contextmanager
     def _created(self, path: str, mode: int) -> Iterator[int]:
@@ -223,10 +256,11 @@ class Staging:
     ) -> None:
         try:
             if kind is None:
-                self._complete()
+                if not self._is_postponed:
+                    self._complete()
             elif issubclass(kind, KeyboardInterrupt) and self._is_worth_keeping():
                 raise Interrupted(*error.args if error else ()) from error
-            else:
+            elif not issubclass(kind, ProcessLost):
                 self._remove()
         finally:
             self.journal.close()
@@ -280,11 +314,13 @@ class Staging:
     def _is_worth_keeping(self) -> bool:
         """Whether this run, or the one that it continues, did so much that it may be continued."""
         worked = time.monotonic() - self._started
-        continues = not self.journal.is_new
+        continues = not self.journal.is_new or not self.sharing.is_alone
         return bool(self.identity.files) and (continues or worked > WORTH_KEEPING)
 
     def _remove(self) -> None:
         """Removes what was written; first the journal forgets it, since a kill may end this."""
+        if self.sharing.part:
+            return
         with suppress(OSError):
             self.journal.forget()
         shutil.rmtree(self.path, ignore_errors=True)

@@ -11,16 +11,18 @@ alone: one tensor for a program (`loading`), regions of a process's tensors (`dc
 from __future__ import annotations
 
 import threading
-from collections import ChainMap
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from typing import TypeVar
 
 from .dtypes import SIZES
 from .fileio import Reader, files_per_thread
 from .fragments import Extent, Record
 from .manifest import Entry
-from .pieces import ElementReader, ReadRequest, RecordChecker
+from .pieces import ElementReader, ReadRequest
+from .records import RecordChecker
 from .sources import Fingerprints
 
 CHUNK = 4 << 20  # bytes
@@ -96,6 +98,19 @@ def reading(
         yield [ElementReader(reader, checker, memory) for checker in checkers]
     finally:
         reader.close()
+
+
+def in_turns(groups: Iterator[Iterator[Task]], most: int) -> Iterator[Task]:
+    """One task of each group in turn, of at most `most` groups at a time."""
+    active: deque[Iterator[Task]] = deque(islice(groups, most))
+    while active:
+        group = active.popleft()
+        for task in group:
+            active.append(group)
+            yield task
+            break
+        else:
+            active.extend(islice(groups, 1))
 
 
 def _fingerprints(checkers: Sequence[RecordChecker]) -> Fingerprints:

@@ -73,17 +73,22 @@ def of_another_run(target: str, reason: str) -> TargetExists:
 
 
 def remove_empty(folder: str) -> None:
-    """Removes the folder of a target that has been renamed, and its journal.
+    """Removes the folder of a target that has been renamed, and its journals.
 
-    Raises OSError, with everything still there if the folder has more than a journal.
+    Raises OSError, with everything still there if the folder has more than journals.
     """
-    if contents := set(os.listdir(folder)) - {JOURNAL}:
-        raise OSError(
-            errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), os.path.join(folder, *contents)
-        )
-    with suppress(FileNotFoundError):
-        os.unlink(os.path.join(folder, JOURNAL))
+    contents = set(os.listdir(folder))
+    if others := {name for name in contents if not is_journal(name)}:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), os.path.join(folder, *others))
+    for name in sorted(contents, reverse=True):  # `journal` is the last one: it has the lock
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, name))
     os.rmdir(folder)
+
+
+def is_journal(name: str) -> bool:
+    """Whether a file of this name is the journal of a run, or of one of its processes."""
+    return name == JOURNAL or name.startswith(f"{JOURNAL}-")
 
 
 def refuse_strange(folder: str, name: str) -> None:
@@ -91,7 +96,7 @@ def refuse_strange(folder: str, name: str) -> None:
     if os.path.islink(folder) or not os.path.isdir(folder):
         contents = {""}
     else:
-        contents = set(os.listdir(folder))
+        contents = {item for item in os.listdir(folder) if not item.startswith(f"{JOURNAL}-")}
     if contents - {JOURNAL, name} or (contents and JOURNAL not in contents):
         raise TargetExists(
             f"{folder} exists, and cannot be continued: it has no journal of zckpt",

@@ -18,7 +18,8 @@ from ..core.dtypes import SIZES, TORCH_NAMES
 from ..core.fileio import Buffer, align
 from ..core.fragments import Record
 from ..core.manifest import Entry
-from ..core.pieces import ReadRequest, RecordChecker
+from ..core.pieces import ReadRequest
+from ..core.records import RecordChecker
 from ..core.streaming import reading
 
 BLOCK = 16 << 20  # bytes; read first, then copied into the tensors

@@ -135,6 +135,9 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
     if report.get("already_complete"):
         print(f"{where} is complete already; nothing was written")
         return
+    if report.get("waits_for_parts"):
+        print(f"part {report['part']} is written; {where} appears when all parts are")
+        return
     if report.get("dry_run"):
         print(f"{where} would be {safe(report['about'])}")
         print(f"{size(report['bytes'])} in {counted(len(report['files']), 'file')}:")

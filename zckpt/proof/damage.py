@@ -17,7 +17,7 @@ from ..core.compare import ComparisonOutcome, Result
 from ..core.dtypes import SIZES
 from ..core.fragments import Box, Boxes, Extent, Fragments, Runs, Slices, tile
 from ..core.manifest import Entry, Manifest
-from ..core.pieces import Damage
+from ..core.records import Damage
 from ..errors import listed
 
 Report = dict[str, Any]

@@ -6,7 +6,7 @@ grow with the checkpoint. The CRC-32 of records is checked at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -15,12 +15,15 @@ from ..core.dtypes import FLOATS, NUMBERS
 from ..core.fileio import Buffer
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
-from ..core.pieces import ElementReader, ReadRequest, RecordChecker
-from ..core.resources import DEFAULT_COPYING, Begin, Copying, describe
+from ..core.pieces import ElementReader, ReadRequest
+from ..core.pooling import Claim, claimed
+from ..core.records import RecordChecker
+from ..core.resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
+from ..core.sources import unchanged
 from ..core.streaming import batches, chunk_size, finish, stream
 from ..core.weights import WEIGHTS
 from . import damage
-from .stats import Statistics, measure
+from .stats import Statistics, exponents, magnitudes, measure
 
 Report = dict[str, Any]
 
@@ -32,24 +35,145 @@ SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"}
 class _Total:
     """One tensor's statistics so far.
 
-    Parts are added in the order of elements, whichever thread was first, so that the last digits
-    are the same every time. A complete tensor keeps only the used part of its histogram.
+    Parts are added in the order of elements, whichever thread or process was first, so that the
+    last digits are the same every time. `counts` are those of magnitudes, by exponent; they may be
+    added in any order, so that only a tensor in progress has a whole histogram.
     """
 
     numel: int
     statistics: Statistics = field(default_factory=Statistics)
-    magnitudes: dict[str, Any] | None = None
+    counts: dict[int, int] = field(default_factory=dict)
     reached: int = 0
     waiting: dict[int, tuple[int, Statistics]] = field(default_factory=dict)
+    _histogram: Any = None
+    _counted: int = 0
 
     def add(self, start: int, stop: int, part: Statistics) -> None:
         self.waiting[start] = stop, part
         while self.reached in self.waiting:
             self.reached, part = self.waiting.pop(self.reached)
             self.statistics.add(part)
-        if self.reached == self.numel:
-            self.magnitudes = self.statistics.magnitudes()
-            self.statistics.histogram = None
+
+    def count(self, part: Statistics) -> None:
+        """Takes the histogram from the statistics of a part."""
+        if part.histogram is not None:
+            own = self._histogram
+            self._histogram = part.histogram if own is None else own + part.histogram
+            part.histogram = None
+        self._counted += part.elements
+        if self._counted == self.numel:
+            self.close()
+
+    def close(self) -> None:
+        """Keeps only the used part of the histogram."""
+        if self._histogram is not None:
+            self.add_counts(exponents(self._histogram))
+            self._histogram = None
+
+    def add_counts(self, counts: Mapping[int, int]) -> None:
+        for exponent, count in counts.items():
+            self.counts[exponent] = self.counts.get(exponent, 0) + count
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """What one of several processes has measured.
+
+    `parts` are elements [start, stop) of a tensor with their statistics, without histograms.
+    `histograms` are those of all its elements of a tensor: counts by exponent. `records` are parts
+    of records: the number of the record, the bytes [start, stop), their CRC-32.
+    """
+
+    parts: list[tuple[str, int, int, Statistics]]
+    histograms: dict[str, dict[int, int]]
+    records: list[tuple[int, int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuringWork:
+    """What a process must know to measure a part of the tensors."""
+
+    manifests: tuple[Manifest]
+    entries: Sequence[Entry]
+    chunk: int
+
+    def partial(self, claim: Claim, copying: Copying, progress: Progress) -> Partial:
+        """Measures the blocks that this process gets."""
+        running = _Measuring(self, progress, keeps_parts=True)
+        jobs = max(1, min(copying.jobs, copying.memory // (2 * self.chunk)))
+        with unchanged(*self.manifests):
+            running.run(jobs, claim)
+        return running.partial()
+
+
+class _Measuring:
+    """One pass over tensors, shared by its threads.
+
+    With `keeps_parts` another process will add the parts.
+    """
+
+    def __init__(
+        self, work: MeasuringWork, progress: Progress | None, keeps_parts: bool = False
+    ) -> None:
+        self.work = work
+        self.progress = progress
+        self.totals = {entry.name: _Total(entry.numel) for entry in work.entries}
+        (manifest,) = work.manifests
+        self.records = manifest.records
+        self.checker = RecordChecker(manifest.records, True, manifest.fingerprints)
+        self.keeps_parts = keeps_parts
+        self.parts: list[tuple[str, int, int, Statistics]] = []
+        self.lock = Lock()
+
+    def run(self, jobs: int, claim: Claim) -> None:
+        """Measures the blocks that this process gets."""
+        chunk = self.work.chunk
+        tasks = claimed(batches(self.work.entries, chunk), lambda batch: batch[-1].end, claim)
+        stream(tasks, jobs, [self.checker], chunk, self.start)
+
+    def start(self, readers: Sequence[ElementReader]) -> Callable[[list[ReadRequest]], None]:
+        (element_reader,) = readers
+        view = Buffer(self.work.chunk).view
+
+        def carry_out(batch: list[ReadRequest]) -> None:
+            element_reader.read(batch, view)
+            for item in batch:
+                part = measure(view[item.at : item.end], item.entry.dtype, histogram=True)
+                with self.lock:
+                    self._add(item.entry.name, item.start, item.stop, part)
+            if self.progress:
+                describe(self.progress, f"measuring {batch[0].entry.name}")
+                self.progress(sum(item.end - item.at for item in batch))
+
+        return carry_out
+
+    def _add(self, name: str, start: int, stop: int, part: Statistics) -> None:
+        total = self.totals[name]
+        total.count(part)
+        if self.keeps_parts:
+            self.parts.append((name, start, stop, part))
+        else:
+            total.add(start, stop, part)
+
+    def partial(self) -> Partial:
+        """What this process has measured, for the one that leads."""
+        numbers = {item.extent: n for n, item in enumerate(self.records)}
+        for total in self.totals.values():
+            total.close()
+        return Partial(
+            self.parts,
+            {name: total.counts for name, total in self.totals.items() if total.counts},
+            [(numbers[item.extent], a, b, crc) for item, a, b, crc in self.checker.parts()],
+        )
+
+    def take(self, partial: Partial) -> None:
+        """Adds what another process has measured."""
+        for name, start, stop, part in partial.parts:
+            self.totals[name].add(start, stop, part)
+        for name, counts in partial.histograms.items():
+            self.totals[name].add_counts(counts)
+        for number, *rest in partial.records:
+            self.checker.passed_before(self.records[number], *rest)
 
 
 def measure_all(
@@ -68,31 +192,17 @@ def measure_all(
     else:
         entries = matching(manifest.entries.values(), pattern)
     measured = [entry for entry in entries if entry.dtype in NUMBERS]
-    totals = {entry.name: _Total(entry.numel) for entry in measured}
-    checker = RecordChecker(manifest.records, True, manifest.fingerprints)
     # each thread has a buffer of this size, and reads with as much
     chunk = chunk_size(manifest.dp, copying.jobs, copying.memory)
-    lock = Lock()
     size = sum(entry.length for entry in measured)
-    progress = begin(size) if begin else None
-
-    def start(readers: Sequence[ElementReader]) -> Callable[[list[ReadRequest]], None]:
-        (element_reader,) = readers
-        view = Buffer(chunk).view
-
-        def carry_out(batch: list[ReadRequest]) -> None:
-            element_reader.read(batch, view)
-            for item in batch:
-                part = measure(view[item.at : item.end], item.entry.dtype, histogram=True)
-                with lock:
-                    totals[item.entry.name].add(item.start, item.stop, part)
-            if progress:
-                describe(progress, f"measuring {batch[0].entry.name}")
-                progress(sum(item.end - item.at for item in batch))
-
-        return carry_out
-
-    stream(batches(measured, chunk), copying.jobs, [checker], chunk, start)
+    work = MeasuringWork((manifest,), measured, chunk)
+    running = _Measuring(work, begin(size) if begin else None)
+    running.run(copying.jobs, copying.pool.begin(work))
+    for partial in copying.pool.others():
+        running.take(partial)
+    totals, checker = running.totals, running.checker
+    for total in totals.values():
+        total.close()
     checked, unchecked = finish([checker])
     statistics = {name: total.statistics for name, total in totals.items()}
     return {
@@ -124,7 +234,7 @@ def _line(entry: Entry, total: _Total) -> Report:
         "shape": list(entry.shape),
         "elements": entry.numel,
         **total.statistics.report(),
-        "histogram": total.magnitudes,
+        "histogram": magnitudes(total.counts),
     }
 
 

@@ -12,6 +12,7 @@ All statistics are over the finite numbers; NaN and infinities are only counted.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,15 +99,25 @@ class Statistics:
         }
 
     def magnitudes(self) -> dict[str, Any] | None:
-        """`counts[i]` numbers have a magnitude in [2**(first + i), 2**(first + i + 1)).
+        """The histogram as JSON; None if nothing was counted."""
+        return None if self.histogram is None else magnitudes(exponents(self.histogram))
 
-        Zeros are not counted. None if nothing was counted.
-        """
-        used: Any = [] if self.histogram is None else np.flatnonzero(self.histogram)
-        if not len(used):
-            return None
-        first, last = int(used[0]), int(used[-1])
-        return {"first": first - BIAS, "counts": self.histogram[first : last + 1].tolist()}
+
+def exponents(histogram: Any) -> dict[int, int]:
+    """The used part of a histogram: counts by exponent."""
+    return {int(exponent): int(histogram[exponent]) for exponent in np.flatnonzero(histogram)}
+
+
+def magnitudes(counts: Mapping[int, int]) -> dict[str, Any] | None:
+    """`counts[i]` numbers have a magnitude in [2**(first + i), 2**(first + i + 1)).
+
+    Zeros are not counted. None if nothing was counted. The argument has counts by exponent.
+    """
+    if not counts:
+        return None
+    first, last = min(counts), max(counts)
+    listed = [counts.get(exponent, 0) for exponent in range(first, last + 1)]
+    return {"first": first - BIAS, "counts": listed}
 
 
 COUNTS = (
@@ -179,12 +190,12 @@ def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
         factor = math.ldexp(1.0, -max(math.frexp(scale)[1], -1000))
         wide = wide * factor
     mean = float(np.add.reduce(wide)) / count
-    squares = _squares(wide)
+    squares = sum_of_squares(wide)
     apart = squares - count * mean * mean
     if apart < squares * CANCELLED:
         wide -= mean
         rest = float(np.add.reduce(wide)) / count  # the rounding error of a mean of large numbers
-        apart = _squares(wide) - count * rest * rest
+        apart = sum_of_squares(wide) - count * rest * rest
         mean += rest
     statistics.mean = mean / factor
     statistics.spread = math.sqrt(apart) / factor
@@ -192,7 +203,9 @@ def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
     return statistics
 
 
-def _squares(wide: Any) -> float:
-    whole = len(wide) // ROW * ROW
-    rows, rest = wide[:whole].reshape(-1, ROW), wide[whole:]
-    return float(np.matmul(rows[:, None, :], rows[:, :, None]).sum() + np.dot(rest, rest))
+def sum_of_squares(values: Any) -> float:
+    """The sum of the squares of a block: in its own type within a row, in float64 over the rows."""
+    whole = len(values) // ROW * ROW
+    rows, rest = values[:whole].reshape(-1, ROW), values[whole:]
+    dots = np.matmul(rows[:, None, :], rows[:, :, None])
+    return float(dots.sum(dtype=np.float64)) + float(np.dot(rest, rest))

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 
 import zckpt
+from zckpt.formats.universal import write
 
 from ...conftest import EXAMPLE, ROOT
 from ..equality import load, same_bits
@@ -150,3 +151,19 @@ class TestOptions:
     ) -> None:
         ended = zckpt("convert", EXAMPLE, tmp_path / "universal", *words)
         assert (ended.code, words[0] in ended.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [{"a": 1}, {"b": "}, {"}, {}],
+        [{"a": [{}, {}]}, {"b": {"c": {}}}],
+        [{"a": [{}, {}, {}]}, 5, {}],
+        [{"é": "\ud800\n"}, {"b": [1.5, None]}],
+        [{}, {}],
+        ["a", {}],
+        [[], {}, "a", 1],
+    ],
+)
+def test_values_are_encoded_at_once_as_one_by_one(values: list[Any]) -> None:
+    assert write._each(values) == [json.dumps(value, ensure_ascii=False) for value in values]

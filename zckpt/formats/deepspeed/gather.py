@@ -44,7 +44,7 @@ class _EngineFiles:
                 paths[match[2]][int(match[1])] = os.path.join(directory, name)
         if not paths["model"]:  # stages 1 and 2: one file for all
             paths["model"][0] = os.path.join(directory, "mp_rank_00_model_states.pt")
-        parsed: Parsed = {}
+        parsed = Parsed()
         self.optimizers, self.models = (
             [TorchFile(path, parsed) for _, path in sorted(paths[kind].items())]
             for kind in ("optim", "model")

@@ -30,7 +30,7 @@ def open_ranks(directory: TagDirectory, files: RankFiles) -> EngineStates:
     Raises when the files cannot be the whole of one ZeRO checkpoint: a rank is missing, world sizes
     or saves differ, or it is of a kind that is not read.
     """
-    parsed: Parsed = {}
+    parsed = Parsed()
     models = open_files(files.models, parsed)
     model = dictionary(models[0], models[0].value)
     if not files.optimizers:

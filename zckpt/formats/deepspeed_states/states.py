@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero
 from .directories import TagDirectory
 
+FIRST = 16  # files that are opened one after another
+LONG_WAIT = 1e-3  # seconds for a file, beside the work of parsing it
 COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 
 ParameterShapes = dict[str, tuple[int, ...]]
@@ -198,14 +201,21 @@ def in_user_order(shapes: ParameterShapes, states: EngineStates) -> ParameterSha
 
 
 def open_files(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
-    """Files of torch.save; equal pickles are parsed once."""
-    if len(paths) < 32:
-        return [TorchFile(path, parsed) for path in paths]
-    # parsing holds the interpreter, but waiting for a cold or remote filesystem does not
+    """Files of torch.save; equal pickles are parsed once.
+
+    The first files show whether their storage makes readers wait, as a cold or remote one does.
+    Then threads wait together. Without waiting they would only compete for the interpreter.
+    """
+    began, busy = time.perf_counter(), time.thread_time()
+    files = [TorchFile(path, parsed) for path in paths[:FIRST]]
+    waited = time.perf_counter() - began - (time.thread_time() - busy)
+    rest = paths[FIRST:]
+    if not rest or waited < LONG_WAIT * len(files):
+        return files + [TorchFile(path, parsed) for path in rest]
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda path: TorchFile(path, parsed), paths))
+        return files + list(pool.map(lambda path: TorchFile(path, parsed), rest))
 
 
 def dictionary(file: TorchFile, value: Any) -> dict[str, Any]:

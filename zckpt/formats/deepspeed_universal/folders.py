@@ -13,7 +13,7 @@ from ...core.facts import StepPlace
 from ...core.inert import Scalar
 from ...core.manifest import Sighting, slot_name
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
-from ...files.torchfile import Tensor, TorchFile
+from ...files.torchfile import Parsed, Tensor, TorchFile
 from ...training import steps
 from ..deepspeed_states.flats import BufferSlot, FlatBuffer
 from ..deepspeed_states.states import open_files
@@ -33,7 +33,7 @@ class ParameterFolders:
         names = [name for shapes in self.shapes for name in shapes]
         self.paths = {name: self._listed(name) for name in names}
         paths = [path for files in self.paths.values() for path in files]
-        self.files = open_files([*paths, *self._copies(set(names))], {})
+        self.files = open_files([*paths, *self._copies(set(names))], Parsed())
         self.by_path = {file.path: file for file in self.files}
 
     def _listed(self, name: str) -> list[str]:

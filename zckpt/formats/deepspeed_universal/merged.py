@@ -41,7 +41,7 @@ class MergedStates:
             )
         paths = model_files(directory)
         partitioned = MODEL_3.fullmatch(os.path.basename(paths[0][0])) is not None
-        parsed: Parsed = {}
+        parsed = Parsed()
         models, *others = [open_files(ranked, parsed) for ranked in paths]
         self.other_models = [file for files in others for file in files]
         # one per model-parallel rank

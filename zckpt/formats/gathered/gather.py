@@ -48,7 +48,7 @@ def partitions(path: str) -> list[Partition]:
 
 
 def _partitions(files: StateDictFiles) -> list[Partition]:
-    parsed: Parsed = {}
+    parsed = Parsed()
     trees: dict[str | None, Any] = {
         kind: _whole_file(name, parsed) for kind, name in files.whole.items() if kind != "extra"
     }

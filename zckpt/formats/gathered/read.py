@@ -93,7 +93,7 @@ class _TreeReader:
         self.files = files
         self.step_policy = step_policy
         self.param_names = param_names
-        self.parsed: Parsed = {}
+        self.parsed = Parsed()
         source = {"format": "gathered", "version": None, "dp": files.world, "tag": None}
         self.saved = SavedTree(path, source, {})
         self.names: Mapping[str, list[str]] = {}

@@ -106,6 +106,10 @@ class RankFile:
             raise CorruptCheckpoint(
                 f"{self.path}: trainer_options/{name} is {value!r}, not a number of 0 or more"
             )
+        if name in MOST and value > MOST[name]:
+            raise CorruptCheckpoint(
+                f"{self.path}: trainer_options/{name} is {value:,}, more than {MOST[name]:,}"
+            )
         return value
 
     @property
@@ -228,11 +232,8 @@ def _check_kind(file: RankFile) -> None:
             raise CorruptCheckpoint(
                 f"{file.path}: trainer_options/{name} is {value!r}, which is of a wrong type"
             )
-    for name, most in MOST.items():
-        if file.size(name, 0) > most:
-            raise CorruptCheckpoint(
-                f"{file.path}: trainer_options/{name} is {file.size(name, 0):,}, more than {most:,}"
-            )
+    for name in MOST:
+        file.size(name, 0)
     optimizer = file.options.get("optimizer_name")
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise UnsupportedCheckpoint(

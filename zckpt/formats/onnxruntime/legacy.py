@@ -60,7 +60,7 @@ def is_one(path: str) -> bool:
 
 def opened(root: str, paths: Sequence[str]) -> Save:
     """The contents of files in rank order; raises CorruptCheckpoint and its like."""
-    parsed: Parsed = {}
+    parsed = Parsed()
     files = [TorchFile(path, parsed) for path in paths]
     models = [_model(file) for file in files]
     mixed = {

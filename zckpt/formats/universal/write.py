@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from json.encoder import encode_basestring
 from shlex import quote
 from typing import Any
 
@@ -208,15 +209,31 @@ def _text(document: Mapping[str, Any]) -> bytes:
 
     People and `diff` read it so; json's own indent gives every number of a shape its own line.
     """
-    line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # once for all lines
     lines = []
     for key, value in document.items():
         if isinstance(value, dict) and value:
-            items = ",\n  ".join(f"{line(name)}: {line(item)}" for name, item in value.items())
-            lines.append(f"{line(key)}: {{\n  {items}\n }}")
+            pairs = zip(map(encode_basestring, value), _each([*value.values()]), strict=True)
+            items = ",\n  ".join([f"{name}: {item}" for name, item in pairs])
+            lines.append(f"{_line(key)}: {{\n  {items}\n }}")
         else:
-            lines.append(f"{line(key)}: {line(value)}")
+            lines.append(f"{_line(key)}: {_line(value)}")
     return ("{" + ",\n ".join(lines) + "}\n").encode("utf-8", "surrogatepass")
+
+
+_line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
+def _each(values: list[Any]) -> list[str]:
+    """The JSON of each value.
+
+    Dictionaries are encoded at once, in a tenth of the time. Their JSON is cut between them, unless
+    one of them has in it what is between two.
+    """
+    if {*map(type, values)} == {dict}:
+        parts = _line(values)[2:-2].split("}, {")
+        if len(parts) == len(values):
+            return ["{" + part + "}" for part in parts]
+    return [_line(value) for value in values]
 
 
 def _in_slot(manifest: Manifest, slot: str) -> list[Entry]:

@@ -20,8 +20,9 @@ from ...core.checksum import crc32
 from ...core.dtypes import SIZES
 from ...core.fragments import Extent
 from ...core.manifest import Entry
-from ...core.pieces import ElementReader, ReadRequest, RecordChecker
+from ...core.pieces import ElementReader, ReadRequest
 from ...core.plan import Match
+from ...core.records import RecordChecker
 from ...core.streaming import reading
 
 READ = 8 << 20  # bytes that one thread reads at a time

@@ -1,0 +1,83 @@
+"""How is a byte hashed once, for its tensor and for its record in the file?
+
+CRCs of parts combine. So the elements that were read are hashed in pieces, each of them contiguous
+both in the tensor and in a file, and both CRC-32s come from the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .checksum import combine, crc32
+from .dtypes import SIZES
+from .fragments import Extent, Record, Runs, Slices
+from .manifest import Entry
+from .pieces import SMALL, ReadRequest
+from .records import PassedRecord, RecordChecker
+
+
+def is_hashed_apart(entry: Entry) -> bool:
+    """Whether the pieces of an entry serve its records too.
+
+    Otherwise many small ones of several tensors are one read, whose bytes are hashed as they come.
+    """
+    fragments = entry.fragments
+    if isinstance(fragments, Slices):
+        return fragments.width * fragments.size >= SMALL
+    return isinstance(fragments, Runs)
+
+
+def pieces_of(request: ReadRequest) -> Iterator[Extent]:
+    """The bytes of an entry that `is_hashed_apart`, in the order of its elements."""
+    size = SIZES[request.entry.dtype]
+    for fragment in request.entry.fragments.overlapping(request.start, request.stop):
+        start, stop = max(request.start, fragment.start), min(request.stop, fragment.stop)
+        first = (start - fragment.start) * size
+        yield fragment.extent.part(first, first + (stop - start) * size)
+
+
+class PieceHasher:
+    """Hashes requests that were read into `view`, for one thread.
+
+    What follows each other in a file counts once for its record, in `flush`.
+    """
+
+    def __init__(self, checker: RecordChecker, log: list[PassedRecord] | None = None) -> None:
+        self._checker = checker
+        self._log = log
+        # bytes [start, stop) of a record, and their CRC
+        self._pending: tuple[Record, int, int, int] | None = None
+
+    def crc(self, request: ReadRequest, view: memoryview, known: int | None = None) -> int:
+        """The CRC-32 of a request's elements; `known` saves hashing them if they are one piece."""
+        at, whole = request.at, 0
+        for extent in pieces_of(request):
+            for part, record in self._checker.cut(extent):
+                if known is None or part.length < request.end - request.at:
+                    crc = crc32(view[at : at + part.length])
+                else:
+                    crc = known
+                if record is not None:
+                    self._pass(part, record, crc)
+                whole = combine(whole, crc, part.length) if at > request.at else crc
+                at += part.length
+        return whole
+
+    def _pass(self, extent: Extent, record: Record, crc: int) -> None:
+        start = extent.offset - record.extent.offset
+        stop = start + extent.length
+        if self._pending is not None:
+            before, first, end, known = self._pending
+            if before is record and end == start:
+                self._pending = record, first, stop, combine(known, crc, extent.length)
+                return
+            self.flush()
+        self._pending = record, start, stop, crc
+
+    def flush(self) -> None:
+        """Counts what is pending for its record; raises CorruptCheckpoint for damage."""
+        if self._pending is not None:
+            self._checker.passed_before(*self._pending)
+            if self._log is not None:
+                self._log.append(self._pending)
+            self._pending = None
