@@ -89,6 +89,7 @@ class Many(nn.Module):
 
 
 SIZES = {
+    "12M": lambda: Transformer(192, 6),
     "124M": lambda: Transformer(768, 12),
     "355M": lambda: Transformer(1024, 24),
     "many": Many,

@@ -60,8 +60,7 @@ def jobs(source: Path, work: Path, against: str, dp: int | None) -> tuple[Job, J
         (ours,),
     )
     if against == "cp":
-        files = sorted(tag.glob("*optim_states.pt"))
-        return convert, copying("cp + sync of the optimizer files", files, theirs)
+        return convert, copying("cp + sync of all .pt files", sorted(tag.glob("*.pt")), theirs)
     if against == "universal":
         module = (sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal")
         folders = ("--input_folder", str(tag), "--output_folder", str(theirs / "out"))

@@ -45,7 +45,8 @@ from zckpt.core.fileio import Reader, files_per_thread
 from zckpt.core.fragments import Extent
 from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.partition import FlatMember, Partitioned, Whole
-from zckpt.core.pieces import ElementReader, ReadRequest, RecordChecker
+from zckpt.core.pieces import ElementReader, ReadRequest
+from zckpt.core.records import RecordChecker
 from zckpt.core.streaming import share
 from zckpt.proof.allgather.buffers import all_gather
 from zckpt.proof.allgather.gathering import GLOO

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .measure import ZCKPT, Cost, Job, interleave, table
 
-TARGET = 12  # times the CPU of an interpreter that does nothing, for a few ranks
+TARGET = 8  # times the CPU of an interpreter that does nothing, for a few ranks
 MANY = 64  # rank files, from which on the CPU of each of them is what counts
 
 

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +24,12 @@ ZCKPT = (sys.executable, "-m", "zckpt")
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one run: seconds, and MiB of its largest process."""
+    """Of one run: seconds, MiB of its largest process, bytes that it read and wrote itself."""
 
     wall: float
     cpu: float
     memory: float
+    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,12 @@ class Job:
     outputs: tuple[Path, ...] = ()
 
 
-def run(job: Job) -> Cost:
+def run(job: Job, before: Callable[[], None] = lambda: None) -> Cost:
     """One run of a job; raises RuntimeError with its last words if it fails."""
     for output in job.outputs:
         shutil.rmtree(output, ignore_errors=True)
     os.sync()  # what others left to write is not this job's work
+    before()
     with open(os.devnull, "wb") as nowhere:
         started = time.perf_counter()
         process = subprocess.Popen(
@@ -52,20 +54,43 @@ def run(job: Job) -> Cost:
         )
         assert process.stderr is not None
         said = process.stderr.read()
-        _, status, usage = os.wait4(process.pid, 0)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         wall = time.perf_counter() - started
+        moved = bytes_moved(process.pid)
+        _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"{' '.join(job.command)} failed: {said.decode()[-2000:]}")
-    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, moved)
 
 
-def interleave(jobs: Sequence[Job], rounds: int) -> dict[str, list[Cost]]:
-    """`rounds` runs of every job, A B A B ..., after one round that is not counted."""
+def bytes_moved(process: int) -> int:
+    """Bytes that a process which has ended passed to read and write calls."""
+    with open(f"/proc/{process}/io", encoding="ascii") as file:
+        facts = dict(line.split(":") for line in file)
+    return int(facts["rchar"]) + int(facts["wchar"])
+
+
+def drop(files: Iterable[Path]) -> None:
+    """Removes files from the page cache; what is not on the disk yet stays."""
+    os.sync()
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def interleave(
+    jobs: Sequence[Job], rounds: int, before: Callable[[], None] = lambda: None
+) -> dict[str, list[Cost]]:
+    """`rounds` runs of every job, A B A B ..., after one round that is not counted.
+
+    `before` is called before each counted run.
+    """
     costs: dict[str, list[Cost]] = {job.name: [] for job in jobs}
     for number in range(rounds + 1):
         for job in jobs:
-            cost = run(job)
+            cost = run(job, before if number else lambda: None)
             if number:
                 costs[job.name].append(cost)
     for job in jobs:

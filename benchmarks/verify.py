@@ -16,7 +16,8 @@ from pathlib import Path
 
 from zckpt.api import read
 from zckpt.core.fileio import Buffer
-from zckpt.core.pieces import ElementReader, ReadRequest, RecordChecker
+from zckpt.core.pieces import ElementReader, ReadRequest
+from zckpt.core.records import RecordChecker
 from zckpt.core.resources import DEFAULT_COPYING
 from zckpt.core.streaming import batches, chunk_size, stream
 
