@@ -1,28 +1,22 @@
-"""`torchrun command.py SECONDS convert ...`: the command line with small regions and slow reads."""
+"""`torchrun command.py convert ...`: the command line with small regions.
+
+The variable GO names a file for which every process waits after its first portion. The rank SLOW
+has reads that take SECONDS, and leaves that file.
+"""
 
 from __future__ import annotations
 
-import sys
-import time
-from typing import Any
+import os
+from pathlib import Path
 
+from tests.nodes.conftest import slow_reads, stop_at_second_portion
 from zckpt import cli
 from zckpt.core import filling
-from zckpt.core.pieces import ElementReader
-
-
-def main() -> None:
-    seconds = float(sys.argv.pop(1))
-    filling.REGION = 1 << 20
-    read = ElementReader.read
-
-    def slow(self: ElementReader, *rest: Any) -> None:
-        time.sleep(seconds)
-        read(self, *rest)
-
-    ElementReader.read = slow  # type: ignore[method-assign]
-    cli.main()
-
 
 if __name__ == "__main__":
-    main()
+    filling.REGION = 1 << 20
+    go = Path(os.environ["GO"])
+    stop_at_second_portion(go)
+    if os.environ["RANK"] == os.environ.get("SLOW"):
+        slow_reads(float(os.environ["SECONDS"]), go)
+    cli.main()

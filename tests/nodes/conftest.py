@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -19,6 +20,7 @@ import torch.distributed  # noqa: F401  (children need not import it again)
 
 from zckpt import cli
 from zckpt.core import filling
+from zckpt.core.pieces import ElementReader
 from zckpt.nodes.launch import LAUNCHERS
 
 from ..conftest import Result
@@ -64,6 +66,43 @@ class Process:
 
 Start = Callable[..., Process]
 Prepare = Callable[[], None]
+
+
+def until(is_there: Callable[[], object], limit: float = 30.0) -> None:
+    """Waits, and fails after `limit` seconds."""
+    end = time.monotonic() + limit
+    while not is_there():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def slow_reads(seconds: float, go: Path | None = None) -> None:
+    """Every read of this process takes a while; the first one leaves the file `go`."""
+    read = ElementReader.read
+
+    def slow(self: ElementReader, *rest: Any) -> None:
+        if go:
+            go.touch()
+        time.sleep(seconds)
+        read(self, *rest)
+
+    ElementReader.read = slow  # type: ignore[method-assign]
+
+
+def stop_at_second_portion(go: Path) -> None:
+    """This process writes one portion, and waits for the file `go` before it writes another one.
+
+    So a test can interfere, however fast or slow the machine is.
+    """
+    opened = filling.TargetFile.open
+    portions = count()
+
+    def wait(self: filling.TargetFile, *rest: Any) -> None:
+        if next(portions):
+            until(go.exists)
+        opened(self, *rest)
+
+    filling.TargetFile.open = wait  # type: ignore[method-assign]
 
 
 def run_as_command(words: list[str], output: Path, prepare: Prepare | None) -> NoReturn:

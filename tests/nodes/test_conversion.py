@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -17,10 +16,11 @@ from zckpt.core.resources import Copying
 
 from ..conftest import Result
 from ..test_resume import files
-from .conftest import Process, free_port
+from .conftest import Process, free_port, until
 
 Launch = Callable[..., list[Process]]
-SMALL = ("-j", 2, "--memory", "4MiB")
+SMALL = ("-j", 2, "--memory", "4MiB")  # chunks and regions of 1 MiB
+ONE_THREAD = ("-j", 1, "--memory", "2MiB")  # the same
 COPYING = Copying(2, 4 << 20)
 TARGETS: dict[str, tuple[list[object], dict[str, Any]]] = {
     "universal": ([], {}),
@@ -77,13 +77,13 @@ def test_the_target_of_a_single_run(
 def test_all_processes_write(
     sources: dict[str, Path], tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every process leaves a line for each portion that it has opened."""
+    """Every process leaves a line for each portion that it opens, and waits for the others."""
     opened = filling.TargetFile.open
 
     def noted(self: filling.TargetFile, io: str) -> None:
         with open(tmp_path / "opened", "a") as file:
             file.write(f"{os.environ['RANK']}\n")
-        time.sleep(0.3)
+        until(lambda: len(set((tmp_path / "opened").read_text().split())) == 3)
         opened(self, io)
 
     monkeypatch.setattr(filling.TargetFile, "open", noted)

@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,35 +15,22 @@ from typing import Any
 import pytest
 
 import zckpt
-from zckpt.core.pieces import ElementReader
+from zckpt.core.filling import TargetFile
 
 from ..conftest import EXAMPLE, ROOT, Result
 from ..test_resume import MIB, files
-from .conftest import Process
-from .test_conversion import COPYING, SMALL, Launch, done, ended
+from .conftest import Process, stop_at_second_portion, until
+from .test_conversion import COPYING, ONE_THREAD, SMALL, Launch, done, ended
 
 
-def slowly(seconds: float = 0.2) -> None:
-    """Every read takes a while, so that a test can interfere."""
-    read = ElementReader.read
+def wait_for_journals(folder: Path, processes: int = 1) -> None:
+    """Waits until the journal of every process has a region."""
 
-    def slow(self: ElementReader, *rest: Any) -> None:
-        time.sleep(seconds)
-        read(self, *rest)
-
-    ElementReader.read = slow  # type: ignore[method-assign]
-
-
-def wait_for(folder: Path, count: int, processes: int = 1) -> None:
-    """Waits until the journals of so many processes have so many regions."""
-    end = time.monotonic() + 30
-    while True:
+    def are_there() -> bool:
         journals = [path.read_bytes() for path in folder.glob("journal*")]
-        regions = sum(data.count(b"\n") - 1 for data in journals)
-        if len(journals) >= processes and regions >= count:
-            return
-        assert time.monotonic() < end
-        time.sleep(0.01)
+        return sum(data.count(b"\n") > 1 for data in journals) >= processes
+
+    until(are_there)
 
 
 def with_errors(results: list[Result]) -> list[int]:
@@ -56,12 +42,14 @@ def with_errors(results: list[Result]) -> list[int]:
 def begun(
     sources: dict[str, Path], tmp_path: Path, launch: Launch
 ) -> tuple[list[Process], tuple[object, ...]]:
-    """Three slow processes in the middle of a conversion, and its arguments."""
-    words = ("convert", sources["zero-3"], tmp_path / "out", *SMALL)
-    processes = launch(
-        3, *words, preparing=dict.fromkeys(range(3), lambda: slowly(0.4)), ZCKPT_TIMEOUT=3
-    )
-    wait_for(tmp_path / "out.partial", 2, 3)
+    """Three processes in the middle of a conversion, and its arguments.
+
+    Each has written one portion; they go on when there is a file `go`.
+    """
+    words = ("convert", sources["zero-3"], tmp_path / "out", *ONE_THREAD)
+    preparing = dict.fromkeys(range(3), lambda: stop_at_second_portion(tmp_path / "go"))
+    processes = launch(3, *words, preparing=preparing, ZCKPT_TIMEOUT=4)
+    wait_for_journals(tmp_path / "out.partial", 3)
     return processes, words
 
 
@@ -80,6 +68,7 @@ def test_a_process_that_does_not_answer(
     """One other process names it. When it is ended, --resume completes the target."""
     processes, words = begun
     processes[rank].send(how)
+    (tmp_path / "go").touch()
     others = [process for process in processes if process is not processes[rank]]
     results = ended(others)
     assert [result.code for result in results] == [1, 1]
@@ -87,7 +76,7 @@ def test_a_process_that_does_not_answer(
     if rank:
         (error,) = errors
         assert f"rank {rank} (" in error
-        assert f"process {processes[rank].number}) has not answered for 3 s" in error
+        assert f"process {processes[rank].number}) has not answered for 4 s" in error
     else:  # which hosts the store here, so that the others cannot agree who says it
         assert all("connection to rank 0" in error for error in errors), errors
     assert all("--resume" in error for error in errors)
@@ -109,6 +98,7 @@ def test_a_process_that_wakes_up_writes_nothing(
 ) -> None:
     processes, _ = begun
     processes[2].send(signal.SIGSTOP)
+    (tmp_path / "go").touch()
     ended(processes[:2])
     before = files(tmp_path / "out.partial")
     processes[2].send(signal.SIGCONT)
@@ -125,6 +115,7 @@ def test_an_interrupt_of_all(
     processes, words = begun
     for process in processes:
         process.send(signal.SIGTERM)
+    (tmp_path / "go").touch()
     results = ended(processes)
     assert [result.code for result in results] == [143] * 3
     (rank,) = with_errors(results)
@@ -151,12 +142,18 @@ def test_a_full_disk(rank: int, sources: dict[str, Path], tmp_path: Path, launch
     """The process that finds it says so, and nothing is left behind."""
 
     def limit() -> None:
-        slowly(0.05)
+        opened = TargetFile.open
+
+        def tell(self: TargetFile, *rest: Any) -> None:
+            (tmp_path / "go").touch()
+            opened(self, *rest)
+
+        TargetFile.open = tell  # type: ignore[method-assign]
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
 
     def others() -> None:
-        slowly(0.05)
+        stop_at_second_portion(tmp_path / "go")
 
     preparing = {number: limit if number == rank else others for number in range(3)}
     results = ended(
@@ -165,7 +162,7 @@ def test_a_full_disk(rank: int, sources: dict[str, Path], tmp_path: Path, launch
     assert [result.code for result in results] == [1] * 3
     assert with_errors(results) == [rank]
     assert "is full" in results[rank].err
-    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+    assert {path.name for path in tmp_path.iterdir()} - {"go"} == {"output"}
 
 
 def test_a_source_that_one_node_cannot_read(
@@ -175,11 +172,12 @@ def test_a_source_that_one_node_cannot_read(
         from zckpt.core import fileio
 
         def refuse(*_: object) -> None:
+            (tmp_path / "go").touch()
             raise OSError(errno.EIO, os.strerror(errno.EIO), "a.pt")
 
         fileio.Reader.read = refuse  # type: ignore[method-assign, assignment]
 
-    preparing = {0: slowly, 1: prepare}
+    preparing = {0: lambda: stop_at_second_portion(tmp_path / "go"), 1: prepare}
     results = ended(
         launch(2, "convert", sources["zero-3"], tmp_path / "out", *SMALL, preparing=preparing)
     )

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 
@@ -23,9 +24,9 @@ from zckpt.errors import TargetExists, WrongOption
 
 from ..conftest import Result
 from ..test_resume import files
-from .conftest import Start
-from .test_conversion import COPYING, SMALL, TARGETS
-from .test_failures import slowly, wait_for
+from .conftest import Start, slow_reads, stop_at_second_portion
+from .test_conversion import COPYING, ONE_THREAD, SMALL, TARGETS
+from .test_failures import wait_for_journals
 
 Command = Callable[..., Result]
 
@@ -81,7 +82,7 @@ def test_killed_parts(sources: dict[str, Path], tmp_path: Path, start: Start) ->
     words = ("convert", sources["zero-3"], tmp_path / "out", *SMALL, "--part")
     for _ in range(10):
         parts = [
-            start(*words, f"{number}/3", environment={}, prepare=lambda: slowly(0.02))
+            start(*words, f"{number}/3", environment={}, prepare=lambda: slow_reads(0.02))
             for number in (1, 2, 3)
         ]
         time.sleep(chosen.uniform(0.05, 0.4))
@@ -129,8 +130,9 @@ def test_a_single_run_is_continued_in_parts(
     sources: dict[str, Path], tmp_path: Path, start: Start, zckpt: Command
 ) -> None:
     words = ("convert", sources["zero-3"], tmp_path / "out", *SMALL)
-    first = start(*words, environment={}, prepare=slowly)
-    wait_for(tmp_path / "out.partial", 2)
+    wait = partial(stop_at_second_portion, tmp_path / "go")
+    first = start(*words, *ONE_THREAD, environment={}, prepare=wait)
+    wait_for_journals(tmp_path / "out.partial")
     first.send(signal.SIGKILL)
     first.wait()
     zckpt(*words, "--part", "1/2")
@@ -142,11 +144,13 @@ def test_a_single_run_waits_for_no_part(
 ) -> None:
     """A part holds the lock, so that nobody else completes or removes what it writes."""
     words = ("convert", sources["zero-3"], tmp_path / "out", *SMALL)
-    part = start(*words, "--part", "1/2", environment={}, prepare=slowly)
-    wait_for(tmp_path / "out.partial", 1)
+    wait = partial(stop_at_second_portion, tmp_path / "go")
+    part = start(*words, *ONE_THREAD, "--part", "1/2", environment={}, prepare=wait)
+    wait_for_journals(tmp_path / "out.partial")
     assert "writing there now" in zckpt(*words, "--resume").err
     twice = zckpt(*words, "--part", "1/2")
     assert "another process is writing this part" in twice.err
+    (tmp_path / "go").touch()
     assert part.wait().code == 0
 
 

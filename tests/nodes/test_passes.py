@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from zckpt.core.pooling import claimed
 from zckpt.core.streaming import CHUNK
 
 from ..conftest import Result
+from .conftest import until
 from .test_conversion import SMALL, Launch, done, ended
-from .test_failures import slowly
 
 Command = Callable[..., Result]
 
@@ -96,33 +95,43 @@ def test_a_proof_of_several_processes(
 
 
 def test_all_processes_read(sources: dict[str, Path], tmp_path: Path, launch: Launch) -> None:
+    """Every process waits in its first read until all have come there."""
 
     def noting() -> None:
         read = ElementReader.read
 
         def noted(self: ElementReader, *rest: Any) -> None:
-            with open(tmp_path / "read", "a") as file:
-                file.write(os.environ["RANK"])
-            time.sleep(0.3)
+            (tmp_path / f"read-{os.environ['RANK']}").touch()
+            until(lambda: len(list(tmp_path.glob("read-*"))) == 3)
             read(self, *rest)
 
         ElementReader.read = noted  # type: ignore[method-assign]
 
     preparing = dict.fromkeys(range(3), noting)
     done(launch(3, "verify", sources["zero-3"], *SMALL, preparing=preparing))
-    assert set((tmp_path / "read").read_text()) == {"0", "1", "2"}
+    assert len(list(tmp_path.glob("read-*"))) == 3
 
 
-def test_an_error_of_one_process(sources: dict[str, Path], launch: Launch) -> None:
-    def prepare() -> None:
+def test_an_error_of_one_process(sources: dict[str, Path], tmp_path: Path, launch: Launch) -> None:
+    def refusing() -> None:
         from zckpt.core import fileio
 
         def refuse(*_: object) -> None:
+            (tmp_path / "go").touch()
             raise OSError(5, "Input/output error", "a.pt")
 
         fileio.Reader.read = refuse  # type: ignore[method-assign, assignment]
 
-    preparing = {0: slowly, 1: prepare}
+    def waiting() -> None:
+        read = ElementReader.read
+
+        def wait(self: ElementReader, *rest: Any) -> None:
+            until((tmp_path / "go").exists)
+            read(self, *rest)
+
+        ElementReader.read = wait  # type: ignore[method-assign]
+
+    preparing = {0: waiting, 1: refusing}
     results = ended(launch(2, "stats", sources["dcp"], *SMALL, preparing=preparing))
     assert [result.code for result in results] == [1, 1]
     assert "a.pt: Input/output error" in results[1].err

@@ -47,6 +47,7 @@ class Test(unittest.TestCase):
 """
 
 
+@pytest.mark.engines
 def test_a_test_that_only_torch_passes_is_listed(tmp_path: Path) -> None:
     folder = tmp_path / torch_suite.FOLDER
     folder.mkdir(parents=True)

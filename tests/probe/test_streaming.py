@@ -525,7 +525,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.engines
-@pytest.mark.first
 def test_memory_is_that_of_two_modules(large: dict[str, Path], tmp_path: Path) -> None:
     def run(path: Path, how: str) -> tuple[Tensor, int]:
         output = tmp_path / "y.pt"

@@ -305,7 +305,8 @@ class TestGpu:
         assert report["equal"]
 
 
-@pytest.mark.parametrize("json_asked", [True, pytest.param(False, marks=pytest.mark.engines)])
+@pytest.mark.engines
+@pytest.mark.parametrize("json_asked", [True, False])
 def test_one_of_several_processes_fails(json_asked: bool, tmp_path: Path) -> None:
     """Nothing hangs; its reason is on stderr, and the document on stdout says that one failed."""
     zckpt.convert(EXAMPLE, tmp_path / "universal")
