@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from . import formats
 from .core import sources
 from .core.manifest import Manifest
 from .core.neighbors import lacking
 from .core.targets import refuse_unfinished
+from .core.values import valueclass
 from .errors import CorruptCheckpoint
 from .training import steps
 from .training.names import Renames, called_as, names_of, renamed
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Reading:
     """What a user says about a checkpoint that is to be read; see `zckpt.read`.
 

@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from . import formats
 from .core.manifest import Manifest
 from .core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from .core.sharing import ALONE, Sharing
+from .core.values import valueclass
 from .errors import TargetExists, WrongOption, counted, literal
 from .reading import Reading, read
 from .training import objects, steps, ties
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 Report = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Running:
     """How a conversion runs, and whom it informs.
 
@@ -258,7 +259,7 @@ def _named_for(format: Format, manifest: Manifest, options: Options) -> Manifest
     return ties.with_ties(manifest, options[TIE]) if options[TIE] else manifest
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class _Source:
     """A source, and files of its trainer that must be written anew because groups changed."""
 

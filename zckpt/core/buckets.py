@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, groupby
 from math import prod
 
 from .dtypes import SIZES
 from .fragments import Extent
 from .partition import BoxPart, FlatMember, Joined, Partitioned
+from .values import valueclass
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Spread(Partitioned):
     """A whole tensor, cut over the processes. No rank gathers it: each compares its own part."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Beside:
     """Boxes of one tensor that lie side by side along `axis`, in this order, from end to end of it.
 
@@ -122,7 +123,7 @@ Cut = Partitioned | Joined | Beside
 """What several ranks have parts of."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Segment:
     """Elements [start, stop) of every rank's part; in a bucket's rows they begin at `at`.
 
@@ -135,7 +136,7 @@ class Segment:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Block:
     """`rows` x `columns` elements of a tensor in a bucket, from (`row`, `column`) on.
 
@@ -189,7 +190,7 @@ class Block:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Bucket:
     """The result of one all-gather: `width` elements from each of `rows` ranks.
 

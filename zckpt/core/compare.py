@@ -25,12 +25,13 @@ from .records import Damage, RecordChecker
 from .resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
 from .sources import unchanged
 from .streaming import chunk_size, finish, stream
+from .values import valueclass
 
 FEW = 1 << 17  # elements; rounding so many here takes less time than importing numpy
 PADDING = 64 << 10  # bytes; more than these beside tensors are not padding
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Result:
     """The result of one match. A digest is the CRC-32 of row-major bytes; None if not read."""
 
@@ -57,7 +58,7 @@ class ComparisonOutcome:
     bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class _MatchPart:
     """Elements [start, stop) of match number `number`; in the buffers they begin at `first`."""
 
@@ -72,7 +73,7 @@ class _MatchPart:
         return self.first + self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class _Side:
     """The elements that were read of one side, and whether each item counts for CRCs."""
 
@@ -80,7 +81,7 @@ class _Side:
     requests: Sequence[tuple[ReadRequest, bool]]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Partial:
     """What one of several processes has found: CRC-32s of tensors and records, and differences.
 
@@ -94,7 +95,7 @@ class Partial:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class ComparisonWork:
     """What a process must know to carry out a part of a comparison; see `compare`."""
 

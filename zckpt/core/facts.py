@@ -12,16 +12,16 @@ Grid, Coordinate   the parallel axes, and the place of one rank in them
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .dtypes import SIZES
 from .inert import Scalar
+from .values import valueclass
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class FlatBufferEngine:
     """An engine that cuts flat buffers over its ranks, and keeps its configuration.
 
@@ -75,7 +75,7 @@ class FlatBufferEngine:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class StateDictEngine:
     """A program that saves a model's and an optimizer's state dict.
 
@@ -139,7 +139,7 @@ class StateDictEngine:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class GraphEngine:
     """An engine that trains an exported graph, whose weights it knows by name.
 
@@ -182,7 +182,7 @@ class GraphEngine:
 Engine = FlatBufferEngine | StateDictEngine | GraphEngine
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class StepPlace:
     """Where an optimizer keeps its step, and in which type.
 
@@ -329,7 +329,7 @@ def _of_type(state: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
     return value
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Coordinate:
     """The place of one rank in a grid: its number along each parallel axis, from 0."""
 
@@ -339,7 +339,7 @@ class Coordinate:
     ep: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Grid:
     """The sizes of the parallel axes: data, tensor, pipeline, expert; raises ValueError below 1.
 

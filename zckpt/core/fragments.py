@@ -20,13 +20,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate, chain, product
 from math import prod
 from typing import Any
 
+from .values import valueclass
 
-@dataclass(frozen=True, slots=True)
+
+@valueclass
 class Extent:
     """`length` bytes of `file` (a path) at `offset`."""
 
@@ -39,7 +41,7 @@ class Extent:
         return Extent(self.file, self.offset + start, stop - start)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Record:
     """Bytes whose CRC-32 the file itself states; None if the file was saved without CRCs."""
 
@@ -47,7 +49,7 @@ class Record:
     crc: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Fragment:
     """Elements [start, stop) of a tensor, row-major, in `extent`.
 
@@ -120,7 +122,7 @@ def solid(numel: int, extent: Extent) -> Runs:
     return Runs([Fragment(0, numel, extent)])
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Slices(Fragments):
     """A tensor of `numel` elements that is cut evenly over ranks; the last slices are padded.
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from ..errors import MALFORMED, CorruptCheckpoint, brief
 from .dtypes import SIZES
+from .values import valueclass
 
 MAX_DEPTH = 100
 MAX_NESTING = 150  # of a pickle; functions that walk over it take four frames for each level
@@ -54,7 +55,7 @@ class Size(tuple):  # type: ignore[type-arg]
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Global:
     """A class, function or constant that a pickle names: `torch.float32`.
 
@@ -97,7 +98,7 @@ class Foreign:
         return function.name
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Scalar:
     """A tensor of one element, by value; `dtype` as safetensors names it.
 
@@ -114,7 +115,7 @@ class Scalar:
         return self if kind is None else kind(self.value)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class TensorName:
     """A tensor inside the state, by the name of its manifest entry (slot `state`)."""
 

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import chain, islice
 from typing import Any
 
@@ -27,6 +27,7 @@ from .checksum import crc32
 from .fileio import sync_data
 from .sources import close, naming, pread
 from .targets import JOURNAL as NAME
+from .values import valueclass
 
 MARK = "user.zckpt.run"
 """The extended attribute of a complete target, which says of which run it is."""
@@ -39,7 +40,7 @@ Passed = tuple[Key, int, int, int]
 """A key, the bytes [start, stop) of it, and their CRC-32."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Identity:
     """What a conversion reads, what it was asked, and which files it writes.
 
@@ -100,7 +101,7 @@ def _option(flag: str, options: Mapping[str, Any]) -> str:
     return f"{flag} {options[flag]}" if options[flag] is not True else flag
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Region:
     """Bytes [start, stop) of a target file, which are synced, and the CRC-32s that they gave."""
 

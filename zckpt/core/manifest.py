@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from typing import Any
 
@@ -18,12 +18,13 @@ from .facts import Engine, StepPlace
 from .fragments import Extent, Fragments, Record
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json, types_in
 from .sources import Fingerprint
+from .values import valueclass
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
 MAX_STEP = 1 << 63
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Entry:
     """One whole tensor; `digest` is the CRC-32 of its row-major little-endian bytes."""
 
@@ -50,7 +51,7 @@ class Entry:
         return self.numel * SIZES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Parameter:
     """What a checkpoint says about a parameter beside its tensors.
 
@@ -166,7 +167,7 @@ def _scalar_from_json(document: Mapping[str, Any]) -> Scalar:
     return scalar
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Sighting:
     """One place that holds a step; `truth` is True if this optimizer reads its step there."""
 
@@ -175,7 +176,7 @@ class Sighting:
     truth: bool
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Sibling:
     """A file of a trainer's directory that is not part of the checkpoint itself."""
 
@@ -184,7 +185,7 @@ class Sibling:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Manifest:
     """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow.
 

@@ -12,17 +12,17 @@ others. Not every difference is a loss:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from ..errors import listed
 from .manifest import Manifest, slot_key
+from .values import valueclass
 from .weights import is_optimizers
 
 STEP = "step"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class _States:
     """The states of one parameter by key; `shaped` are tensors of the parameter's shape."""
 

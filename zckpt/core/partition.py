@@ -7,14 +7,14 @@ fragments of the format's manifest: `verify --gather` proves one against the oth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 from .dtypes import SIZES
 from .fragments import Extent
+from .values import valueclass
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class FlatMember:
     """One tensor, `parameter/slot`, that begins at element `first` of a flat buffer."""
 
@@ -27,7 +27,7 @@ class FlatMember:
         return prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Partitioned:
     """A flat buffer; every rank holds a part of it, in the order of the ranks.
 
@@ -54,7 +54,7 @@ class Partitioned:
         return start, min(stop, self.length(rank))
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Whole:
     """A tensor that one file holds whole; `extent` reaches from its first element to its last.
 
@@ -68,7 +68,7 @@ class Whole:
     strides: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class BoxPart:
     """One rank's elements of a tensor: of the box [offset, offset + size) along every axis.
 
@@ -84,7 +84,7 @@ class BoxPart:
     strides: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Joined:
     """A tensor whose ranks have a box of it each, cut along any axes, in any sizes.
 
@@ -124,7 +124,7 @@ class Joined:
         return max((axis for axis in axes if part.sizes[axis] != self.shape[axis]), default=0)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Nameless:
     """A tensor of slot `slot` whose parameter no file names: an optimizer knows it by number.
 

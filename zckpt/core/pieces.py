@@ -8,7 +8,6 @@ write of each slice take 2,200. numpy is imported only for many slices or for st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from .dtypes import SIZES
@@ -16,6 +15,7 @@ from .fileio import Buffer, Reader
 from .fragments import Extent, Fragment, Slices
 from .manifest import Entry
 from .records import PassedRecord, RecordChecker
+from .values import valueclass
 
 MANY = 4096  # slices; copying more of them takes longer than importing numpy
 SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbors
@@ -23,7 +23,7 @@ SHORT = 4 << 10  # bytes; runs of a strided tensor below this are read together
 CAST_BLOCK = 1 << 18  # elements that are cast at a time
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class ReadRequest:
     """Elements [start, stop) of an entry, to be put at byte `at` of a buffer.
 

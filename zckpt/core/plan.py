@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..errors import MissingData
 from .dtypes import NUMBERS, SIZES
 from .fragments import Fragment, Slices
 from .manifest import Entry, Manifest
+from .values import valueclass
 from .weights import WEIGHTS, WIDE, counterpart, weight_of
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Pair:
     """An entry of the target, and the entry of the source that supplies its elements."""
 
@@ -25,7 +26,7 @@ class Pair:
     target: Entry
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class TargetPiece:
     """Elements [start, stop) of a pair. They belong at byte `offset` of a target file.
 
@@ -56,7 +57,7 @@ class TargetPiece:
             yield TargetPiece(offset, self.start + first, self.stop + first, self.pair)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Chunk:
     """Bytes [offset, offset + length) of a target file, and the pieces in them, in order."""
 
@@ -98,7 +99,7 @@ def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) ->
     return origin
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Match:
     """Two entries that should hold the same elements; if `b` is None, `a` is only read.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..errors import CorruptCheckpoint
@@ -17,11 +16,12 @@ from .checksum import Cover, crc32
 from .fileio import Buffer, Reader
 from .fragments import Extent, Record
 from .sources import Fingerprints
+from .values import valueclass
 
 LITTLE = 1 << 20  # bytes that may be read only to complete a record's CRC
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Damage:
     """A record whose bytes have the CRC-32 `crc`, which is not the one that its file states."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ..errors import WrongOption
 from .pooling import SINGLE, Pool
+from .values import valueclass
 
 Progress = Callable[[int], None]
 """Is called with the number of bytes that were processed since the last call."""
@@ -25,7 +25,7 @@ def describe(progress: Progress | None, text: str) -> None:
         show(text)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Copying:
     """`jobs` threads, `memory` bytes for all buffers, `io`: auto, direct or buffered writes.
 
@@ -48,7 +48,7 @@ class Copying:
 DEFAULT_COPYING = Copying()
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Means:
     """What a process looks with: its device (cuda, cpu, None), threads, bytes of buffers.
 

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import WrongOption
 from .manifest import Manifest
+from .values import valueclass
 
 if TYPE_CHECKING:
     from .journal import Identity, Journal, Region
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Portion:
     """Bytes [start, stop) of a target file, to be written by one process: a region to be."""
 
@@ -36,7 +37,7 @@ class Portion:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Work:
     """What another process must know to write portions of a target.
 
@@ -90,7 +91,7 @@ class Sharing(Protocol):
         """This process has ended its work, before anything is renamed or removed."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Alone:
     """One process writes everything, in the order of the files."""
 
@@ -116,7 +117,7 @@ class Alone:
 ALONE = Alone()
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Part:
     """Part `number` of `count`, counted from 1: processes that share a filesystem and no more."""
 

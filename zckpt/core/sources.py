@@ -17,10 +17,11 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO
 
 from ..errors import CorruptCheckpoint, SourceChanged, ZckptError
+from .values import valueclass
 
 if TYPE_CHECKING:
     from .manifest import Manifest
@@ -32,7 +33,7 @@ NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 # -- which file it is, and whether it stays the same
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Fingerprint:
     """What shows that a file is still the same: `size` in bytes, `mtime` in nanoseconds."""
 

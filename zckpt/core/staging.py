@@ -13,7 +13,6 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import chain
 
 from ..errors import Interrupted, ProcessLost, removal
@@ -26,11 +25,12 @@ from .journals import PartJournal
 from .manifest import Sibling
 from .sharing import ALONE, Sharing
 from .targets import JOURNAL, refuse_existing, refuse_strange, remove_empty
+from .values import valueclass
 
 WORTH_KEEPING = 10.0  # seconds of work
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Shell:
     """A file of `size` bytes without its tensors; `parts` are what it holds: (offset, bytes)."""
 
@@ -39,7 +39,7 @@ class Shell:
     parts: tuple[tuple[int, bytes], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Layout:
     """What a format is going to write; each call of `shells()` gives all files again.
 

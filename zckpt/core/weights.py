@@ -16,11 +16,11 @@ which slots and types its files have; it does not say where the values come from
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ..errors import MissingData
 from .dtypes import FLOATS
 from .manifest import Entry
+from .values import valueclass
 
 WEIGHTS = frozenset({"param", "master"})
 """The slots of weights."""
@@ -44,7 +44,7 @@ def is_widened(narrow: str, wide: str | None) -> bool:
     return narrow in FLOATS and narrow not in WIDE and wide in WIDE
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Weight:
     """What a checkpoint has of one weight; every choice raises MissingData if it has nothing."""
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any
 
 from ..core.inert import TensorName
 from ..core.manifest import Entry, Manifest, slot_name
+from ..core.values import valueclass
 from ..formats.statedict.keys import OPTIMIZER, keys_of
 from ..formats.statedict.tree import dotted
 from ..formats.statedict.write import flattened
@@ -28,7 +28,7 @@ SECTION = re.compile(r"(?:^|\.)(state|param_groups)\.")
 NUMBERED = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class KeyMeaning:
     """What a key means in the source.
 

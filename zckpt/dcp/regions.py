@@ -8,7 +8,6 @@ is checked if one process reads the whole record: files state no checksums for p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 
@@ -21,11 +20,12 @@ from ..core.manifest import Entry
 from ..core.pieces import ReadRequest
 from ..core.records import RecordChecker
 from ..core.streaming import reading
+from ..core.values import valueclass
 
 BLOCK = 16 << 20  # bytes; read first, then copied into the tensors
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@valueclass(eq=False)
 class Region:
     """Elements [offset, offset + size) along each axis of an entry, and their target tensor."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..core.dtypes import TORCH_NAMES
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
 from ..core.sources import Fingerprint
+from ..core.values import valueclass
 from ..errors import ZckptError
 from ..files.dcpnames import METADATA
 from ..formats.dcp.files import located
@@ -41,7 +42,7 @@ from .keys import NUMBERED, KeyMeaning, KeyNames
 Meaning = StoredTensor | StoredValue | KeyMeaning
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class ReadArguments:
     """How a path is read: the arguments of `zckpt.read`, and pairs of `--rename`."""
 
@@ -52,7 +53,7 @@ class ReadArguments:
     rename: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Listing:
     """Keys in the order of a program's save, with the item and the path of each.
 

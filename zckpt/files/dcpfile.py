@@ -17,13 +17,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ..core import sources
 from ..core.expected import missing_ranks, path_inside
 from ..core.inert import Foreign, Global
+from ..core.values import valueclass
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -49,7 +50,7 @@ KeyPath = tuple[str | int, ...]
 """Keys that lead to an item in the program's state dict."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class ItemBox:
     """Elements [offset, offset + size) of a tensor along every axis; torch calls it a chunk."""
 
@@ -61,7 +62,7 @@ class ItemBox:
         return 0 in self.sizes
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class TensorItem:
     """A tensor under a key; `torch_dtype` is torch's name of its type, which zckpt may not know."""
 
@@ -88,7 +89,7 @@ ItemKey = tuple[str, tuple[int, ...] | None]
 """A key with the offsets of one of its boxes; without offsets for a value."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class ItemLocation:
     """The file and the bytes in which an item was saved."""
 
@@ -98,7 +99,7 @@ class ItemLocation:
     shared: bool = False  # other tensors begin there too: it is one safetensors file
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class ItemTable:
     """What the metadata of one folder says; `files` are the metadata files themselves.
 

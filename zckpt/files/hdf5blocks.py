@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ..core import sources
 from ..core.fragments import Extent
+from ..core.values import valueclass
 from ..errors import CorruptCheckpoint
 
 SUPERBLOCK = 96  # bytes, with 8 for an address and 8 for a length
@@ -32,7 +32,7 @@ MAX_GAPS = 64 << 20  # bytes beside datasets that are read
 END_OF_LIST = 1
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@valueclass(order=True)
 class Block:
     """Bytes [start, stop) of a file, and whose they are."""
 

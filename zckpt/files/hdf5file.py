@@ -11,12 +11,12 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ..core import sources
 from ..core.fragments import Extent
+from ..core.values import valueclass
 from ..errors import HINTS, MALFORMED, CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
 from .hdf5blocks import Blocks
 
@@ -32,7 +32,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Dataset:
     """A tensor of an HDF5 file, stored as one run of bytes."""
 
@@ -41,7 +41,7 @@ class Dataset:
     extent: Extent
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Contents:
     """A file's tensors and values (numbers, lists of them, text) by their paths inside it.
 

@@ -13,19 +13,19 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ..core.dtypes import SIZES
 from ..core.staging import Shell
+from ..core.values import valueclass
 from .hdf5file import DTYPES, import_h5py
 
 NUMPY = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 64  # bytes; a copy's chunks never cut an element
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class EmptyDataset:
     """A tensor whose elements are filled in later."""
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -22,12 +21,13 @@ from ..core.dtypes import SIZES
 from ..core.fileio import align
 from ..core.fragments import Extent
 from ..core.manifest import is_sizes
+from ..core.values import valueclass
 from ..errors import MALFORMED, CorruptCheckpoint, brief
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Stored:
     """One tensor of a file."""
 

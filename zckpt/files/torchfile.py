@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from ..core import sources
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, decode
 from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
 from ..core.inert import Foreign, Global, Scalar
+from ..core.values import valueclass
 from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, brief
 from .unpickle import BUILTINS, Build, Unpickler
 from .zipdirectory import Directories, ZipMember
@@ -74,7 +74,7 @@ _peeked: dict[tuple[int, int, int], _Loaded] = {}
 """The last pickle that `peek` parsed, until a TorchFile takes it."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Storage:
     """`length` bytes of the file, named by `key`; a view begins `start` bytes into them."""
 
@@ -84,7 +84,7 @@ class Storage:
     start: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Tensor:
     """A tensor inside a pickle: `offset` and `strides` count elements of `storage`."""
 

@@ -15,9 +15,11 @@ option to a format, declare it in the format's `__init__.py` and list it in its 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from ..core.values import valueclass
 
 if TYPE_CHECKING:
     from ..core.copy import CopyOutcome
@@ -90,7 +92,7 @@ class Gatherer(Protocol):
         """What ranks all-gather, by the engine's own rule. `path` is `Manifest.root`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@valueclass(eq=False)
 class Format:
     """What zckpt can do with one format, as data; its modules are imported when they are needed.
 

@@ -21,6 +21,7 @@ from ..core.records import RecordChecker
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
 from ..core.sources import unchanged
 from ..core.streaming import batches, chunk_size, finish, stream
+from ..core.values import valueclass
 from ..core.weights import WEIGHTS
 from . import damage
 from .stats import Statistics, exponents, magnitudes, measure
@@ -75,7 +76,7 @@ class _Total:
             self.counts[exponent] = self.counts.get(exponent, 0) + count
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Partial:
     """What one of several processes has measured.
 
@@ -89,7 +90,7 @@ class Partial:
     records: list[tuple[int, int, int, int]]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class MeasuringWork:
     """What a process must know to measure a part of the tensors."""
 

@@ -8,11 +8,11 @@ command line, the functions of Python and the refusals follow from these lists.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 from ..core.dtypes import OPTIONS as DTYPES
 from ..core.inert import is_dotted
+from ..core.values import valueclass
 from ..errors import WrongOption
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ GroupDefaults = Mapping[Any, Any] | Sequence[Mapping[str, Any]]
 one group ({"eps": 1e-8, 1: {"weight_decay": 0.0}}), or a list with one dictionary per group."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@valueclass(eq=False)
 class Option(Generic[Value]):
     """The declaration of one option: what Python, the command line and messages need of it.
 
@@ -194,7 +194,7 @@ class Keywords(TypedDict, total=False):
     rename: Renames  # pairs of a regular expression and its replacement
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Options:
     """What a user asks of a conversion: `options[DP]` is the value of `--dp`, or its default.
 

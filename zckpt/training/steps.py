@@ -20,12 +20,13 @@ where the target's optimizer looks, and in which type.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ..core.facts import StepPlace
 from ..core.inert import Scalar
 from ..core.manifest import Manifest, Sighting, is_step
+from ..core.values import valueclass
 from ..errors import InconsistentCheckpoint, WrongOption
 
 Step = float | int
@@ -73,7 +74,7 @@ def kind_of(value: Any) -> str:
     return value.dtype if isinstance(value, Scalar) else type(value).__name__
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class StatedSteps:
     """The steps that places of one kind state.
 

@@ -8,7 +8,6 @@ opened when its value is needed, and only the boxes of a tensor that are needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from ...core.fragments import Record, solid
 from ...core.inert import Foreign
 from ...core.manifest import Entry
+from ...core.values import valueclass
 from ...errors import MALFORMED, IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files.dcpfile import (
     ItemBox,
@@ -31,7 +31,7 @@ from ..statedict.tree import Path
 from .files import located
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class OpenedItem:
     """The content of an item's file.
 
@@ -44,7 +44,7 @@ class OpenedItem:
     records: Sequence[Record]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class StoredBox:
     """A box of a tensor, saved as an item of its own: `value` is the tensor of this box."""
 
@@ -52,7 +52,7 @@ class StoredBox:
     open: Callable[[], OpenedItem]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class StoredTensor:
     """A tensor under a key, in boxes by their offsets along every axis.
 
@@ -69,7 +69,7 @@ class StoredTensor:
         return sum(prod(box.sizes) for box in self.boxes.values())
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class StoredValue:
     """A value under a key; `is_number` if it is a 0-d tensor."""
 
@@ -77,7 +77,7 @@ class StoredValue:
     is_number: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class StoredItems:
     """All items of a checkpoint by key, in the order of `.metadata`.
 

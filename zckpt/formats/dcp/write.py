@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -21,6 +20,7 @@ from ...core.fragments import Extent
 from ...core.inert import Foreign, Scalar, TensorName, map_values
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
+from ...core.values import valueclass
 from ...errors import MissingData, UnsupportedCheckpoint, listed, literal
 from ...files import dcpseal
 from ...files.dcpfile import ItemBox, ItemLocation, Items, TensorItem, read_table
@@ -63,7 +63,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class RankItem:
     """What one rank saves under a key: one box of a tensor, or a value; and its shell."""
 
@@ -72,7 +72,7 @@ class RankItem:
     shell: Shell
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class SavedItem:
     """An item and where it lies."""
 

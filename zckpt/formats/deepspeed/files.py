@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ...core import sources
 from ...core.expected import missing_ranks
+from ...core.values import valueclass
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -31,7 +31,7 @@ PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*")
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class RankFiles:
     """Paths in rank order; stage 1 and 2 have one model file, stage 3 one per rank."""
 

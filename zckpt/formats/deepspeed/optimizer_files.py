@@ -5,12 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ...core.inert import Foreign, Global
 from ...core.manifest import slot_key
 from ...core.staging import Shell
+from ...core.values import valueclass
 from ...files.torchshell import Storages, shell
 from .. import zero
 from ..deepspeed_states.optimizer_values import (
@@ -121,7 +121,7 @@ def _base_and_step(
     }
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class _RankPartition:
     """Rank `rank`'s share of a flat buffer in stage 1 and 2, in elements."""
 

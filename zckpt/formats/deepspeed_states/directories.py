@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 from ...core import sources
 from ...core.siblings import SiblingList, leads_out
+from ...core.values import valueclass
 from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, listed
 
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -27,7 +27,7 @@ POINTERS = ("latest", "latest_universal")
 OWN = frozenset({*SCRIPTS, *POINTERS})
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class TagDirectory:
     """A tag's directory, and the run directory around it if the user named that."""
 
@@ -36,7 +36,7 @@ class TagDirectory:
     run: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class TagKind:
     """How one kind of checkpoint lies in tags' folders: a run's own, or a universal one.
 

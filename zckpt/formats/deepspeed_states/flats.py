@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ...core.facts import StepPlace
 from ...core.fragments import Fragments
 from ...core.inert import Scalar
 from ...core.manifest import Sighting
+from ...core.values import valueclass
 from ...training import steps
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class BufferSlot:
     """One kind of tensor for all parameters of a flat buffer; `copies` are further ones."""
 
@@ -22,7 +22,7 @@ class BufferSlot:
     copies: Sequence[tuple[str, Fragments]] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class FlatBuffer:
     """One flat buffer: its parameters in the user's order, and what all of them share.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ...core.dtypes import NUMBERS
 from ...core.inert import Foreign, Scalar, map_values, to_json
+from ...core.values import valueclass
 from ...errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero
@@ -22,7 +22,7 @@ COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 ParameterShapes = dict[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class EngineStates:
     """The opened files of one checkpoint: of all ranks, or merged ones.
 

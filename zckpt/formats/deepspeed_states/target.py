@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -18,6 +17,7 @@ from ...core.dtypes import SIZES
 from ...core.facts import StepPlace
 from ...core.inert import Scalar
 from ...core.manifest import Manifest, Parameter, Sibling
+from ...core.values import valueclass
 from ...core.weights import is_optimizers, weight_of
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...files.torchshell import Storages, thawed
@@ -36,7 +36,7 @@ VERSION = "0.19.8"  # of the layout that is written
 PER_RANK = re.compile(r"rng_state_\d+\.pth|random_states_\d+\.pkl")
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class TargetBuffer:
     """One flat buffer of the target: its parameters in the order in which they lie."""
 

@@ -10,12 +10,12 @@ For a DTensor the part is computed: with `Shard(d)`, the k-th of n ranks has ele
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES
 from ...core.inert import PLAIN, Foreign, Global, types_in
+from ...core.values import valueclass
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -29,7 +29,7 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 """What reading a record of another structure than torch's may raise."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class LocalPart:
     """Elements [offset, offset + size) along every axis, which are `tensor` in `file`."""
 
@@ -39,7 +39,7 @@ class LocalPart:
     file: TorchFile
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class DistributedTensor:
     """A tensor that `world` ranks have together, with the `parts` that one rank saved."""
 
@@ -173,7 +173,7 @@ def _axes_of(entry: Any) -> tuple[int, ...]:
     return _ints(entry.arguments[1])
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class DeviceMesh:
     """Ranks on axes: `places` numbers them row-major; `axes` are counts and strides of places.
 

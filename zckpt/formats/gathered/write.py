@@ -21,12 +21,13 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ...core.inert import Scalar, TensorName, map_values
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
+from ...core.values import valueclass
 from ...errors import listed, literal
 from ...files import safefile
 from ...files.torchfile import Tensor
@@ -42,7 +43,7 @@ STATED = "zckpt"
 """The key of what only zckpt states."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class FileNames:
     """A program's names of its files; `by_name` if its optimizer knows parameters by name.
 

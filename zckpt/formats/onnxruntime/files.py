@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...core import sources
 from ...core.expected import missing_ranks
+from ...core.values import valueclass
 from ...errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
@@ -28,7 +28,7 @@ SHARDED = re.compile(r"(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt", re.DOTALL)
 OTHER_FILES = (".safetensors", ".json", ".distcp", "_states.pt", ".py")
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class CheckpointFiles:
     """The files of one checkpoint, each with its rank.
 

@@ -20,11 +20,11 @@ before anything else, without h5py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ...core.fragments import Extent, Record
+from ...core.values import valueclass
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -74,7 +74,7 @@ def is_one(path: str) -> bool:
 # -- one file
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class RankFile:
     """One file: `tensors` and `values` (numbers, lists, text) by their paths inside it.
 

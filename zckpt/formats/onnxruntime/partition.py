@@ -12,12 +12,13 @@ zero_optimizer_graph_builder.cc. Nothing here opens a file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from ...core.values import valueclass
 
 ALIGNMENT = 32  # elements per rank
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Share:
     """Elements [start, stop) of a weight, which `rank` owns.
 

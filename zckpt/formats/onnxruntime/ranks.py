@@ -8,13 +8,14 @@ from typing import Any
 
 from ...core.fragments import Extent, Record
 from ...core.manifest import Entry
+from ...core.values import valueclass
 
 SLOTS = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq"}
 COUNT, SHARED = "Update_Count", "Step"  # Adam's, one per weight; Lamb's, one for all
 OPTIMIZERS = {"AdamOptimizer": "Adam", "LambOptimizer": "Lamb", "SGDOptimizer": "SGD"}
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class RankTensor:
     """One tensor of a rank's file; `crc` if the file states the CRC-32 of exactly these bytes."""
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ...core.dtypes import FLOATS
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
+from ...core.values import valueclass
 from ...core.weights import is_optimizers, weight_of
 from ...errors import (
     InconsistentCheckpoint,
@@ -84,7 +84,7 @@ def seal(root: str, manifest: Manifest, outcome: Any) -> None:
         seal_records(manifest, outcome)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class TargetWeight:
     """A weight of the target.
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from ...core.dtypes import FLOATS
 from ...core.inert import PLAIN, map_values, to_json, types_in
+from ...core.values import valueclass
 from ...errors import AmbiguousCheckpoint, MissingData, listed
 from .tree import Leaf, Path, SavedTree, dotted
 from .twins import is_float
@@ -30,7 +31,7 @@ BUFFERS = re.compile(  # the names that modules of torch and transformers give t
 )
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class OptimizerState:
     """An optimizer's state by name (or number), and its groups with their members."""
 

@@ -16,12 +16,13 @@ the model, because several state dicts could be the model's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ...core.manifest import slot_name
 from ...core.partition import BoxPart, Joined, Nameless, Partition, Whole
+from ...core.values import valueclass
 from ...files.safefile import Stored
 from ...files.torchfile import Tensor, TorchFile
 
@@ -128,7 +129,7 @@ def _listed(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, (list, tuple)) else None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class _Optimizer:
     """The state of every parameter, by the name that the files state, or under no name."""
 

@@ -17,6 +17,7 @@ from ...core.dtypes import SIZES, decode
 from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, tile
 from ...core.inert import Scalar, map_values
 from ...core.manifest import Sibling
+from ...core.values import valueclass
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files.safefile import Stored
 from ...files.torchfile import Tensor, TorchFile
@@ -31,7 +32,7 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@valueclass(eq=False)
 class Leaf:
     """One whole tensor.
 
@@ -134,7 +135,7 @@ def number_of(stored: Stored) -> Callable[[], Scalar]:
     return number
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class TensorPiece:
     """Elements [offset, offset + size) along every axis of a tensor, as one file has them.
 

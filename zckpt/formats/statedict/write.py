@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from ...core.facts import FlatBufferEngine
 from ...core.inert import Scalar, TensorName
 from ...core.manifest import Manifest, slot_key
+from ...core.values import valueclass
 from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import WrongOption, brief, counted, listed
 from ...training import peft
@@ -29,7 +29,7 @@ OF_TORCH = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class BlankTensor:
     """The type and shape of a tensor; the copy writes its elements."""
 

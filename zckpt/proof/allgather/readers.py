@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,12 +24,13 @@ from ...core.pieces import ElementReader, ReadRequest
 from ...core.plan import Match
 from ...core.records import RecordChecker
 from ...core.streaming import reading
+from ...core.values import valueclass
 
 READ = 8 << 20  # bytes that one thread reads at a time
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class BlockMatch:
     """A block and one match of its tensor; the other side begins at byte `at` of a buffer."""
 
