@@ -7,14 +7,15 @@ zlib-ng computes 30 GB/s a core, where the standard library's zlib reaches 7.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
 __all__ = ["Cover", "Scattered", "combine", "crc32", "crc_of_runs", "crc_of_zeros"]
 
 
-def combine(first: int, second: int, second_length: int) -> int:
-    """The CRC-32 of a first piece followed by a second one."""
-    return int(crc32_combine(first, second, second_length))
+combine: Callable[[int, int, int], int] = crc32_combine
+"""The CRC-32 of a first piece followed by a second one: of both CRCs, and the second's length."""
 
 
 def crc_of_zeros(length: int) -> int:

@@ -127,7 +127,7 @@ class Slices(Fragments):
     """A tensor of `numel` elements that is cut evenly over ranks; the last slices are padded.
 
     Rank r's `width` elements begin at element `offset` of `flats[r]`, a flat buffer that the slices
-    of many tensors share. `size` is bytes per element.
+    of many tensors share. `size` is bytes per element. `filled` ranks own any of them.
     """
 
     flats: tuple[Extent, ...]
@@ -135,20 +135,25 @@ class Slices(Fragments):
     numel: int
     size: int
     width: int = field(init=False)
+    filled: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "width", -(-self.numel // len(self.flats)))
+        width = -(-self.numel // len(self.flats))
+        object.__setattr__(self, "width", width)
+        object.__setattr__(self, "filled", -(-self.numel // width) if width else 0)
 
     def __len__(self) -> int:
-        return -(-self.numel // self.width) if self.numel else 0
+        return self.filled
 
     def __getitem__(self, place: Any) -> Any:
-        if not 0 <= place < len(self):
+        if not 0 <= place < self.filled:
             raise IndexError(place)
         start = place * self.width
-        stop = min(start + self.width, self.numel)
-        first = self.offset * self.size
-        extent = self.flats[place].part(first, first + (stop - start) * self.size)
+        stop = start + self.width
+        if stop > self.numel:
+            stop = self.numel
+        flat, size = self.flats[place], self.size
+        extent = Extent(flat.file, flat.offset + self.offset * size, (stop - start) * size)
         return Fragment(start, stop, extent)
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
@@ -159,7 +164,7 @@ class Slices(Fragments):
 
     def ranks(self, start: int, stop: int) -> range:
         """The ranks that own any of the elements [start, stop), of which there are some."""
-        return range(start // self.width, min(-(-stop // self.width), len(self)))
+        return range(start // self.width, min(-(-stop // self.width), self.filled))
 
 
 class Box(Fragments):

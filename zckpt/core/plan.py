@@ -225,7 +225,8 @@ def _counterpart(
 def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[TargetPiece]]]:
     """The target files, and a function that gives the pieces of one in the order of their bytes."""
     listed: dict[str, list[tuple[Pair, Fragment]]] = {}
-    sliced: dict[int, list[Pair]] = {}  # by the identity of the flats that many tensors share
+    # by the identity of the flats that many tensors share
+    sliced: dict[int, list[tuple[Pair, Slices]]] = {}
     slices_in: dict[str, list[tuple[int, int]]] = {}
     for pair in pairs:
         fragments = pair.target.fragments
@@ -234,7 +235,7 @@ def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[Target
             if flats not in sliced:
                 for rank, flat in enumerate(fragments.flats):
                     slices_in.setdefault(flat.file, []).append((flats, rank))
-            sliced.setdefault(flats, []).append(pair)
+            sliced.setdefault(flats, []).append((pair, fragments))
         else:
             for fragment in fragments:
                 listed.setdefault(fragment.extent.file, []).append((pair, fragment))
@@ -243,9 +244,7 @@ def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[Target
         in_file = list(listed.get(file, ()))
         for flats, rank in slices_in.get(file, ()):
             in_file += [
-                (pair, pair.target.fragments[rank])
-                for pair in sliced[flats]
-                if rank < len(pair.target.fragments)
+                (pair, slices[rank]) for pair, slices in sliced[flats] if rank < slices.filled
             ]
         pieces = [
             TargetPiece(
