@@ -112,6 +112,11 @@ def written(path: Path, size: int, mode: str, chunk: int = 8192) -> bytes:
     return data
 
 
+@pytest.fixture(autouse=True)
+def no_file_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fileio, "SMALL_FILE", 0)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mode", ["auto", "buffered"])
 def test_files_have_their_exact_size(tmp_path: Path, size: int, mode: str) -> None:
@@ -191,6 +196,21 @@ def test_a_full_disk_is_no_refusal(
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         written(tmp_path / "a", 10_000, mode)
     assert opened(tmp_path) == 0
+
+
+def test_a_small_file_goes_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fileio, "SMALL_FILE", 50_000)
+    direct = Direct(monkeypatch, errno.EINVAL)
+    allocated: list[int] = []
+    monkeypatch.setattr(fileio, "_allocate", lambda _, size: allocated.append(size))
+    written(tmp_path / "a", 50_000, "auto")
+    assert not direct.files
+    assert not allocated
+    written(tmp_path / "a", 50_001, "auto")
+    assert direct.tried == 1
+    assert allocated == [50_001]
 
 
 def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from ..errors import CorruptCheckpoint
 from . import plan
 from .assembling import SOURCE, TENSOR, Assembler
 from .checksum import Cover, Scattered
-from .fileio import Buffer
+from .fileio import SMALL_FILE, Buffer
 from .filling import FILE, RECORD, TargetFile, UnfinishedRegion
 from .fragments import Extent, Runs, Slices
 from .journal import Journal, Key, Passed, Region
@@ -29,8 +29,9 @@ from .plan import Chunk, Pair
 from .records import PassedRecord, RecordChecker
 from .resources import DEFAULT_COPYING, Copying, Progress, describe
 from .sharing import ALONE, Portion, Sharing
-from .streaming import chunk_size, finish, in_turns, stream
+from .streaming import chunk_size, finish, in_turns, stream, together
 
+UNSYNCED = 64  # small files that are open until they are synced together
 CHECKED = "checked"
 """Of what a CRC-32 is: a record of the source. Others: see `assembling` and `filling`."""
 
@@ -104,6 +105,7 @@ class _Copy:
         self.lock = threading.Lock()
         self.targets: dict[str, TargetFile] = {}
         self.complete: set[tuple[str, int]] = set()  # files, and where their regions start
+        self.unsynced: list[tuple[TargetFile, UnfinishedRegion]] = []  # small files
         paths, pieces_of = plan.files(pairs)
         self.pieces_of = lru_cache(jobs)(pieces_of)
         for path in paths:
@@ -212,14 +214,31 @@ class _Copy:
             self._complete(target, region)
 
     def _complete(self, target: TargetFile, region: UnfinishedRegion) -> None:
+        """Syncs a region and notes it; small files are synced many at once."""
+        self._count(region.passed)
+        if target.size > SMALL_FILE:
+            self._sync((target, region))
+            return
+        with self.lock:
+            self.unsynced.append((target, region))
+            is_enough = len(self.unsynced) >= UNSYNCED
+        if is_enough:
+            self.sync_small_files()
+
+    def sync_small_files(self) -> None:
+        """Syncs the small files that are complete."""
+        with self.lock:
+            complete, self.unsynced = self.unsynced, []
+        together(complete, self._sync)
+
+    def _sync(self, complete: tuple[TargetFile, UnfinishedRegion]) -> None:
         """Syncs a region and notes it."""
-        passed = region.passed
-        self._count(passed)
+        target, region = complete
         target.close()
         with self.lock:
             self.complete.add((target.name, region.start))
         if self.journal:
-            self.journal.add(Region(target.name, region.start, region.stop, passed))
+            self.journal.add(Region(target.name, region.start, region.stop, region.passed))
 
     def _checked(self, log: list[PassedRecord]) -> Iterator[Passed]:
         """The parts of source records that a thread has read since the last call."""
@@ -309,6 +328,7 @@ def copy(
     running = _Copy(pairs, source, target, chunk, jobs, copying.io, progress, journal, sharing)
     try:
         stream(running.tasks, jobs, [running.checker], chunk, running.start)
+        running.sync_small_files()
     except BaseException as error:
         running.close(error)
         raise

@@ -29,6 +29,7 @@ CRC_BLOCK = 1 << 20  # bytes
 
 ALIGNMENT = 4096
 BUFFERED_WRITE = 256 << 10  # bytes
+SMALL_FILE = 1 << 20  # bytes; it is written through the page cache, without an allocation before
 HUGE_PAGE = 2 << 20  # bytes
 # the filesystem refuses O_DIRECT, or wants a stricter alignment than 4096; nothing is broken
 REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -138,8 +139,8 @@ class Writer:
     """Writes at given offsets into one existing file of `size` bytes.
 
     `mode` is direct (raises OSError if the filesystem refuses), buffered, or auto: then each write
-    says which, and is buffered if the filesystem refuses direct ones. Offsets of `write` are
-    multiples of 4096. So are lengths, except that of the last write of the file.
+    says which, and is buffered if the file is small or the filesystem refuses direct ones. Offsets
+    of `write` are multiples of 4096. So are lengths, except that of the last write of the file.
     """
 
     def __init__(self, path: str, size: int, mode: str = "auto") -> None:
@@ -152,11 +153,12 @@ class Writer:
         self._in_turn = Lock()  # several buffered writes into one file would wait by spinning
         self._closing = Lock()
         try:
-            if mode != "buffered":
+            if mode == "direct" or (mode == "auto" and size > SMALL_FILE):
                 self._direct = self._open_direct()
             self._refused = self._direct < 0
-            with naming(path):
-                _allocate(self._buffered, size)
+            if size > SMALL_FILE:
+                with naming(path):
+                    _allocate(self._buffered, size)
         except OSError:
             self._close()
             raise

@@ -24,6 +24,7 @@ from .journal import Identity, Journal, set_mark
 from .journals import PartJournal
 from .manifest import Sibling
 from .sharing import ALONE, Sharing
+from .streaming import together
 from .targets import JOURNAL, refuse_existing, refuse_strange, remove_empty
 from .values import valueclass
 
@@ -267,8 +268,7 @@ class Staging:
 
     def _complete(self) -> None:
         try:
-            for entry in sources.walk(self.path):
-                _sync(entry.path)
+            together([entry.path for entry in sources.walk(self.path)], _sync)
             set_mark(self.path, self.target, self.identity)
             _sync(self.path)
             if self.before_rename:
