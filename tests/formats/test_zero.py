@@ -64,7 +64,7 @@ def test_elements_are_where_deepspeed_puts_them(numels: list[int], dp: int, size
     width = flat.numel() // dp
     group = zero.FlatGroup([Extent(f"{rank}", 8, width * 4) for rank in range(dp)], 4)
     starts = zero.offsets(numels, paddings)
-    assert group.held == flat.numel()
+    assert group.numel == flat.numel()
     first = 1
     for start, numel in zip(starts, numels, strict=False):
         found = {}
@@ -126,8 +126,8 @@ def test_any_range_of_uneven_partitions_is_cut(widths: list[int], data: st.DataO
     starts = list(accumulate(widths, initial=0))
     group = zero.FlatGroup([Extent(f"{i}", 100, 2 * w) for i, w in enumerate(widths)], 2)
     for _ in range(4):
-        start = data.draw(st.integers(0, group.held))
-        stop = data.draw(st.integers(start, group.held))
+        start = data.draw(st.integers(0, group.numel))
+        stop = data.draw(st.integers(start, group.numel))
         found = {
             element: (int(f.extent.file), (f.extent.offset - 100) // 2 + element - f.start)
             for f in group.cut(start, stop)

@@ -149,8 +149,8 @@ class _Comparison:
         records = []
         for listed, checker in zip(self.records, self.checkers, strict=True):
             numbers = {record.extent: number for number, record in enumerate(listed)}
-            found = checker.parts()
-            records.append([(numbers[item.extent], a, b, crc) for item, a, b, crc in found])
+            parts = checker.parts()
+            records.append([(numbers[item.extent], a, b, crc) for item, a, b, crc in parts])
         tensors = [cover.parts() for cover in self.covers.values()]
         return Partial(tensors, records, self.differences, self.bytes)
 
@@ -159,10 +159,10 @@ class _Comparison:
         for cover, parts in zip(self.covers.values(), partial.tensors, strict=True):
             for part in parts:
                 cover.add(*part)
-        for listed, checker, found in zip(
+        for listed, checker, passed in zip(
             self.records, self.checkers, partial.records, strict=True
         ):
-            for number, *rest in found:
+            for number, *rest in passed:
                 checker.passed_before(listed[number], *rest)
         for number, difference in partial.differences.items():
             self.differences.setdefault(number, Difference()).add(difference)

@@ -102,7 +102,7 @@ class TargetFile:
         self._open = 0  # regions that are being written
 
     def open(self, io: str) -> None:
-        """Opens the file to write one more region; `io` is the user's choice."""
+        """Opens the file to write one more region; `io` is the mode of its writer."""
         with self._lock:
             if not self._open:
                 self.writer = self.stack.enter_context(Writer(self.path, self.size, io))

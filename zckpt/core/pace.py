@@ -64,7 +64,7 @@ class Pace:
 
     def _try_again(self) -> None:
         self._trials = deque(TRIALS)
-        self._seconds = dict.fromkeys(TRIALS, 0.0)
+        self._seconds = dict.fromkeys(("direct", "buffered"), 0.0)
         self.mode = self._trials[0]
 
     def _begin(self, writer: Writer, length: int) -> str:

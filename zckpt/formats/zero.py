@@ -44,13 +44,13 @@ def offsets(numels: Sequence[int], paddings: Sequence[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))
 
 
-def fits(total: int, held: int, dp: int) -> bool:
-    """Whether ranks that hold `held` elements can hold a group of `total` with its padding.
+def fits(total: int, padded: int, dp: int) -> bool:
+    """Whether the ranks' `padded` elements can be a group of `total` elements and its padding.
 
     The padding fills up to a multiple of 2*dp (of dp before 0.5.1; DeepSpeed's
     `nccl_start_alignment_factor`), so it is less than that; stripped files have none.
     """
-    return 0 <= held - total < 2 * dp
+    return 0 <= padded - total < 2 * dp
 
 
 def partition_sizes(total: int, dp: int) -> set[int]:
@@ -83,15 +83,15 @@ def sub_groups(widths: Sequence[int], limit: int) -> list[list[int]]:
     """
     if limit >= sum(widths):
         return [list(range(len(widths)))]
-    found: list[list[int]] = [[]]
-    held = 0
+    groups: list[list[int]] = [[]]
+    elements = 0
     for place, width in enumerate(widths):
-        if held >= limit:
-            found.append([])
-            held = 0
-        found[-1].append(place)
-        held += width
-    return found
+        if elements >= limit:
+            groups.append([])
+            elements = 0
+        groups[-1].append(place)
+        elements += width
+    return groups
 
 
 class FlatGroup:
@@ -104,7 +104,7 @@ class FlatGroup:
         self._rank = 0
 
     @property
-    def held(self) -> int:
+    def numel(self) -> int:
         """Elements on all ranks, padding included."""
         return self.starts[-1]
 
@@ -118,13 +118,13 @@ class FlatGroup:
         while self.starts[rank + 1] <= start and rank + 1 < len(self.partitions):
             rank += 1
         self._rank = rank
-        found, here = [], start
+        fragments, here = [], start
         while here < stop:
             end = min(stop, self.starts[rank + 1])
             first = self.starts[rank]
             extent = self.partitions[rank].part(
                 (here - first) * self.size, (end - first) * self.size
             )
-            found.append(Fragment(here - start, end - start, extent))
+            fragments.append(Fragment(here - start, end - start, extent))
             here, rank = end, rank + 1
-        return Runs(found)
+        return Runs(fragments)

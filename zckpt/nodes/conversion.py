@@ -56,7 +56,7 @@ class Leader:
 
     def others(self, journal: Journal) -> Iterator[Region]:
         for rank in range(1, self.group.size):
-            yield from self._of_rank(rank, *self.group.told(f"done/{rank}"))
+            yield from self._of_rank(rank, *self.group.published(f"done/{rank}"))
 
     def _of_rank(self, rank: int, length: int, crc: int) -> list[Region]:
         end = time.monotonic() + VISIBLE
@@ -111,7 +111,7 @@ class Member:
 
     def end(self, error: BaseException | None) -> None:
         if error is None:
-            self.group.tell(f"done/{self.group.rank}", self._journal.end())
+            self.group.publish(f"done/{self.group.rank}", self._journal.end())
         else:
             self.group.fail(error)
             self.group.stop()

@@ -154,7 +154,7 @@ class Group:
     def _where(self, rank: int) -> str:
         return f" ({self._who[rank]})" if rank in self._who else ""
 
-    # -- waiting and telling
+    # -- waiting, and what all can read
 
     def wait(self, is_there: Callable[[], bool]) -> None:
         """Returns soon after `is_there()`; raises as `check`."""
@@ -167,11 +167,11 @@ class Group:
     def has(self, *keys: str) -> bool:
         return bool(self.store.check(list(keys)))
 
-    def tell(self, key: str, value: Any) -> None:
+    def publish(self, key: str, value: Any) -> None:
         """Leaves a JSON value for others."""
         self.store.set(key, json.dumps(value))
 
-    def told(self, key: str) -> Any:
+    def published(self, key: str) -> Any:
         """The JSON value that another process has left, or will leave; raises as `check`."""
         self.wait(lambda: self.has(key))
         return json.loads(self.store.get(key))
@@ -181,11 +181,11 @@ class Group:
         parts = [data[start : start + VALUE] for start in range(0, len(data), VALUE)]
         for number, part in enumerate(parts):
             self.store.set(f"{key}/{number}", part)
-        self.tell(key, len(parts))
+        self.publish(key, len(parts))
 
     def received(self, key: str) -> bytes:
         """The bytes that another process has sent; raises as `check`."""
-        return b"".join(self.store.get(f"{key}/{n}") for n in range(self.told(key)))
+        return b"".join(self.store.get(f"{key}/{n}") for n in range(self.published(key)))
 
     def next(self, key: str) -> int:
         """0 for the process that asks first, then 1 and so on; raises as `check`."""
@@ -237,7 +237,7 @@ class Group:
         After a failure nobody leaves before rank 0 has ended: a launcher would kill it meanwhile.
         """
         if self.rank == 0:
-            self.tell("end", has_failed)
+            self.publish("end", has_failed)
         elif has_failed and 0 not in self._lost:
             self._wait_until(lambda: self.has("end"))
         self._is_leaving.set()
@@ -254,7 +254,7 @@ class Group:
             if self._is_failing or self.store.add("failures", 1) > 1:
                 return self._is_failing
             self._is_failing = True
-            self.tell("failure", asdict(_failure(self.rank, error)))
+            self.publish("failure", asdict(_failure(self.rank, error)))
         except Exception as lost:
             self._gone = lost
         return True
@@ -269,7 +269,7 @@ class Group:
 
     def wait_for_end(self) -> None:
         """Returns when rank 0 has ended; raises ProcessFailed if it has failed."""
-        if self.told("end") and (failed := self._failed_elsewhere()):
+        if self.published("end") and (failed := self._failed_elsewhere()):
             raise failed
 
     def _failed_elsewhere(self) -> ProcessFailed | None:

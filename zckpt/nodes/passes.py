@@ -36,7 +36,7 @@ class LeaderPool:
     def others(self) -> Iterator[Any]:
         number = self._passes - 1
         for rank in range(1, self.group.size):
-            yield handover.from_bytes(self.group.received(f"found/{number}/{rank}"))
+            yield handover.from_bytes(self.group.received(f"result/{number}/{rank}"))
 
 
 def take_part(group: Group, copying: Copying) -> None:
@@ -47,8 +47,8 @@ def take_part(group: Group, copying: Copying) -> None:
             return
         work = handover.from_bytes(group.received(f"pass/{number}"))
         work = handover.with_manifests(work, _on_this_node)
-        found = work.partial(partial(group.next, f"block/{number}"), copying, group.written)
-        group.send(f"found/{number}/{group.rank}", handover.to_bytes(found))
+        result = work.partial(partial(group.next, f"block/{number}"), copying, group.written)
+        group.send(f"result/{number}/{group.rank}", handover.to_bytes(result))
         number += 1
 
 
