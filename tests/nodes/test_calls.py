@@ -11,14 +11,21 @@ import pytest
 from zckpt.errors import ProcessLost
 from zckpt.nodes.calls import Calls
 
+from .conftest import until
+
 
 class Hanging:
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
     def add(self, key: str, count: int) -> int:
-        threading.Event().wait()
+        self.end.wait()
         return 0
 
 
 class Gone:
+    end = threading.Event()
+
     def add(self, key: str, count: int) -> int:
         raise RuntimeError("Broken pipe. Exception raised from recv\nframe #0: ...")
 
@@ -40,3 +47,6 @@ def test_a_call_ends(store: Any, message: str) -> None:
     with pytest.raises(ProcessLost):
         calls.check(["x"])
     assert time.monotonic() - started < 0.1
+    calls.close()
+    store.end.set()
+    until(lambda: "zckpt-store" not in [thread.name for thread in threading.enumerate()])

@@ -23,7 +23,7 @@ class Calls:
     def __init__(self, store: Store, timeout: float, lost: Callable[[str], Exception]) -> None:
         self._store: Any = store
         self._timeout = timeout
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
         self._lost = lost
         self._gone: Exception | None = None
         threading.Thread(target=self._work, name="zckpt-store", daemon=True).start()
@@ -43,6 +43,10 @@ class Calls:
         """The value of a key that has been set."""
         return bytes(self._call(lambda: self._store.get(key)))
 
+    def close(self) -> None:
+        """Ends the thread, unless torch does not answer."""
+        self._calls.put(None)
+
     def _call(self, call: Callable[[], Any]) -> Any:
         if self._gone is not None:
             raise self._gone
@@ -56,8 +60,8 @@ class Calls:
             raise self._gone from error
 
     def _work(self) -> None:
-        while True:
-            answer, call = self._calls.get()
+        while (task := self._calls.get()) is not None:
+            answer, call = task
             try:
                 answer.set_result(call())
             except Exception as error:

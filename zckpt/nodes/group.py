@@ -227,6 +227,7 @@ class Group:
             self._gone = lost
         finally:
             self._is_leaving.set()
+            self.store.close()
             self._meeting.close()
         if other is not None and other is not error:
             raise other from error
