@@ -19,6 +19,8 @@ import traceback
 
 from .runner import LIMIT, ROOT, Ended, Job
 
+SMALL = 1000  # bytes; some files of the tiny checkpoints are larger
+
 
 def serve() -> None:
     shim = ctypes.CDLL(os.environ["ZCKPT_SHIM"])
@@ -52,6 +54,9 @@ def import_everything() -> None:
         ):
             importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     assert "torch" not in sys.modules
+    from zckpt.core import fileio
+
+    fileio.SMALL_FILE = SMALL
 
 
 def forked(shim: ctypes.CDLL, job: Job) -> Ended:

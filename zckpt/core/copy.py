@@ -18,7 +18,7 @@ from ..errors import CorruptCheckpoint
 from . import plan
 from .assembling import SOURCE, TENSOR, Assembler
 from .checksum import Cover, Scattered
-from .fileio import SMALL_FILE, Buffer
+from .fileio import Buffer, is_small
 from .filling import FILE, RECORD, TargetFile, UnfinishedRegion
 from .fragments import Extent, Runs, Slices
 from .journal import Journal, Key, Passed, Region
@@ -216,7 +216,7 @@ class _Copy:
     def _complete(self, target: TargetFile, region: UnfinishedRegion) -> None:
         """Syncs a region and notes it; small files are synced many at once."""
         self._count(region.passed)
-        if target.size > SMALL_FILE:
+        if not is_small(target.size):
             self._sync((target, region))
             return
         with self.lock:

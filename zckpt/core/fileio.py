@@ -135,6 +135,11 @@ def files_per_thread(threads: int) -> int:
     return max(1, (soft - 64) // (threads + 1))
 
 
+def is_small(size: int) -> bool:
+    """Whether a file of `size` bytes is written as one of many small ones."""
+    return size <= SMALL_FILE
+
+
 class Writer:
     """Writes at given offsets into one existing file of `size` bytes.
 
@@ -153,10 +158,10 @@ class Writer:
         self._in_turn = Lock()  # several buffered writes into one file would wait by spinning
         self._closing = Lock()
         try:
-            if mode == "direct" or (mode == "auto" and size > SMALL_FILE):
+            if mode == "direct" or (mode == "auto" and not is_small(size)):
                 self._direct = self._open_direct()
             self._refused = self._direct < 0
-            if size > SMALL_FILE:
+            if not is_small(size):
                 with naming(path):
                     _allocate(self._buffered, size)
         except OSError:
