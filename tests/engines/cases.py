@@ -346,6 +346,43 @@ MODELS = [
     ),
 ]
 
+FUSED = "deepspeed fused adam"  # the only optimizer that gets FP16_Optimizer here
+
+WITHOUT_ZERO = [
+    *(Case(f"z0_dp{dp}_fp32", "stage 0 fp32", 0, dp, "fp32") for dp in (2, 1)),
+    *(Case(f"z0_dp{dp}_bf16", "stage 0 bf16", 0, dp) for dp in (2, 1)),
+    Case("z0_dp2_fp16_dynamic", "stage 0 fp16", 0, 2, "fp16", config=DYNAMIC_SCALE),
+    Case("z0_dp2_fp16_static", "stage 0 fp16", 0, 2, "fp16", config=STATIC_SCALE),
+    Case("z0_dp2_fp16_skipped", "stage 0 fp16", 0, 2, "fp16", config=OVERFLOW, steps=12),
+    *(
+        Case(f"z0_dp{dp}_fused_bf16", "stage 0 fused compiled", 0, dp, optimizer=FUSED)
+        for dp in (2, 1)
+    ),
+    Case(
+        "z0_dp2_fused_fp16",
+        "stage 0 fused compiled",
+        0,
+        2,
+        "fp16",
+        optimizer=FUSED,
+        config=DYNAMIC_SCALE,
+    ),
+    *(
+        Case(f"z0_dp2_{name}_{dtype}", f"stage 0 {name}", 0, 2, dtype, optimizer=name)
+        for name in ("nadam", "momentum", "sgd", "lion", "odd", "lamb")
+        for dtype in ("bf16", "fp32")
+    ),
+    *(
+        Case(f"z0_dp2_{model}_{dtype}", f"stage 0 {model}", 0, 2, dtype, model=model)
+        for model in ("unused", "strided", "plain")
+        for dtype in ("bf16", "fp32")
+    ),
+    Case("z0_dp2_one_group", "stage 0 groups", 0, 2, groups=1),
+    Case("z0_dp3_three_groups", "stage 0 groups", 0, 3, "fp32", groups=3),
+    Case("z0_dp2_lambda", "stage 0 scheduler", 0, 2, scheduler=True),
+    Case("z0_dp2_client_state", "stage 0 client state", 0, 2, client_state=True),
+]
+
 EXTRAS = [
     *(
         Case(
@@ -368,3 +405,4 @@ CASES: dict[str, Case] = {
     case.name: case
     for case in (*PLAIN, *GROUPS, *PRECISION, *OPTIMIZERS, *LAYOUTS, *MODELS, *EXTRAS)
 }
+STAGE_0: dict[str, Case] = {case.name: case for case in WITHOUT_ZERO}

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from .cases import CASES, Case
+from .cases import CASES, STAGE_0, Case
 
+EVERY = {**CASES, **STAGE_0}
 TIMEOUT = 180.0  # seconds for one job
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
@@ -136,19 +137,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("case", nargs="?", choices=CASES, metavar="CASE")
+    parser.add_argument("case", nargs="?", choices=EVERY, metavar="CASE")
     parser.add_argument("directory", nargs="?", type=Path, metavar="DIR")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--all", type=Path, metavar="DIR")
     arguments = parser.parse_args()
     if arguments.list:
-        for case in CASES.values():
+        for case in EVERY.values():
             print(f"{case.name:32} {case.kind}")
     elif arguments.all:
-        for case in CASES.values():
+        for case in EVERY.values():
             print_training(case, arguments.all / case.name)
     elif arguments.directory:
-        print_training(CASES[arguments.case], arguments.directory)
+        print_training(EVERY[arguments.case], arguments.directory)
     else:
         parser.print_help()
 

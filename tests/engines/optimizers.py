@@ -57,6 +57,26 @@ class Odd(torch.optim.Optimizer):
             parameter.sub_(average * scale * group["lr"])
 
 
+class Lamb(torch.optim.Optimizer):
+    """Emulates what DeepSpeed's FusedLamb keeps (0.19.8); the real one needs a GPU."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"lr": 0.001, "betas": (0.9, 0.95), "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, parameter, gradient in gradients(self.param_groups):
+            state, (first, second) = self.state[parameter], group["betas"]
+            state["step"] = state.get("step", 0) + 1
+            mean = state.setdefault("exp_avg", torch.zeros_like(parameter))
+            square = state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+            mean.lerp_(gradient, 1 - first)
+            square.lerp_(gradient.square(), 1 - second)
+            update = mean / square.sqrt().add_(1e-8) + group["weight_decay"] * parameter
+            trust = parameter.norm().clamp(0.01, 10) / update.norm().clamp(1e-6)
+            parameter.sub_(update * trust.clamp(0.01, 0.3) * group["lr"])
+
+
 class FusedAdam(torch.optim.Optimizer):
     """Emulates what DeepSpeed's FusedAdam keeps, 0.6.5 and newer; the real one must be compiled.
 
@@ -151,6 +171,7 @@ FACTORIES: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "momentum": lambda groups: torch.optim.SGD(groups, momentum=0.9),
     "lion": Lion,
     "odd": Odd,
+    "lamb": Lamb,
     "fused adam": FusedAdam,
     "apex fused adam": ApexFusedAdam,
     "deepspeed fused adam": deepspeed_fused_adam,

@@ -32,7 +32,9 @@ class Layout(NamedTuple):
 
 def record(engine: Any) -> dict[str, Any] | None:
     """The engine's whole state on rank 0, None on the others."""
-    module, optimizer, scheduler = engine.module, engine.optimizer, engine.lr_scheduler
+    module, optimizer = engine.module, engine.optimizer
+    if engine.zero_optimization_stage() == 0:
+        return described(engine, gather_weights(module), *whole_states(module, optimizer))
     layout = read_layout(module, optimizer)
     ranks: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(ranks, local_states(optimizer, layout))
@@ -56,15 +58,34 @@ def record(engine: Any) -> dict[str, Any] | None:
             steps[name] = kept.get("step", plain(group.get("step")))
             scalars[name] = {key: value for key, value in kept.items() if key != "step"}
             check_rounding(name, tensors[f"{name}/master"], weights[name])
+    return described(engine, {}, tensors, steps, scalars, layout.groups)
+
+
+def described(
+    engine: Any,
+    weights: dict[str, Tensor],
+    tensors: dict[str, Tensor],
+    steps: dict[str, Any],
+    scalars: dict[str, Any],
+    names: list[list[str]],
+) -> dict[str, Any] | None:
+    """The record: these tensors, steps and scalars, `names` by group, and the rest of the engine.
+
+    `weights` are those of the module that are not among the tensors yet.
+    """
+    if distributed.get_rank() != 0:
+        return None
+    module, optimizer, scheduler = engine.module, engine.optimizer, engine.lr_scheduler
+    groups = getattr(optimizer, "optimizer", optimizer).param_groups
     saved = module.state_dict()
     owners = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
-        "tensors": tensors,
+        "tensors": {f"{name}/param": weight for name, weight in weights.items()} | tensors,
         "steps": steps,
         "scalars": scalars,
         "groups": [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": names}
-            for group, names in zip(optimizer.optimizer.param_groups, layout.groups, strict=True)
+            {**{key: value for key, value in group.items() if key != "params"}, "params": members}
+            for group, members in zip(groups, names, strict=True)
         ],
         "trainable": [name for name, each in module.named_parameters() if each.requires_grad],
         "frozen": [name for name, each in module.named_parameters() if not each.requires_grad],
@@ -81,6 +102,64 @@ def record(engine: Any) -> dict[str, Any] | None:
         },
         "lr_scheduler": copy.deepcopy(scheduler.state_dict()) if scheduler else None,
     }
+
+
+def whole_states(module: nn.Module, optimizer: Any) -> tuple[Any, Any, Any, Any]:
+    """Tensors, steps, scalars and names by group of an engine without ZeRO (stage 0).
+
+    Every rank has all of it. The names are those of the parameters that live in the wrapper's
+    groups, or in torch's: nothing is matched. Frozen parameters that torch's list contains are left
+    out.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    if hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer: one flat tensor per group
+        groups = zip(
+            optimizer.fp16_groups,
+            optimizer.fp16_groups_flat,
+            optimizer.fp32_groups_flat,
+            strict=True,
+        )
+        pairs = [
+            [(parameter, flat, place_in(parameter, whole, 0).offset) for parameter in group]
+            for group, whole, flat in groups
+        ]
+    elif hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer
+        pairs = [
+            [(parameter, master, None) for parameter, master in zip(group, masters, strict=True)]
+            for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        ]
+    else:
+        pairs = [
+            [(each, each, None) for each in group["params"] if each.requires_grad]
+            for group in optimizer.param_groups
+        ]
+    base = getattr(optimizer, "optimizer", optimizer)
+    numbers = {
+        key
+        for master, kept in base.state.items()
+        for key, value in kept.items()
+        if not torch.is_tensor(value) or value.shape != master.shape
+    }
+    tensors: dict[str, Tensor] = {}
+    steps, scalars = {}, {}
+    for group, members in zip(base.param_groups, pairs, strict=True):
+        for parameter, master, first in members:
+            name, shape = names[id(parameter)], parameter.shape
+            kept = dict(base.state.get(master, {}))
+            shaped = {key: value for key, value in kept.items() if key not in numbers}
+            if master is not parameter:
+                shaped["master"] = master
+            for slot, value in shaped.items():
+                part = value.detach()
+                if first is not None:
+                    part = part[first : first + shape.numel()].view(shape)
+                tensors[f"{name}/{slot}"] = part.clone(memory_format=torch.contiguous_format)
+            if master is not parameter:
+                check_rounding(name, tensors[f"{name}/master"], parameter.detach())
+            rest = {key: plain(value) for key, value in kept.items() if key not in shaped}
+            steps[name] = rest.pop("step", plain(group.get("step")))
+            scalars[name] = rest
+    return tensors, steps, scalars, [[names[id(item[0])] for item in members] for members in pairs]
 
 
 def read_layout(module: nn.Module, optimizer: Any) -> Layout:

@@ -21,7 +21,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
     stage = report.get("zero_stage")
     facts = [
         ("checkpoint", report["path"]),
-        ("format", f"{report['format']}" + (f", ZeRO stage {stage}" if stage else "")),
+        ("format", f"{report['format']}" + (f", ZeRO stage {stage}" if stage is not None else "")),
         *_program(report),
         *([("dialect", report["dialect"])] if report.get("dialect") else []),
         ("data-parallel size", str(report.get("dp") or "-")),

@@ -1,18 +1,22 @@
-"""DeepSpeed's ZeRO-1, 2 and 3 directories, as engine.save_checkpoint writes them.
+"""DeepSpeed's directories of stage 0, 1, 2 and 3, as engine.save_checkpoint writes them.
 
     <run>/latest                                              the tag, as text
     <run>/<tag>/mp_rank_00_model_states.pt                    stage 1, 2: weights, buffers, counters
+                                                              stage 0: the optimizer too
     <run>/<tag>/zero_pp_rank_R_mp_rank_00_model_states.pt     stage 3: one per rank, weights empty
     <run>/<tag>/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   R is the data-parallel rank
 
     files.py              which files make the checkpoint, and which are refused by their names
     ranks.py              what the ranks' files say, and whether they say the same
     flats.py              the flat buffers of fp32 masters and optimizer states
+    whole.py              stage 0: the optimizer in the model file, and which names its numbers have
+    naming.py             how they get these names; samples.py reads the bytes that show them
+    whole_states.py       what the optimizer of stage 0 keeps
     read.py               the manifest
     write.py              the same files for another data-parallel size, stage or type
     optimizer_files.py    the optimizer files of a target
     elastic.py            targets whose files any number of ranks loads
-    gather.py             the engine's own rule for its partitions
+    gather.py             the engine's own rule for its partitions; gather_whole.py for stage 0
 
 What DeepSpeed's universal checkpoints share with these files is in formats/deepspeed_states.
 Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back to 0.5.10 are read.
@@ -25,9 +29,10 @@ from ..format import Format
 FORMAT = Format(
     name="deepspeed",
     folder="deepspeed",
-    about="DeepSpeed ZeRO-1, 2, 3, 0.5.10 to 0.19.8",
+    about="DeepSpeed ZeRO stage 0, 1, 2, 3, 0.5.10 to 0.19.8",
     family="deepspeed",
     options=OPTIONS,
+    numbers=True,
     gathers=True,
     groups="without_empty_groups",
     objects=OBJECTS,

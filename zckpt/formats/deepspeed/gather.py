@@ -2,7 +2,8 @@
 
 Names and shapes stand in the order in which the engine flattened them (`param_shapes`). Stages 1
 and 2 (stage_1_and_2.py, bf16_optimizer.py) cut the flattened group; stage 3 (stage3.py) cuts every
-parameter, pads it, and concatenates a rank's slices. DeepSpeed 0.19.8.
+parameter, pads it, and concatenates a rank's slices. Stage 0 is in gather_whole.py. DeepSpeed
+0.19.8.
 
 This module shares only the parser of torch files with the reader. It states again which file
 belongs to which rank, which keys hold what and where a parameter begins, so that a proof does not
@@ -20,6 +21,8 @@ from typing import Any
 from ...core.manifest import slot_name
 from ...core.partition import FlatMember, Partition, Partitioned, Whole
 from ...files.torchfile import Parsed, Tensor, TorchFile
+from . import gather_whole
+from .gather_whole import whole
 
 Shapes = Mapping[str, tuple[int, ...]]
 RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_?(optim|model)_states\.pt")
@@ -28,6 +31,8 @@ RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_?(optim|model
 def partitions(directory: str) -> list[Partition]:
     """All tensors of the engine: weights, masters and moments."""
     engine = _EngineFiles(directory)
+    if not engine.optimizers:  # stage 0
+        return list(gather_whole.partitions(engine.models[0]))
     partitions: list[Partition] = []
     for number, shapes in enumerate(engine.param_shapes()):
         partitions += engine.flat_group(number, shapes)
@@ -52,8 +57,8 @@ class _EngineFiles:
         self.states = [file.value["optimizer_state_dict"] for file in self.optimizers]
         self.model: dict[str, Any] = self.models[0].value
         self.dp = len(self.optimizers)
-        self.cuts_each_parameter = "fp32_flat_groups" in self.states[0]  # stage 3
-        self.numbers = self._numbers()
+        self.cuts_each_parameter = "fp32_flat_groups" in (self.states or [{}])[0]  # stage 3
+        self.numbers = self._numbers() if self.states else set()
 
     def param_shapes(self) -> list[Shapes]:
         """Of every flat group; in the optimizer files before 0.6.0, one dictionary before 0.5.4."""
@@ -164,7 +169,7 @@ class _EngineFiles:
             width = -(-prod(shape) // self.dp)
             if any(tensor.numel != width for tensor in tensors):  # not managed by the engine
                 for file, tensor in pairs:
-                    yield _whole(f"{name}/param", file, tensor)
+                    yield whole(f"{name}/param", file, tensor)
                 continue
             extents = tuple(file.extent(tensor) for file, tensor in pairs)
             member = FlatMember(f"{name}/param", shape, 0)
@@ -188,7 +193,7 @@ class _EngineFiles:
             wanted = name in buffers or not self.cuts_each_parameter
             if wanted and tensor.place not in seen:
                 seen.add(tensor.place)  # a tied weight has two names
-                yield _whole(f"{name}/param", self.models[0], tensor)
+                yield whole(f"{name}/param", self.models[0], tensor)
 
 
 def _is_partition(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
@@ -202,11 +207,3 @@ def _is_partition(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
     )
     alike = len({tensor.numel for tensor in tensors}) == 1
     return more == 0 or (longer and alike and more < 2 * len(masters))
-
-
-def _whole(name: str, file: TorchFile, tensor: Tensor) -> Whole:
-    if tensor.contiguous:
-        return Whole(name, tensor.dtype, tensor.shape, file.extent(tensor))
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
-    flat = Tensor(tensor.storage, tensor.dtype, tensor.offset, (last + 1,), (1,))
-    return Whole(name, tensor.dtype, tensor.shape, file.extent(flat), tensor.strides)

@@ -25,7 +25,7 @@ from .files import RankFiles
 
 
 def open_ranks(directory: TagDirectory, files: RankFiles) -> EngineStates:
-    """What the files of all ranks say.
+    """What the files of all ranks say; there are optimizer files.
 
     Raises when the files cannot be the whole of one ZeRO checkpoint: a rank is missing, world sizes
     or saves differ, or it is of a kind that is not read.
@@ -33,14 +33,12 @@ def open_ranks(directory: TagDirectory, files: RankFiles) -> EngineStates:
     parsed = Parsed()
     models = open_files(files.models, parsed)
     model = dictionary(models[0], models[0].value)
-    if not files.optimizers:
-        _refuse_without_optimizer(directory, model)
     optimizers = open_files(files.optimizers, parsed)
     tops = [dictionary(file, file.value) for file in optimizers]
     pairs = zip(optimizers, tops, strict=True)
     states = [dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]
     version = version_of(model, tops[0], states[0])
-    _check_kind(directory, version, model, stated_config(model, tops[0]))
+    check_kind(directory, version, model, stated_config(model, tops[0]))
     _check_world(directory, model, states[0], files.optimizers)
     partitioned = "fp32_flat_groups" in states[0]
     bases = _for_each(states, lambda state: _base(directory, state, partitioned))
@@ -61,18 +59,18 @@ def _base(directory: TagDirectory, state: Mapping[str, Any], partitioned: bool) 
     return base
 
 
-def _refuse_without_optimizer(directory: TagDirectory, model: Mapping[str, Any]) -> None:
-    if model.get("optimizer"):
-        refuse(directory, "ZeRO stage 0")
-    raise IncompleteCheckpoint(
+def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
+    """The error for a directory with model files alone, whose model file has no optimizer."""
+    return IncompleteCheckpoint(
         f"{directory.path} holds no optimizer files",
         hint="expected [bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt and one per further rank",
     )
 
 
-def _check_kind(
+def check_kind(
     directory: TagDirectory, version: str, model: Mapping[str, Any], config: Any
 ) -> None:
+    """Raises UnsupportedCheckpoint for what model files show: old versions, other parallelism."""
     if version_numbers(version) < (0, 5, 10):
         refuse(directory, f"DeepSpeed {version}, before 0.5.10")
     if int(model.get("mp_world_size") or 1) > 1:

@@ -46,6 +46,10 @@ ENGINE_KEYS = frozenset(
 )
 
 
+# beside them the reader puts `members` and `other`: see deepspeed/whole_states.py
+SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+"""The numbers of a loss scale in stage 0, which has no object of a loss scaler (0.19.8)."""
+
 INFERRED = "zckpt_inferred"
 """Beside the optimizer's state: parameters whose names no file of zckpt's source stated."""
 
@@ -103,12 +107,8 @@ def manifest_of(
         parameters=tensors.parameters,
         buffers=tensors.buffer_names,
         steps=(*dict.fromkeys(sightings), *_counters(ranks)),
-        records=tuple(
-            record
-            for file in (*ranks.models, *ranks.optimizers)
-            for record in file.records.values()
-        ),
-        files=tuple(file.path for file in (*ranks.models, *ranks.optimizers)),
+        records=tuple(record for file in _files(ranks) for record in file.records.values()),
+        files=tuple(file.path for file in _files(ranks)),
         siblings=tuple(beside.files),
         left_out=tuple(
             [line for buffer in buffers for line in buffer.left_out]
@@ -127,6 +127,11 @@ def manifest_of(
         ),
         inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
     )
+
+
+def _files(ranks: EngineStates) -> list[TorchFile]:
+    """Each file once: in stage 0 one file has the model and its optimizer."""
+    return list(dict.fromkeys((*ranks.models, *ranks.optimizers)))
 
 
 def _trainer_warnings(ranks: EngineStates) -> list[str]:
@@ -230,7 +235,8 @@ def _alike(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
 def _optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
     """What an optimizer file holds beside tensors and hyper-parameters."""
     scaling = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "overflow")
-    return {f"optimizer.{key}": state[key] for key in scaling if key in state}
+    keys = (*scaling, *SCALING, "members", "other")
+    return {f"optimizer.{key}": state[key] for key in keys if key in state}
 
 
 def _model_values(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,8 @@ class EngineStates:
     dp: int
     partitioned: bool
     """Stage 3: every parameter is cut by itself."""
+    whole: bool = False
+    """Stage 0: the model file keeps the whole optimizer."""
 
     @property
     def first(self) -> dict[str, Any]:
@@ -64,6 +66,8 @@ class EngineStates:
 
     @property
     def stage(self) -> int:
+        if self.whole:
+            return 0
         stated = self.first.get("zero_stage")
         if isinstance(stated, Foreign) and stated.arguments:  # ZeroStageEnum(2), since 0.7
             stated = stated.arguments[0]
@@ -75,8 +79,10 @@ class EngineStates:
         return 3 if self.partitioned else 1  # BF16_Optimizer states none and is used for stage 1
 
     @property
-    def engine_class(self) -> str:
-        """The class of the engine's optimizer wrapper."""
+    def engine_class(self) -> str | None:
+        """The class of the engine's optimizer wrapper; None for fp32 in stage 0, which has none."""
+        if self.whole:
+            return wrapper_of(self.first)
         if self.partitioned:
             return "DeepSpeedZeroOptimizer_Stage3"
         return "DeepSpeedZeroOptimizer" if "zero_stage" in self.first else "BF16_Optimizer"
@@ -90,9 +96,9 @@ class EngineStates:
     def excludes_frozen(self) -> bool | None:
         """Whether `save_checkpoint(exclude_frozen_parameters=True)` left frozen weights out.
 
-        None if the files do not show it: stage 1, and DeepSpeed before 0.9.1.
+        None if the files do not show it: stage 0 and 1, and DeepSpeed before 0.9.1.
         """
-        if self.stage == 1 or "frozen_param_fragments" not in self.model:
+        if self.stage < 2 or "frozen_param_fragments" not in self.model:
             return None
         return self.model["frozen_param_fragments"] is None
 
@@ -176,6 +182,16 @@ class EngineStates:
                 number = Scalar(number, type(number).__name__)
             numbers.add(number if isinstance(number, Scalar) else None)
         return numbers.pop() if len(numbers) == 1 else None
+
+
+FLAT_MASTERS, WHOLE_MASTERS = "fp32_groups_flat", "fp32_groups"
+WRAPPERS = {"FP16_Optimizer": FLAT_MASTERS, "FP16_UnfusedOptimizer": WHOLE_MASTERS}
+"""The engine's wrappers around an optimizer in stage 0, with the keys of their masters (0.19.8)."""
+
+
+def wrapper_of(optimizer: Mapping[str, Any]) -> str | None:
+    """Which of `WRAPPERS` wrote an optimizer's state; None for torch's own state dict."""
+    return next((name for name, key in WRAPPERS.items() if key in optimizer), None)
 
 
 def stated_config(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Any:

@@ -1,0 +1,196 @@
+"""Which weight does each parameter of a stage-0 optimizer belong to? Its state has no names.
+
+    stated    by a file of zckpt's: its `param_shapes`
+    given     by the user, with --param-names
+    place     FP16_Optimizer: the module's weights are views of one buffer per group
+    bytes     FP16_UnfusedOptimizer: a master rounds to the module's weight, and to no other
+    shape     torch's own optimizer: no other weight has the shape of the states
+
+Where bytes or shapes leave several weights, the order of the module decides: the parameters of a
+group are in that order, and only one way to keep it may fit. Otherwise nothing is read.
+
+DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py and unfused_optimizer.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from ...core.dtypes import SIZES
+from ...errors import MissingData, WrongOption, listed
+from ...files.torchfile import Tensor, TorchFile
+from ..statedict.matching import HINT, MatchedNames, match
+from .samples import labels
+
+Weights = Mapping[str, Tensor]
+
+
+def by_param_names(
+    path: str, orders: Sequence[Sequence[Any]], weights: Weights, param_names: Sequence[str]
+) -> list[list[str]]:
+    """The names that the user gives, group by group; raises WrongOption and MissingData."""
+    named = [(name, tensor.shape) for name, tensor in weights.items()]
+    return match(orders, named, True, param_names).names
+
+
+def by_place(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list[list[str]] | None:
+    """The names of each flat master's parameters, in the order in which they lie.
+
+    The engine lays a group's 16-bit weights out as one buffer, as long as the flat master, and
+    saves them as views of it. None if the file has no such buffer for a group: another program
+    saved it again.
+    """
+    buffers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights.items():
+        buffers.setdefault(tensor.storage.key, {})[name] = tensor
+    whole = [members for members in buffers.values() if _tiles(members)]
+    rivals = [_flat(members) for members in whole]
+    of_buffers, of_flats = labels(file, rivals, flats)
+    if any(len(own) != 1 for own in of_flats):
+        return None
+    count = Counter(of_buffers)
+    chosen: list[list[str]] = []
+    for (label,) in of_flats:
+        if count[label] != 1:
+            return None
+        members = whole[of_buffers.index(label)]
+        chosen.append(sorted(members, key=lambda name: members[name].offset))
+    return chosen if len({names[0] for names in chosen}) == len(chosen) else None
+
+
+def _tiles(members: Weights) -> bool:
+    """Whether views follow each other in their storage without gaps."""
+    end = 0
+    for tensor in sorted(members.values(), key=lambda tensor: tensor.offset):
+        if tensor.offset != end or not tensor.contiguous:
+            return False
+        end += tensor.numel
+    first = next(iter(members.values()))
+    return end * SIZES[first.dtype] == first.storage.length
+
+
+def _flat(members: Weights) -> Tensor:
+    """The buffer that views share."""
+    first = next(iter(members.values()))
+    numel = sum(tensor.numel for tensor in members.values())
+    return Tensor(first.storage, first.dtype, 0, (numel,), (1,))
+
+
+def by_bytes(file: TorchFile, orders: Sequence[Sequence[Tensor]], weights: Weights) -> MatchedNames:
+    """The names of whole masters: each has the bytes of its weight once it is rounded.
+
+    Raises MissingData with the names of the weights that cannot be told apart.
+    """
+    masters = [master for order in orders for master in order]
+    of_weights, of_masters = labels(file, list(weights.values()), masters)
+    for number, (master, own) in enumerate(zip(masters, of_masters, strict=True)):
+        if len(own) != 1:
+            raise MissingData(
+                f"{file.path}: master {number} of the optimizer, of shape {list(master.shape)}, "
+                + ("rounds to no weight" if not own else "rounds to weights of several types")
+                + " of the module",
+                hint=HINT,
+            )
+    remaining = iter(own[0] for own in of_masters)
+    labelled = [[next(remaining) for _ in order] for order in orders]
+    return _named(file.path, labelled, list(zip(weights, of_weights, strict=True)), "bytes")
+
+
+def by_shape(
+    path: str, orders: Sequence[Sequence[tuple[int, ...] | None]], weights: Weights
+) -> MatchedNames:
+    """The names of parameters of which only shapes are known; None for one without state.
+
+    Raises MissingData as `by_bytes`.
+    """
+    named = [(name, tensor.shape) for name, tensor in weights.items()]
+    return _named(path, orders, named, "shape")
+
+
+def _named(
+    path: str, orders: Sequence[Sequence[Any]], names: Sequence[tuple[str, Any]], what: str
+) -> MatchedNames:
+    """The names of all parameters, if there is one way; `what` equal labels mean.
+
+    A group all of whose labels are unique may be in any order. If one is not, its whole group has
+    to be in the module's order.
+    """
+    numbers = Counter(label for order in orders for label in order)
+    owners: dict[Hashable, list[str]] = {}
+    for name, label in names:
+        owners.setdefault(label, []).append(name)
+
+    def is_certain(order: Sequence[Any]) -> bool:
+        return all(
+            label is not None and numbers[label] == len(owners.get(label, ())) == 1
+            for label in order
+        )
+
+    chosen = [
+        [owners[label][0] for label in order] if is_certain(order) else [] for order in orders
+    ]
+    taken = {name for order in chosen for name in order}
+    others = [place for place, order in enumerate(orders) if order and not chosen[place]]
+    if not others:
+        return MatchedNames(chosen, [])
+    rest = [named for named in names if named[0] not in taken]
+    unclear = [orders[place] for place in others]
+    try:
+        matched = match(unclear, rest, True)
+    except MissingData as error:
+        raise MissingData(_why_not(path, unclear, owners, what), hint=HINT) from error
+    for place, members in zip(others, matched.names, strict=True):
+        chosen[place] = members
+    return MatchedNames(chosen, matched.inferred)
+
+
+def _why_not(
+    path: str, orders: Sequence[Sequence[Any]], owners: Mapping[Hashable, list[str]], what: str
+) -> str:
+    """Which weights cannot be told apart; or that there are none for some parameters."""
+    numbers = Counter(label for order in orders for label in order)
+    alike = [
+        name
+        for label, count in numbers.items()
+        if label is not None and (len(owners.get(label, ())) > 1 or count > 1)
+        for name in owners.get(label, ())
+    ]
+    if not alike:
+        return f"{path}: the optimizer has parameters without state, so nothing shows their names"
+    return (
+        f"{path}: the optimizer's state has no names, and {listed(alike, 6)} have equal {what}, "
+        "which the order of the module does not tell apart"
+    )
+
+
+def cut(
+    path: str, flats: Sequence[Tensor], weights: Weights, param_names: Sequence[str]
+) -> list[list[str]]:
+    """The user's names, cut into the groups of flat masters; raises WrongOption.
+
+    They are those of the trained parameters, in the order of the groups.
+    """
+    if unknown := [name for name in param_names if name not in weights]:
+        raise WrongOption(
+            f"--param-names names {listed(unknown, 4)}, which the model's state does not have"
+        )
+    names = iter(param_names)
+    groups: list[list[str]] = []
+    for flat in flats:
+        members: list[str] = []
+        while sum(weights[name].numel for name in members) < flat.numel:
+            name = next(names, None)
+            if name is None:
+                break
+            members.append(name)
+        groups.append(members)
+    lengths = [sum(weights[name].numel for name in members) for members in groups]
+    if lengths != [flat.numel for flat in flats] or next(names, None) is not None:
+        raise WrongOption(
+            f"--param-names: these weights do not fill the groups of {path}, which have "
+            f"{listed([flat.numel for flat in flats])} elements",
+            hint="name the trained parameters alone, group by group, in the optimizer's order",
+        )
+    return groups

@@ -1,0 +1,174 @@
+"""Which weights may a 16-bit master have been rounded from: what do a few of their bytes say?
+
+    label    what a master, once it is rounded, has in common with the weights that it may belong to
+
+A label is the shape, and the bits of a few elements. If weights have these in common too, elements
+at which they differ are added to their labels, until only weights of equal bytes share one. So a
+large weight is read as a whole only where another one begins alike, and never kept in memory.
+
+This reads numbers without numpy, because `inspect` may not import it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+from ...core import sources
+from ...core.dtypes import SIZES
+from ...errors import UnsupportedCheckpoint
+from ...files.torchfile import Tensor, TorchFile
+
+SAMPLE = 64  # elements, from the middle of a tensor: its beginning may be padding
+CHUNK = 1 << 20  # bytes that are compared at a time
+NAN = -1  # the bits of every NaN: rounding may change them
+
+Label = tuple[object, ...]
+_Set = tuple[list[int], list[int]]
+_UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
+_INFINITY = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}
+
+
+def labels(
+    file: TorchFile, weights: Sequence[Tensor], masters: Sequence[Tensor]
+) -> tuple[list[Label], list[list[Label]]]:
+    """The label of every weight, and those that each master may have, of different types."""
+    shapes: dict[tuple[int, ...], _Set] = {}
+    for side, tensors in enumerate((weights, masters)):
+        for place, tensor in enumerate(tensors):
+            shapes.setdefault(tensor.shape, ([], []))[side].append(place)
+    of_weights: list[Label] = [()] * len(weights)
+    of_masters: list[list[Label]] = [[] for _ in masters]
+    with sources.opened(file.path) as opened:
+        sampler = _Sampler(file, opened.fileno(), weights, masters)
+        for shape, (own, theirs) in shapes.items():
+            for dtype in dict.fromkeys(weights[place].dtype for place in own):
+                typed = [place for place in own if weights[place].dtype == dtype]
+                for number, (alike, rounded) in enumerate(sampler.split(typed, theirs, dtype)):
+                    label = (*shape, dtype, number)
+                    for place in alike:
+                        of_weights[place] = label
+                    for place in rounded:
+                        of_masters[place].append(label)
+    return of_weights, of_masters
+
+
+class _Sampler:
+    """Reads elements of the tensors of one opened file."""
+
+    def __init__(
+        self,
+        file: TorchFile,
+        descriptor: int,
+        weights: Sequence[Tensor],
+        masters: Sequence[Tensor],
+    ) -> None:
+        self.file = file
+        self.descriptor = descriptor
+        self.weights = weights
+        self.masters = masters
+
+    def split(self, own: Sequence[int], theirs: Sequence[int], dtype: str) -> Iterator[_Set]:
+        """Weights of one shape and type whose bytes are equal, with the masters that round to them.
+
+        Both are given by their places. Weights to which no master rounds may differ.
+        """
+        numel = self.weights[own[0]].numel
+        if len(own) == len(theirs) == 1 or not theirs or not numel:
+            yield list(own), list(theirs)
+            return
+        middle = max(0, (numel - SAMPLE) // 2)
+        undecided = [(list(own), list(theirs), middle, min(numel, middle + SAMPLE))]
+        while undecided:
+            alike, rounded, start, stop = undecided.pop()
+            parts: dict[tuple[int, ...], _Set] = {}
+            for place in alike:
+                key = tuple(self._bits(self.weights[place], start, stop))
+                parts.setdefault(key, ([], []))[0].append(place)
+            for place in rounded:
+                key = tuple(self._rounded(self.masters[place], dtype, start, stop))
+                if key in parts:
+                    parts[key][1].append(place)
+            for group, candidates in parts.values():
+                differing = self._first_difference(group) if candidates else None
+                if differing is None:
+                    yield group, candidates
+                else:
+                    undecided.append((group, candidates, differing, differing + 1))
+
+    def _first_difference(self, places: Sequence[int]) -> int | None:
+        """An element at which weights differ from the first; None if all of them are equal."""
+        first, *others = (self.weights[place] for place in places)
+        step = CHUNK // SIZES[first.dtype]
+        for start in range(0, first.numel if others else 0, step):
+            stop = min(first.numel, start + step)
+            expected = self._bytes(first, start, stop)
+            for other in others:
+                if self._bytes(other, start, stop) == expected:
+                    continue
+                pairs = zip(
+                    self._bits(first, start, stop), self._bits(other, start, stop), strict=True
+                )
+                differing = (number for number, (a, b) in enumerate(pairs, start) if a != b)
+                if (number := next(differing, None)) is not None:  # not in NaNs alone
+                    return number
+        return None
+
+    def _bytes(self, tensor: Tensor, start: int, stop: int) -> bytes:
+        """Row-major elements [start, stop)."""
+        if tensor.contiguous:
+            parts = [self.file.extent(tensor.part(start, stop))]
+        else:
+            parts = [self.file.extent(_element(tensor, number)) for number in range(start, stop)]
+        return b"".join(sources.pread(self.descriptor, part.length, part.offset) for part in parts)
+
+    def _bits(self, tensor: Tensor, start: int, stop: int) -> list[int]:
+        """Row-major elements [start, stop) as unsigned integers; all NaNs are one number."""
+        form = f"<{stop - start}{_UNSIGNED[SIZES[tensor.dtype]]}"
+        bits = struct.unpack(form, self._bytes(tensor, start, stop))
+        return [NAN if _is_nan(item, tensor.dtype) else item for item in bits]
+
+    def _rounded(self, master: Tensor, dtype: str, start: int, stop: int) -> list[int]:
+        """The same of elements that are rounded to `dtype`, as torch rounds."""
+        bits = self._bits(master, start, stop)
+        if master.dtype == dtype:
+            return bits
+        if master.dtype != "F32" or dtype not in _ROUNDED:
+            raise UnsupportedCheckpoint(
+                f"{self.file.path} has masters of type {master.dtype} and weights of type {dtype}"
+            )
+        return [item if item == NAN else _ROUNDED[dtype](item) for item in bits]
+
+
+def _element(tensor: Tensor, number: int) -> Tensor:
+    """Row-major element `number` of a tensor that is not contiguous."""
+    offset = tensor.offset
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
+        number, coordinate = divmod(number, size)
+        offset += coordinate * stride
+    return Tensor(tensor.storage, tensor.dtype, offset, (1,), (1,))
+
+
+# -- numbers by their bits
+
+
+def _is_nan(bits: int, dtype: str) -> bool:
+    sign = 1 << (8 * SIZES[dtype] - 1)
+    return dtype in _INFINITY and bits & ~sign > _INFINITY[dtype]
+
+
+def _bfloat16(bits: int) -> int:
+    """To nearest, ties to even."""
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def _float16(bits: int) -> int:
+    (value,) = struct.unpack("<f", struct.pack("<I", bits))
+    try:
+        (half,) = struct.unpack("<H", struct.pack("<e", value))
+    except OverflowError:  # torch gives infinity
+        return (bits >> 16 & 0x8000) | 0x7C00
+    return int(half)
+
+
+_ROUNDED = {"BF16": _bfloat16, "F16": _float16}

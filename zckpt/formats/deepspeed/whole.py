@@ -1,0 +1,232 @@
+"""What a run without ZeRO (stage 0) saved: the whole optimizer, in the model file.
+
+    model["optimizer"]          masters                            base optimizer
+    torch's own, fp32           the module's weights               state, param_groups
+    FP16_Optimizer              fp32_groups_flat, one per group    optimizer_state_dict
+    FP16_UnfusedOptimizer       fp32_groups, one per parameter     optimizer_state_dict
+
+Every rank has the same, and rank 0 saves it. Both wrappers make one update with zero gradients when
+they are built, which their steps count: 4 after 3 updates (0.19.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...core.dtypes import FLOATS
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, listed
+from ...files.torchfile import Parsed, Tensor, TorchFile
+from ..deepspeed_states.directories import TagDirectory
+from ..deepspeed_states.manifest import INFERRED
+from ..deepspeed_states.states import (
+    FLAT_MASTERS,
+    WHOLE_MASTERS,
+    EngineStates,
+    dictionary,
+    open_files,
+    stated_config,
+    version_of,
+    wrapper_of,
+)
+from ..deepspeed_states.tensors import is_extra
+from ..statedict.matching import HINT
+from ..statedict.names import ELEMENTWISE
+from . import naming
+from .files import RankFiles
+from .ranks import check_kind, without_optimizer
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeOptimizer:
+    """The opened model file, and the names of the optimizer's parameters.
+
+    `members` are those of each group in the optimizer's order; None is a parameter without a state,
+    which is frozen. `inferred` are names that only an order shows. Without `named`, nothing shows
+    the names, and only the weights are read.
+    """
+
+    states: EngineStates
+    members: Sequence[Sequence[str | None]]
+    inferred: Sequence[str]
+    named: bool = True
+
+    @property
+    def file(self) -> TorchFile:
+        return self.states.models[0]
+
+
+def open_whole(
+    directory: TagDirectory,
+    files: RankFiles,
+    param_names: Sequence[str] | None,
+    weights_only: bool,
+) -> WholeOptimizer:
+    """The model file with its optimizer, whose parameters have names.
+
+    Raises IncompleteCheckpoint if there is no optimizer, and MissingData if nothing shows the names
+    of its parameters; with `weights_only` not where the weights need none.
+    """
+    (file, *_) = models = open_files(files.models, Parsed())
+    model = dictionary(file, file.value)
+    optimizer = model.get("optimizer")
+    if not isinstance(optimizer, dict) or not optimizer:
+        raise without_optimizer(directory)
+    version = version_of(model)
+    check_kind(directory, version, model, stated_config(model, model))
+    wrapper = wrapper_of(optimizer)
+    base = optimizer if wrapper is None else optimizer.get("optimizer_state_dict")
+    if not isinstance(base, dict) or not isinstance(base.get("param_groups"), list):
+        raise CorruptCheckpoint(f"{file.path} holds no state of a torch optimizer")
+    dp = model.get("dp_world_size")
+    states = EngineStates(
+        directory,
+        models[:1],
+        models[:1],
+        model,
+        [optimizer],
+        [base],
+        version,
+        dp if isinstance(dp, int) and dp > 0 else 1,
+        partitioned=False,
+        whole=True,
+    )
+    weights = _weights(states)
+    try:
+        members, inferred = _members(states, weights, param_names)
+    except MissingData:
+        if not weights_only or wrapper is not None:  # masters are weights
+            raise
+        shapes = [{name: tensor.shape for name, tensor in weights.items()}]
+        return WholeOptimizer(_with_shapes(states, shapes), [], [], named=False)
+    if unknown := [name for own in members for name in own if name and name not in weights]:
+        raise InconsistentCheckpoint(f"{file.path}: the module has no weights {listed(unknown)}")
+    shapes = [{name: weights[name].shape for name in own if name} for own in members]
+    return WholeOptimizer(_with_shapes(states, shapes), members, inferred)
+
+
+def _with_shapes(states: EngineStates, shapes: Sequence[Mapping[str, Shape]]) -> EngineStates:
+    """The states with names and shapes by group, which the engine does not save in stage 0."""
+    return replace(states, model={**states.model, "param_shapes": list(shapes)})
+
+
+def _weights(states: EngineStates) -> dict[str, Tensor]:
+    """The module's weights by their first names: no buffers, and each place in memory once."""
+    buffers = {*(states.model.get("buffer_names") or ())}
+    places: dict[object, str] = {}
+    weights = {}
+    for name, value in states.model["module"].items():
+        if name in buffers or is_extra(name, value) or value.dtype not in FLOATS:
+            continue
+        place = (value.place, value.shape, value.strides) if value.numel else name
+        if places.setdefault(place, name) == name:
+            weights[name] = value
+    return weights
+
+
+# -- names
+
+
+def _members(
+    states: EngineStates, weights: Mapping[str, Tensor], param_names: Sequence[str] | None
+) -> tuple[list[list[str | None]], list[str]]:
+    """The names of each group's parameters, and those of them that are inferred."""
+    file, optimizer, base = states.models[0], states.first, states.bases[0]
+    numbers = [list(group["params"]) for group in base["param_groups"]]
+    if stated := states.model.get("param_shapes"):
+        frozen = states.model.get("frozen_param_shapes") or {}
+        members = [[None if name in frozen else name for name in group] for group in stated]
+        return members, list(optimizer.get(INFERRED) or ())
+    if FLAT_MASTERS in optimizer:
+        flats = _tensors(file, optimizer[FLAT_MASTERS])
+        return _of_flats(file, flats, weights, param_names), []
+    if WHOLE_MASTERS in optimizer:
+        masters = [_tensors(file, group) for group in optimizer[WHOLE_MASTERS]]
+        if param_names is not None:
+            shapes = [[master.shape for master in group] for group in masters]
+            return _plain(naming.by_param_names(file.path, shapes, weights, param_names)), []
+        names, inferred = naming.by_bytes(file, masters, weights)
+        return _plain(names), inferred
+    return _of_torch(states, numbers, weights, param_names)
+
+
+def _of_flats(
+    file: TorchFile,
+    flats: Sequence[Tensor],
+    weights: Mapping[str, Tensor],
+    param_names: Sequence[str] | None,
+) -> list[list[str | None]]:
+    """The names of flat masters; the user's are in the order of the groups, without frozen ones."""
+    if param_names is None:
+        names = naming.by_place(file, flats, weights)
+    else:
+        names = naming.cut(file.path, flats, weights, param_names)
+    if names is None:
+        raise MissingData(
+            f"{file.path}: the optimizer's state has no names, and the module's weights no longer "
+            "lie in its groups' buffers, which show them",
+            hint=HINT,
+        )
+    return _plain(names)
+
+
+def _of_torch(
+    states: EngineStates,
+    numbers: Sequence[Sequence[Any]],
+    weights: Mapping[str, Tensor],
+    param_names: Sequence[str] | None,
+) -> tuple[list[list[str | None]], list[str]]:
+    """The names of what torch's own optimizer updates: the module's weights themselves.
+
+    The engine gives every weight that is trained a gradient, so that one without a state is frozen.
+    If none has a state, as with plain SGD, nothing shows which are frozen.
+    """
+    path, state = states.models[0].path, states.bases[0].get("state") or {}
+    groups = states.bases[0]["param_groups"]
+    shapes = [[shape_of(state.get(number)) for number in own] for own in numbers]
+    is_frozen = [[bool(state) and not state.get(number) for number in own] for own in numbers]
+    stated = [list(group.get("param_names") or ()) for group in groups]  # torch >= 2.6
+    if param_names is not None:
+        every = naming.by_param_names(path, shapes, weights, param_names)
+    elif [len(own) for own in stated] == [len(own) for own in numbers]:
+        every = stated
+    else:
+        trained = [
+            [shape for shape, frozen in zip(own, flags, strict=True) if not frozen]
+            for own, flags in zip(shapes, is_frozen, strict=True)
+        ]
+        names, inferred = naming.by_shape(path, trained, weights)
+        remaining = [iter(own) for own in names]
+        members = [
+            [None if frozen else next(own) for frozen in flags]
+            for flags, own in zip(is_frozen, remaining, strict=True)
+        ]
+        return members, inferred
+    return [
+        [None if frozen else name for name, frozen in zip(own, flags, strict=True)]
+        for own, flags in zip(every, is_frozen, strict=True)
+    ], []
+
+
+def _plain(names: Sequence[Sequence[str]]) -> list[list[str | None]]:
+    return [[*own] for own in names]
+
+
+def shape_of(state: Any) -> Shape | None:
+    """The shape of a parameter, as its states show it; None if they do not.
+
+    Adafactor keeps rows and columns: no shape is taken from those.
+    """
+    tensors = {k: v for k, v in (state or {}).items() if isinstance(v, Tensor) and k != "step"}
+    shapes = {tensor.shape for key, tensor in tensors.items() if key in ELEMENTWISE}
+    shapes = shapes or {tensor.shape for tensor in tensors.values()}
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def _tensors(file: TorchFile, value: Any) -> list[Tensor]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(v, Tensor) for v in value):
+        raise CorruptCheckpoint(f"{file.path}: the masters are not a list of tensors")
+    return list(value)
