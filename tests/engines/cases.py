@@ -377,6 +377,8 @@ WITHOUT_ZERO = [
         for model in ("unused", "strided", "plain")
         for dtype in ("bf16", "fp32")
     ),
+    Case("z0_dp2_adafactor_bf16", "stage 0 adafactor", 0, 2, optimizer="adafactor"),
+    Case("z0_dp1_unused_fp32", "stage 0 unused", 0, 1, "fp32", model="unused"),
     Case("z0_dp2_one_group", "stage 0 groups", 0, 2, groups=1),
     Case("z0_dp3_three_groups", "stage 0 groups", 0, 3, "fp32", groups=3),
     Case("z0_dp2_lambda", "stage 0 scheduler", 0, 2, scheduler=True),

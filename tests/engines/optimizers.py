@@ -133,6 +133,15 @@ def tensor_lr(groups: Groups) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, betas=(0.8, 0.95))
 
 
+def adamw_of_trained(groups: Groups) -> torch.optim.Optimizer:
+    """AdamW without the frozen parameters, as most programs make it."""
+    groups = [
+        {**group, "params": [each for each in group["params"] if each.requires_grad]}
+        for group in groups
+    ]
+    return torch.optim.AdamW(groups, betas=(0.8, 0.95))
+
+
 def deepspeed_fused_adam(groups: Groups) -> Any:
     from deepspeed.ops.adam import FusedAdam as Compiled
 
@@ -160,6 +169,7 @@ def deepspeed_cpu_lion(groups: Groups) -> Any:
 
 FACTORIES: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.95)),
+    "adamw of trained": adamw_of_trained,
     "adam": lambda groups: torch.optim.Adam(groups, betas=(0.8, 0.95)),
     "amsgrad": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.5), amsgrad=True),
     "tensor lr": tensor_lr,
@@ -171,6 +181,7 @@ FACTORIES: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "momentum": lambda groups: torch.optim.SGD(groups, momentum=0.9),
     "lion": Lion,
     "odd": Odd,
+    "adafactor": torch.optim.Adafactor,
     "lamb": Lamb,
     "fused adam": FusedAdam,
     "apex fused adam": ApexFusedAdam,

@@ -146,7 +146,12 @@ def whole_states(module: nn.Module, optimizer: Any) -> tuple[Any, Any, Any, Any]
         for parameter, master, first in members:
             name, shape = names[id(parameter)], parameter.shape
             kept = dict(base.state.get(master, {}))
-            shaped = {key: value for key, value in kept.items() if key not in numbers}
+            shaped = {
+                key: value
+                for key, value in kept.items()
+                if torch.is_tensor(value) and value.shape == master.shape
+                if key not in numbers or value.numel() > 1
+            }
             if master is not parameter:
                 shaped["master"] = master
             for slot, value in shaped.items():

@@ -407,7 +407,7 @@ class TestRefusals:
         [
             (["--dp", "0"], 2, "at least 1"),
             (["--dp", "-3"], 2, "at least 1"),
-            (["--stage", "0"], 2, "--stage"),
+            (["--stage", "4"], 2, "--stage"),
             (["--optimizer", "sgd"], 2, "--optimizer"),
             (["--group-defaults", "lr"], 2, "lr=3e-4"),
             (["--ds-config", "nothing.json"], 2, "nothing.json"),
@@ -428,7 +428,7 @@ class TestRefusals:
             ({"zero_optimization": {"stage": 3}}, ["--stage", "2"], "stage 3"),
             ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, [], "both"),
             ({"bf16": {"enabled": True}}, ["--dtype", "fp16"], "BF16"),
-            ({"zero_optimization": {"stage": 0}}, [], "stage 0"),
+            ({"zero_optimization": {"stage": 0}}, ["--stage", "2"], "stage 0"),
             ({"zero_optimization": True}, [], "not an object"),
             ({"zero_optimization": {"sub_group_size": -5}}, [], "sub_group_size"),
             ({"zero_optimization": {"mics_shard_size": 2}}, [], "mics_shard_size"),

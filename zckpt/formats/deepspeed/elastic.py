@@ -30,7 +30,7 @@ def is_elastic(target: DeepSpeedTarget) -> bool:
         return False
     if are_given(target.source) or target.options.weights_only:
         return False
-    if engine.partitioned or engine.wraps_bf16:
+    if not engine.cuts_groups:
         return False
     keys = {(*sorted(buffer.slots), *sorted(buffer.scalars)) for buffer in buffers}
     types = {dtype for buffer in buffers for dtype in buffer.slots.values()}

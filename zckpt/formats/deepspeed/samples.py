@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 
 from ...core import sources
 from ...core.dtypes import SIZES
-from ...errors import UnsupportedCheckpoint
 from ...files.torchfile import Tensor, TorchFile
 
 SAMPLE = 64  # elements, from the middle of a tensor: its beginning may be padding
@@ -71,8 +70,11 @@ class _Sampler:
     def split(self, own: Sequence[int], theirs: Sequence[int], dtype: str) -> Iterator[_Set]:
         """Weights of one shape and type whose bytes are equal, with the masters that round to them.
 
-        Both are given by their places. Weights to which no master rounds may differ.
+        Both are given by their places. Weights to which no master rounds may differ; no master
+        rounds to a weight of a type that no engine makes of its masters.
         """
+        kinds = (dtype, "F32") if dtype in _ROUNDED else (dtype,)
+        theirs = [place for place in theirs if self.masters[place].dtype in kinds]
         numel = self.weights[own[0]].numel
         if len(own) == len(theirs) == 1 or not theirs or not numel:
             yield list(own), list(theirs)
@@ -133,10 +135,6 @@ class _Sampler:
         bits = self._bits(master, start, stop)
         if master.dtype == dtype:
             return bits
-        if master.dtype != "F32" or dtype not in _ROUNDED:
-            raise UnsupportedCheckpoint(
-                f"{self.file.path} has masters of type {master.dtype} and weights of type {dtype}"
-            )
         return [item if item == NAN else _ROUNDED[dtype](item) for item in bits]
 
 

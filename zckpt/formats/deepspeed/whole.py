@@ -38,6 +38,8 @@ from .files import RankFiles
 from .ranks import check_kind, without_optimizer
 
 Shape = tuple[int, ...]
+FROZEN = "zckpt_frozen"
+"""Beside the optimizer's state, in a file of zckpt's: numbers of parameters that are frozen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +139,13 @@ def _members(
     file, optimizer, base = states.models[0], states.first, states.bases[0]
     numbers = [list(group["params"]) for group in base["param_groups"]]
     if stated := states.model.get("param_shapes"):
-        frozen = states.model.get("frozen_param_shapes") or {}
-        members = [[None if name in frozen else name for name in group] for group in stated]
+        frozen = set(optimizer.get(FROZEN) or ())
+        own = [iter(group) for group in stated]
+        flat = FLAT_MASTERS in optimizer
+        members = [
+            list(group) if flat else [None if n in frozen else next(names, None) for n in known]
+            for group, names, known in zip(stated, own, numbers, strict=True)
+        ]
         return members, list(optimizer.get(INFERRED) or ())
     if FLAT_MASTERS in optimizer:
         flats = _tensors(file, optimizer[FLAT_MASTERS])

@@ -16,7 +16,7 @@ from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.model_files import model_files
 from ..deepspeed_states.target import DeepSpeedTarget
-from . import elastic
+from . import elastic, whole_files
 from .files import recovery_scripts
 from .optimizer_files import optimizer_files
 
@@ -36,7 +36,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     if not options.weights_only:
         check_states(target.engine, source, {slot for b in target.buffers for slot in b.slots})
         warnings += elastic.warnings(target) if is_elastic else reports.of_assumed(target)
-    warnings += reports.of_weights(target)
+    warnings += [*reports.of_stage_0(target), *reports.of_weights(target)]
     siblings = target.take_siblings()
     if source.format == "deepspeed":
         target.left_out += recovery_scripts(source.root)
@@ -44,12 +44,17 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     def shells() -> Iterator[Shell]:
         pointer = target.tag.encode()
         yield Shell("latest", len(pointer), ((0, pointer),))
+        if target.engine.whole:
+            yield from model_files(target, True, whole_files.optimizer)
+            return
         yield from optimizer_files(target, is_elastic)
         yield from model_files(target, derives=True)
 
     ranks = counted(target.dp, "rank")
     about = f"a DeepSpeed run of {ranks}, ZeRO stage {target.engine.stage}, tag {target.tag}"
-    only = ", load_optimizer_states=False" if options.weights_only else ""
+    # without ZeRO, load_optimizer_states=False leaves the masters as the model initializes them
+    alone = "load_module_only=True" if target.engine.whole else "load_optimizer_states=False"
+    only = f", {alone}" if options.weights_only else ""
 
     def loading(path: str) -> str:
         return f"model_engine.load_checkpoint({literal(path)}{only})"

@@ -10,7 +10,7 @@ from ...core.manifest import Manifest
 from ...errors import WrongOption
 from ...training.options import DP, Options
 from .options import CONFIG, STAGE
-from .states import nested
+from .states import nested, version_numbers
 
 SUB_GROUP_SIZE = 10**9  # elements, the engine's default
 FLOAT_NAMES = {"fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", "bfloat16": "BF16"}
@@ -59,6 +59,16 @@ class TargetEngine:
         return self.stage == 3
 
     @property
+    def whole(self) -> bool:
+        """Stage 0: nothing is cut, and the model file keeps the optimizer."""
+        return self.stage == 0 and not self.wraps_bf16
+
+    @property
+    def cuts_groups(self) -> bool:
+        """DeepSpeedZeroOptimizer, whose ds_config may order and align what it cuts."""
+        return self.stage in (1, 2) and not self.wraps_bf16
+
+    @property
     def same_dtype(self) -> bool:
         return self.before is not None and self.dtype == self.before.dtype
 
@@ -101,7 +111,7 @@ class TargetEngine:
     def elastic(self) -> bool:
         """Whether the engine reads and writes elastic files; stage 3 refuses to (0.19.8)."""
         wanted = self.option("zero_optimization", "elastic_checkpoint") is True
-        return wanted and not self.partitioned and not self.wraps_bf16
+        return wanted and self.cuts_groups
 
     @property
     def offloads(self) -> bool:
@@ -111,44 +121,56 @@ class TargetEngine:
 
     @property
     def wraps_bf16(self) -> bool:
-        """BF16_Optimizer instead of DeepSpeedZeroOptimizer.
+        """BF16_Optimizer, whose files are partitioned, also if the ds_config says stage 0.
 
-        DeepSpeed 0.19.8, engine.py `_do_optimizer_sanity_check`.
+        DeepSpeed 0.19.8, engine.py `_do_optimizer_sanity_check`. Before 0.17.6 it was the optimizer
+        of bf16 in stage 0 too. A source of this class stays so, unless the user gives a ds_config.
         """
+        if self.dtype != "BF16" or self.offloads or self.stage > 1:
+            return False
+        before = self.before
+        if self.stage == 0:
+            version = None if before is None else before.version
+            return version is not None and version_numbers(version) < (0, 17, 6)
+        kept = before is not None and before.optimizer_class == "BF16_Optimizer"
         grad = FLOAT_NAMES.get(str(self.option("data_types", "grad_accum_dtype")))
-        wide = self.stage == 1 and self.dtype == "BF16" and grad == "F32"
-        return wide and not self.offloads
+        return grad == "F32" or (kept and self.options[CONFIG] is None)
 
     @property
     def round_robin(self) -> bool:
         wanted = self.option("zero_optimization", "round_robin_gradients")
-        return bool(wanted) and not self.partitioned and not self.wraps_bf16
+        return bool(wanted) and self.cuts_groups
 
     @property
     def aligned(self) -> bool:
         wanted = self.option("zero_optimization", "parameter_alignment")
-        return bool(wanted) and not self.partitioned and not self.wraps_bf16
+        return bool(wanted) and self.cuts_groups
 
     @property
     def sub_group_size(self) -> int:
         return int(self.number(SUB_GROUP_SIZE, "zero_optimization", "sub_group_size"))
 
     def _stage(self, source: Manifest, config: Mapping[str, Any]) -> int:
+        """The stage asked for, else the given ds_config's, else that of the source's files.
+
+        The source's own ds_config may say 0 where its files are of BF16_Optimizer. Other engines
+        than DeepSpeed mean nothing by 0.
+        """
         stated = nested(config, "zero_optimization", "stage")
         asked = self.options[STAGE]
-        if stated == 0 and asked is None:
-            raise WrongOption(
-                "the ds_config says stage 0, which has no partitions to write",
-                hint="set zero_optimization.stage in the ds_config to 1, 2 or 3",
-            )
-        if self.options[CONFIG] is not None and None not in (asked, stated) and asked != stated:
+        given = self.options[CONFIG] is not None
+        if given and None not in (asked, stated) and asked != stated:
             raise WrongOption(
                 f"--stage {asked}, but the ds_config says stage {stated}",
                 hint="leave out --stage, or change the ds_config",
             )
-        stage = asked or stated or source.source.get("zero_stage") or 2
-        if stage not in (1, 2, 3):
-            raise WrongOption(f"stage {stage} is not 1, 2 or 3")
+        own = source.source.get("zero_stage")
+        if own == 0 and self.before is None:
+            own = None
+        known = (asked, stated, own) if given else (asked, own, stated)
+        stage = next((number for number in known if number is not None), 2)
+        if stage not in (0, 1, 2, 3):
+            raise WrongOption(f"stage {stage} is not 0, 1, 2 or 3")
         return int(stage)
 
     def _dtype(self, source: Manifest, config: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from ...training.optimizers import (
 from ...training.options import Options
 from .engine import TargetEngine
 from .options import CONFIG, OPTIMIZER
+from .states import WRAPPERS
 
 # what groups hold beside ADAM's, by the class that `--optimizer` asks for
 CLASSES: dict[str, dict[str, Any]] = {
@@ -59,6 +60,32 @@ def adam_class(engine: TargetEngine, source: Manifest) -> str | None:
     if _is_complete(engine, source) and engine.options[CONFIG] is None:
         return None
     return engine.adam_class
+
+
+FLAT, UNFLATTENED = WRAPPERS
+FUSED = ("deepspeed-fused-adam", "apex-fused-adam")
+
+
+def wrapper(engine: TargetEngine, source: Manifest) -> str | None:
+    """The class around the optimizer of a target without ZeRO; None for fp32, which has none.
+
+    The engine flattens the groups of DeepSpeed's and Apex's FusedAdam, and of no other optimizer
+    (0.19.8, engine.py `_configure_fp16_optimizer`). Which one it is shows in the options, then in a
+    source of stage 0, then in the ds_config, then in the place of the step.
+    """
+    if engine.dtype == "F32":
+        return None
+    before, asked = engine.before, engine.options[OPTIMIZER]
+    by_class = engine.adam_class if asked is None else asked
+    is_stated = asked is not None or (engine.options[CONFIG] is not None and engine.optimizer)
+    if not is_stated and before is not None and before.optimizer_class in WRAPPERS:
+        return before.optimizer_class
+    if is_stated or engine.optimizer:
+        return FLAT if by_class in FUSED else UNFLATTENED
+    place, is_adam = source.step_place, optimizer_name(engine, source) in ("adam", "adamw")
+    if before is None or place is None or not is_adam:
+        return UNFLATTENED
+    return FLAT if place.where == "group" or place.stale is not None else UNFLATTENED
 
 
 def _is_complete(engine: TargetEngine, source: Manifest) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -15,15 +15,20 @@ from ...files.torchshell import Storages, shell
 from ...training import peft
 from .target import DeepSpeedTarget
 
+Optimizer = Callable[[DeepSpeedTarget, Storages], dict[str, Any]]
 
-def model_files(target: DeepSpeedTarget, derives: bool) -> Iterator[Shell]:
-    """One in stage 1 and 2, in stage 3 one per rank.
+
+def model_files(
+    target: DeepSpeedTarget, derives: bool, optimizer: Optimizer | None = None
+) -> Iterator[Shell]:
+    """One in stage 0, 1 and 2, in stage 3 one per rank.
 
     `derives` casts module weights that the source lacks from the masters; without it only what the
-    source holds is written.
+    source holds is written. `optimizer` gives the optimizer's state in stage 0.
     """
     if not target.engine.partitioned:
-        yield _model_file(target, derives, f"{target.tag}/mp_rank_00_model_states.pt", 0)
+        name = f"{target.tag}/mp_rank_00_model_states.pt"
+        yield _model_file(target, derives, name, 0, optimizer)
         return
     for rank in range(target.dp):
         name = f"{target.tag}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
@@ -32,7 +37,13 @@ def model_files(target: DeepSpeedTarget, derives: bool) -> Iterator[Shell]:
         yield Shell(name, last.size, last.parts)
 
 
-def _model_file(target: DeepSpeedTarget, derives: bool, name: str, rank: int) -> Shell:
+def _model_file(
+    target: DeepSpeedTarget,
+    derives: bool,
+    name: str,
+    rank: int,
+    optimizer: Optimizer | None = None,
+) -> Shell:
     storages, state = Storages(), target.source.state
     weights = _weights(target, derives, storages)
     module: OrderedDict[str, Any] = OrderedDict()
@@ -52,13 +63,13 @@ def _model_file(target: DeepSpeedTarget, derives: bool, name: str, rank: int) ->
     value = {
         "module": module,
         "buffer_names": list(target.source.buffers),
-        "optimizer": None,
+        "optimizer": None if optimizer is None else optimizer(target, storages),
         "param_shapes": [
-            OrderedDict((name, Size(target.trainable[name].shape)) for name in buffer.names)
-            for buffer in target.buffers
+            OrderedDict((name, Size(target.trainable[name].shape)) for name in names)
+            for names in _listed(target)
         ],
         "frozen_param_shapes": frozen_shapes,
-        "shared_params": dict(target.aliases) if rank == 0 else {},
+        "shared_params": _shared(target, rank),
         "frozen_param_fragments": frozen_fragments,
         **{
             key: target.thawed(state.get(key), storages)
@@ -73,6 +84,27 @@ def _model_file(target: DeepSpeedTarget, derives: bool, name: str, rank: int) ->
         **target.thawed(target.client_state, storages),
     }
     return shell(name, value, storages)
+
+
+def _listed(target: DeepSpeedTarget) -> list[Sequence[str]]:
+    """The names that param_shapes lists: of each flat buffer, in stage 0 of each group.
+
+    The engine has no such list in stage 0, and does not look for one. With it, the numbers of the
+    optimizer's state have names.
+    """
+    if not target.engine.whole:
+        return [buffer.names for buffer in target.buffers]
+    return [
+        [name for buffer in target.buffers if buffer.group == group for name in buffer.names]
+        for group in range(len(target.groups))
+    ]
+
+
+def _shared(target: DeepSpeedTarget, rank: int) -> dict[str, str] | None:
+    """Second names of tied weights; the engine writes none in stage 0."""
+    if target.engine.whole:
+        return None
+    return dict(target.aliases) if rank == 0 else {}
 
 
 def _weights(target: DeepSpeedTarget, derives: bool, storages: Storages) -> dict[str, Tensor]:
@@ -105,13 +137,13 @@ def _frozen_dtype(target: DeepSpeedTarget, dtype: str) -> str:
 def _frozen(
     target: DeepSpeedTarget, weights: Mapping[str, Tensor], storages: Storages
 ) -> tuple[Any, Any]:
-    """frozen_param_shapes and frozen_param_fragments; stage 1 writes neither.
+    """frozen_param_shapes and frozen_param_fragments; stages 0 and 1 write neither.
 
     Both are None if frozen weights were left out, or may have been: from an empty dictionary the
     engine concludes that the model has none, and stops at each that it has (0.19.8, engine.py
     `load_module_state_dict`). An adapter was saved without its base model.
     """
-    if target.engine.stage == 1 or peft.is_adapter_alone(target.source.parameters):
+    if target.engine.stage < 2 or peft.is_adapter_alone(target.source.parameters):
         return None, None
     names = [name for name in target.frozen if name in weights]
     before = target.engine.before

@@ -13,6 +13,8 @@ from .engine import TargetEngine
 from .manifest import INFERRED
 from .target import DeepSpeedTarget, TargetBuffer
 
+SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+
 
 def inferred(target: DeepSpeedTarget) -> dict[str, Any]:
     """Names that no file of the source states, in a key that the engine does not read."""
@@ -88,6 +90,8 @@ def _number(number: Scalar, storages: Storages) -> Any:
 
 # -- loss scale
 
+DYNAMIC = ("last_overflow_iter", "scale_factor", "scale_window")
+
 
 def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
     """The source's loss scaler if the type stays, else one as the engine makes it."""
@@ -99,18 +103,65 @@ def loss_scaling(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
             "overflow": kept.get("overflow", False),
         }
     scaler, dynamic = _fresh_scaler(target.engine)
+    if target.engine.same_dtype and "cur_scale" in kept:  # of stage 0, which has no object
+        dynamic = bool(kept.get("dynamic_loss_scale"))
+        scaler = _scaler_with(target.engine, kept, dynamic)
     return {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": False}
+
+
+def whole_scaling(target: DeepSpeedTarget) -> dict[str, Any]:
+    """The numbers of the loss scale in stage 0: the source's if the type stays, else fresh ones.
+
+    DeepSpeed 0.19.8, fp16/unfused_optimizer.py `state_dict`. It counts updates in bf16 too.
+    """
+    kept = target.optimizer_state
+    scaler = kept.get("loss_scaler")
+    values = scaler.state if isinstance(scaler, Foreign) else None
+    if not target.engine.same_dtype:
+        values = None
+    elif "cur_scale" in kept:
+        values = {**kept, "dynamic": kept.get("dynamic_loss_scale")}
+    if not isinstance(values, Mapping) or "cur_scale" not in values:
+        values = _fresh_scaler(target.engine)[0].state
+    assert isinstance(values, Mapping)
+    dynamic = bool(values.get("dynamic", "min_scale" in values))
+    return {
+        "dynamic_loss_scale": dynamic,
+        "cur_scale": values["cur_scale"],
+        "cur_iter": values.get("cur_iter", target.counters["global_steps"]),
+        **({key: values[key] for key in DYNAMIC if key in values} if dynamic else {}),
+    }
+
+
+def _scaler_with(engine: TargetEngine, kept: Mapping[str, Any], dynamic: bool) -> Foreign:
+    """A loss scaler with the numbers of stage 0, and the ds_config's for the rest."""
+    if not dynamic:
+        return _static(float(kept["cur_scale"]))
+    numbers = {key: kept[key] for key in ("cur_scale", "cur_iter", *DYNAMIC) if key in kept}
+    return _dynamic({**_dynamic_state(engine), **numbers})
 
 
 def _fresh_scaler(engine: TargetEngine) -> tuple[Foreign, bool]:
     """As the engine makes it (0.19.8, fp16/loss_scaler.py); and whether its scale is dynamic."""
-    module = "deepspeed.runtime.fp16.loss_scaler"
     static = engine.number(0.0, "fp16", "loss_scale") if engine.dtype == "F16" else 1.0
     if static:
-        state: dict[str, Any] = {"cur_scale": float(static), "dynamic": False}
-        return Foreign(Global(f"{module}.LossScaler"), (), state, "new"), False
+        return _static(float(static)), False
+    return _dynamic(_dynamic_state(engine)), True
+
+
+def _static(scale: float) -> Foreign:
+    state: dict[str, Any] = {"cur_scale": scale, "dynamic": False}
+    return Foreign(Global(f"{SCALERS}.LossScaler"), (), state, "new")
+
+
+def _dynamic(state: Mapping[str, Any]) -> Foreign:
+    return Foreign(Global(f"{SCALERS}.DynamicLossScaler"), (), dict(state), "new")
+
+
+def _dynamic_state(engine: TargetEngine) -> dict[str, Any]:
+    """The state of a dynamic loss scaler that has not scaled yet."""
     shift = engine.number(2, "fp16", "hysteresis")
-    state = {
+    return {
         "cur_scale": 2.0 ** engine.number(16, "fp16", "initial_scale_power"),
         "dynamic": True,
         "cur_iter": 0,
@@ -124,4 +175,3 @@ def _fresh_scaler(engine: TargetEngine) -> tuple[Foreign, bool]:
         "raise_error_at_min_scale": True,
         "dtype": Global("torch.float16"),
     }
-    return Foreign(Global(f"{module}.DynamicLossScaler"), (), state, "new"), True

@@ -11,7 +11,7 @@ STAGE: Option[int | None] = Option(
     "--stage",
     None,
     "The ZeRO stage",
-    choices=(1, 2, 3),
+    choices=(0, 1, 2, 3),
     usual="the source's",
     reason="ZeRO stages are DeepSpeed's",
 )

@@ -8,6 +8,7 @@ from ...errors import listed
 from ...training.options import PARAM_NAMES
 from ...training.trainers import TRANSFORMERS, program_of
 from .hyper import optimizer_name
+from .states import version_numbers
 from .target import DeepSpeedTarget
 
 MAX_BATCH = 1 << 22  # samples; nobody trains with more
@@ -35,6 +36,27 @@ def of_assumed(target: DeepSpeedTarget) -> list[str]:
 def of_weights(target: DeepSpeedTarget) -> list[str]:
     """What may be wrong about weights, and batch sizes that no longer fit."""
     return [*_of_guessed(target), *_of_masters(target), *_of_batch(target)]
+
+
+def of_stage_0(target: DeepSpeedTarget) -> list[str]:
+    """What differs where one side has no ZeRO."""
+    engine, before = target.engine, target.engine.before
+    lines = []
+    if engine.whole and target.wrapper is None and target.frozen and not target.lists_frozen:
+        lines.append(
+            "give the optimizer the trained parameters alone: in fp32 without ZeRO DeepSpeed loads "
+            "its state by number, and the source does not show whether frozen ones have numbers too"
+        )
+    if before is None or before.dtype != "F16" or engine.dtype != "F16":
+        return lines
+    was_whole = target.source.source.get("zero_stage") == 0
+    if was_whole != engine.whole and version_numbers(target.version) >= (0, 19):
+        lines.append(
+            "in fp16 without ZeRO, DeepSpeed (0.19.8) divides gradients by the loss scale, but "
+            "does not multiply the loss by it: moments are smaller than with ZeRO, so the first "
+            "updates differ"
+        )
+    return lines
 
 
 def _of_guessed(target: DeepSpeedTarget) -> list[str]:

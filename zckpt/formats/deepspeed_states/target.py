@@ -27,7 +27,7 @@ from ...training.trainers import ACCELERATE, program_of
 from .. import zero
 from .directories import POINTERS
 from .engine import TargetEngine
-from .hyper import NEEDED_NUMBERS, adam_class, complete_groups, optimizer_name
+from .hyper import FLAT, NEEDED_NUMBERS, adam_class, complete_groups, optimizer_name, wrapper
 from .manifest import ENGINE_KEYS
 from .states import COUNTERS
 
@@ -63,6 +63,7 @@ class DeepSpeedTarget:
         self.left_out: list[str] = list(source.left_out)
         self.engine = TargetEngine(source, options)
         self.dp = self.engine.dp
+        self.wrapper = wrapper(self.engine, source) if self.engine.whole else None
         self.optimizer_state: dict[str, Any] = source.state.get("optimizer") or {}
         self._slots = list(filter(is_optimizers, source.slots))
         parameters = source.parameters.items()
@@ -93,7 +94,12 @@ class DeepSpeedTarget:
                 yield self._buffer(group, [names[p] for p in places], [numels[p] for p in places])
 
     def _arranged(self, names: Sequence[str], numels: Sequence[int]) -> list[list[int]]:
-        """Positions of a group's parameters, per flat buffer, in the order in which they lie."""
+        """Positions of a group's parameters, per flat buffer, in the order in which they lie.
+
+        In stage 0 each parameter is by itself, unless the wrapper flattens groups.
+        """
+        if self.engine.whole and self.wrapper != FLAT:
+            return [[place] for place in range(len(names))]
         if self.engine.partitioned:
             widths = [-(-numel // self.dp) for numel in numels]
             return zero.sub_groups(widths, self.engine.sub_group_size)
@@ -184,19 +190,46 @@ class DeepSpeedTarget:
         """Whether the engine's Muon keeps the momentum of whole parameters on every rank."""
         return (
             self.groups[buffer.group].get("use_muon") is True
-            and not self.engine.wraps_bf16
+            and self.engine.cuts_groups
             and not self.engine.offloads
         )
 
     # -- what is left out
+
+    def listed_names(self) -> list[list[str | None]]:
+        """By group, what torch's own optimizer has a number for; None is a frozen parameter.
+
+        A program may give it frozen ones too. The source's list is taken if it has the same trained
+        parameters; without it there are no others.
+        """
+        trained: list[list[str]] = [[] for _ in self.groups]
+        for buffer in self.buffers:
+            trained[buffer.group] += buffer.names
+        module = self.source.state.get("module") or []
+        stated = self.optimizer_state.get("members") if self.wrapper is None else None
+        names = [[None if n is None else module[n] for n in own] for own in stated or ()]
+        if [[name for name in own if name is not None] for own in names] == trained:
+            return names
+        return [[*own] for own in trained]
+
+    @property
+    def lists_frozen(self) -> bool:
+        """Whether the source shows that its optimizer's list has frozen parameters."""
+        return any(None in own for own in self.listed_names())
+
+    @property
+    def others(self) -> dict[str, dict[str, Any]]:
+        """States that are neither numbers nor of a parameter's shape, where they have a place."""
+        by_itself = self.engine.whole and self.wrapper != FLAT and not self.options.weights_only
+        return (self.optimizer_state.get("other") or {}) if by_itself else {}
 
     def _name_left_out(self) -> None:
         """States that no flat buffer can hold."""
         if self.options.weights_only:
             return
         shapeless: dict[str, list[str]] = {}
-        for name, states in (self.optimizer_state.get("other") or {}).items():
-            for key in states:
+        for name in self.optimizer_state.get("other") or {}:
+            for key in self.optimizer_state["other"][name] if name not in self.others else ():
                 shapeless.setdefault(key, []).append(name)
         for lost, why in (
             (self._differing, "DeepSpeed keeps one value for all parameters of a flat buffer"),

@@ -12,7 +12,13 @@ from typing import Any
 
 from ...core.manifest import Manifest, slot_key
 from ...core.staging import Layout, Shell
-from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed, literal
+from ...errors import (
+    InconsistentCheckpoint,
+    UnsupportedCheckpoint,
+    WrongOption,
+    listed,
+    literal,
+)
 from ...files.torchshell import Storages, seal_records, shell
 from ...training.options import Options
 from .. import zero
@@ -46,6 +52,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     the names of folders.
     """
     target = DeepSpeedTarget(source, options)
+    if target.engine.stage == 0:
+        raise WrongOption(
+            "DeepSpeed loads its universal checkpoints with ZeRO alone, and this one is of stage 0",
+            hint="choose a stage: --stage 1, 2 or 3; or write --to deepspeed",
+        )
     warnings = reports.of_config(target)
     if not options.weights_only:
         check_states(target.engine, source, {slot for b in target.buffers for slot in b.slots})

@@ -1,0 +1,108 @@
+"""The optimizer of a target without ZeRO (stage 0), which the model file keeps.
+
+Its form is that of the class which the target's engine puts around the optimizer: see whole.py.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+from ...core.manifest import slot_key
+from ...files.torchshell import Storages
+from ..deepspeed_states.hyper import FLAT
+from ..deepspeed_states.optimizer_values import (
+    clipping,
+    group_step,
+    inferred,
+    numbers,
+    whole_scaling,
+)
+from ..deepspeed_states.states import FLAT_MASTERS, WHOLE_MASTERS, version_numbers
+from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
+from .whole import FROZEN
+
+
+def optimizer(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
+    """The value of `optimizer` in the model file."""
+    groups = _members(target)
+    base, frozen = _base(target, groups, storages)
+    own = {**inferred(target), **({FROZEN: frozen} if frozen else {})}
+    if target.wrapper is None:
+        return {**base, **own}
+    masters = [
+        [_tensor(target, buffer, buffer.master, storages) for buffer in group if buffer]
+        for group in groups
+    ]
+    if target.wrapper != FLAT:
+        return {
+            **whole_scaling(target),
+            "optimizer_state_dict": base,
+            WHOLE_MASTERS: masters,
+            **own,
+        }
+    return {
+        **(whole_scaling(target) if target.engine.dtype == "F16" else {}),
+        "optimizer_state_dict": base,
+        FLAT_MASTERS: [flat for (flat,) in masters],
+        "clip_grad": _usual_norm(target),
+        **clipping(target),
+        **own,
+    }
+
+
+def _usual_norm(target: DeepSpeedTarget) -> float:
+    """The norm to which the engine clips if its ds_config states none; 0 is for no clipping."""
+    return 1.0 if version_numbers(target.version) >= (0, 19, 3) else 0.0
+
+
+def _members(target: DeepSpeedTarget) -> list[list[TargetBuffer | None]]:
+    """By group, what the optimizer has a number for; None for a frozen parameter."""
+    groups: list[list[TargetBuffer | None]] = [[] for _ in target.groups]
+    for buffer in target.buffers:
+        groups[buffer.group].append(buffer)
+    if not target.lists_frozen:
+        return groups
+    remaining = [iter(group) for group in groups]
+    return [
+        [None if name is None else next(own) for name in names]
+        for names, own in zip(target.listed_names(), remaining, strict=True)
+    ]
+
+
+def _base(
+    target: DeepSpeedTarget, groups: list[list[TargetBuffer | None]], storages: Storages
+) -> tuple[dict[str, Any], list[int]]:
+    """The base optimizer's state_dict, and the numbers of frozen parameters."""
+    numbered = count()
+    places = {id(buffer): place for place, buffer in enumerate(target.buffers)}
+    states, param_groups, frozen = {}, [], []
+    for hyper, group in zip(target.groups, groups, strict=True):
+        own = [next(numbered) for _ in group]
+        for number, buffer in zip(own, group, strict=True):
+            if buffer is None:
+                frozen.append(number)
+            elif state := _state(target, buffer, storages):
+                states[number] = state
+        stepped = group_step(target, [places[id(each)] for each in group if each], storages)
+        param_groups.append(target.thawed(hyper, storages) | stepped | {"params": own})
+    return {"state": states, "param_groups": param_groups}, frozen
+
+
+def _state(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -> dict[str, Any]:
+    """The state of one number."""
+    return {
+        **numbers(target, buffer, storages),
+        **{
+            slot_key(slot): _tensor(target, buffer, dtype, storages)
+            for slot, dtype in buffer.slots.items()
+        },
+        **target.thawed(target.others.get(buffer.names[0]) or {}, storages),
+    }
+
+
+def _tensor(target: DeepSpeedTarget, buffer: TargetBuffer, dtype: str, storages: Storages) -> Any:
+    """A tensor like the master: flat, or of the parameter's shape."""
+    if target.wrapper == FLAT:
+        return storages.tensor(dtype, (buffer.starts[-1],))
+    return storages.tensor(dtype, target.trainable[buffer.names[0]].shape)
