@@ -25,6 +25,12 @@ from ..statedict.matching import HINT, MatchedNames, match
 from .samples import labels
 
 Weights = Mapping[str, Tensor]
+TRAINED = """\
+name the trained parameters with --param-names names.txt, group by group. Two lines in the training \
+program, before deepspeed.initialize, write that file:
+    names = {p: name for name, p in model.named_parameters()}
+    open("names.txt", "w").write("\\n".join(names[p] for g in optimizer.param_groups for p in g["params"] if p.requires_grad))"""  # noqa: E501
+"""The hint where the optimizer has masters: frozen parameters have none."""
 
 
 def by_param_names(
@@ -91,7 +97,7 @@ def by_bytes(file: TorchFile, orders: Sequence[Sequence[Tensor]], weights: Weigh
                 f"{file.path}: master {number} of the optimizer, of shape {list(master.shape)}, "
                 + ("rounds to no weight" if not own else "rounds to weights of several types")
                 + " of the module",
-                hint=HINT,
+                hint=TRAINED,
             )
     remaining = iter(own[0] for own in of_masters)
     labelled = [[next(remaining) for _ in order] for order in orders]
@@ -140,7 +146,8 @@ def _named(
     try:
         matched = match(unclear, rest, True)
     except MissingData as error:
-        raise MissingData(_why_not(path, unclear, owners, what), hint=HINT) from error
+        hint = HINT if what == "shape" else TRAINED
+        raise MissingData(_why_not(path, unclear, owners, what), hint=hint) from error
     for place, members in zip(others, matched.names, strict=True):
         chosen[place] = members
     return MatchedNames(chosen, matched.inferred)

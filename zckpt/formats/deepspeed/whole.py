@@ -12,10 +12,11 @@ they are built, which their steps count: 4 after 3 updates (0.19.8).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ...core.dtypes import FLOATS
+from ...core.values import valueclass
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, listed
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from ..deepspeed_states.directories import TagDirectory
@@ -31,7 +32,6 @@ from ..deepspeed_states.states import (
     wrapper_of,
 )
 from ..deepspeed_states.tensors import is_extra
-from ..statedict.matching import HINT
 from ..statedict.names import ELEMENTWISE
 from . import naming
 from .files import RankFiles
@@ -42,7 +42,7 @@ FROZEN = "zckpt_frozen"
 """Beside the optimizer's state, in a file of zckpt's: numbers of parameters that are frozen."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class WholeOptimizer:
     """The opened model file, and the names of the optimizer's parameters.
 
@@ -175,7 +175,7 @@ def _of_flats(
         raise MissingData(
             f"{file.path}: the optimizer's state has no names, and the module's weights no longer "
             "lie in its groups' buffers, which show them",
-            hint=HINT,
+            hint=naming.TRAINED,
         )
     return _plain(names)
 

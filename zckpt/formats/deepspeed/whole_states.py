@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,6 +11,7 @@ from ...core.dtypes import NUMBERS
 from ...core.fragments import Fragments, solid
 from ...core.inert import PYTHON_NUMBERS, Scalar
 from ...core.manifest import Sighting, slot_name
+from ...core.values import valueclass
 from ...errors import InconsistentCheckpoint, counted, listed
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
@@ -21,7 +22,7 @@ from .whole import WholeOptimizer
 States = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class _Unit:
     """What the base optimizer knows by one number: one parameter, or all of a flat group.
 

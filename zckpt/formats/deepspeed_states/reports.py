@@ -50,9 +50,9 @@ def of_stage_0(target: DeepSpeedTarget) -> list[str]:
     if before is None or before.dtype != "F16" or engine.dtype != "F16":
         return lines
     was_whole = target.source.source.get("zero_stage") == 0
-    if was_whole != engine.whole and version_numbers(target.version) >= (0, 19):
+    if was_whole != engine.whole and version_numbers(target.version) >= (0, 18, 3):
         lines.append(
-            "in fp16 without ZeRO, DeepSpeed (0.19.8) divides gradients by the loss scale, but "
+            "in fp16 without ZeRO, DeepSpeed since 0.18.3 divides gradients by the loss scale, but "
             "does not multiply the loss by it: moments are smaller than with ZeRO, so the first "
             "updates differ"
         )
