@@ -18,6 +18,7 @@ from typing import Any
 from ...core.dtypes import SIZES
 from ...core.manifest import slot_name
 from ...core.partition import FlatMember, Nameless, Partition, Partitioned, Whole
+from ...errors import MissingData
 from ...files.torchfile import Tensor, TorchFile
 from .samples import labels
 
@@ -98,4 +99,10 @@ def _views(file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:
         shapes.append({name: tensor.shape for name, tensor in ordered})
         candidates.append(Tensor(first.storage, first.dtype, 0, (numel,), (1,)))
     of_buffers, of_flats = labels(file, candidates, flats)
+    if any(len(own) != 1 for own in of_flats):
+        raise MissingData(
+            f"{file.path}: the module's weights no longer lie in the buffers of the optimizer's "
+            "groups, so the engine's rule cannot name the flat tensors",
+            hint="verify without --gather",
+        )
     return [shapes[of_buffers.index(own[0])] for own in of_flats]

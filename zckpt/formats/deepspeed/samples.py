@@ -76,7 +76,7 @@ class _Sampler:
         kinds = (dtype, "F32") if dtype in _ROUNDED else (dtype,)
         theirs = [place for place in theirs if self.masters[place].dtype in kinds]
         numel = self.weights[own[0]].numel
-        if len(own) == len(theirs) == 1 or not theirs or not numel:
+        if not theirs or not numel:
             yield list(own), list(theirs)
             return
         middle = max(0, (numel - SAMPLE) // 2)

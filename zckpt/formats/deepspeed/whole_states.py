@@ -66,7 +66,8 @@ def with_states(whole: WholeOptimizer) -> tuple[EngineStates, list[_Unit]]:
     other: States = {}
     for unit in units:
         for key, value in unit.state.items():
-            if key == "step" or (key in numbers and _is_number(value)) or _is_slot(unit, value):
+            is_other = value is not None and not _is_slot(unit, value)
+            if key == "step" or not is_other or (key in numbers and _is_number(value)):
                 continue
             other.setdefault(unit.names[0], {})[key] = value
     places = {name: place for place, name in enumerate(whole.states.model["module"])}
