@@ -46,14 +46,18 @@ def read(
     step_policy: str | None = None,
     param_names: Sequence[str] | None = None,
     weights_only: bool = False,
+    tp_rules: Path | None = None,
 ) -> Manifest:
     """The manifest of the checkpoint at `path`, recognized by content. Reads no tensor.
 
     `param_names` are for an optimizer that knows its parameters by number alone; with
-    `weights_only` such an optimizer needs no names and may be left unread. Raises the ZckptError
-    that fits: NotACheckpoint, IncompleteCheckpoint, ...
+    `weights_only` such an optimizer needs no names and may be left unread. `tp_rules` (a family or
+    a file) says how tensor-parallel ranks cut parameters, if the checkpoint does not. Raises the
+    ZckptError that fits: NotACheckpoint, IncompleteCheckpoint, ...
     """
-    return read_manifest(path, Reading(format, tag, step_policy, param_names, weights_only))
+    names = param_names
+    reading = Reading(format, tag, step_policy, names, weights_only, tp_rules=tp_rules)
+    return read_manifest(path, reading)
 
 
 def inspect(manifest: Manifest) -> Report:
@@ -72,6 +76,7 @@ def load(
     tag: str | None = None,
     step_policy: str | None = None,
     param_names: Sequence[str] | None = None,
+    tp_rules: Path | None = None,
 ) -> Any:
     """One whole tensor of the checkpoint at `path`, by its name `parameter/slot`.
 
@@ -83,7 +88,8 @@ def load(
     """
     from .core import loading  # `read` does not need it
 
-    manifest = read_manifest(path, Reading(format, tag, step_policy, param_names))
+    reading = Reading(format, tag, step_policy, param_names, tp_rules=tp_rules)
+    manifest = read_manifest(path, reading)
     entry = loading.entry_of(manifest, name)
     with sources.unchanged(manifest):
         try:
@@ -104,6 +110,8 @@ def convert(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
+    tp_rules: Path | None = None,
+    replicas: str | None = None,
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
     begin: Begin | None = None,
@@ -118,14 +126,15 @@ def convert(
     `options` are the options of `zckpt convert`: dtype="bf16", weights_only=True, ... `begin` is
     called with the number of bytes to come and returns a function that is called with the number of
     bytes of every piece. `tell` is called with the warnings before the first byte is written.
-    `resume` continues an interrupted run of the same source and options. `before_rename` is called
-    before the last check. `sharing` is `zckpt.Part(k, n)` in a process that writes part k of n; the
+    `resume` continues an interrupted run of the same source and options. `replicas` ("rank0") takes
+    a copy where tensor-parallel ranks hold different ones. `before_rename` is called before the
+    last check. `sharing` is `zckpt.Part(k, n)` in a process that writes part k of n; the
     last one completes `target`. Raises a ZckptError; then there is no `target`.
     """
     from .writing import Running, read_for, write
 
     wanted = options_of(options)
-    reading = Reading(format, tag, step_policy)
+    reading = Reading(format, tag, step_policy, tp_rules=tp_rules, replicas=replicas)
     running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
     manifest = read_for(target, source, reading, wanted, running)
     return write("convert", manifest, os.fspath(target), to, reading, wanted, running)
@@ -138,6 +147,8 @@ def reshard(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
+    tp_rules: Path | None = None,
+    replicas: str | None = None,
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
     begin: Begin | None = None,
@@ -158,7 +169,7 @@ def reshard(
     from .writing import Running, read_for, write, write_run
 
     wanted = options_of(options)
-    reading = Reading(format, tag, step_policy)
+    reading = Reading(format, tag, step_policy, tp_rules=tp_rules, replicas=replicas, apart=True)
     running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
 
     def write_one(source: Path, target: Path, running: Running, best_in: str | None) -> Report:
@@ -181,6 +192,8 @@ def export(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
+    tp_rules: Path | None = None,
+    replicas: str | None = None,
     rename: Renames = (),
     tie: Renames = (),
     copying: Copying = DEFAULT_COPYING,
@@ -208,7 +221,7 @@ def export(
     if wrong := sorted(options.keys() & {*own, "param_names"}):
         raise TypeError(f"export() takes no option {wrong[0]!r}")
     wanted = options_of({**own, **options})
-    reading = Reading(format, tag, step_policy)
+    reading = Reading(format, tag, step_policy, tp_rules=tp_rules, replicas=replicas)
     running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
     manifest = read_for(target, source, reading, wanted, running)
     return write("export", manifest, os.fspath(target), "hf", reading, wanted, running)
@@ -227,6 +240,7 @@ def verify(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
+    tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
     rename: Renames = (),
     jobs: int = 4,
@@ -244,7 +258,8 @@ def verify(
     """
     from .proving import prove
 
-    reading = Reading(format, tag, step_policy, param_names, rename=rename)
+    names = param_names
+    reading = Reading(format, tag, step_policy, names, rename=rename, tp_rules=tp_rules)
     means = Means(device, jobs, memory, pool)
     return prove(path, against, gather, reading, tensors, means, begin)
 
@@ -257,6 +272,7 @@ def diff(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
+    tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
     rename: Renames = (),
     jobs: int = 4,
@@ -273,7 +289,8 @@ def diff(
 
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=pool)
-    reading = Reading(format, tag, step_policy, param_names, rename=rename)
+    names = param_names
+    reading = Reading(format, tag, step_policy, names, rename=rename, tp_rules=tp_rules)
     first = read_manifest(a, reading)
     second = read_other(b, first, reading)
     with sources.unchanged(first, second):
@@ -289,6 +306,7 @@ def stats(
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
+    tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
     jobs: int = 4,
     memory: int = 256 << 20,
@@ -304,7 +322,8 @@ def stats(
 
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=pool)
-    manifest = read_manifest(path, Reading(format, tag, step_policy, param_names))
+    reading = Reading(format, tag, step_policy, param_names, tp_rules=tp_rules)
+    manifest = read_manifest(path, reading)
     report: Report = {"zckpt": 1, "command": "stats", "path": os.fspath(path)}
     report["format"] = manifest.format
     with sources.unchanged(manifest):

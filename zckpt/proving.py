@@ -93,6 +93,7 @@ def _verify(
     about = saved.about(manifest)
     with sources.unchanged(manifest):
         if against is None:
+            formats.named(manifest.format).check_slices(manifest)
             return about | verify_alone(manifest, pattern, copying, begin)
         against = os.fspath(against)
         if saved.is_proof(against):

@@ -12,9 +12,12 @@ from .core.manifest import Manifest
 from .core.neighbors import lacking
 from .core.targets import refuse_unfinished
 from .core.values import valueclass
-from .errors import CorruptCheckpoint
+from .errors import CorruptCheckpoint, WrongOption
 from .training import steps
 from .training.names import Renames, called_as, names_of, renamed
+
+REPLICAS = ("rank0",)
+"""Which of the copies that tensor ranks hold may be taken, if they differ."""
 
 
 @valueclass
@@ -24,7 +27,9 @@ class Reading:
     `format` and `tag` choose one where the path has several, `step_policy` decides between steps
     that disagree, `param_names` are for an optimizer that knows its parameters by number. With
     `weights_only` such an optimizer may be left unread. `rename` are pairs of a regular expression
-    and its replacement.
+    and its replacement. `tp_rules` is a family or a file that says how tensor ranks cut
+    parameters. `replicas` chooses among their copies of one tensor, if these differ. With `apart`
+    ranks that share a model are not joined: a target for the same ranks needs no whole tensors.
     """
 
     format: str | None = None
@@ -33,6 +38,16 @@ class Reading:
     param_names: Sequence[str] | None = None
     weights_only: bool = False
     rename: Renames = ()
+    tp_rules: str | os.PathLike[str] | None = None
+    replicas: str | None = None
+    apart: bool = False
+
+    def __post_init__(self) -> None:
+        if self.replicas not in (None, *REPLICAS):
+            raise WrongOption(
+                f"--replicas {self.replicas!r} is none of {', '.join(REPLICAS)}",
+                hint="leave it out, unless an error says that copies of tensor ranks differ",
+            )
 
 
 def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
@@ -47,7 +62,16 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
     names = None if reading.param_names is None else tuple(reading.param_names)
     format = formats.recognize(path, reading.format, reading.tag)
     with sources.watching() as watch:
-        manifest = format.read(path, reading.tag, reading.step_policy, names, reading.weights_only)
+        rules = None if reading.tp_rules is None else os.fspath(reading.tp_rules)
+        manifest = format.read(
+            path,
+            reading.tag,
+            reading.step_policy,
+            names,
+            reading.weights_only,
+            rules,
+            reading.apart,
+        )
         siblings = (item.path for item in manifest.siblings)
         fingerprints = watch.of((*manifest.files, *siblings))
     _check_names(manifest)
@@ -72,5 +96,5 @@ def _check_names(manifest: Manifest) -> None:
 
 def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:
     """The checkpoint at `path` under the names of `first`, to be compared with it."""
-    other = read(path, Reading(param_names=reading.param_names))
+    other = read(path, Reading(param_names=reading.param_names, tp_rules=reading.tp_rules))
     return called_as(other, names_of(first))

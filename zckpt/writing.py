@@ -130,7 +130,7 @@ def write(
         memory = convert.memory_of(source.manifest, running.copying)
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
-    formats.named(manifest.format).check(manifest)
+    report["warnings"] += formats.named(manifest.format).check(manifest, reading.replicas)
 
     def seal(path: str, shells: Manifest, outcome: CopyOutcome) -> None:
         if warning := steps.never_stepped(shells, outcome.digests):
@@ -152,7 +152,7 @@ def write(
             stage,
             layout,
             size,
-            format.read_shells,
+            layout.read_back or format.read_shells,
             seal,
             running.copying,
             running.begin,
@@ -201,7 +201,9 @@ def identity(
         source[os.path.relpath(file, manifest.root)] = [seen.size, seen.mtime]
     asked = {option.flag: value for option, value in options.given}
     asked |= {"--to": to, "--from": reading.format, "--tag": reading.tag}
-    asked |= {"--step-policy": reading.step_policy}
+    asked |= {"--step-policy": reading.step_policy, "--replicas": reading.replicas}
+    rules = reading.tp_rules
+    asked |= {"--tp-rules": None if rules is None else os.fspath(rules)}
     given = {flag: value for flag, value in asked.items() if value is not None}
     plain = json.loads(json.dumps(given, default=repr))
     return Identity(__version__, source, plain, dict(files))

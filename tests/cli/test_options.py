@@ -11,7 +11,7 @@ from zckpt.cli import cli
 from zckpt.cli.options import asked, together
 from zckpt.training.options import DP, WEIGHTS_ONLY, Option
 
-READING = ["--from", "--tag", "--param-names", "--step-policy", "--json", "--quiet"]
+READING = ["--from", "--tag", "--tp-rules", "--param-names", "--step-policy", "--json", "--quiet"]
 COPYING = ["--jobs", "--memory", "--io", "--resume", "--part", "--single", "--dry-run"]
 WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
@@ -23,9 +23,9 @@ EXPORTING = ["--dtype", "--config", "--max-shard-size", "--tie", "--rename"]
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("convert", ["--to", *WRITING, *COPYING, *READING]),
-        ("reshard", ["--checkpoints", *WRITING, *COPYING, *READING]),
-        ("export", ["--to", *EXPORTING, *COPYING, *READING]),
+        ("convert", ["--to", *WRITING, "--replicas", *COPYING, *READING]),
+        ("reshard", ["--checkpoints", *WRITING, "--replicas", *COPYING, *READING]),
+        ("export", ["--to", *EXPORTING, "--replicas", *COPYING, *READING]),
         ("diff", ["--tensors", "--rename", "--jobs", "--memory", "--single", *READING]),
     ],
 )

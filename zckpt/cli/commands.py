@@ -21,6 +21,7 @@ from .options import (
     exporting,
     grouped,
     reading,
+    replicas,
     source_and_target,
     writing,
 )
@@ -91,6 +92,7 @@ def inspect(**words: Any) -> None:
     help="The target's format: see `zckpt formats`.",
 )
 @writing
+@replicas
 @copying
 @common
 def convert(source: str, target: str, to: str, **words: Any) -> None:
@@ -113,10 +115,11 @@ def convert(source: str, target: str, to: str, **words: Any) -> None:
     "Source",
     "--checkpoints",
     type=click.Choice(["all", "best-and-last"]),
-    metavar="all|best-and-last",
-    help="Which to write, if SRC is a whole run.",
+    metavar="WHICH",
+    help="If SRC is a whole run: all or best-and-last.",
 )
 @writing
+@replicas
 @copying
 @common
 def reshard(source: str, target: str, **words: Any) -> None:
@@ -145,6 +148,7 @@ def reshard(source: str, target: str, **words: Any) -> None:
     help="The kind of folder.",
 )
 @exporting
+@replicas
 @copying
 @reading
 def export(

@@ -73,6 +73,23 @@ _step_policy = grouped(
     metavar="max|min|keep|N",
     help="Which step to take if they disagree.  [default: an error]",
 )
+_tp_rules = grouped(
+    "Source",
+    "--tp-rules",
+    rare=True,
+    metavar="FILE|FAMILY",
+    help="How tensor-parallel ranks cut parameters, if the checkpoint does not say it: a file of "
+    "lines REGEX = RULE, or megatron, megatron-swiglu, neox, bloom or llama.",
+)
+replicas = grouped(
+    "Source",
+    "--replicas",
+    rare=True,
+    type=click.Choice(["rank0"]),
+    metavar="rank0",
+    help="Which copy to take where tensor-parallel ranks hold different ones.  [default: an error]",
+)
+"""For commands that write a checkpoint."""
 _quiet = grouped("Output", "-q", "--quiet", is_flag=True, help="Print no progress and no warnings.")
 as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print one JSON document.")
 
@@ -80,7 +97,7 @@ as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print o
 def of_sources(has_names: bool) -> Decorator:
     """The options of a command that reads a checkpoint; `has_names` shows --param-names."""
     names = asked(PARAM_NAMES, hidden=not has_names)
-    return together(_format, _tag, names, _step_policy, as_document, _quiet)
+    return together(_format, _tag, _tp_rules, names, _step_policy, as_document, _quiet)
 
 
 common = of_sources(has_names=True)

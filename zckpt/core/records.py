@@ -154,14 +154,13 @@ class RecordChecker:
             for record in records:
                 self._cover(record)
         for record, cover in list(self._covers.values()):
-            gaps = cover.gaps()
+            gaps, padding = cover.gaps(), beside if cover.seen else None
             if gaps is None:  # tensors overlap: the whole record must be read again
                 self._covers[record.extent] = record, Cover(record.extent.length)
-                gaps = [(0, record.extent.length)]
+                gaps, padding = [(0, record.extent.length)], None
             missing = sum(stop - start for start, stop in gaps)
             completed = everything or record.extent in self._required
             if record.crc is not None and (completed or missing <= max(cover.seen, LITTLE)):
-                padding = beside if cover.seen else None
                 for start, stop in gaps:
                     self._pass_range(reader, buffer.view, record, (start, stop), padding)
                 checked += 1

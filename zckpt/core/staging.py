@@ -22,7 +22,7 @@ from .expected import path_inside
 from .fileio import write_all
 from .journal import Identity, Journal, set_mark
 from .journals import PartJournal
-from .manifest import Sibling
+from .manifest import Manifest, Sibling
 from .sharing import ALONE, Sharing
 from .streaming import together
 from .targets import JOURNAL, refuse_existing, refuse_strange, remove_empty
@@ -48,7 +48,7 @@ class Layout:
     `warnings` are the whole report, with the source's part. `from_masters` is True if weights are
     cast from the masters even where the source holds weights. `about` describes the target in one
     line. `loading` gives the line of a program, or the command, that goes on from the target at a
-    path.
+    path. `read_back` reads the files that were laid out, if the format's reader does not.
     """
 
     shells: Callable[[], Iterator[Shell]]
@@ -58,6 +58,7 @@ class Layout:
     from_masters: bool = False
     about: str = ""
     loading: Callable[[str], str] = str
+    read_back: Callable[[str], Manifest] | None = None
 
 
 REMEMBERED = 64 << 20  # bytes of shells that are kept from the first pass for the second

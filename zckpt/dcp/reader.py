@@ -23,9 +23,9 @@ from .values import NotLoaded, rebuilt
 class StorageReader(storage.StorageReader):
     """Reads the checkpoint at `path`, of any format, into the state dict of any torch program.
 
-    `format`, `tag`, `step_policy` and `param_names` are those of `zckpt.read`. `rename` are pairs
-    (regex, replacement) as in `--rename`. A state dict from `optimizer.state_dict()` has numbers
-    for parameters and needs `model` and `optimizer`; these also state the groups of frozen
+    `format`, `tag`, `step_policy`, `param_names` and `tp_rules` are those of `zckpt.read`. `rename`
+    are pairs (regex, replacement) as in `--rename`. A state dict from `optimizer.state_dict()` has
+    numbers for parameters and needs `model` and `optimizer`; these also state the groups of frozen
     parameters.
 
     If the source has a key of the state dict, its value is loaded unchanged. Other keys are looked
@@ -47,11 +47,14 @@ class StorageReader(storage.StorageReader):
         step_policy: str | None = None,
         param_names: Sequence[str] | None = None,
         rename: Iterable[tuple[str, str]] = (),
+        tp_rules: str | os.PathLike[str] | None = None,
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         super().__init__()
-        self._reading = ReadArguments(format, tag, step_policy, param_names, tuple(rename))
+        self._reading = ReadArguments(
+            format, tag, step_policy, param_names, tuple(rename), tp_rules
+        )
         self._groups = _groups(model, optimizer)
         self._table: KeyTable | None = None
         self._open(path)

@@ -51,6 +51,7 @@ class ReadArguments:
     step_policy: str | None = None
     param_names: Sequence[str] | None = None
     rename: tuple[tuple[str, str], ...] = ()
+    tp_rules: str | os.PathLike[str] | None = None
 
 
 @valueclass
@@ -118,6 +119,7 @@ class Source:
             tag=reading.tag,
             step_policy=reading.step_policy,
             param_names=reading.param_names,
+            tp_rules=reading.tp_rules,
         )
         return renamed(manifest, reading.rename)
 

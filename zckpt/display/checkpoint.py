@@ -25,6 +25,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
         *_program(report),
         *([("dialect", report["dialect"])] if report.get("dialect") else []),
         ("data-parallel size", str(report.get("dp") or "-")),
+        *_grid(report),
         ("tag", report.get("tag")),
         ("step", cell(report["step"])),
         ("optimizer", report["optimizer"]),
@@ -49,6 +50,16 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
     if report["groups"] is None:
         print("\nno hyper-parameters are stored")
     warn(report["problems"], quiet)
+
+
+def _grid(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """The other axes of a run that has several model ranks."""
+    if not report.get("tp"):
+        return []
+    return [
+        ("tensor-parallel size", str(report["tp"])),
+        ("pipeline stages", str(report.get("pp") or "-")),
+    ]
 
 
 PROGRAMS = {

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
         Gatherer,
         NumbersReader,
         Reader,
+        SlicesReader,
         WeakFiles,
         Writer,
     )
@@ -59,11 +60,8 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
         universal_files,
     )
     WEAK_FILES: tuple[WeakFiles, ...] = (dcp_files, gathered_files)
-    READERS: tuple[Reader, ...] = (
-        deepspeed_read,
-        deepspeed_universal_read,
-        hf_read,
-    )
+    READERS: tuple[Reader, ...] = (deepspeed_universal_read, hf_read)
+    SLICES_READERS: tuple[SlicesReader, ...] = (deepspeed_read,)
     CHECKING_READERS: tuple[CheckingReader, ...] = (onnxruntime_read, universal_read)
     NUMBERS_READERS: tuple[NumbersReader, ...] = (dcp_read, gathered_read)
     WRITERS: tuple[Writer, ...] = (

@@ -68,6 +68,29 @@ class NumbersReader(Protocol):
         `weights_only` they are not needed."""
 
 
+class SlicesReader(Protocol):
+    """`read.py` of a format whose ranks may hold slices of tensors that no file describes."""
+
+    def read(
+        self,
+        path: str,
+        tag: str | None,
+        step_policy: str | None,
+        param_names: tuple[str, ...] | None,
+        weights_only: bool,
+        tp_rules: str | None,
+        apart: bool,
+    ) -> Manifest:
+        """As `NumbersReader.read`. `tp_rules` is a family or a file: how tensors are cut. With
+        `apart` ranks that share a model are not joined."""
+
+    def check(self, manifest: Manifest, replicas: str | None) -> list[str]:
+        """Warnings about copies that differ. Raises if `replicas` does not choose one."""
+
+    def check_slices(self, manifest: Manifest) -> None:
+        """Raises if the bytes show that tensors were cut in another way."""
+
+
 class CheckingReader(Reader, Protocol):
     """`read.py` of a format in which bytes may contradict each other without any checksum."""
 
@@ -117,6 +140,8 @@ class Format:
     """`files.py` has `detect_weak`."""
     numbers: bool = False
     """`read.py` takes `param_names` and `weights_only`."""
+    slices: bool = False
+    """`read.py` takes `tp_rules`, and its `check` takes `replicas`."""
     checks: bool = False
     """`read.py` has `check`."""
     gathers: bool = False
@@ -145,8 +170,14 @@ class Format:
         step_policy: str | None = None,
         param_names: tuple[str, ...] | None = None,
         weights_only: bool = False,
+        tp_rules: str | None = None,
+        apart: bool = False,
     ) -> Manifest:
         module = self._module("read")
+        if self.slices:
+            return cast(SlicesReader, module).read(
+                path, tag, step_policy, param_names, weights_only, tp_rules, apart
+            )
         if self.numbers:
             reader = cast(NumbersReader, module)
             return reader.read(path, tag, step_policy, param_names, weights_only)
@@ -158,9 +189,18 @@ class Format:
 
         return self.read(path, step_policy=KEEP if self.keeps_steps else None)
 
-    def check(self, manifest: Manifest) -> None:
+    def check(self, manifest: Manifest, replicas: str | None = None) -> list[str]:
+        """Warnings of the check of a source's bytes, before a conversion writes anything."""
+        if self.slices:
+            return cast(SlicesReader, self._module("read")).check(manifest, replicas)
         if self.checks:
             cast(CheckingReader, self._module("read")).check(manifest)
+        return []
+
+    def check_slices(self, manifest: Manifest) -> None:
+        """Raises if the bytes show that ranks cut tensors in another way; reads few of them."""
+        if self.slices:
+            cast(SlicesReader, self._module("read")).check_slices(manifest)
 
     def refuse(self, options: Options) -> None:
         """Raises WrongOption for an option that the writer does not understand."""

@@ -189,8 +189,11 @@ def _covers(entry: Entry) -> bool:
             reached = fragment.stop
         return reached == entry.numel
     parts = _boxes(fragments)
+    wholes = {part.whole for part in parts}  # a view of the entry's shape, the same for all boxes
+    if len(wholes) != 1 or prod(parts[0].whole) != entry.numel:
+        return not wholes and not entry.numel
     return all(_has_its_bytes(part, size) for part in parts) and tile(
-        entry.shape, [(part.offsets, part.sizes) for part in parts]
+        parts[0].whole, [(part.offsets, part.sizes) for part in parts]
     )
 
 

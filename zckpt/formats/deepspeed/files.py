@@ -27,7 +27,6 @@ from ..deepspeed_states.directories import (
 )
 
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
-PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*")
 
 
@@ -49,15 +48,12 @@ def locate(path: str, tag: str | None) -> TagDirectory:
     return KIND.locate(path, tag)
 
 
-def rank_files(directory: TagDirectory) -> RankFiles:
-    """The files of all ranks.
+def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 0) -> RankFiles:
+    """The files of all data ranks of one model rank, among the names of the directory.
 
     Raises IncompleteCheckpoint if a rank is missing, UnsupportedCheckpoint if the names show
-    pipeline, tensor or expert parallelism or NVMe offload.
+    experts or NVMe offload.
     """
-    names = sorted(os.listdir(directory.path))
-    if any(PIPELINE.fullmatch(name) for name in names):
-        refuse(directory, "pipeline parallelism")
     if any(EXPERT.fullmatch(name) for name in names):
         refuse(directory, "mixture-of-experts layers")
     if "offloaded_tensors" in names:
@@ -66,21 +62,18 @@ def rank_files(directory: TagDirectory) -> RankFiles:
     models: dict[int, str] = {}
     models_3: dict[int, str] = {}
     optimizers: dict[int, str] = {}
-    model_parallel, prefixes = set(), set()
+    prefixes = set()
     for name in names:
         full = os.path.join(directory.path, name)
-        if match := MODEL.fullmatch(name):
+        if model_rank_of(name) != model_rank:
+            continue
+        if MODEL.fullmatch(name):
             models[0] = full
-            model_parallel.add(int(match[1]))
         elif match := MODEL_3.fullmatch(name):
             models_3[int(match[1])] = full
-            model_parallel.add(int(match[2]))
         elif match := OPTIMIZER.fullmatch(name):
             optimizers[int(match[2])] = full
-            model_parallel.add(int(match[3]))
             prefixes.add(match[1])
-    if model_parallel - {0}:
-        refuse(directory, f"tensor or pipeline parallelism (mp_rank {max(model_parallel)})")
     if len(prefixes) > 1 or (models and models_3):
         raise InconsistentCheckpoint(
             f"{directory.path} has files of two runs: "
@@ -94,8 +87,10 @@ def rank_files(directory: TagDirectory) -> RankFiles:
     models = models or models_3
     if not models:
         raise IncompleteCheckpoint(
-            f"{directory.path} holds no model states",
-            hint="expected mp_rank_00_model_states.pt (stage 1, 2) or one per rank (stage 3)",
+            f"{directory.path} holds no model states"
+            + (f" of model rank {model_rank}" if model_rank else ""),
+            hint=f"expected mp_rank_{model_rank:02d}_model_states.pt (stage 1, 2) or one per rank "
+            "(stage 3)",
         )
     if optimizers:
         _all_ranks(directory, optimizers, "optimizer")
@@ -110,6 +105,14 @@ def rank_files(directory: TagDirectory) -> RankFiles:
     return RankFiles(
         [models[rank] for rank in sorted(models)], [optimizers[rank] for rank in sorted(optimizers)]
     )
+
+
+def model_rank_of(name: str) -> int | None:
+    """The model rank (`mp_rank`) whose file this is; None for any other name."""
+    for pattern, group in ((MODEL, 1), (MODEL_3, 2), (OPTIMIZER, 3)):
+        if match := pattern.fullmatch(name):
+            return int(match[group])
+    return None
 
 
 def _all_ranks(directory: TagDirectory, files: Mapping[int, str], what: str) -> None:

@@ -20,16 +20,24 @@ from typing import Any
 
 from ...core.manifest import slot_name
 from ...core.partition import FlatMember, Partition, Partitioned, Whole
+from ...errors import UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from . import gather_whole
 from .gather_whole import whole
 
 Shapes = Mapping[str, tuple[int, ...]]
+SEVERAL = re.compile(r"^layer_\d+-.*model_states\.pt$|mp_rank_0*[1-9]\d*_")
 RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_?(optim|model)_states\.pt")
 
 
 def partitions(directory: str) -> list[Partition]:
     """All tensors of the engine: weights, masters and moments."""
+    if any(SEVERAL.search(name) for name in os.listdir(directory)):
+        raise UnsupportedCheckpoint(
+            f"{directory} was saved by a pipeline or by tensor-parallel ranks, and --gather does "
+            "not join these",
+            hint="leave out --gather: `zckpt verify PATH` compares all copies",
+        )
     engine = _EngineFiles(directory)
     if not engine.optimizers:  # stage 0
         return list(gather_whole.partitions(engine.models[0]))

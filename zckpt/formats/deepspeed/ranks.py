@@ -24,15 +24,22 @@ from ..deepspeed_states.states import (
 from .files import RankFiles
 
 
-def open_ranks(directory: TagDirectory, files: RankFiles) -> EngineStates:
-    """What the files of all ranks say; there are optimizer files.
+def open_ranks(
+    directory: TagDirectory, files: RankFiles, parsed: Parsed | None = None, stage: bool = False
+) -> EngineStates:
+    """What the files of all data ranks of one model rank say.
+
+    `stage` says that it is a stage of a pipeline: the module's tensors are in files of its layers.
+    What other model ranks share may be `parsed` already.
 
     Raises when the files cannot be the whole of one ZeRO checkpoint: a rank is missing, world sizes
     or saves differ, or it is of a kind that is not read.
     """
-    parsed = Parsed()
+    parsed = Parsed() if parsed is None else parsed
     models = open_files(files.models, parsed)
     model = dictionary(models[0], models[0].value)
+    if stage and model.get("module") is None:
+        model = {**model, "module": {}}
     optimizers = open_files(files.optimizers, parsed)
     tops = [dictionary(file, file.value) for file in optimizers]
     pairs = zip(optimizers, tops, strict=True)
@@ -73,13 +80,15 @@ def check_kind(
     """Raises UnsupportedCheckpoint for what model files show: old versions, other parallelism."""
     if version_numbers(version) < (0, 5, 10):
         refuse(directory, f"DeepSpeed {version}, before 0.5.10")
-    if int(model.get("mp_world_size") or 1) > 1:
-        refuse(directory, "tensor parallelism")
     experts = model.get("num_experts")
     if isinstance(experts, list) and any(experts):
         refuse(directory, "mixture-of-experts layers")
     if not isinstance(model.get("module"), dict):
-        refuse(directory, "pipeline parallelism")
+        raise IncompleteCheckpoint(
+            f"{directory.path} has a pipeline's stages, but no file of a layer",
+            hint="expected layer_00-model_states.pt, or layer_00-model_00-model_states.pt, and one "
+            "for each further layer",
+        )
     if nested(config, "zero_optimization", "offload_optimizer", "device") == "nvme":
         refuse(directory, "optimizer states offloaded to NVMe")
 

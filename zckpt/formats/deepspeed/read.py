@@ -1,4 +1,7 @@
-"""The manifest of a DeepSpeed checkpoint."""
+"""The manifest of a DeepSpeed checkpoint.
+
+What only several model ranks need is imported when there are some.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,15 @@ from dataclasses import replace
 
 from ...core.manifest import Manifest
 from ...errors import MALFORMED, listed, not_understood
-from ..deepspeed_states.directories import TagDirectory
+from ...files.torchfile import Parsed
+from ...training.steps import KEEP
+from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.manifest import manifest_of
+from ..deepspeed_states.states import open_files
 from . import whole_states
-from .files import RankFiles, locate, rank_files
-from .flats import flat_buffers
+from .apart import ModelGrid, of_rank, open_apart, stacked
+from .files import RankFiles, locate
+from .grid import GridFiles, check_grid, grid_files
 from .ranks import open_ranks
 from .whole import open_whole
 
@@ -22,32 +29,100 @@ def read(
     step_policy: str | None = None,
     param_names: Sequence[str] | None = None,
     weights_only: bool = False,
+    tp_rules: str | None = None,
+    apart: bool = False,
 ) -> Manifest:
     """The manifest of a run directory, a tag directory, or a trainer's directory around one.
 
     `param_names` name the optimizer's parameters where no file does: in stage 0.
-
-    Raises NotACheckpoint, IncompleteCheckpoint (a rank is missing), InconsistentCheckpoint (ranks
-    contradict each other), CorruptCheckpoint, UnsupportedCheckpoint (TP, PP, MoE, NVMe offload,
-    before 0.5.10), MissingData (names of parameters that nothing shows).
+    `tp_rules` is a family or a file of rules: how tensor ranks cut parameters. With `apart` several
+    model ranks are not joined, and each name begins with the number of its rank. Raises
+    NotACheckpoint, IncompleteCheckpoint (a rank is missing), InconsistentCheckpoint (ranks
+    contradict each other), CorruptCheckpoint, MissingData (nothing says how parameters are cut, or
+    what they are called), UnsupportedCheckpoint (MoE, NVMe offload, before 0.5.10).
     """
     directory = locate(path, tag)
     try:
-        files = rank_files(directory)
-        if not files.optimizers:  # not the ds_config: bf16 before 0.17.6 has some in stage 0 too
-            return _read_whole(directory, files, step_policy, param_names, weights_only)
-        ranks = open_ranks(directory, files)
-        manifest = manifest_of(
-            ranks,
-            list(flat_buffers(ranks, step_policy)),
-            "deepspeed",
-            ranks.effective_config(ranks.round_robin),
-            ranks.module_dtype,
-        )
-        # stages 1 and 2 fill up with zeros; stage 3 leaves what was in memory (0.19.8)
-        return replace(manifest, zero_padding=not ranks.partitioned)
+        files = grid_files(directory)
+        if not files.ranks[0].optimizers:
+            # not the ds_config: bf16 before 0.17.6 has some in stage 0 too
+            if not files.is_plain:
+                refuse(directory, "several model ranks and without optimizer files (ZeRO stage 0)")
+            return _read_whole(directory, files.ranks[0], step_policy, param_names, weights_only)
+        if apart and not files.is_plain:
+            return _apart(directory, files, step_policy)
+        models = tensor_ranks(directory, files, step_policy)
+        return _joined(models, tp_rules, step_policy) if files.tp > 1 else models[0]
     except MALFORMED as error:
         raise not_understood(directory.path, error) from error
+
+
+def _joined(ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | None) -> Manifest:
+    """The model of all tensor ranks."""
+    from .tensor_ranks import joined_slices
+    from .tensor_rules import rules_of
+
+    rules = [] if tp_rules is None else [rules_of(tp_rules)]
+    return joined_slices(ranks, rules, step_policy)
+
+
+def check(manifest: Manifest, replicas: str | None) -> list[str]:
+    """Compares the copies that model ranks hold of a tensor; gives warnings.
+
+    Called before a conversion writes anything. Raises InconsistentCheckpoint if copies of tensor
+    ranks differ and `replicas` (rank0) does not choose one, or if all ranks hold the same of a
+    parameter that a rule cuts.
+    """
+    if "model_ranks" in manifest.source:  # each keeps its own copy
+        return []
+    from .copies import compare_copies
+
+    check_slices(manifest)
+    tp = int(manifest.source.get("tp") or 0)
+    return compare_copies(manifest, tp, replicas) if tp else []
+
+
+def check_slices(manifest: Manifest) -> None:
+    """Raises InconsistentCheckpoint if all tensor ranks hold the same of what a rule cuts."""
+    if int(manifest.source.get("tp") or 0) > 1:
+        from .copies import refuse_equal_slices
+
+        directory = locate(manifest.root, None)
+        ranks = tensor_ranks(directory, grid_files(directory), KEEP)
+        refuse_equal_slices(manifest.root, ranks, manifest.state["tensor_parallel"]["rules"])
+
+
+def _apart(directory: TagDirectory, files: GridFiles, step_policy: str | None) -> Manifest:
+    """The model ranks apart, once the joined reading has found the same grid in their contents."""
+    grid = ModelGrid.of(files, tensor_ranks(directory, files, KEEP)[0])
+    return stacked(open_apart(directory, files.ranks, grid, step_policy))
+
+
+def tensor_ranks(
+    directory: TagDirectory, files: GridFiles, step_policy: str | None
+) -> list[Manifest]:
+    """The model of each tensor rank by itself: its slices of all stages of the pipeline."""
+    parsed = Parsed()
+    staged = bool(files.layers)
+    ranks = [open_ranks(directory, each, parsed, staged) for each in files.ranks]
+    grid = check_grid(directory, files, ranks)
+    manifests = [of_rank(each, step_policy) for each in ranks]
+    if files.is_plain:
+        return manifests
+    sizes = {"dp": grid.dp, "tp": grid.tp, "pp": grid.pp}
+    models = []
+    for tp in range(files.tp):
+        of_stages = [replace(m, source={**m.source, **sizes}) for m in manifests[tp :: files.tp]]
+        if not staged:
+            models += of_stages
+            continue
+        from .pipeline import joined_stages
+
+        layers = files.layers_of(tp)
+        opened = dict(zip(layers, open_files(list(layers.values()), parsed), strict=True))
+        stated = [n for rank in ranks[tp :: files.tp] for n in rank.model.get("buffer_names") or ()]
+        models.append(joined_stages(of_stages, opened, stated, step_policy))
+    return models
 
 
 def _read_whole(

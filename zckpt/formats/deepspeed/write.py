@@ -16,7 +16,7 @@ from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.model_files import model_files
 from ..deepspeed_states.target import DeepSpeedTarget
-from . import elastic, whole_files
+from . import elastic, whole_files, write_grid
 from .files import recovery_scripts
 from .optimizer_files import optimizer_files
 
@@ -29,6 +29,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     (parameters of one flat buffer whose steps differ). MissingData too if the order of the
     parameters in the flat buffers is not known.
     """
+    if "model_ranks" in source.source:
+        return write_grid.lay_out(source, options)
     need_order(source)
     target = DeepSpeedTarget(source, options)
     is_elastic = elastic.is_elastic(target)

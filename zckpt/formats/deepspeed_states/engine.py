@@ -39,9 +39,11 @@ class TargetEngine:
             raise WrongOption(
                 "the ds_config offloads optimizer states to NVMe, which zckpt does not write yet"
             )
+        rank = source.source.get("model_rank")  # of a run that keeps its model ranks
+        tp = 1 if rank is None else rank.grid.tp
         for what, size, largest in (
             ("mics_shard_size", nested(given, "zero_optimization", "mics_shard_size"), 0),
-            ("autotp_size", nested(given, "tensor_parallel", "autotp_size"), 1),
+            ("autotp_size", nested(given, "tensor_parallel", "autotp_size"), tp),
         ):
             if isinstance(size, int) and size > largest:
                 raise WrongOption(f"the ds_config sets {what} {size}, which zckpt does not write")

@@ -45,7 +45,12 @@ def _model_file(
     optimizer: Optimizer | None = None,
 ) -> Shell:
     storages, state = Storages(), target.source.state
-    weights = _weights(target, derives, storages)
+    model_rank = target.source.source.get("model_rank")  # of a run that keeps its model ranks
+    pp, tp = (1, 1) if model_rank is None else (model_rank.grid.pp, model_rank.grid.tp)
+    buffers, staged = list(target.source.buffers), False
+    if model_rank is not None and model_rank.grid.staged:  # weights are in files of layers
+        buffers, staged = list(model_rank.buffers), True
+    weights = {} if staged else _weights(target, derives, storages)
     module: OrderedDict[str, Any] = OrderedDict()
     extra = state.get("module_extra") or {}
     names = state.get("module") or [
@@ -61,8 +66,8 @@ def _model_file(
         module._metadata = metadata  # type: ignore[attr-defined]
     frozen_shapes, frozen_fragments = _frozen(target, weights, storages)
     value = {
-        "module": module,
-        "buffer_names": list(target.source.buffers),
+        "module": None if staged else module,
+        "buffer_names": buffers,
         "optimizer": None if optimizer is None else optimizer(target, storages),
         "param_shapes": [
             OrderedDict((name, Size(target.trainable[name].shape)) for name in names)
@@ -77,8 +82,8 @@ def _model_file(
         },
         **target.counters,
         "dp_world_size": target.dp,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "mp_world_size": pp * tp,
+        "checkpoint_parallel_dimensions": {"pp_degree": pp, "tp_degree": tp},
         "ds_config": target.engine.config,
         "ds_version": target.version,
         **target.thawed(target.client_state, storages),

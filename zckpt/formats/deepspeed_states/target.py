@@ -19,7 +19,7 @@ from ...core.inert import Scalar
 from ...core.manifest import Manifest, Parameter, Sibling
 from ...core.values import valueclass
 from ...core.weights import is_optimizers, weight_of
-from ...errors import InconsistentCheckpoint, MissingData, listed
+from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, listed
 from ...files.torchshell import Storages, thawed
 from ...training import steps
 from ...training.options import Options
@@ -51,6 +51,18 @@ class TargetBuffer:
     master: str  # the masters' dtype
 
 
+def _refuse_grid(source: Manifest) -> None:
+    """Raises UnsupportedCheckpoint for a source of several model ranks, or of a pipeline."""
+    pp, tp = source.source.get("pp"), source.source.get("tp")
+    if (pp or tp) and "model_rank" not in source.source:
+        raise UnsupportedCheckpoint(
+            f"{source.root} was trained as a pipeline or with tensor parallelism (pp {pp}, tp "
+            f"{tp}), and zckpt does not write DeepSpeed's files of other model ranks yet",
+            hint="universal, dcp and gathered take the whole model; `zckpt reshard` writes the "
+            "run for another --dp",
+        )
+
+
 class DeepSpeedTarget:
     """Engine, groups and flat buffers of the target, and what it cannot take along.
 
@@ -58,6 +70,7 @@ class DeepSpeedTarget:
     """
 
     def __init__(self, source: Manifest, options: Options) -> None:
+        _refuse_grid(source)
         self.source = source
         self.options = options
         self.left_out: list[str] = list(source.left_out)

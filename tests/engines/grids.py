@@ -1,0 +1,85 @@
+"""Real DeepSpeed with more than one model rank: pipelines, tensor parallelism, AutoTP.
+
+python -m tests.engines.grids CASE DIR      trains one case into DIR
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .deepspeed import submit
+
+
+@dataclass(frozen=True)
+class GridCase:
+    """One training run. `model` is `pipe`, `tensor` or `llama`; see grid_models.py."""
+
+    name: str
+    model: str
+    pp: int = 1
+    tp: int = 1
+    dp: int = 1
+    stage: int = 1
+    dtype: str = "bf16"
+    groups: int = 2
+    info: bool = True  # save universal_checkpoint_info, as Megatron-DeepSpeed does
+    config: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 3
+
+
+BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
+SPREAD = {"checkpoint": {"parallel_write": {"pipeline_stage": True}}}  # over the data ranks
+SCALE = {"fp16": {"initial_scale_power": 8}}
+ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
+SUB_GROUPS = {"zero_optimization": {"sub_group_size": 150}}
+
+CASES = {
+    case.name: case
+    for case in (
+        GridCase("pipe_pp2_dp2", "pipe", pp=2, dp=2, info=False),
+        GridCase("pipe_pp2_dp2_fp32", "pipe", pp=2, dp=2, dtype="fp32", groups=3, info=False),
+        GridCase("pipe_pp3_dp1_bf16", "pipe", pp=3, info=False, config=BF16_OPTIMIZER),
+        GridCase("pipe_pp1_dp2", "pipe", dp=2, info=False, config=SPREAD),
+        GridCase("pipe_pp2_dp1_fp16", "pipe", pp=2, dtype="fp16", info=False, config=SCALE),
+        GridCase("tensor_tp2_dp2", "tensor", tp=2, dp=2),
+        GridCase("tensor_tp2_dp2_z2", "tensor", tp=2, dp=2, stage=2, dtype="fp32", config=ROBIN),
+        GridCase("tensor_tp2_dp1_bf16", "tensor", tp=2, config=BF16_OPTIMIZER),
+        GridCase("tensor_tp2_dp2_z3", "tensor", tp=2, dp=2, stage=3, config=SUB_GROUPS),
+        GridCase("llama_tp2_dp2", "llama", tp=2, dp=2),
+        GridCase("llama_tp2_dp1_z2", "llama", tp=2, stage=2),
+        GridCase("llama_tp2_dp1_z3", "llama", tp=2, stage=3),
+        GridCase("llama_tp4_dp1", "llama", tp=4),
+        GridCase("pipe_pp2_tp2_dp1", "pipe", pp=2, tp=2),
+        GridCase("pipe_pp2_tp2_dp2", "pipe", pp=2, tp=2, dp=2, groups=3),
+    )
+}
+
+
+def train(case: GridCase, root: Path) -> Path:
+    """Trains `case`, saves it in `root`/run, and what all ranks held in `root`/oracle.pt."""
+    root.mkdir(parents=True, exist_ok=True)
+    submit("grid_rank", "train", case.pp * case.tp * case.dp, (case, root.resolve()), root)
+    return root / "run"
+
+
+def resume(case: GridCase, directory: Path, root: Path, dp: int) -> dict[str, Any]:
+    """What all ranks of a new engine of `case`, at another dp, hold after `load_checkpoint`."""
+    root.mkdir(parents=True, exist_ok=True)
+    resumed = replace(case, dp=dp)
+    output = root.resolve() / "resumed.pt"
+    arguments = (resumed, directory.resolve(), output)
+    submit("grid_rank", "resume", case.pp * case.tp * dp, arguments, root)
+    held: dict[str, Any] = torch.load(output, weights_only=False)
+    return held
+
+
+if __name__ == "__main__":
+    from . import grids  # a case of `__main__` could not be pickled
+
+    grids.train(grids.CASES[sys.argv[1]], Path(sys.argv[2]))

@@ -1,0 +1,483 @@
+"""Pipelines and tensor parallelism of real DeepSpeed: what all ranks held, joined; and refusals."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from zckpt.core.loading import fill
+from zckpt.core.manifest import Manifest, Parameter
+from zckpt.dcp import StorageReader
+from zckpt.errors import (
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+    WrongOption,
+    ZckptError,
+)
+from zckpt.formats.deepspeed import read as deepspeed_read
+from zckpt.formats.deepspeed.grid import grid_files
+from zckpt.formats.deepspeed.together import joined_groups
+from zckpt.formats.deepspeed_states.directories import TagDirectory
+
+from ...engines import grids
+from ...engines.grids import CASES
+from ..contract import FormatContract
+from ..equality import assert_is_what_the_engine_held, same_bits
+
+BOTH = "pipe_pp2_tp2_dp1"  # the one training of the default run
+RULES = r"""
+# the model of tests/engines/grid_models.py as a pipeline
+tied_modules\.embed\.weight = vocab:31
+.*\.fused\.(weight|bias) = 0:14,6,10
+.*\.gate_up\.(weight|bias) = 0:2x
+.*\.(dense|down)\.weight = 1
+.*\.(dense|down)\.bias = replicated
+.*\.norm\.(weight|bias) = replicated
+7\.(weight|bias)|3\..*|5\.gain = replicated
+"""
+first = [pytest.mark.engines, pytest.mark.first]
+Trained = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def grid_trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Trains a case of grids.py, once per session: a folder with run/ and oracle.pt."""
+    made: dict[str, Path] = {}
+
+    def train(name: str) -> Path:
+        if name not in made:
+            root = tmp_path_factory.mktemp("grid") / name
+            grids.train(CASES[name], root)
+            made[name] = root
+        return made[name]
+
+    return train
+
+
+@pytest.fixture
+def run(grid_trained: Trained, tmp_path: Path) -> Path:
+    """A copy of the run with both axes, which a test may damage."""
+    return Path(shutil.copytree(grid_trained(BOTH) / "run", tmp_path / "run"))
+
+
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    value = torch.load(path, weights_only=False)
+    change(value)
+    torch.save(value, path)
+
+
+@pytest.fixture
+def bare(run: Path) -> Path:
+    """The run of a program that saves no universal_checkpoint_info."""
+    for path in run.glob("*/mp_rank_*"):
+        edit(path, lambda model: model.pop("universal_checkpoint_info"))
+    return run
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    path = tmp_path / "rules.txt"
+    path.write_text(RULES)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=first if name == BOTH else [pytest.mark.engines]) for name in CASES],
+)
+def test_universal_is_what_all_ranks_held(name: str, grid_trained: Trained, tmp_path: Path) -> None:
+    root = grid_trained(name)
+    oracle = torch.load(root / "oracle.pt", weights_only=False)
+    report = zckpt.convert(root / "run", tmp_path / "universal")
+    assert (report["left_out"], report["warnings"]) == ([], [])
+    assert report["records"]["unchecked"] == 0
+    assert_is_what_the_engine_held(tmp_path / "universal", oracle)
+    for words in ([root / "run"], [root / "run", tmp_path / "universal"]):
+        found = zckpt.verify(*words)
+        assert found["equal"], found
+        assert found.get("only_a", []) == found.get("only_b", []) == []
+    case, manifest = CASES[name], zckpt.read(root / "run")
+    assert [manifest.source[key] for key in ("pp", "tp", "dp")] == [case.pp, case.tp, case.dp]
+
+
+@pytest.mark.parametrize(
+    ("name", "dp"),
+    [
+        pytest.param(BOTH, 2, marks=first),
+        *(
+            pytest.param(*row, marks=pytest.mark.engines)
+            for row in (
+                ("pipe_pp2_dp2", 1),
+                ("pipe_pp2_dp2_fp32", 2),
+                ("pipe_pp3_dp1_bf16", 2),
+                ("pipe_pp2_dp1_fp16", 2),
+                ("tensor_tp2_dp2", 3),
+                ("tensor_tp2_dp2_z2", 1),
+                ("tensor_tp2_dp2_z3", 3),
+                ("tensor_tp2_dp1_bf16", 2),
+                ("llama_tp2_dp2", 1),
+                ("llama_tp2_dp1_z3", 2),
+            )
+        ),
+    ],
+)
+def test_the_engine_resumes_at_another_dp(
+    name: str, dp: int, grid_trained: Trained, tmp_path: Path
+) -> None:
+    root, case = grid_trained(name), CASES[name]
+    zckpt.reshard(root / "run", tmp_path / "run", dp=dp)
+    report = zckpt.verify(tmp_path / "run", against=root / "run")
+    assert report["equal"], report
+    expected = torch.load(root / "oracle.pt", weights_only=False)
+    found = grids.resume(case, tmp_path / "run", tmp_path / "engine", dp)
+    for key in ("steps", "trainable", "frozen", "scalars", "counters"):
+        assert found[key] == expected[key], key
+    for ours, theirs in zip(found["groups"], expected["groups"], strict=True):
+        assert ours == theirs
+    for key in ("tensors", "buffers"):
+        assert found[key].keys() == expected[key].keys()
+        different = [
+            each for each in found[key] if not same_bits(found[key][each], expected[key][each])
+        ]
+        assert different == []
+    limit = 1e-5 if case.dtype == "fp32" else 5e-3
+    pairs = zip(found["losses"], expected["losses"], strict=True)
+    assert max(abs(a - b) for a, b in pairs) < limit
+
+
+@pytest.mark.engines
+@pytest.mark.first
+class TestContract(FormatContract):
+    format = "deepspeed"
+
+    @pytest.fixture
+    def checkpoint(self, run: Path) -> Path:
+        return run
+
+
+@pytest.mark.engines
+@pytest.mark.first
+class TestWholeModel:
+    """The merged model in other formats, in commands, and what is refused."""
+
+    def test_inspect_shows_the_grid(self, run: Path, zckpt: Callable[..., Any]) -> None:
+        shown = zckpt("inspect", run).out
+        assert re.search(r"tensor-parallel size +2\npipeline stages +2\n", shown)
+        report = zckpt("inspect", run, "--json").document
+        assert (report["pp"], report["tp"], report["dp"]) == (2, 2, 1)
+        drawn = zckpt("inspect", run, "--layout", "--tensors", "4.down.weight/*").out
+        assert "mp_rank_00" in drawn
+        assert "mp_rank_01" in drawn
+
+    @pytest.mark.parametrize("to", ["dcp", "gathered"])
+    def test_other_formats(self, run: Path, tmp_path: Path, to: str) -> None:
+        zckpt.convert(run, tmp_path / to, to=to)
+        report = zckpt.verify(tmp_path / to, against=run)
+        assert report["equal"], report
+        assert zckpt.stats(run)["tensors"]
+        assert zckpt.diff(run, run)["equal"]
+
+    def test_loads_into_a_plain_program(self, grid_trained: Trained, run: Path) -> None:
+        from torch.distributed import checkpoint
+
+        held = torch.load(grid_trained(BOTH) / "oracle.pt", weights_only=False)["tensors"]
+        masters = {n[:-7]: tensor for n, tensor in held.items() if n.endswith("/master")}
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in masters.items()}
+        checkpoint.load(loaded, storage_reader=StorageReader(run))
+        assert [name for name in masters if not same_bits(loaded[name], masters[name])] == []
+
+    def test_padded_rows_are_kept_and_counted(self, run: Path) -> None:
+        vocabulary = zckpt.read(run, tp_rules=None).state["tensor_parallel"]["vocabulary"]
+        assert vocabulary == {"tied_modules.embed.weight": {"rows": 36, "used": 31}}
+
+    @pytest.mark.parametrize("options", [{"to": "deepspeed"}, {"to": "deepspeed-universal"}])
+    def test_files_of_a_grid_are_not_written(self, run: Path, tmp_path: Path, options: Any) -> None:
+        zckpt.convert(run, tmp_path / "universal")
+        for source in (run, tmp_path / "universal"):
+            with pytest.raises(UnsupportedCheckpoint, match=r"pp 2, tp 2"):
+                zckpt.convert(source, tmp_path / "out", **options)
+        with pytest.raises(UnsupportedCheckpoint, match=r"pp 2, tp 2"):
+            zckpt.reshard(tmp_path / "universal", tmp_path / "out", dp=2)
+        for wrong in (
+            {"stage": 2},
+            {"dtype": "fp32"},
+            {"weights_only": True},
+            {"rename": [("a", "b")]},
+        ):
+            with pytest.raises(WrongOption, match=r"does not apply to .* several model ranks"):
+                zckpt.reshard(run, tmp_path / "out", **wrong)
+        assert not (tmp_path / "out").exists()
+
+    def test_gathering_is_refused(self, run: Path) -> None:
+        with pytest.raises(UnsupportedCheckpoint, match="--gather does not join"):
+            zckpt.verify(run, against=run, gather=True, device="cpu")
+
+
+@pytest.mark.engines
+@pytest.mark.first
+class TestFiles:
+    """A lost or surplus file is a named error."""
+
+    @pytest.mark.parametrize(
+        ("lost", "error", "said"),
+        [
+            ("mp_rank_01_model_states.pt", IncompleteCheckpoint, "model rank 1"),
+            ("mp_rank_03_model_states.pt", IncompleteCheckpoint, "of model rank 3"),
+            ("bf16_zero_pp_rank_0_mp_rank_02_optim_states.pt", IncompleteCheckpoint, "rank 2"),
+            ("*mp_rank_02_*", IncompleteCheckpoint, "none of model rank 2"),
+            ("*mp_rank_03_*", IncompleteCheckpoint, "3 model ranks"),
+            ("layer_04-model_01-*", IncompleteCheckpoint, "layer 4 of tensor rank 1"),
+            ("layer_04-*", IncompleteCheckpoint, r"file of the layer.* of 4\."),
+            ("layer_00-*", IncompleteCheckpoint, "tied_modules.embed"),
+            ("layer_*-model_01-*", InconsistentCheckpoint, "pp 2 x tp 2"),
+            ("layer_*", ZckptError, "layer"),
+        ],
+    )
+    def test_lost(self, run: Path, lost: str, error: Any, said: str, tmp_path: Path) -> None:
+        for path in run.glob(f"*/{lost}"):
+            path.unlink()
+        with pytest.raises(error, match=said) as raised:
+            zckpt.convert(run, tmp_path / "out")
+        assert raised.value.hint
+        assert not (tmp_path / "out").exists()
+
+    def test_surplus_model_rank(self, run: Path) -> None:
+        for path in [*run.glob("*/*mp_rank_03_*")]:
+            shutil.copy(path, path.with_name(path.name.replace("rank_03", "rank_04")))
+        with pytest.raises(IncompleteCheckpoint, match="2 tensor ranks, but files of 5 model"):
+            zckpt.read(run)
+
+    def test_sizes_that_contradict_the_names(self, run: Path) -> None:
+        for path in run.glob("*/mp_rank_*"):
+            edit(
+                path,
+                lambda m: m.update(checkpoint_parallel_dimensions={"pp_degree": 4, "tp_degree": 1}),
+            )
+        with pytest.raises(InconsistentCheckpoint, match=r"pp 2 x tp 2, but .* pp 4 x tp 1"):
+            zckpt.read(run)
+
+    def test_files_before_0_19_7_state_no_sizes(self, run: Path) -> None:
+        expected = zckpt.read(run)
+        for path in run.glob("*/mp_rank_*"):
+            edit(path, lambda model: model.pop("checkpoint_parallel_dimensions"))
+        found = zckpt.read(run)
+        assert found.source == expected.source
+        assert [*found.entries] == [*expected.entries]
+
+    def test_another_save(self, run: Path) -> None:
+        (path,) = run.glob("*/mp_rank_02_*")
+        edit(path, lambda model: model.update(global_steps=4))
+        with pytest.raises(InconsistentCheckpoint, match="counters"):
+            zckpt.read(run)
+
+    def test_client_state_of_other_ranks_is_named(self, run: Path) -> None:
+        (path,) = run.glob("*/mp_rank_03_*")
+        edit(path, lambda model: model.update(own=torch.arange(3)))
+        assert zckpt.read(run).left_out == ("client_state 'own' of model ranks other than 0",)
+
+
+def apart_of(run: Path) -> dict[str, int]:
+    """The CRC-32 of each tensor of each model rank."""
+    manifest = deepspeed_read.read(str(run), apart=True)
+    digests = {}
+    for entry in manifest.entries.values():
+        view = memoryview(bytearray(entry.length))
+        fill(entry, view, manifest.records)
+        digests[entry.name] = zlib.crc32(view)
+    return digests
+
+
+def change_norm(run: Path, slot: str, rank: int) -> None:
+    """Changes one element of tensor rank `rank`'s copy of 4.norm.weight."""
+    (model,) = run.glob(f"*/mp_rank_{rank:02d}_*")
+    shapes = torch.load(model, weights_only=False)["param_shapes"][1]
+    start = sum(
+        shapes[name].numel() for name in list(shapes)[: list(shapes).index("4.norm.weight")]
+    )
+    (path,) = run.glob(f"*/bf16_zero_pp_rank_0_mp_rank_{rank:02d}_*")
+
+    def change(value: Any) -> None:
+        state = value["optimizer_state_dict"]["base_optimizer_state"]["state"][1]
+        state[slot][start + 3] += 0.5
+
+    edit(path, change)
+
+
+@pytest.mark.engines
+@pytest.mark.first
+class TestCopies:
+    def test_drifted_norms_need_a_choice(self, run: Path, tmp_path: Path) -> None:
+        clean = {n: zckpt.load(run, n) for n in zckpt.read(run).entries if "norm" in n}
+        change_norm(run, "exp_avg", 1)
+        with pytest.raises(InconsistentCheckpoint, match=r"4.norm.weight.*exp_avg in 1 of 14") as e:
+            zckpt.convert(run, tmp_path / "out")
+        assert "--replicas rank0" in e.value.hint
+        assert not (tmp_path / "out").exists()
+        report = zckpt.convert(run, tmp_path / "out", replicas="rank0")
+        assert any("4.norm.weight" in line for line in report["warnings"])
+        assert all(same_bits(zckpt.load(tmp_path / "out", n), t) for n, t in clean.items())
+        found = zckpt.verify(run)
+        assert [line["tensor"] for line in found["differences"]] == ["4.norm.weight/exp_avg"]
+
+    def test_the_same_ranks_keep_their_own_copies(self, bare: Path, tmp_path: Path) -> None:
+        """Nothing is joined: neither rules nor a choice are needed."""
+        change_norm(bare, "exp_avg", 1)
+        zckpt.reshard(bare, tmp_path / "out", dp=2)
+        own = [apart_of(run) for run in (bare, tmp_path / "out")]
+        assert own[0].keys() == own[1].keys()
+        assert [name for name in own[0] if own[0][name] != own[1][name]] == []
+        assert own[0]["0:4.norm.weight/exp_avg"] != own[0]["1:4.norm.weight/exp_avg"]
+        left_out = zckpt.reshard(bare, tmp_path / "again", dp=1)["left_out"]
+        assert all("recover" in line or "zero_to" in line for line in left_out)
+
+    def test_tied_copies_that_differ_are_a_warning(self, run: Path, tmp_path: Path) -> None:
+        name = "tied_modules.embed.weight/exp_avg"
+        before = zckpt.load(run, name)
+        (path,) = run.glob("*/bf16_zero_pp_rank_0_mp_rank_02_*")
+
+        def change(value: Any) -> None:
+            value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"][5] += 1
+
+        edit(path, change)
+        report = zckpt.convert(run, tmp_path / "out")
+        assert ["stages' copies of tied_modules.embed" in w for w in report["warnings"]] == [True]
+        assert same_bits(zckpt.load(tmp_path / "out", name), before)
+        assert not zckpt.verify(run)["equal"]
+
+    def test_a_layer_that_is_not_its_master_is_found(self, run: Path) -> None:
+        (path,) = run.glob("*/layer_04-model_01-*")
+        edit(path, lambda layer: layer["down.weight"][2].add_(1))
+        lines = zckpt.verify(run)["differences"]
+        assert [line["tensor"] for line in lines] == ["4.down.weight/param"]
+
+    def test_other_choices_do_not_exist(self, run: Path, tmp_path: Path) -> None:
+        with pytest.raises(WrongOption, match="none of rank0"):
+            zckpt.convert(run, tmp_path / "out", replicas="mean")
+
+
+@pytest.mark.engines
+@pytest.mark.first
+class TestRules:
+    def test_rules_give_what_the_checkpoint_says(
+        self, grid_trained: Trained, bare: Path, rules: Path, tmp_path: Path
+    ) -> None:
+        zckpt.convert(bare, tmp_path / "universal", tp_rules=rules)
+        oracle = torch.load(grid_trained(BOTH) / "oracle.pt", weights_only=False)
+        assert_is_what_the_engine_held(tmp_path / "universal", oracle)
+        state = zckpt.read(bare, tp_rules=rules).state["tensor_parallel"]
+        assert state["rules"]["1.fused.weight"] == "0:14,6,10"
+
+    def test_without_rules_all_names_are_listed(self, bare: Path, tmp_path: Path) -> None:
+        with pytest.raises(MissingData, match=r"nothing says how 24 parameters are cut") as raised:
+            zckpt.convert(bare, tmp_path / "out")
+        lines = raised.value.hint.splitlines()[1:]
+        assert r"  \d+\.fused\.weight = ?  # [15, 14] on each rank" in lines
+        completed = tmp_path / "completed.txt"  # the lines are a file of rules, once completed
+        completed.write_text("\n".join(lines).replace("= ?", "= replicated"))
+        with pytest.raises(InconsistentCheckpoint, match="different copies"):
+            zckpt.convert(bare, tmp_path / "out", tp_rules=completed)
+        assert not (tmp_path / "out").exists()
+
+    def test_what_is_known_is_printed_too(self, bare: Path, rules: Path) -> None:
+        rules.write_text(RULES.replace(r".*\.gate_up", r".*\.gate_down"))
+        with pytest.raises(MissingData, match=r"how 2 parameters are cut: 4.gate_up") as raised:
+            zckpt.read(bare, tp_rules=rules)
+        assert r"  \d+\.fused\.weight = 0:14,6,10" in raised.value.hint
+
+    @pytest.mark.parametrize(
+        ("old", "new", "error", "said"),
+        [
+            ("0:14,6,10", "0:14,6,8", WrongOption, "cannot share 14, 6, 8"),
+            ("0:14,6,10", "0:15,6,9", WrongOption, "cannot share"),
+            ("0:14,6,10", "2", WrongOption, "which has the shape"),
+            ("0:14,6,10", "x", WrongOption, "not of the form REGEX = RULE"),
+            ("0:2x", "0:4x", WrongOption, "cannot be cut into 4"),
+            ("vocab:31", "vocab:37", WrongOption, "hold 36 rows"),
+            (r"5\.gain = replicated", r"5\.gain = 0", InconsistentCheckpoint, "hold the same"),
+            ("weight = 1", "weight = replicated", InconsistentCheckpoint, "different copies"),
+        ],
+    )
+    def test_rules_that_do_not_fit(
+        self, bare: Path, rules: Path, tmp_path: Path, old: str, new: str, error: Any, said: str
+    ) -> None:
+        assert old in RULES
+        rules.write_text(RULES.replace(old, new))
+        with pytest.raises(error, match=said):
+            zckpt.convert(bare, tmp_path / "out", tp_rules=rules)
+        assert not (tmp_path / "out").exists()
+
+    def test_default_of_the_info_is_checked(self, run: Path, tmp_path: Path) -> None:
+        """What no pattern names is cut along rows, says DeepSpeed; equal slices contradict that."""
+
+        def forget(model: Any) -> None:
+            patterns = model["universal_checkpoint_info"]["tp_replicated_parameter_patterns"]
+            patterns.remove(r"5\.gain")
+
+        for path in run.glob("*/mp_rank_*"):
+            edit(path, forget)
+        with pytest.raises(InconsistentCheckpoint, match=r"rule `0` cuts 5.gain"):
+            zckpt.convert(run, tmp_path / "out")
+        report = zckpt.verify(run)
+        assert not report["equal"]
+        assert "rule `0` cuts 5.gain" in report["problems"][0]["message"]
+
+    def test_the_command_line(
+        self, bare: Path, rules: Path, tmp_path: Path, zckpt: Callable[..., Any]
+    ) -> None:
+        assert zckpt("inspect", bare).code == 1
+        assert "pipeline stages" in zckpt("inspect", bare, "--tp-rules", rules).out
+        assert zckpt("verify", bare, "--tp-rules", rules).code == 0
+        assert zckpt("convert", bare, tmp_path / "out", "--tp-rules", rules).code == 0
+        assert "families are megatron" in zckpt("stats", bare, "--tp-rules", "nothing").err
+
+    def test_the_info_of_the_files_as_a_file(self, bare: Path, tmp_path: Path) -> None:
+        import json
+
+        from ...engines.grid_rank import info
+
+        path = tmp_path / "info.json"
+        path.write_text(json.dumps(info(CASES[BOTH])))
+        assert zckpt.verify(bare, tp_rules=path)["equal"]
+
+
+def test_numbers_in_names_are_sorted_as_numbers(tmp_path: Path) -> None:
+    """Model rank 100 and layer 100 come after 99, whatever their digits."""
+    for rank in range(102):
+        (tmp_path / f"mp_rank_{rank:02d}_model_states.pt").touch()
+        (tmp_path / f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt").touch()
+    for layer in (*range(12), 99, 100, 101):
+        for tp in range(2):
+            (tmp_path / f"layer_{layer:02d}-model_{tp:02d}-model_states.pt").touch()
+    files = grid_files(TagDirectory(str(tmp_path), "tag", None))
+    assert (files.pp, files.tp) == (51, 2)
+    assert [*files.layers_of(1)] == [*range(12), 99, 100, 101]
+    assert [f"mp_rank_{n:02d}_" in each.models[0] for n, each in enumerate(files.ranks)] == [
+        True
+    ] * 102
+
+
+def stage(name: str, *rates: float) -> Manifest:
+    """A stage with one parameter in each of its groups, which have these learning rates."""
+    parameters = {f"{name}.{n}": Parameter((2,), True, n) for n in range(len(rates))}
+    groups = tuple({"lr": rate, "betas": (0.9, 0.95)} for rate in rates)
+    return Manifest("run", "deepspeed", {}, {}, parameters, groups=groups)
+
+
+def test_groups_of_stages_are_known_by_their_settings() -> None:
+    stages, groups = joined_groups([stage("0", 1.0, 3.0), stage("1", 1.0, 2.0, 3.0)])
+    assert [group["lr"] for group in groups or ()] == [1.0, 2.0, 3.0]
+    assert [p.group for each in stages for p in each.parameters.values()] == [0, 2, 0, 1, 2]
+    with pytest.raises(InconsistentCheckpoint, match="other hyper-parameters"):
+        joined_groups([stage("0", 4.0), stage("1", 1.0, 2.0)])
+    with pytest.raises(UnsupportedCheckpoint, match="do not tell which"):
+        joined_groups([stage("0", 1.0), stage("1", 1.0, 1.0)])

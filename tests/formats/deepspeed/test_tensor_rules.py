@@ -1,0 +1,311 @@
+"""How parameters are cut: `universal_checkpoint_info` against DeepSpeed's own merge; families."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zckpt.core.fragments import Extent, solid
+from zckpt.core.slicing import joined
+from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
+from zckpt.formats.deepspeed.families import FAMILIES
+from zckpt.formats.deepspeed.tensor_rules import Shapes, Sliced, decide, rules_of
+from zckpt.formats.deepspeed.universal_info import UniversalInfo
+
+NAME = "layers.0.mixer.weight"
+Info = dict[str, Any]
+
+
+def sub(shape: Any, dim: int, **more: Any) -> Info:
+    return {
+        "parameter_with_sub_params": [
+            {"patterns": [r"layers\.\d+\.mixer"], "shape": shape, "partition_dim": dim}
+        ],
+        **more,
+    }
+
+
+def widths(*by_part: list[int]) -> Info:
+    return {
+        "universal_checkpoint_version": 0.4,
+        "sub_param_shard_widths": {r"layers\.\d+\.mixer": list(by_part)},
+    }
+
+
+INFOS: dict[str, tuple[Info, list[tuple[int, ...]]]] = {
+    "default": ({}, [(4, 3), (4, 3)]),
+    "default of a vector": ({}, [(4,), (4,), (4,)]),
+    "uneven rows": ({}, [(4, 3), (3, 3)]),
+    "columns": ({"parameter_with_row_parallelism_patterns": [NAME]}, [(4, 3), (4, 3)]),
+    "uneven columns": ({"parameter_with_row_parallelism_patterns": [NAME]}, [(4, 3), (4, 2)]),
+    "replicated": ({"tp_replicated_parameter_patterns": [r".*\.weight"]}, [(4, 3), (4, 3)]),
+    "two halves": ({"parameter_with_2_sub_params_cat_dim_0": [NAME]}, [(6, 3), (6, 3)]),
+    "vocabulary": (
+        {"vocabulary_parameter_patterns": [NAME], "original_vocab_size": 7},
+        [(4, 3), (4, 3)],
+    ),
+    "widths of rows": (sub(((8, 2, 4), -1), 0), [(7, 3), (7, 3)]),
+    "widths of columns": (sub((-1, (4, 2)), 1), [(5, 3), (5, 3)]),
+    "a number of equal parts": (sub((3, -1), 0), [(6, 5), (6, 5)]),
+    "a number in another view": (sub((3, -1, 4), 0), [(6, 4), (6, 4)]),
+    "a view of more axes": (sub(((2, 4), 3, 5), 0), [(9, 5), (9, 5)]),
+    "an axis inside of a dimension": (sub((3, (2, 4), 5), 1), [(9, 5), (9, 5)]),
+    "uneven widths": (sub(((5, 3), -1), 0, **widths([3, 2], [1, 2])), [(4, 3), (4, 3)]),
+    "a rank without a part": (sub(((2, 3), -1), 0, **widths([2, 0], [1, 2])), [(3, 3), (2, 3)]),
+    "precedence of replicated": (
+        {
+            "tp_replicated_parameter_patterns": [NAME],
+            "parameter_with_row_parallelism_patterns": [NAME],
+        },
+        [(4, 3), (4, 3)],
+    ),
+    "precedence of two halves": (
+        {
+            "parameter_with_2_sub_params_cat_dim_0": [NAME],
+            **sub(((4, 4), -1), 0),
+            "parameter_with_row_parallelism_patterns": [NAME],
+        },
+        [(4, 3), (4, 3)],
+    ),
+    "precedence of sub-parameters": (
+        {**sub(((4, 4), -1), 0), "parameter_with_row_parallelism_patterns": [NAME]},
+        [(4, 3), (4, 3)],
+    ),
+}
+
+
+def tensors(shapes: list[tuple[int, ...]], same: bool) -> list[torch.Tensor]:
+    """Slices in which every element has its own number."""
+    numbers = itertools.count(1)
+    slices = [
+        torch.tensor([next(numbers) for _ in range(prod(shape))], dtype=torch.float32).view(shape)
+        for shape in shapes
+    ]
+    return [slices[0].clone() for _ in slices] if same else slices
+
+
+def whole_of(sliced: Sliced, slices: list[torch.Tensor], copy: int = 0) -> torch.Tensor:
+    """The whole tensor that the pieces make of the slices."""
+    fragments = [solid(x.numel(), Extent(str(n), 0, x.numel() * 4)) for n, x in enumerate(slices)]
+    whole = torch.full((sliced.slicing.numel,), torch.nan)
+    for fragment in joined(sliced.slicing, fragments, 4, copy):
+        for run in fragment.runs(0, sliced.slicing.numel):
+            first = run.extent.offset // 4
+            values = slices[int(run.extent.file)].reshape(-1)[first : first + run.stop - run.start]
+            whole[run.start : run.stop] = values
+    return whole.view(sliced.shape)
+
+
+def merged_by_the_engine(
+    info: Info, slices: list[torch.Tensor], shapes: list[tuple[int, ...]], root: Path
+) -> torch.Tensor:
+    """What DeepSpeed's ds_to_universal makes of the slices."""
+    from deepspeed.checkpoint.ds_to_universal import merge_tp_slices
+
+    for rank, tensor in enumerate(slices):
+        folder = root / "slices" / NAME / str(rank)
+        folder.mkdir(parents=True)
+        for state in ("fp32", "exp_avg", "exp_avg_sq"):
+            torch.save(tensor.reshape(-1), folder / f"{state}.00")
+    merge_tp_slices(info, str(root / "out"), str(root / "slices"), len(slices), (NAME, shapes))
+    merged: torch.Tensor = torch.load(root / "out" / NAME / "fp32.pt", weights_only=False)["param"]
+    return merged
+
+
+@pytest.mark.engines
+@pytest.mark.first
+@pytest.mark.parametrize("what", INFOS)
+def test_info_means_what_the_engine_makes_of_it(what: str, tmp_path: Path) -> None:
+    info, shapes = INFOS[what]
+    slices = tensors(shapes, same="replicated" in what)
+    expected = merged_by_the_engine(info, slices, shapes, tmp_path)
+    sliced = UniversalInfo(info).sliced(NAME, shapes)
+    assert sliced is not None
+    found = decide("run", {NAME: shapes}, [UniversalInfo(info)], len(shapes))[NAME]
+    assert found.shape == sliced.shape
+    whole = whole_of(found, slices)
+    if found.vocabulary is not None:  # the engine strips the padding, which zckpt keeps
+        assert (found.shape[0], found.vocabulary) == (8, 7)
+        whole = whole[:7]
+    assert torch.equal(whole.reshape(expected.shape), expected)
+
+
+def maps() -> Iterator[Any]:
+    """Affine maps of the engine's own making, and slices by its own hand."""
+    from deepspeed.checkpoint import affine
+
+    full = torch.arange(1.0, 12 * 10 + 1).view(12, 10)
+    yield "replicated", full, affine.replicated_map((12, 10), 2)
+    for dim, parts in ((0, [7, 5]), (1, [4, 6])):
+        yield f"split {dim}", full, affine.contiguous_split_map((12, 10), parts, dim)
+    for dim, held in ((0, [[3, 1], [2, 2], [3, 1]]), (1, [[4, 2], [1, 3]])):
+        yield f"parts {dim}", full, affine.sub_param_map((12, 10), [*map(sum, held)], held, dim)
+
+
+@pytest.mark.engines
+@pytest.mark.first
+def test_affine_maps_of_the_engine() -> None:
+    for what, full, made in maps():
+        shards = [made.extract(full, rank) for rank in range(2)]
+        info = {"affine_map": {"version": 1, "params": {r"^layers\.0": made.to_dict()}}}
+        shapes = [tuple(shard.shape) for shard in shards]
+        found = decide("run", {NAME: shapes}, [UniversalInfo(info)], 2)[NAME]
+        assert found.is_replicated == (what == "replicated"), what
+        assert found.shape == (12, 10)
+        for copy in range(found.slicing.copies):
+            assert torch.equal(whole_of(found, shards, copy), full), what
+
+
+def piece(shape: list[int], source: Any, dest: Any, **more: Any) -> Info:
+    return {"shape": shape, "source": source, "dest": dest, "locations": [0], **more}
+
+
+def mapped(*pieces: Info, shard: list[int] | None = None) -> Info:
+    ranks = {n: {"shard_shape": shard or [2, 3], "pieces": [each]} for n, each in enumerate(pieces)}
+    return {"affine_map": {"params": {NAME: {"logical_shape": [4, 3], "ranks": ranks}}}}
+
+
+ROWS = [0, [3, 1]]
+
+
+@pytest.mark.parametrize(
+    ("info", "error", "said"),
+    [
+        (mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], [6, [3, 1]], ROWS, scale=0.5)),
+         UnsupportedCheckpoint, "scale 0.5"),
+        (mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], [6, [1, 2]], ROWS)),
+         UnsupportedCheckpoint, "not a box"),
+        (mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], ROWS, ROWS)),
+         InconsistentCheckpoint, "every element"),
+        (mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], [6, [3, 1]], ROWS), shard=[3, 3]),
+         InconsistentCheckpoint, "on tensor rank 0"),
+        (mapped(*(piece([2, 3], ROWS, ROWS) for _ in range(3))), InconsistentCheckpoint, "3 ranks"),
+        ({"affine_map": {"version": 2, "params": {NAME: {}}}}, UnsupportedCheckpoint, "version 2"),
+        ({"affine_map": {"params": {NAME: {"logical_shape": [1] * 99, "ranks": {}}}}},
+         UnsupportedCheckpoint, "99 dimensions"),
+        (sub(((3, 1), -1), 0), InconsistentCheckpoint, "cannot share"),
+        (sub(((2, 4), -1), 0), InconsistentCheckpoint, "no dimension"),
+        (sub(((2, 2), -1), 0, universal_checkpoint_version=0.4), InconsistentCheckpoint, "widths"),
+        (sub((3, -1), 0), InconsistentCheckpoint, "equal parts"),
+        (sub((4, -1), 5), InconsistentCheckpoint, "axis 5"),
+        ({"parameter_with_2_sub_params_cat_dim_0": [NAME]}, None, ""),
+        ({"autotp_unsupported_parameter_patterns": {NAME: "why"}}, MissingData, "nothing says"),
+        ({"tp_replicated_parameter_patterns": ["(a+)+"]}, UnsupportedCheckpoint, "does not run"),
+        ({"tp_replicated_parameter_patterns": ["a*" * 9]}, UnsupportedCheckpoint, "does not run"),
+        ({"tp_replicated_parameter_patterns": ["("]}, InconsistentCheckpoint, "no regular"),
+        ({"tp_replicated_parameter_patterns": [3]}, UnsupportedCheckpoint, "does not run"),
+    ],
+)  # fmt: skip
+def test_infos_that_do_not_fit(info: Info, error: Any, said: str) -> None:
+    shapes: Shapes = [(2, 3), (2, 3)]
+    if error is None:
+        assert decide("run", {NAME: shapes}, [UniversalInfo(info)], 2)
+        return
+    with pytest.raises(error, match=said):
+        decide("run", {NAME: shapes}, [UniversalInfo(info)], 2)
+
+
+# Names and the slices' shapes at tp 2: hidden 8, four heads, vocabulary 32
+GELU = {
+    "{0}.self_attention.query_key_value.weight": ((12, 8), "0"),
+    "{0}.self_attention.query_key_value.bias": ((12,), "0"),
+    "{0}.self_attention.dense.weight": ((8, 4), "1"),
+    "{0}.self_attention.dense.bias": ((8,), "replicated"),
+    "{0}.mlp.dense_h_to_4h.weight": ((16, 8), "0"),
+    "{0}.mlp.dense_h_to_4h.bias": ((16,), "0"),
+    "{0}.mlp.dense_4h_to_h.weight": ((8, 16), "1"),
+    "{0}.mlp.dense_4h_to_h.bias": ((8,), "replicated"),
+    "{0}.input_layernorm.weight": ((8,), "replicated"),
+    "{0}.post_attention_layernorm.bias": ((8,), "replicated"),
+}
+MODELS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
+    "megatron": {
+        **{name.format(3): item for name, item in GELU.items()},
+        "tied_modules.embed.word_embeddings.weight": ((16, 8), "0"),
+        "tied_modules.embed.position_embeddings.weight": ((5, 8), "replicated"),
+        "7.weight": ((8,), "replicated"),
+        "language_model.output_layer.weight": ((16, 8), "0"),
+        "decoder.layers.0.mlp.linear_fc2.weight": ((8, 16), "1"),
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": ((8,), "replicated"),
+    },
+    "bloom": {
+        **{name.format(4): item for name, item in GELU.items()},
+        "tied_modules.embed.word_embeddings.weight": ((16, 8), "0"),
+        "tied_modules.embed.word_embeddings.norm.weight": ((8,), "replicated"),
+        "34.bias": ((8,), "replicated"),
+    },
+    "neox": {
+        **{
+            name.format("sequential.2").replace("self_attention", "attention"): item
+            for name, item in GELU.items()
+        },
+        "sequential.0.word_embeddings.weight": ((16, 8), "0"),
+        "sequential.5.norm.scale": ((8,), "replicated"),
+        "sequential.6.final_linear.weight": ((16, 8), "0"),
+    },
+    "llama": {
+        "model.embed_tokens.weight": ((32, 8), "replicated"),
+        "model.layers.0.self_attn.q_proj.weight": ((4, 8), "0"),
+        "model.layers.0.self_attn.k_proj.bias": ((2,), "0"),
+        "model.layers.0.self_attn.o_proj.weight": ((8, 4), "1"),
+        "model.layers.0.self_attn.o_proj.bias": ((8,), "replicated"),
+        "model.layers.0.mlp.gate_up_proj.weight": ((20, 8), "0:2x"),
+        "model.layers.0.mlp.down_proj.weight": ((8, 10), "1"),
+        "model.layers.0.post_attention_layernorm.weight": ((8,), "replicated"),
+        "model.norm.weight": ((8,), "replicated"),
+    },
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_families_decide_all_names(family: str) -> None:
+    shapes: dict[str, Shapes] = {n: [shape] * 2 for n, (shape, _) in MODELS[family].items()}
+    found = decide("run", shapes, [rules_of(family)], 2)
+    assert {name: sliced.rule for name, sliced in found.items()} == {
+        name: rule for name, (_, rule) in MODELS[family].items()
+    }
+    with pytest.raises(MissingData) as raised:
+        decide("run", shapes, [], 2)
+    assert "--tp-rules" in raised.value.hint
+
+
+def test_a_fused_layer_is_seen_by_its_neighbor() -> None:
+    shapes: dict[str, Shapes] = {
+        "3.mlp.dense_h_to_4h.weight": [(16, 8)] * 2,
+        "3.mlp.dense_4h_to_h.weight": [(8, 8)] * 2,
+    }
+    with pytest.raises(WrongOption, match="has 2 fused parts") as raised:
+        decide("run", shapes, [rules_of("megatron")], 2)
+    assert "megatron-swiglu" in raised.value.hint
+    found = decide("run", shapes, [rules_of("megatron-swiglu")], 2)
+    assert found["3.mlp.dense_h_to_4h.weight"].rule == "0:2x"
+
+
+def test_files_of_rules(tmp_path: Path) -> None:
+    path = tmp_path / "rules"
+    path.write_text("# own names first\n\n.*q_proj.weight = 1  # columns\ninclude llama\n")
+    shapes: dict[str, Shapes] = {
+        "a.q_proj.weight": [(4, 4)] * 2,
+        "a.k_proj.weight": [(4, 4)] * 2,
+    }
+    found = decide("run", shapes, [rules_of(str(path))], 2)
+    assert [sliced.shape for sliced in found.values()] == [(4, 8), (8, 4)]
+    assert set(FAMILIES) == {"megatron", "megatron-swiglu", "bloom", "neox", "llama"}
+    for text, said in (
+        ("a = 0:", "line 1"), ("a", "line 1"), ("( = 0", "line 1"), ("x = 0\na = -1", "line 2"),
+        ("include nothing", "line 1"), ("a = 0:0x", "line 1"), ("{", "JSON"),
+    ):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(WrongOption, match=said):
+            rules_of(str(path))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(WrongOption, match="neither a family nor a file"):
+        rules_of(str(path))
+    with pytest.raises(WrongOption, match="neither a family nor a file"):
+        rules_of(str(tmp_path / "none"))

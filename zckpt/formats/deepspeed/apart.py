@@ -1,0 +1,132 @@
+"""The model ranks of a directory apart: one manifest in which every name begins with its rank.
+
+    2:4.norm.weight/exp_avg      of model rank 2
+
+To write a run for another data-parallel size at the same grid, nothing has to be joined. Each model
+rank keeps its own copies, drifted or not, and nothing has to be known about how tensors were cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+from ...core import sources
+from ...core.facts import FlatBufferEngine
+from ...core.manifest import Entry, Manifest, Sibling
+from ...core.values import valueclass
+from ...files.torchfile import Parsed
+from ..deepspeed_states.directories import TagDirectory
+from ..deepspeed_states.manifest import manifest_of
+from ..deepspeed_states.states import EngineStates
+from .files import RankFiles
+from .flats import flat_buffers
+from .grid import GridFiles
+from .ranks import open_ranks
+from .together import common
+
+
+def of_rank(ranks: EngineStates, step_policy: str | None) -> Manifest:
+    """The manifest of one model rank by itself."""
+    manifest = manifest_of(
+        ranks,
+        list(flat_buffers(ranks, step_policy)),
+        "deepspeed",
+        ranks.effective_config(ranks.round_robin),
+        ranks.module_dtype,
+    )
+    # stages 1 and 2 fill up with zeros; stage 3 leaves what was in memory (0.19.8)
+    return replace(manifest, zero_padding=not ranks.partitioned)
+
+
+@valueclass
+class ModelGrid:
+    """The sizes of a run's model axes, and the type `dtype` of its module's weights.
+
+    `staged` says that it is a pipeline: weights are in files of layers, so that the other files of
+    a model rank do not show their type.
+    """
+
+    pp: int
+    tp: int
+    staged: bool
+    dtype: str | None
+
+    @classmethod
+    def of(cls, files: GridFiles, manifest: Manifest) -> ModelGrid:
+        """The grid of these files; `manifest` is of any tensor rank's whole model."""
+        assert isinstance(manifest.engine, FlatBufferEngine)
+        return cls(files.pp, files.tp, bool(files.layers), manifest.engine.dtype)
+
+
+@valueclass
+class ModelRank:
+    """Which model rank a manifest is of; `buffers` are the names that its model file states."""
+
+    number: int
+    grid: ModelGrid
+    buffers: tuple[str, ...]
+
+
+def open_apart(
+    directory: TagDirectory,
+    files: Sequence[RankFiles],
+    grid: ModelGrid,
+    step_policy: str | None,
+) -> list[Manifest]:
+    """The manifest of each model rank; its `source` has a ModelRank, under `model_rank`."""
+    parsed = Parsed()
+    manifests = []
+    for number, each in enumerate(files):
+        ranks = open_ranks(directory, each, parsed, grid.staged)
+        manifest = of_rank(ranks, step_policy)
+        buffers = tuple(ranks.model.get("buffer_names") or ())
+        rank = ModelRank(number, grid, buffers)
+        assert isinstance(manifest.engine, FlatBufferEngine)
+        engine = replace(manifest.engine, dtype=grid.dtype)
+        source = {**manifest.source, "model_rank": rank}
+        manifests.append(replace(manifest, source=source, engine=engine))
+    return manifests
+
+
+def stacked(manifests: Sequence[Manifest]) -> Manifest:
+    """All model ranks in one manifest, under names that begin with the rank's number."""
+    first, together = manifests[0], common(manifests)
+    numbered = list(enumerate(manifests))
+    entries = (_prefixed(number, entry) for number, m in numbered for entry in m.entries.values())
+    rank: ModelRank = first.source["model_rank"]
+    source = {key: value for key, value in first.source.items() if key != "model_rank"}
+    return replace(
+        first,
+        source={**source, "tp": rank.grid.tp, "pp": rank.grid.pp, "model_ranks": len(manifests)},
+        entries={entry.name: entry for entry in entries},
+        parameters={
+            f"{number}:{name}": replace(
+                item, aliases=tuple(f"{number}:{alias}" for alias in item.aliases)
+            )
+            for number, m in numbered
+            for name, item in m.parameters.items()
+        },
+        buffers=tuple(f"{number}:{name}" for number, m in numbered for name in m.buffers),
+        replicas=tuple(_prefixed(number, e) for number, m in numbered for e in m.replicas),
+        records=together.records,
+        files=together.files,
+        steps=together.steps,
+        left_out=tuple(dict.fromkeys(chain.from_iterable(m.left_out for m in manifests))),
+        warnings=together.warnings,
+        inferred=together.inferred,
+    )
+
+
+def _prefixed(number: int, entry: Entry) -> Entry:
+    return replace(entry, name=f"{number}:{entry.name}")
+
+
+def layer_siblings(files: GridFiles, tag: str) -> list[tuple[str, Sibling]]:
+    """The files of layers: no data rank has a part in them, so they are copied as they are."""
+    found = []
+    for _, path in sorted(files.layers.items()):
+        name = f"{tag}/{path.rpartition('/')[2]}"
+        found.append((name, Sibling(name, path, sources.size(path))))
+    return found

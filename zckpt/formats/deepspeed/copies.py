@@ -1,0 +1,121 @@
+"""Are the copies that model ranks hold of one tensor equal, and are slices really slices?
+
+Asked before a conversion writes anything, as it reads tensors. Two kinds of copies may differ:
+
+    tied layers      Each stage of a pipeline has its own. Only `tied_weight_attr` is summed over
+                     stages (DeepSpeed 0.19.8), so others drift: a warning, the first stage's count.
+    tensor ranks     Those of BLOOM's norms drifted (bigscience PR 271). One has to be chosen.
+
+Slices of a cut parameter never have equal moments. If they do, the rule that cuts it is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from ...core import compare
+from ...core.compare import Result
+from ...core.manifest import Entry, Manifest
+from ...core.plan import Match
+from ...core.weights import is_optimizers
+from ...errors import InconsistentCheckpoint, counted, listed
+from .files import model_rank_of
+from .grid import LAYER
+from .pipeline import head
+
+SAMPLE = 1 << 14  # elements of each slice
+
+
+def compare_copies(manifest: Manifest, tp: int, replicas: str | None) -> list[str]:
+    """Compares every copy with the tensor that is taken; gives warnings.
+
+    Raises InconsistentCheckpoint if copies of tensor ranks differ, unless `replicas` is `rank0`.
+    """
+    matches = [
+        Match(entry, manifest.entries[entry.name])
+        for entry in manifest.replicas
+        if entry.slot != "state" and entry.name in manifest.entries
+    ]
+    results = compare.compare(matches, manifest, manifest).results
+    tied: dict[str, list[str]] = {}
+    drifted: dict[str, list[str]] = {}
+    for result in results:
+        if result.difference is not None and result.difference.count:
+            is_tied = _stage(result.match.a, tp) != _stage(result.match.b, tp)
+            kind = tied if is_tied else drifted
+            kind.setdefault(result.match.a.parameter, []).append(_line(result))
+    warnings = [
+        f"the stages' copies of {name} differ; the first stage's is taken: {listed(lines, 3)}"
+        for name, lines in tied.items()
+    ]
+    if drifted and replicas is None:
+        name, lines = next(iter(drifted.items()))
+        raise InconsistentCheckpoint(
+            f"{manifest.root}: tensor ranks hold different copies of "
+            f"{counted(len(drifted), 'parameter')} ({listed(list(drifted), 4)}): {name}: "
+            f"{listed(lines, 3)}",
+            hint="if these copies drifted in training, take those of tensor rank 0 with --replicas "
+            "rank0; if they are slices, correct the rule (--tp-rules)",
+        )
+    warnings += [
+        f"the tensor ranks' copies of {name} differ; rank 0's is taken: {listed(lines, 3)}"
+        for name, lines in drifted.items()
+    ]
+    return warnings
+
+
+def _line(result: Result) -> str:
+    difference = result.difference
+    assert difference is not None
+    most = "" if difference.max_abs is None else f" by at most {difference.max_abs:.3g}"
+    return f"{result.match.a.slot} in {difference.count} of {result.match.a.numel} elements{most}"
+
+
+def _stage(entry: Entry | None, tp: int) -> int | None:
+    """The stage of the pipeline whose file has an entry; -1 - layer for the file of a layer."""
+    fragment = next(iter(entry.fragments), None) if entry is not None else None
+    if fragment is None:
+        return None
+    name = os.path.basename(fragment.extent.file)
+    if layer := LAYER.fullmatch(name):
+        return -1 - int(layer[1])
+    rank = model_rank_of(name)
+    return None if rank is None else rank // tp
+
+
+def refuse_equal_slices(root: str, ranks: Sequence[Manifest], rules: Mapping[str, str]) -> None:
+    """Raises InconsistentCheckpoint if all ranks hold the same of a parameter that is cut.
+
+    Second moments tell, unless they are all zero: a weight that was never trained proves nothing.
+    """
+    moments = _moments(ranks)
+    wrong = [
+        name
+        for name, rule in rules.items()
+        if rule != "replicated" and any(map(_are_equal, moments.get(name, ())))
+    ]
+    if wrong:
+        raise InconsistentCheckpoint(
+            f"{root}: the rule `{rules[wrong[0]]}` cuts {listed(wrong)} over tensor ranks, but all "
+            "ranks hold the same values",
+            hint="give the rule `replicated` for such a parameter with --tp-rules FILE",
+        )
+
+
+def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:
+    """By parameter, all ranks' tensors of each state of the optimizer, where shapes are equal."""
+    found: dict[str, list[list[Entry]]] = {}
+    for key, entry in ranks[0].entries.items():
+        each = [rank.entries.get(key) for rank in ranks] if is_optimizers(entry.slot) else []
+        known = [item for item in each if item is not None]
+        if len(known) == len(ranks) and len({item.shape for item in known}) == 1:
+            found.setdefault(entry.parameter, []).append(known)
+    return found
+
+
+def _are_equal(slices: Sequence[Entry]) -> bool:
+    """Whether all slices begin with the same numbers, and these are not all zero."""
+    count = min(SAMPLE, slices[0].numel)
+    first, *others = (head(entry.fragments, entry.dtype, count) for entry in slices)
+    return any(first) and all(first == other for other in others)

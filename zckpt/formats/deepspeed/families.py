@@ -1,0 +1,55 @@
+"""How do known families of models cut their parameters over tensor ranks?
+
+Each family is a file of rules, as --tp-rules reads it: `REGEX = RULE`, the first match wins. The
+rules of Megatron-DeepSpeed are those of its `universal_checkpoint_info` (gpt_model.py, 2023), GPT-
+NeoX's of its converter (tools/ckpts/convert_neox_to_hf.py), those of `llama` what AutoTP of
+DeepSpeed 0.19.8 does. A rule `replicated` is proven when tensors are copied: all ranks must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_MEGATRON = r"""
+.*\b(query_key_value|query|key_value|linear_qkv)\.(weight|bias) = 0
+.*\b(dense_h_to_4h|linear_fc1)\.(weight|bias) = {fused}
+.*\b(word_embeddings|lm_head|output_layer)\.weight = 0
+.*\b(attention\.dense|dense_4h_to_h|linear_proj|linear_fc2)\.weight = 1
+.*\b(attention\.dense|dense_4h_to_h|linear_proj|linear_fc2)\.bias = replicated
+.*(norm|layer_norm|ln_f|layernorm)[_.](weight|bias) = replicated
+\d+\.(weight|bias) = replicated
+.*\bposition_embeddings\.weight = replicated
+"""
+
+_ATTENTION = _MEGATRON.replace(r"attention\.dense", r"(self_)?attention\.dense")
+
+FAMILIES: Mapping[str, str] = {
+    "megatron": _ATTENTION.format(fused="0"),
+    "megatron-swiglu": _ATTENTION.format(fused="0:2x"),
+    "bloom": _ATTENTION.format(fused="0"),
+    "neox": r"""
+.*\battention\.query_key_value\.(weight|bias) = 0
+.*\bmlp\.(dense_h_to_4h|w1|w3)\.(weight|bias) = 0
+.*\b(word_embeddings|final_linear)\.weight = 0
+.*\b(attention\.dense|mlp\.dense_4h_to_h|mlp\.linear2|mlp\.w2)\.weight = 1
+.*\b(attention\.dense|mlp\.dense_4h_to_h|mlp\.linear2|mlp\.w2)\.bias = replicated
+.*norm[^.]*\.(weight|bias|scale) = replicated
+""",
+    "llama": r"""
+.*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias) = 0
+.*\.gate_up_proj\.(weight|bias) = 0:2x
+.*\.(o_proj|down_proj)\.weight = 1
+.*\.(o_proj|down_proj)\.bias = replicated
+.*norm\.(weight|bias) = replicated
+(.*\.)?(embed_tokens|lm_head)\.weight = replicated
+""",
+}
+"""By name; a file of rules may `include` one."""
+
+WIDTHS: tuple[tuple[str, str], ...] = (
+    ("dense_h_to_4h.weight", "dense_4h_to_h.weight"),
+    ("linear_fc1.weight", "linear_fc2.weight"),
+    ("gate_up_proj.weight", "down_proj.weight"),
+    ("linear1.weight", "linear2.weight"),
+)
+"""Rows of the first, by its fused parts, are as many as columns of the second."""

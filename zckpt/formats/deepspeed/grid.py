@@ -1,0 +1,185 @@
+"""Which model ranks does a directory have, and which place in the grid does each one have?
+
+A directory is as many ZeRO checkpoints as there are model ranks: `mp_rank_MM` is stage MM // tp of
+the pipeline and tensor rank MM % tp (DeepSpeed 0.19.8, `PipeModelDataParallelTopology`). The sizes
+are found in two ways, which must agree:
+
+    names       files of layers exist for pipelines alone, and state the tensor rank
+                (`layer_03-model_01-model_states.pt`, or `layer_03-model_states.pt` for one)
+    contents    `checkpoint_parallel_dimensions` (since 0.19.7) and `mp_world_size` of each model
+                file; before 0.19.7 the parameters: tensor ranks have the same names, stages others
+
+DeepSpeed's own guess counts the names that begin with `layer_01`, and fails if that layer is a
+plain function (`get_model_3d_descriptor_from_metadata`). It is not copied here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...core.facts import Grid
+from ...core.values import valueclass
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
+from ..deepspeed_states.directories import MODEL_3, OPTIMIZER, TagDirectory
+from ..deepspeed_states.states import EngineStates
+from .files import RankFiles, model_rank_of, rank_files
+
+LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+TIED = "tied_modules."
+
+
+@valueclass
+class GridFiles:
+    """The files of every model rank, in order, and those of layers by layer and tensor rank."""
+
+    ranks: Sequence[RankFiles]
+    layers: Mapping[tuple[int, int], str]
+    pp: int
+    tp: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one model rank, and no pipeline."""
+        return len(self.ranks) == 1 and not self.layers
+
+    def layers_of(self, tp: int) -> dict[int, str]:
+        """The paths of one tensor rank's layers, in the order of the model."""
+        return {layer: path for (layer, rank), path in sorted(self.layers.items()) if rank == tp}
+
+
+def grid_files(directory: TagDirectory) -> GridFiles:
+    """The files of all ranks. Raises IncompleteCheckpoint if one is missing, as far as names show.
+
+    Raises UnsupportedCheckpoint for what is not read yet: experts, NVMe offload.
+    """
+    names = sorted(os.listdir(directory.path))
+    found = {rank for name in names if (rank := model_rank_of(name)) is not None}
+    ranks = [rank_files(directory, names)] if found <= {0} else []
+    if not ranks:
+        missing = next(rank for rank in range(len(found) + 1) if rank not in found)
+        if missing < max(found):
+            raise IncompleteCheckpoint(
+                f"{directory.path} has files of model rank {max(found)}, but none of model rank "
+                f"{missing}",
+                hint=f"expected mp_rank_{missing:02d}_model_states.pt and its optimizer files",
+            )
+        ranks = [rank_files(directory, names, rank) for rank in sorted(found)]
+        _alike(directory, ranks)
+    layers = {
+        (int(match[1]), int(match[2] or 0)): os.path.join(directory.path, name)
+        for name in names
+        if (match := LAYER.fullmatch(name))
+    }
+    pp, tp = _sizes(directory, len(ranks), layers)
+    return GridFiles(ranks, layers, pp, tp)
+
+
+def _alike(directory: TagDirectory, ranks: Sequence[RankFiles]) -> None:
+    """All model ranks have as many files, of the same kind."""
+    counts = [len(files.optimizers) for files in ranks]
+    for rank, count in enumerate(counts):
+        if count != max(counts):
+            raise IncompleteCheckpoint(
+                f"{directory.path} has {counted(count, 'optimizer file')} of model rank {rank}, "
+                f"and {max(counts)} of model rank {counts.index(max(counts))}",
+                hint=f"expected zero_pp_rank_{count}_mp_rank_{rank:02d}_optim_states.pt "
+                "(with bf16_ before it in a bf16 run)",
+            )
+    kinds: dict[Any, int] = {}
+    for rank, files in enumerate(ranks):
+        prefix = OPTIMIZER.fullmatch(os.path.basename(files.optimizers[0])) if counts[0] else None
+        stage_3 = bool(MODEL_3.fullmatch(os.path.basename(files.models[0])))
+        kinds.setdefault((prefix and prefix[1], stage_3), rank)
+    if len(kinds) > 1:
+        raise InconsistentCheckpoint(
+            f"{directory.path} has files of two runs: those of model rank "
+            f"{' and '.join(map(str, kinds.values()))} have other kinds of names",
+            hint="keep only the files of one save",
+        )
+
+
+def _sizes(
+    directory: TagDirectory, ranks: int, layers: Mapping[tuple[int, int], str]
+) -> tuple[int, int]:
+    """The sizes pp and tp, as the names show them."""
+    if not layers:
+        return 1, ranks
+    tensor_ranks = {tp for _, tp in layers}
+    tp = max(tensor_ranks) + 1
+    for layer in sorted({layer for layer, _ in layers}):
+        for rank in range(tp):
+            if (layer, rank) not in layers:
+                model = f"-model_{rank:02d}" if tp > 1 else ""
+                raise IncompleteCheckpoint(
+                    f"{directory.path} lacks the file of layer {layer} of tensor rank {rank}",
+                    hint=f"expected layer_{layer:02d}{model}-model_states.pt",
+                )
+    if ranks % tp:
+        raise IncompleteCheckpoint(
+            f"{directory.path} has layers of {tp} tensor ranks, but files of {ranks} model ranks",
+            hint=f"expected a multiple of {tp}: copy all files again",
+        )
+    return ranks // tp, tp
+
+
+def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> Grid:
+    """The grid, once its contents agree with the names; raises InconsistentCheckpoint."""
+    for number, rank in enumerate(ranks):
+        path = rank.models[0].path
+        world = rank.model.get("mp_world_size")
+        if isinstance(world, int) and world > len(ranks):
+            raise IncompleteCheckpoint(
+                f"{directory.path} holds files of {len(ranks)} of {world} model ranks",
+                hint=f"expected mp_rank_{len(ranks):02d}_model_states.pt",
+            )
+        if isinstance(world, int) and world < len(ranks):
+            raise InconsistentCheckpoint(
+                f"{directory.path} holds files of {len(ranks)} model ranks, but {path} says there "
+                f"were {world}",
+                hint="files of another save may lie between them; keep those of one save",
+            )
+        stated = rank.model.get("checkpoint_parallel_dimensions")
+        if isinstance(stated, dict):
+            sizes = stated.get("pp_degree"), stated.get("tp_degree")
+            if sizes != (files.pp, files.tp):
+                raise InconsistentCheckpoint(
+                    f"{directory.path} has the files of pp {files.pp} x tp {files.tp}, but {path} "
+                    f"says that it was pp {brief(sizes[0])} x tp {brief(sizes[1])}",
+                    hint="files of layers may be missing, or of another save: copy all files again",
+                )
+        else:
+            _check_names(directory, files, ranks, number)
+    return Grid(ranks[0].dp, files.tp, files.pp)
+
+
+def _check_names(
+    directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates], number: int
+) -> None:
+    """Older files state no sizes: tensor ranks have the same parameters, stages have others."""
+    stage, tensor_rank = divmod(number, files.tp)
+    ours = _names(ranks[number])
+    if tensor_rank and ours != _names(ranks[stage * files.tp]):
+        odd = sorted(ours ^ _names(ranks[stage * files.tp]))
+        raise InconsistentCheckpoint(
+            f"{directory.path} has no files of layers, so model rank {number} must be a tensor "
+            f"rank, but it has other parameters than rank {stage * files.tp}: {listed(odd, 4)}",
+            hint="the files of a pipeline's layers may be missing: layer_NN-model_states.pt",
+        )
+    if stage and not tensor_rank:
+        twice = sorted(
+            name
+            for name in ours & set().union(*(_names(each) for each in ranks[: stage * files.tp]))
+            if not name.startswith(TIED)
+        )
+        if twice:
+            raise InconsistentCheckpoint(
+                f"{directory.path} has {listed(twice, 4)} in two stages of the pipeline",
+                hint="files of layers of another save may lie there; keep those of one save",
+            )
+
+
+def _names(rank: EngineStates) -> set[str]:
+    return {name for group in rank.param_shapes() for name in group}

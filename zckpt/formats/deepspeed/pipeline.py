@@ -1,0 +1,256 @@
+"""How the stages of a pipeline become one model: names are global, so they are put together.
+
+A stage's optimizer files have its trained parameters. Weights, frozen parameters and buffers are in
+a file for each layer, under names without the layer (`PipelineModule`, DeepSpeed 0.19.8):
+
+    layer_03-model_states.pt   fc.weight    ->   3.fc.weight
+    layer_00-model_states.pt   weight       ->   tied_modules.embed.weight
+
+The file of a tied layer does not say its key. It is the one whose masters round to its weights. A
+layer that is a plain function, or a tied one with a function of its own, has no file. Each stage
+that uses a tied layer has its own copy of weights, masters and moments.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ...core import sources
+from ...core.difference import rounds_to
+from ...core.dtypes import SIZES
+from ...core.facts import FlatBufferEngine
+from ...core.fragments import Fragments
+from ...core.manifest import Entry, Manifest, Parameter
+from ...core.values import valueclass
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from ...files.torchfile import Tensor, TorchFile
+from ..deepspeed_states.states import dictionary
+from ..deepspeed_states.tensors import is_extra
+from ..statedict.finding import BUFFERS
+from .grid import TIED
+from .together import common, joined_groups, with_agreed_steps
+
+SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
+
+
+@valueclass
+class Layer:
+    """The file of one layer: its number, and its tensors by their names in the whole model."""
+
+    number: int
+    file: TorchFile
+    tensors: Mapping[str, Tensor]
+
+
+def joined_stages(
+    stages: Sequence[Manifest],
+    files: Mapping[int, TorchFile],
+    buffers: Sequence[str],
+    step_policy: str | None,
+) -> Manifest:
+    """The whole model of one tensor rank, from its stages and the files of its layers.
+
+    `buffers` are the names that the model files state. Raises IncompleteCheckpoint if a layer's
+    file is missing, InconsistentCheckpoint if stages or shapes contradict each other.
+    """
+    stages, groups = joined_groups(stages)
+    trained, copies = _trained(stages)
+    shapes = {name: parameter.shape for name, (parameter, _) in trained.items()}
+    layers = _layers(files, shapes, buffers, {name: item[1] for name, item in trained.items()})
+    weights, replicas = _weights(stages[0].root, layers)
+    _check_weights(stages[0].root, files, shapes, weights)
+    parameters = {name: parameter for name, (parameter, _) in trained.items()}
+    parameters = dict(sorted(parameters.items(), key=lambda item: item[1].group or 0))
+    stated = set(buffers)
+    entries: dict[str, Entry] = {}
+    for name in parameters:
+        entries[f"{name}/param"] = weights[name]
+        entries |= {entry.name: entry for entry in trained[name][1]}
+    names = []
+    for name, entry in weights.items():
+        if name in trained:
+            continue
+        entries[entry.name] = entry
+        if name in stated or (not stated and _is_buffer(name, entry)):
+            names.append(name)
+        else:
+            parameters[name] = Parameter(entry.shape, trainable=False)
+    together = common(stages)
+    entries |= {name: e for name, e in stages[0].entries.items() if e.slot == "state"}
+    dtypes = [weights[name].dtype for name in trained]
+    engine = stages[0].engine
+    assert isinstance(engine, FlatBufferEngine)
+    manifest = replace(
+        stages[0],
+        entries=entries,
+        parameters=parameters,
+        buffers=tuple(names),
+        groups=groups,
+        engine=replace(engine, dtype=dtypes[0] if dtypes else engine.dtype),
+        state={**stages[0].state, "module": list(weights)},
+        replicas=(*together.replicas, *copies, *replicas),
+        files=(*together.files, *(layer.file.path for layer in layers)),
+        records=(*together.records, *(r for x in layers for r in x.file.records.values())),
+        steps=together.steps,
+        left_out=together.left_out,
+        warnings=together.warnings,
+        inferred=together.inferred,
+    )
+    return with_agreed_steps(manifest, step_policy)
+
+
+def _trained(
+    stages: Sequence[Manifest],
+) -> tuple[dict[str, tuple[Parameter, list[Entry]]], list[Entry]]:
+    """Trained parameters with their entries; and the entries of further copies of tied ones."""
+    found: dict[str, tuple[Parameter, list[Entry]]] = {}
+    copies: list[Entry] = []
+    for number, stage in enumerate(stages):
+        of_name: dict[str, list[Entry]] = {name: [] for name in stage.parameters}
+        for entry in stage.entries.values():
+            if entry.slot != "state":
+                of_name[entry.parameter].append(entry)
+        for name, parameter in stage.parameters.items():
+            if name not in found:
+                found[name] = parameter, of_name[name]
+                continue
+            first = found[name][0]
+            if (first.shape, first.group) != (parameter.shape, parameter.group):
+                raise InconsistentCheckpoint(
+                    f"{stage.root}: {name} has the shape {list(first.shape)} in one stage of the "
+                    f"pipeline, and {list(parameter.shape)} in stage {number}, or another group"
+                )
+            copies += of_name[name]
+    return found, copies
+
+
+def _layers(
+    files: Mapping[int, TorchFile],
+    shapes: Mapping[str, tuple[int, ...]],
+    buffers: Sequence[str],
+    entries: Mapping[str, Sequence[Entry]],
+) -> list[Layer]:
+    """The files of all layers, under the names of the whole model."""
+    known = {*shapes, *buffers}
+    tied: dict[str, list[str]] = {}
+    for name in shapes:
+        if name.startswith(TIED):
+            tied.setdefault(name.removeprefix(TIED).partition(".")[0], []).append(name)
+    layers, lacking = [], set(tied)
+    for number, file in files.items():
+        value = dictionary(file, file.value)
+        tensors = {key: item for key, item in value.items() if not is_extra(key, item)}
+        prefix = f"{number}."
+        if tensors and not any(prefix + key in known for key in tensors):
+            keys = [
+                key
+                for key, names in tied.items()
+                if all(
+                    _is_its_weight(f"{TIED}{key}.", n, shapes, tensors, file, entries)
+                    for n in names
+                )
+            ]
+            if len(keys) > 1:
+                raise UnsupportedCheckpoint(
+                    f"{file.path} has the weights of several tied layers: {listed(keys)}",
+                    hint="zckpt tells tied layers apart by their weights, and these are equal",
+                )
+            if keys:
+                prefix = f"{TIED}{keys[0]}."
+                lacking.discard(keys[0])
+        layers.append(Layer(number, file, {prefix + key: each for key, each in tensors.items()}))
+    if lacking:
+        names = sorted(TIED + key for key in lacking)
+        raise IncompleteCheckpoint(
+            f"no file of a layer has the weights of {listed(names)}",
+            hint="the file of a tied layer is missing, or its weights are not the rounded masters",
+        )
+    return layers
+
+
+def _is_its_weight(
+    prefix: str,
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, Tensor],
+    file: TorchFile,
+    entries: Mapping[str, Sequence[Entry]],
+) -> bool:
+    """Whether a layer's file has a tied parameter: of its shape, and rounded from its master."""
+    tensor = tensors.get(name.removeprefix(prefix))
+    if tensor is None or tensor.shape != shapes[name] or not tensor.contiguous:
+        return False
+    master = next(entry for entry in entries[name] if entry.slot == "master")
+    count = min(SAMPLE, master.numel)
+    narrow = head(file.fragments(tensor), tensor.dtype, count)
+    wide = head(master.fragments, master.dtype, count)
+    if tensor.dtype == master.dtype:
+        return narrow == wide
+    if (master.dtype, tensor.dtype) == ("F32", "BF16"):
+        return rounds_to(memoryview(wide), memoryview(narrow))
+    if (master.dtype, tensor.dtype) == ("F32", "F16"):
+        values = struct.unpack(f"<{count}f", wide)
+        try:
+            return struct.pack(f"<{count}e", *values) == narrow
+        except OverflowError:
+            return False
+    return True
+
+
+def head(fragments: Fragments, dtype: str, count: int) -> bytes:
+    """The bytes of the first elements, which lie in fragments of row-major order."""
+    data, size = b"", SIZES[dtype]
+    for fragment in fragments.overlapping(0, count):
+        extent = fragment.extent
+        length = (min(fragment.stop, count) - fragment.start) * size
+        with sources.opened(extent.file) as file:
+            data += sources.pread(file.fileno(), length, extent.offset)
+    return data
+
+
+def _weights(root: str, layers: Sequence[Layer]) -> tuple[dict[str, Entry], list[Entry]]:
+    """The tensors of all layers by name; further copies of tied ones apart."""
+    weights: dict[str, Entry] = {}
+    copies = []
+    for layer in layers:
+        for name, tensor in layer.tensors.items():
+            fragments = layer.file.fragments(tensor)
+            entry = Entry(f"{name}/param", tensor.dtype, tensor.shape, fragments)
+            first = weights.setdefault(name, entry)
+            if first is entry:
+                continue
+            if (first.dtype, first.shape) != (entry.dtype, entry.shape):
+                raise InconsistentCheckpoint(f"{root}: the copies of {name} have other shapes")
+            copies.append(entry)
+    return weights, copies
+
+
+def _check_weights(
+    root: str,
+    files: Mapping[int, TorchFile],
+    shapes: Mapping[str, tuple[int, ...]],
+    weights: Mapping[str, Entry],
+) -> None:
+    """Every trained parameter is in the file of its layer, with the same shape."""
+    for name, shape in shapes.items():
+        weight = weights.get(name)
+        if weight is not None and weight.shape == shape:
+            continue
+        if weight is not None:
+            raise InconsistentCheckpoint(
+                f"{root}: {name} has shape {weight.shape} in its layer's file and {shape} where "
+                "shapes are listed"
+            )
+        number = name.partition(".")[0]
+        is_there = number.isdecimal() and int(number) in files
+        raise IncompleteCheckpoint(
+            f"{root} lacks the {'weight' if is_there else 'file of the layer'} of {name}",
+            hint=f"expected {name.partition('.')[2]} in layer_{number:0>2}-*model_states.pt",
+        )
+
+
+def _is_buffer(name: str, entry: Entry) -> bool:
+    """By its type or name, for DeepSpeed versions whose model files list no buffers."""
+    return entry.dtype not in ("F64", "F32", "F16", "BF16") or bool(BUFFERS.fullmatch(name))

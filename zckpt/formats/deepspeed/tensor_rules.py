@@ -1,0 +1,301 @@
+"""Which dimension of a parameter was cut over the tensor ranks?
+
+No file of a rank shows it. These say it, the first that does:
+
+    --tp-rules          a file of rules, or the name of a family (families.py)
+    the checkpoint      its `universal_checkpoint_info` (universal_info.py)
+
+What neither decides is an error that lists the names. Nothing is guessed. Each rule is checked
+against the shapes that the ranks state; a file of rules has lines such as
+
+    .*\\.dense\\.weight = 1          columns; the first rule that fits the whole name counts
+    .*\\.qkv\\.weight = 0:64,16,16   rows; sub-parameters of these widths in the whole tensor
+    .*\\.gate_up\\.weight = 0:2x     rows; two sub-parameters of equal widths
+    .*norm.* = replicated          all ranks have the whole tensor
+    embed\\.weight = vocab:50257    rows; those from 50257 on are padding
+    include llama                  the rules of a family
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Protocol
+
+from ...core import slicing, sources
+from ...core.slicing import Slicing
+from ...core.values import valueclass
+from ...errors import MALFORMED, InconsistentCheckpoint, WrongOption, ZckptError, cause, listed
+from .families import FAMILIES, WIDTHS
+
+Shapes = Sequence[tuple[int, ...] | None]
+"""A parameter's shape on every tensor rank; None where the rank has none of it."""
+HELP = (
+    "a rule is `replicated`, `0` or `1` (the dimension that is cut), `0:64,16,16` or `0:2x` "
+    "(sub-parameters) or `vocab:N`"
+)
+
+
+@valueclass
+class Sliced:
+    """How a parameter is cut: its whole shape, its pieces, and the rule that says so.
+
+    `vocabulary` is the number of rows that are not padding; None if it is no vocabulary.
+    """
+
+    shape: tuple[int, ...]
+    slicing: Slicing
+    rule: str
+    vocabulary: int | None = None
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.rule == "replicated"
+
+
+class Rules(Protocol):
+    """What decides how parameters are cut."""
+
+    def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
+        """How a parameter is cut; None if this does not say. Raises if the shapes contradict."""
+
+
+@valueclass
+class Rule:
+    """One line: `axis` is None for a replicated parameter, `parts` are widths in the whole.
+
+    `equal` is the number of equal sub-parameters, if the widths are not stated.
+    """
+
+    pattern: str
+    text: str
+    axis: int | None
+    parts: tuple[int, ...] = ()
+    equal: int = 1
+    vocabulary: int | None = None
+
+
+@valueclass
+class RuleFile:
+    """Rules that the user gives; `source` is the file or the family."""
+
+    source: str
+    rules: Sequence[Rule]
+
+    def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
+        for rule in self.rules:
+            if re.fullmatch(rule.pattern, name):
+                try:
+                    return by_rule(rule, name, shapes)
+                except InconsistentCheckpoint as error:
+                    raise WrongOption(
+                        f"{self.source}: {error.message}", hint=f"correct the rule; {HELP}"
+                    ) from error
+        return None
+
+
+def by_rule(rule: Rule, name: str, shapes: Shapes) -> Sliced:
+    """The pieces of a parameter that is cut as `rule` says; raises InconsistentCheckpoint."""
+    known = [shape for shape in shapes if shape is not None]
+    says = f"the rule `{rule.pattern} = {rule.text}` does not fit {name}"
+    if len(known) < len(shapes):
+        raise InconsistentCheckpoint(
+            f"{says}: tensor rank {[*shapes].index(None)} does not have this parameter"
+        )
+    if rule.axis is None:
+        if len(set(known)) > 1:
+            raise InconsistentCheckpoint(f"{says}, whose shapes differ: {_on_ranks(known)}")
+        return Sliced(known[0], slicing.replicated(known[0], len(known)), "replicated")
+    axis = rule.axis
+    if axis >= len(known[0]):
+        raise InconsistentCheckpoint(f"{says}, which has the shape {list(known[0])}")
+    others = {(shape[:axis], shape[axis + 1 :]) for shape in known}
+    if len(others) > 1 or len({len(shape) for shape in known}) > 1:
+        raise InconsistentCheckpoint(f"{says}, whose shapes differ: {_on_ranks(known)}")
+    held = [shape[axis] for shape in known]
+    widths: list[Sequence[int]] = [held]
+    if rule.parts:
+        split = [slicing.even(part, len(known)) for part in rule.parts]
+        if sum(rule.parts) != sum(held) or None in split:
+            raise InconsistentCheckpoint(
+                f"{says}: {len(known)} ranks cannot share {listed(rule.parts)}, and hold "
+                f"{listed(held)} along dimension {axis}"
+            )
+        widths = [part for part in split if part is not None]
+        if any(sum(part[rank] for part in widths) != width for rank, width in enumerate(held)):
+            raise InconsistentCheckpoint(f"{says}: the ranks hold {listed(held)}")
+    elif rule.equal > 1:
+        if any(width % rule.equal for width in held):
+            raise InconsistentCheckpoint(
+                f"{says}: {listed(held)} cannot be cut into {rule.equal} equal parts"
+            )
+        widths = [[width // rule.equal for width in held] for _ in range(rule.equal)]
+    if rule.vocabulary is not None and rule.vocabulary > sum(held):
+        raise InconsistentCheckpoint(f"{says}: the ranks hold {sum(held)} rows")
+    first = known[0]
+    shape = (*first[:axis], sum(held), *first[axis + 1 :])
+    pieces = slicing.cut(prod(first[:axis]), prod(first[axis + 1 :]), widths)
+    return Sliced(shape, pieces, rule.text, rule.vocabulary)
+
+
+def _on_ranks(shapes: Sequence[tuple[int, ...]]) -> str:
+    return listed([list(shape) for shape in shapes], 4)
+
+
+# -- what a user gives
+
+
+def rules_of(given: str) -> Rules:
+    """The rules of a family or of a file; raises WrongOption."""
+    if given in FAMILIES:
+        return RuleFile(given, _parsed(FAMILIES[given], given))
+    try:
+        with sources.opened(given) as file:
+            text = file.read().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise WrongOption(
+            f"--tp-rules {given} is neither a family nor a file that can be read: {why}",
+            hint=f"the families are {', '.join(FAMILIES)}",
+        ) from error
+    if text.lstrip().startswith("{"):
+        from .universal_info import UniversalInfo
+
+        try:
+            return UniversalInfo(json.loads(text))
+        except ZckptError:
+            raise
+        except MALFORMED as error:
+            raise WrongOption(f"{given} is not the JSON of rules: {cause(error)}") from error
+    return RuleFile(given, _parsed(text, given))
+
+
+def _parsed(text: str, source: str) -> list[Rule]:
+    rules: list[Rule] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.partition(" #")[0].strip()
+        if not line or line.startswith("#"):
+            continue
+        if line.startswith("include ") and line[8:].strip() in FAMILIES:
+            rules += _parsed(FAMILIES[line[8:].strip()], source)
+            continue
+        pattern, equals, rule = (part.strip() for part in line.rpartition("="))
+        try:
+            re.compile(pattern)
+        except re.error:
+            equals = ""
+        parsed = _rule(pattern, rule) if equals and pattern else None
+        if parsed is None:
+            raise WrongOption(
+                f"{source}, line {number}: {line[:99]!r} is not of the form REGEX = RULE",
+                hint=HELP,
+            )
+        rules.append(parsed)
+    return rules
+
+
+def _rule(pattern: str, text: str) -> Rule | None:
+    """The rule that a line states; None if it states none."""
+    if text == "replicated":
+        return Rule(pattern, text, None)
+    if match := re.fullmatch(r"vocab:(\d+)", text):
+        return Rule(pattern, text, 0, vocabulary=int(match[1]))
+    match = re.fullmatch(r"(\d)(?::(?:(\d+)x|(\d+(?:,\d+)*)))?", text.replace(" ", ""))
+    if match is None:
+        return None
+    parts = tuple(map(int, match[3].split(","))) if match[3] else ()
+    equal = int(match[2] or 1)
+    return Rule(pattern, text, int(match[1]), parts, equal) if equal else None
+
+
+# -- all parameters
+
+
+def decide(
+    root: str, shapes: Mapping[str, Shapes], rules: Sequence[Rules], ranks: int
+) -> dict[str, Sliced]:
+    """How every parameter is cut; raises MissingData that lists those that no rule decides."""
+    found: dict[str, Sliced] = {}
+    undecided: dict[str, Shapes] = {}
+    for name, each in shapes.items():
+        sliced = next((s for rule in rules if (s := rule.sliced(name, each)) is not None), None)
+        if sliced is None:
+            undecided[name] = each
+        else:
+            found[name] = sliced
+    if undecided:
+        raise _undecided(root, undecided, found, ranks)
+    for name, sliced in found.items():
+        if not sliced.slicing.covers() or sliced.slicing.numel != prod(sliced.shape):
+            raise InconsistentCheckpoint(
+                f"{root}: the pieces of {name} do not have every element of shape "
+                f"{list(sliced.shape)} once",
+                hint="give rules with --tp-rules FILE",
+            )
+    _check_widths(root, found)
+    return found
+
+
+def _check_widths(root: str, found: Mapping[str, Sliced]) -> None:
+    """Rows of a fused layer, by its parts, are the columns of the layer that follows it."""
+    for name, sliced in found.items():
+        for wide, narrow in WIDTHS:
+            other = found.get(name.replace(wide, narrow)) if name.endswith(wide) else None
+            if other is None or len(sliced.shape) != 2 or len(other.shape) != 2:
+                continue
+            fused = re.fullmatch(r"0(?::(\d+)x)?", sliced.rule)
+            count = int(fused[1] or 1) if fused and fused[1] != "1" else 0
+            rows, columns = sliced.shape[0], other.shape[1]
+            if count and rows != count * columns and not rows % columns:
+                raise WrongOption(
+                    f"{root}: {name} has {rows} rows, and the layer after it {columns} columns: "
+                    f"it has {rows // columns} fused parts, but the rule is `{sliced.rule}`",
+                    hint=f"use the rule `0:{rows // columns}x` (--tp-rules megatron-swiglu), or "
+                    "`0:1x` if its rows are cut as one",
+                )
+
+
+def _undecided(
+    root: str, undecided: Mapping[str, Shapes], found: Mapping[str, Sliced], ranks: int
+) -> ZckptError:
+    """The error that lists what no rule decides, with a file of rules that is to be completed."""
+    names = [f"{name} {list(_first(shapes))}" for name, shapes in undecided.items()]
+    lines: dict[str, str] = {}
+    for name, sliced in found.items():
+        lines.setdefault(_pattern(name), sliced.rule)
+    for name, shapes in undecided.items():
+        lines.setdefault(_pattern(name), f"?  # {list(_first(shapes))} on each rank")
+    from ...errors import MissingData
+
+    fitting = [
+        family
+        for family in FAMILIES
+        if all(_fits(family, name, shapes) for name, shapes in undecided.items())
+    ]
+    told = f"a family knows these names: --tp-rules {fitting[0]}; else replace" if fitting else ""
+    told = told or "replace"
+    text = "\n".join(f"  {pattern} = {rule}" for pattern, rule in lines.items())
+    return MissingData(
+        f"{root} has {ranks} tensor ranks, and nothing says how {len(undecided)} parameters are "
+        f"cut: {listed(names)}",
+        hint=f"{told} each ? and give the file with --tp-rules FILE; {HELP}:\n{text}",
+    )
+
+
+def _fits(family: str, name: str, shapes: Shapes) -> bool:
+    try:
+        return rules_of(family).sliced(name, shapes) is not None
+    except WrongOption:
+        return False
+
+
+def _first(shapes: Shapes) -> tuple[int, ...]:
+    return next(shape for shape in shapes if shape is not None)
+
+
+def _pattern(name: str) -> str:
+    """A regular expression for a name and for the same parameter of other layers."""
+    parts = re.split(r"(?<![^.])(\d+)(?=\.)", name)
+    return "".join(r"\d+" if place % 2 else re.escape(part) for place, part in enumerate(parts))

@@ -1,0 +1,197 @@
+"""What do the manifests of several model ranks have in common, and where do they contradict?
+
+Each model rank is read as a checkpoint by itself. Their groups, steps, counters and loss scales
+must be those of one save; what a program keeps per rank is the first one's, and the rest is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...core.fragments import Record
+from ...core.inert import to_json
+from ...core.manifest import Entry, Manifest, Parameter, Sighting
+from ...core.values import valueclass
+from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
+from ...training import steps
+
+Groups = tuple[dict[str, Any], ...] | None
+MIXED = "files of different saves seem to be mixed; take those of one tag"
+
+
+@valueclass
+class Common:
+    """What is put together of all model ranks, whatever the axis."""
+
+    replicas: tuple[Entry, ...]
+    records: tuple[Record, ...]
+    files: tuple[str, ...]
+    steps: tuple[Sighting, ...]
+    left_out: tuple[str, ...]
+    warnings: tuple[str, ...]
+    inferred: tuple[str, ...]
+
+
+def common(manifests: Sequence[Manifest]) -> Common:
+    """What several model ranks have together; raises InconsistentCheckpoint for mixed saves."""
+    first = manifests[0]
+    for other in manifests[1:]:
+        for what, key in (("its counters", "counters"), ("its loss scale", "optimizer")):
+            if to_json(other.state.get(key)) != to_json(first.state.get(key)):
+                raise InconsistentCheckpoint(
+                    f"{_file_of(other)} differs from {_file_of(first)} in {what}", hint=MIXED
+                )
+    state_copies = [
+        entry
+        for other in manifests[1:]
+        for entry in other.entries.values()
+        if entry.slot == "state" and _is_like(first.entries.get(entry.name), entry)
+    ]
+    return Common(
+        tuple(state_copies),
+        tuple(record for each in manifests for record in each.records),
+        tuple(file for each in manifests for file in each.files),
+        tuple(dict.fromkeys(line for each in manifests for line in each.steps)),
+        tuple(dict.fromkeys([*_lines(manifests, "left_out"), *_own_values(manifests)])),
+        tuple(_lines(manifests, "warnings")),
+        tuple(_lines(manifests, "inferred")),
+    )
+
+
+def _lines(manifests: Sequence[Manifest], field: str) -> list[str]:
+    return list(dict.fromkeys(line for each in manifests for line in getattr(each, field)))
+
+
+def _file_of(manifest: Manifest) -> str:
+    return next((file for file in manifest.files if "model_states" in file), manifest.root)
+
+
+def _is_like(first: Entry | None, entry: Entry) -> bool:
+    return first is not None and (first.dtype, first.shape) == (entry.dtype, entry.shape)
+
+
+def _own_values(manifests: Sequence[Manifest]) -> list[str]:
+    """What other model ranks keep in another form than the first: it is left out, and named.
+
+    A tensor in the client state is left out too: it may be a rank's own random state.
+    """
+    first, lines = manifests[0].state, set()
+    for other in manifests[1:]:
+        state = other.state
+        ours, theirs = first.get("client_state") or {}, state.get("client_state") or {}
+        tensors = [entry.parameter for entry in other.entries.values() if entry.slot == "state"]
+        for key in ours.keys() | theirs.keys():
+            inside = f"client_state.{key}"
+            has_tensors = any(
+                name == inside or name.startswith((f"{inside}.", f"{inside}[")) for name in tensors
+            )
+            if has_tensors or to_json(ours.get(key)) != to_json(theirs.get(key)):
+                lines.add(f"client_state {key!r} of model ranks other than 0")
+        for key in ("lr_scheduler", "data_sampler", "random_ltd"):
+            if to_json(first.get(key)) != to_json(state.get(key)):
+                lines.add(f"{key} of model ranks other than 0")
+    return sorted(lines)
+
+
+# -- groups
+
+
+def joined_groups(manifests: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
+    """The manifests with one numbering of groups, and these groups.
+
+    A stage drops groups of which it has no parameter (DeepSpeed 0.19.8), so its groups are some of
+    all groups, in the same order, and known by their hyper-parameters. Raises UnsupportedCheckpoint
+    if these do not tell which ones.
+    """
+    groups: list[dict[str, Any]] = max((list(m.groups or ()) for m in manifests), key=len)
+    every = [to_json(group) for group in groups]
+    if any(manifest.groups is None for manifest in manifests):
+        return list(manifests), None
+    renumbered = []
+    for manifest in manifests:
+        own = [to_json(group) for group in manifest.groups or ()]
+        places = _places(own, every)
+        if places is None:
+            raise InconsistentCheckpoint(
+                f"{_file_of(manifest)} has groups with other hyper-parameters than other model "
+                "ranks",
+                hint=MIXED,
+            )
+        if places != _places(own[::-1], every[::-1], len(every) - 1):
+            raise UnsupportedCheckpoint(
+                f"{manifest.root}: a stage of the pipeline has {len(manifest.groups or ())} of "
+                f"{len(groups)} groups, and their hyper-parameters do not tell which",
+                hint="give each group of the optimizer other hyper-parameters, such as a name",
+            )
+        numbers = dict(enumerate(places))
+        parameters = {
+            name: replace(item, group=None if item.group is None else numbers[item.group])
+            for name, item in manifest.parameters.items()
+        }
+        renumbered.append(replace(manifest, parameters=parameters))
+    return renumbered, tuple(groups)
+
+
+def _places(
+    some: Sequence[Any], groups: Sequence[Any], last: int | None = None
+) -> list[int] | None:
+    """The first places that groups can have among all groups, in order; None if they have none.
+
+    With `last`, the number of the last group, both are reversed: then these are the last places.
+    """
+    places: list[int] = []
+    at = 0
+    for group in some:
+        while at < len(groups) and groups[at] != group:
+            at += 1
+        if at == len(groups):
+            return None
+        places.append(at)
+        at += 1
+    return places if last is None else [last - place for place in reversed(places)]
+
+
+# -- steps
+
+
+def with_agreed_steps(manifest: Manifest, policy: str | None) -> Manifest:
+    """All parameters of a group share a step, as one optimizer updates them together.
+
+    Stages keep it by themselves. Raises InconsistentCheckpoint if they differ and no policy
+    decides; `keep` keeps them.
+    """
+    if policy == steps.KEEP:
+        return manifest
+    places: dict[int | None, list[tuple[str, Any]]] = {}
+    for name, parameter in manifest.parameters.items():
+        if parameter.step is not None:
+            places.setdefault(parameter.group, []).append((name, parameter.step))
+    agreed = {group: steps.agree(items, policy) for group, items in places.items()}
+    return replace(
+        manifest,
+        parameters={
+            name: item if item.step is None else replace(item, step=agreed[item.group])
+            for name, item in manifest.parameters.items()
+        },
+    )
+
+
+def same_parameter(name: str, copies: Mapping[str, Parameter], policy: str | None) -> Parameter:
+    """What model ranks say of one parameter, beside its shape; `copies` are by where they are."""
+    first = next(iter(copies.values()))
+    places = [(f"{name}, {where}", each.step) for where, each in copies.items()]
+    known = [(where, step) for where, step in places if step is not None]
+    if 0 < len(known) < len(places):
+        raise InconsistentCheckpoint(f"only some tensor ranks hold a step of {name}", hint=MIXED)
+    for each in copies.values():
+        ours, theirs = (
+            (item.trainable, item.group, item.scalars, item.aliases) for item in (first, each)
+        )
+        if ours != theirs:
+            raise InconsistentCheckpoint(
+                f"tensor ranks differ in the group or the numbers of {name}", hint=MIXED
+            )
+    policy = None if policy == steps.KEEP else policy
+    return replace(first, step=steps.agree(known, policy))

@@ -1,0 +1,256 @@
+"""How parameters are cut, as a checkpoint's `universal_checkpoint_info` says it.
+
+Megatron-DeepSpeed puts it into its client state since 10/2023, AutoTP into every model file since
+DeepSpeed 0.19. Patterns are regular expressions that match the begin of a name. The order in which
+they count, and what each means, is that of DeepSpeed 0.19.8, ds_to_universal.py `merge_tp_slices`:
+
+    affine_map                                 boxes of the whole tensor, per rank
+    tp_replicated_parameter_patterns           all ranks have the same
+    parameter_to_average_patterns              all ranks have nearly the same
+    parameter_with_2_sub_params_cat_dim_0      rows of two fused halves
+    parameter_with_sub_params                  sub-parameters of a view of the tensor
+    parameter_with_row_parallelism_patterns    columns
+    any other                                  rows
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ...core import slicing
+from ...core.slicing import Piece, Slicing
+from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
+from .tensor_rules import Rule, Shapes, Sliced, by_rule
+
+NEWEST_MAP = 1
+MOST_AXES = 8
+REPETITIONS = 4  # `*`, `+` and `{}` in one pattern
+
+
+class UniversalInfo:
+    """The rules of one `universal_checkpoint_info`; raises for one of an unknown form."""
+
+    def __init__(self, info: Mapping[str, Any]) -> None:
+        self.info = info
+        for pattern in _patterns(info):
+            _check_pattern(pattern)
+        affine = info.get("affine_map") or {}
+        if affine and affine.get("version", NEWEST_MAP) > NEWEST_MAP:
+            raise UnsupportedCheckpoint(
+                f"the checkpoint has an affine_map of version {brief(affine['version'])}",
+                hint="zckpt reads version 1 (DeepSpeed 0.19.8); give rules with --tp-rules FILE",
+            )
+        self.maps: Mapping[str, Any] = affine.get("params") or {}
+        vocabulary = info.get("original_vocab_size")
+        self.vocabulary = vocabulary if isinstance(vocabulary, int) else None
+
+    def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
+        """How a parameter is cut; None if the engine's AutoTP says that it does not know."""
+        if any(self._matching("autotp_unsupported_parameter_patterns", name)):
+            return None
+        mapped = next((self.maps[p] for p in self.maps if re.match(p, name)), None)
+        rows = (
+            self.vocabulary if any(self._matching("vocabulary_parameter_patterns", name)) else None
+        )
+        if mapped is not None:
+            return _by_map(name, mapped, shapes, rows)
+        for key in ("tp_replicated_parameter_patterns", "parameter_to_average_patterns"):
+            for pattern in self._matching(key, name):
+                return by_rule(Rule(pattern, "replicated", None), name, shapes)
+        for pattern in self._matching("parameter_with_2_sub_params_cat_dim_0", name):
+            return by_rule(Rule(pattern, "0:2x", 0, equal=2), name, shapes)
+        for stated in self.info.get("parameter_with_sub_params") or ():
+            stated = _fields(stated)
+            for pattern in stated["patterns"]:
+                if re.match(pattern, name):
+                    return self._of_view(name, pattern, stated, shapes)
+        for pattern in self._matching("parameter_with_row_parallelism_patterns", name):
+            return by_rule(Rule(pattern, "1", 1), name, shapes)
+        return by_rule(Rule(".*", "0", 0, vocabulary=rows), name, shapes)
+
+    def _matching(self, key: str, name: str) -> Iterator[str]:
+        return (pattern for pattern in self.info.get(key) or () if re.match(pattern, name))
+
+    def _of_view(
+        self, name: str, pattern: str, stated: Mapping[str, Any], shapes: Shapes
+    ) -> Sliced:
+        """Sub-parameters of a view of the whole tensor, which is cut along one of its axes.
+
+        The entry of that axis has their widths. A number instead is their count, before version 0.4
+        of the info; the other entries are sizes, -1 for any.
+        """
+        known, ranks = [shape for shape in shapes if shape is not None], len(shapes)
+        axis, view = int(stated["partition_dim"]), list(stated["shape"])
+        says = f"`parameter_with_sub_params` of the checkpoint does not fit {name}"
+        if len(known) < ranks or not 0 <= axis < len(view):
+            raise InconsistentCheckpoint(f"{says}: it cuts axis {axis} of {view}")
+        widths = self._widths(pattern, view[axis], known, axis, says)
+        sizes = [sum(size) if isinstance(size, (tuple, list)) else size for size in view]
+        sizes[axis] = sum(map(sum, widths))
+        total = sum(map(prod, known))
+        rest = prod(size for size in sizes if size >= 0)
+        sizes = [size if size >= 0 else total // max(rest, 1) for size in sizes]
+        outer, inner = prod(sizes[:axis]), prod(sizes[axis + 1 :])
+        pieces = slicing.cut(outer, inner, widths)
+        held = [prod(shape) for shape in pieces.slices]
+        if pieces.numel != total or held != [prod(shape) for shape in known]:
+            raise InconsistentCheckpoint(f"{says}: the ranks hold {[list(s) for s in known]}")
+        return Sliced(_whole_shape(known, outer, inner, says), pieces, f"{axis}:{_text(widths)}")
+
+    def _widths(
+        self, pattern: str, stated: Any, shapes: Sequence[tuple[int, ...]], axis: int, says: str
+    ) -> list[Sequence[int]]:
+        """What each rank holds of each sub-parameter."""
+        ranks = len(shapes)
+        by_rank = (self.info.get("sub_param_shard_widths") or {}).get(pattern)
+        version = self.info.get("universal_checkpoint_version")
+        states_widths = isinstance(version, (int, float)) and version >= 0.4
+        if states_widths and by_rank is not None:
+            widths = [tuple(part) for part in by_rank]
+            parts = tuple(stated) if isinstance(stated, (tuple, list)) else None
+            if any(len(part) != ranks for part in widths) or (
+                parts is not None and parts != tuple(map(sum, widths))
+            ):
+                raise InconsistentCheckpoint(f"{says}: its widths are {widths}")
+            return list(widths)
+        if states_widths:  # heads may have been dealt unevenly
+            raise InconsistentCheckpoint(f"{says}: it has no widths of sub-parameters")
+        if not isinstance(stated, (tuple, list)):
+            if not isinstance(stated, int) or stated < 1:
+                raise InconsistentCheckpoint(f"{says}: it has no widths of sub-parameters")
+            if any(len(shape) <= axis for shape in shapes):
+                raise InconsistentCheckpoint(f"{says}: {stated} sub-parameters of axis {axis}")
+            width = sum(shape[axis] for shape in shapes)
+            if width % stated:
+                raise InconsistentCheckpoint(f"{says}: {width} is not {stated} equal parts")
+            stated = (width // stated,) * stated
+        split = [slicing.even(part, ranks) for part in stated]
+        if None in split:
+            raise InconsistentCheckpoint(
+                f"{says}: {ranks} ranks cannot share sub-parameters of {list(stated)}"
+            )
+        return [part for part in split if part is not None]
+
+
+def _patterns(info: Mapping[str, Any]) -> Iterator[Any]:
+    """All regular expressions of an info."""
+    for key, value in info.items():
+        if key.endswith("_patterns") or key == "parameter_with_2_sub_params_cat_dim_0":
+            yield from value or ()
+        elif key == "parameter_with_sub_params":
+            for stated in value or ():
+                yield from _fields(stated)["patterns"]
+    yield from (info.get("affine_map") or {}).get("params") or ()
+
+
+def _check_pattern(pattern: Any) -> None:
+    """Refuses a regular expression of a file that could take hours to match a name.
+
+    That takes a repeated group, or many repetitions after each other.
+    """
+    text = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "a", pattern) if isinstance(pattern, str) else ")*"
+    if len(re.findall(r"[*+{]", text)) > REPETITIONS or re.search(r"\)[*+{]", text):
+        raise UnsupportedCheckpoint(
+            f"universal_checkpoint_info has the pattern {brief(pattern)}, which zckpt does not run",
+            hint="give rules with --tp-rules FILE",
+        )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InconsistentCheckpoint(
+            f"universal_checkpoint_info has the pattern {brief(pattern)}, which is no regular "
+            "expression",
+            hint="give rules with --tp-rules FILE",
+        ) from error
+
+
+def _fields(stated: Any) -> Mapping[str, Any]:
+    """An item of `parameter_with_sub_params`: a dictionary, or an object with the same fields."""
+    value = getattr(stated, "state", stated)
+    if not isinstance(value, Mapping):
+        raise InconsistentCheckpoint(f"parameter_with_sub_params has {brief(stated)}")
+    return value
+
+
+def _text(widths: Sequence[Sequence[int]]) -> str:
+    return ",".join(str(sum(part)) for part in widths)
+
+
+def _whole_shape(
+    shapes: Sequence[tuple[int, ...]], outer: int, inner: int, says: str
+) -> tuple[int, ...]:
+    """The tensor's own whole shape: the dimension that holds the axis of the view grows."""
+    first, total = shapes[0], sum(map(prod, shapes))
+    for dim in range(len(first)):
+        before, behind = prod(first[:dim]), prod(first[dim + 1 :])
+        if before and behind and not outer % before and not inner % behind:
+            return (*first[:dim], total // (before * behind), *first[dim + 1 :])
+    raise InconsistentCheckpoint(f"{says}: no dimension of {list(first)} is cut")
+
+
+# -- the affine map
+
+
+def _by_map(name: str, stated: Mapping[str, Any], shapes: Shapes, rows: int | None) -> Sliced:
+    """The pieces that DeepSpeed's checkpoint/affine.py describes by offsets and strides."""
+    whole = tuple(stated["logical_shape"])
+    by_rank = {int(rank): value for rank, value in stated["ranks"].items()}
+    says = f"the affine_map of {name}"
+    if len(whole) > MOST_AXES:
+        raise UnsupportedCheckpoint(f"{says} is for a tensor of {len(whole)} dimensions")
+    if set(by_rank) - set(range(len(shapes))):
+        raise InconsistentCheckpoint(f"{says} is for {len(by_rank)} ranks, not {len(shapes)}")
+    slices, pieces = [], []
+    for rank, shape in enumerate(shapes):
+        held = by_rank.get(rank) or {"shard_shape": [0] * len(whole), "pieces": []}
+        stated_shape = tuple(held["shard_shape"])
+        if prod(stated_shape) != (0 if shape is None else prod(shape)):
+            raise InconsistentCheckpoint(
+                f"{says} has the shape {list(stated_shape)} on tensor rank {rank}, and its file "
+                f"{None if shape is None else list(shape)}"
+            )
+        slices.append(stated_shape)
+        for piece in held["pieces"]:
+            if float(piece.get("scale", 1.0)) != 1.0:
+                raise UnsupportedCheckpoint(
+                    f"{says} holds a share of the sum of all ranks (scale {piece['scale']:g})",
+                    hint="zckpt does not divide or add tensors; DeepSpeed refuses it too",
+                )
+            sizes = tuple(piece["shape"])
+            if not prod(sizes):  # of a rank that holds nothing
+                continue
+            source, dest = piece["source"], piece["dest"]
+            pieces.append(
+                Piece(
+                    rank,
+                    _corner(stated_shape, sizes, dest, says),
+                    _corner(whole, sizes, source, says),
+                    sizes,
+                )
+            )
+    found = Slicing(whole, tuple(slices), tuple(pieces))
+    everywhere = all(shape == whole for shape in slices) and found.copies == len(slices)
+    rule = "replicated" if everywhere else "affine_map"
+    return Sliced(whole, found, rule, rows)
+
+
+def _corner(shape: Sequence[int], sizes: Sequence[int], view: Any, says: str) -> tuple[int, ...]:
+    """Where a strided view of a tensor begins, if it is a box; raises UnsupportedCheckpoint."""
+    offset, strides = int(view[0]), list(view[1])
+    steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    is_box = len(sizes) == len(shape) and all(
+        size <= 1 or stride == step
+        for size, stride, step in zip(sizes, strides, steps, strict=True)
+    )
+    if not is_box:
+        raise UnsupportedCheckpoint(
+            f"{says} has a piece that is not a box: strides {strides} in a tensor of {list(shape)}",
+            hint="give a rule for it with --tp-rules FILE",
+        )
+    corner = tuple(
+        offset // step % max(length, 1) for step, length in zip(steps, shape, strict=True) if step
+    )
+    return corner if len(corner) == len(shape) else (0,) * len(shape)
