@@ -1,6 +1,6 @@
 """The manifest of a DeepSpeed checkpoint.
 
-What only several model ranks need is imported when there are some.
+What only several model ranks or stage 0 need is imported when they are there.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from ...training.steps import KEEP
 from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.manifest import manifest_of
 from ..deepspeed_states.states import open_files
-from . import whole_states
 from .apart import ModelGrid, of_rank, open_apart, stacked
 from .files import RankFiles, locate
 from .grid import GridFiles, check_grid, grid_files
 from .ranks import open_ranks
-from .whole import open_whole
 
 
 def read(
@@ -133,6 +131,9 @@ def _read_whole(
     weights_only: bool,
 ) -> Manifest:
     """The manifest of stage 0: the model file has the optimizer too."""
+    from . import whole_states
+    from .whole import open_whole
+
     whole = open_whole(directory, files, param_names, weights_only)
     states, units = whole_states.with_states(whole)
     buffers = list(whole_states.buffers(states, units, step_policy))
