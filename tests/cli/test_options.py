@@ -15,7 +15,8 @@ READING = ["--from", "--tag", "--tp-rules", "--param-names", "--step-policy", "-
 COPYING = ["--jobs", "--memory", "--io", "--resume", "--part", "--single", "--dry-run"]
 WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
-    "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--tie", "--rename",
+    "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--ep",
+    "--max-group-size", "--tie", "--rename",
 ]  # fmt: skip
 EXPORTING = ["--dtype", "--config", "--max-shard-size", "--tie", "--rename"]
 

@@ -64,7 +64,7 @@ _format = grouped(
     "--from",
     "format",
     type=FormatName(targets=False),
-    help="The source's format.  [default: recognized by content]",
+    help="The source's format.  [default: by content]",
 )
 _tag = grouped("Source", "--tag", metavar="NAME", help="The tag to read, if a run has several.")
 _step_policy = grouped(

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from ..errors import listed
+from .experts import layers_of, layers_to_json
 from .facts import with_facts
 from .inert import plain_group, to_json
 from .manifest import Entry, Manifest
@@ -39,6 +40,7 @@ def inspect(manifest: Manifest) -> Report:
             }
             for slot, entries in manifest.slots.items()
         },
+        **({"experts": layers_to_json(layers)} if (layers := layers_of(manifest.engine)) else {}),
         "groups": None
         if manifest.groups is None
         else [plain_group(group) for group in manifest.groups],

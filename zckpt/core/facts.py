@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from .dtypes import SIZES
+from .experts import ExpertLayer, layers_from_json, layers_to_json
 from .inert import Scalar
 from .values import valueclass
 
@@ -33,6 +34,7 @@ class FlatBufferEngine:
     from the configuration and the scheduler. `excludes_frozen` says whether the save left frozen
     weights out; None if no file shows that. `ordered` is true if the user stated the order of the
     parameters. `given` is true if the user stated the hyper-parameters of an elastic save.
+    `experts` are the layers of experts, in the engine's order.
     """
 
     name: str
@@ -44,6 +46,7 @@ class FlatBufferEngine:
     config: Mapping[str, Any]
     ordered: bool | None = None
     given: bool = False
+    experts: tuple[ExpertLayer, ...] = ()
 
     def to_state(self) -> dict[str, Any]:
         """The value of `state.engine` in a manifest."""
@@ -57,6 +60,7 @@ class FlatBufferEngine:
             "config": self.config,
             **_ordered(self),
             **({"hyper_parameters": "given"} if self.given else {}),
+            **({"experts": layers_to_json(self.experts)} if self.experts else {}),
         }
 
     @classmethod
@@ -72,6 +76,7 @@ class FlatBufferEngine:
             _dictionary(state, "config"),
             _flag(state, "ordered"),
             state.get("hyper_parameters") == "given",
+            layers_from_json(state.get("experts", [])),
         )
 
 

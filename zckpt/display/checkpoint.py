@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
         *([("dialect", report["dialect"])] if report.get("dialect") else []),
         ("data-parallel size", str(report.get("dp") or "-")),
         *_grid(report),
+        *([("experts", _experts(report["experts"]))] if report.get("experts") else []),
         ("tag", report.get("tag")),
         ("step", cell(report["step"])),
         ("optimizer", report["optimizer"]),
@@ -60,6 +62,15 @@ def _grid(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("tensor-parallel size", str(report["tp"])),
         ("pipeline stages", str(report.get("pp") or "-")),
     ]
+
+
+def _experts(layers: Sequence[dict[str, Any]]) -> str:
+    """How many layers have how many experts, and over how many ranks."""
+    kinds = Counter((layer["experts"], layer["ep"]) for layer in layers)
+    return ", ".join(
+        f"{counted(count, 'layer')} of {experts}, expert-parallel size {ep}"
+        for (experts, ep), count in kinds.items()
+    )
 
 
 PROGRAMS = {

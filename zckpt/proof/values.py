@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..core.experts import layers_of
 from ..core.facts import FlatBufferEngine, with_facts
 from ..core.inert import Scalar, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
@@ -114,6 +115,8 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
     """Hyper-parameters that both have, and which parameters belong to which group."""
     if a.groups is None or b.groups is None:
         return []
+    if layers_of(a.engine) != layers_of(b.engine):
+        return _groups_of_experts(a, b)
     lines: list[Report] = []
     if len(a.groups) != len(b.groups):
         lines.append({"group": None, "key": "groups", "a": len(a.groups), "b": len(b.groups)})
@@ -132,6 +135,36 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
         if ours.group != theirs.group
     ]
     return lines
+
+
+def _groups_of_experts(a: Manifest, b: Manifest) -> list[Report]:
+    """The same of two checkpoints whose experts are spread over different numbers of ranks.
+
+    Groups of experts have that number in their names, and are cut where one rank has too many
+    elements. So groups are compared that have a parameter in common.
+    """
+    assert a.groups is not None
+    assert b.groups is not None
+    lines: dict[tuple[Any, ...], Report] = {}
+    counterparts: dict[int, int] = {}
+    inverse: dict[int, int] = {}
+    for name, ours, theirs in _parameters(a, b):
+        if ours.group is None or theirs.group is None:
+            continue
+        one, other = _hyper(a.groups[ours.group]), _hyper(b.groups[theirs.group])
+        if one.get("moe") and other.get("moe"):
+            one, other = ({**side, "name": None} for side in (one, other))
+        elif (
+            counterparts.setdefault(ours.group, theirs.group) != theirs.group
+            or inverse.setdefault(theirs.group, ours.group) != ours.group
+        ):
+            line = {"group": None, "key": f"group of {name}", "a": ours.group, "b": theirs.group}
+            lines[name,] = line
+        for key in one.keys() & other.keys():
+            if not alike(one[key], other[key]):
+                line = {"group": ours.group, "key": key, "a": one[key], "b": other[key]}
+                lines[ours.group, theirs.group, key] = line
+    return list(lines.values())
 
 
 def _hyper(group: dict[str, Any]) -> Report:

@@ -45,7 +45,7 @@ def without_empty_groups(manifest: Manifest) -> tuple[Manifest, list[Shell]]:
         for name, parameter in parameters
         if parameter.trainable
     }
-    return _regrouped(manifest, tuple(groups[number] for number in kept), members, kept)
+    return regrouped(manifest, tuple(groups[number] for number in kept), members, kept)
 
 
 def with_trainers_groups(manifest: Manifest) -> tuple[Manifest, list[Shell]]:
@@ -70,10 +70,10 @@ def with_trainers_groups(manifest: Manifest) -> tuple[Manifest, list[Shell]]:
         "has biases and norms" if any(members.values()) else "is empty"
     )
     manifest = replace(manifest, warnings=(*manifest.warnings, warning))
-    return _regrouped(manifest, (group, second), members, [0, 0])
+    return regrouped(manifest, (group, second), members, [0, 0])
 
 
-def _regrouped(
+def regrouped(
     manifest: Manifest,
     groups: tuple[dict[str, Any], ...],
     members: dict[str, int],

@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from ..core.facts import FlatBufferEngine
 from ..core.manifest import Entry, Manifest
 from ..errors import MissingData, WrongOption, listed
 from .peft import saved_name
@@ -289,6 +290,10 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
     for key, change in (("module_extra", lambda name: names[name]), ("module_metadata", module)):
         if isinstance(values := state.get(key), dict):
             state[key] = type(values)((change(name), value) for name, value in values.items())
+    engine = manifest.engine
+    if isinstance(engine, FlatBufferEngine) and engine.experts:
+        layers = tuple(replace(layer, name=module(layer.name)) for layer in engine.experts)
+        engine = replace(engine, experts=layers)
     entries = map(under_new_name, manifest.entries.values())
     return replace(
         manifest,
@@ -302,5 +307,6 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
         },
         buffers=tuple(names[name] for name in manifest.buffers),
         inferred=tuple(names[name] for name in manifest.inferred),
+        engine=engine,
         state=state,
     )

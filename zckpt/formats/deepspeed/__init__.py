@@ -4,6 +4,7 @@
     <run>/<tag>/mp_rank_00_model_states.pt                    stage 1, 2: weights, buffers, counters
                                                               stage 0: the optimizer too
     <run>/<tag>/zero_pp_rank_R_mp_rank_00_model_states.pt     stage 3: one per rank, weights empty
+    <run>/<tag>/layer_M_expert_N_mp_rank_00_model_states.pt   expert N of layer M
     <run>/<tag>/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   R is the data-parallel rank
 
 With pipelines or tensor parallelism there are further model ranks, mp_rank_01 and so on, each with
@@ -12,10 +13,15 @@ such files, and layer_NN[-model_TT]-model_states.pt with the weights of a pipeli
     files.py              which files make the checkpoint, and which are refused by their names
     grid.py               which model ranks there are, and their places in the grid
     ranks.py              what the ranks' files say, and whether they say the same
+    group_order.py        the groups of all ranks in one order
     flats.py              the flat buffers of fp32 masters and optimizer states
     whole.py              stage 0: the optimizer in the model file, and which names its numbers have
     naming.py             how they get these names; samples.py reads the bytes that show them
     whole_states.py       what the optimizer of stage 0 keeps
+    experts.py            the experts of a model, and which ranks share them
+    expert_places.py      which ranks have which experts, where no ds_config says it
+    expert_files.py       the files of experts
+    expert_shells.py      the same of a target
     read.py               the manifest
     pipeline.py           stages and files of layers become one model
     tensor_ranks.py       slices of tensor ranks become boxes of whole tensors
@@ -28,6 +34,7 @@ such files, and layer_NN[-model_TT]-model_states.pt with the weights of a pipeli
     write.py              the same files for another data-parallel size, stage or type
     write_grid.py         those of several model ranks for another data-parallel size
     optimizer_files.py    the optimizer files of a target
+    regroup.py            a source for another expert-parallel size
     elastic.py            targets whose files any number of ranks loads
     gather.py             the engine's own rule for its partitions; gather_whole.py for stage 0
 
@@ -36,7 +43,7 @@ Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back 
 """
 
 from ..deepspeed_states import OBJECTS
-from ..deepspeed_states.options import OPTIONS
+from ..deepspeed_states.options import OF_EXPERTS, OPTIONS
 from ..format import Format
 
 FORMAT = Format(
@@ -44,7 +51,7 @@ FORMAT = Format(
     folder="deepspeed",
     about="DeepSpeed ZeRO stage 0, 1, 2, 3, 0.5.10 to 0.19.8",
     family="deepspeed",
-    options=OPTIONS,
+    options=(*OPTIONS, *OF_EXPERTS),
     numbers=True,
     slices=True,
     gathers=True,

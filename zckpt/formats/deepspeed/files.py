@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from ...core import sources
 from ...core.expected import missing_ranks
-from ...core.values import valueclass
+from ...core.values import field, valueclass
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
 )
 from ..deepspeed_states.directories import (
+    EXPERT,
     MODEL,
     MODEL_3,
     OPTIMIZER,
@@ -27,15 +28,20 @@ from ..deepspeed_states.directories import (
 )
 
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
-EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*")
+OLD_EXPERT = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
+OF_EXPERTS = re.compile(r"expp_rank_\d+_.*")
 
 
 @valueclass
 class RankFiles:
-    """Paths in rank order; stage 1 and 2 have one model file, stage 3 one per rank."""
+    """Paths in rank order; stage 1 and 2 have one model file, stage 3 one per rank.
+
+    Files of experts are by the number of the layer and of the expert in it.
+    """
 
     models: Sequence[str]
     optimizers: Sequence[str]
+    experts: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
 
 def detect(path: str) -> list[str]:
@@ -52,19 +58,24 @@ def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 
     """The files of all data ranks of one model rank, among the names of the directory.
 
     Raises IncompleteCheckpoint if a rank is missing, UnsupportedCheckpoint if the names show
-    experts or NVMe offload.
+    experts in stage 0 or of an old release, or NVMe offload.
     """
-    if any(EXPERT.fullmatch(name) for name in names):
-        refuse(directory, "mixture-of-experts layers")
+    if any(OLD_EXPERT.fullmatch(name) for name in names):
+        refuse(directory, "mixture-of-experts layers of an old release")
+    if any(OF_EXPERTS.fullmatch(name) for name in names):
+        refuse(directory, "mixture-of-experts layers in ZeRO stage 0")
     if "offloaded_tensors" in names:
         refuse(directory, "optimizer states offloaded to NVMe")
 
     models: dict[int, str] = {}
     models_3: dict[int, str] = {}
     optimizers: dict[int, str] = {}
+    experts: dict[tuple[int, int], str] = {}
     prefixes = set()
     for name in names:
         full = os.path.join(directory.path, name)
+        if match := EXPERT.fullmatch(name):
+            experts[int(match[1]), int(match[2])] = full
         if model_rank_of(name) != model_rank:
             continue
         if MODEL.fullmatch(name):
@@ -103,7 +114,9 @@ def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 
                 hint="copy all files again: stage 3 writes one of each per rank",
             )
     return RankFiles(
-        [models[rank] for rank in sorted(models)], [optimizers[rank] for rank in sorted(optimizers)]
+        [models[rank] for rank in sorted(models)],
+        [optimizers[rank] for rank in sorted(optimizers)],
+        experts,
     )
 
 

@@ -7,7 +7,7 @@ stage 3 pads every parameter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -24,9 +24,14 @@ from ..deepspeed_states.directories import refuse
 from ..deepspeed_states.flats import BufferSlot, FlatBuffer
 from ..deepspeed_states.states import EngineStates, ParameterShapes, in_user_order
 
+Sharing = Callable[[int, ParameterShapes], Sequence[tuple[EngineStates, ParameterShapes]]]
+"""The flat buffers of a group: the ranks that share each of them, and the parameters in it."""
 
-def flat_buffers(ranks: EngineStates, step_policy: str | None) -> Iterator[FlatBuffer]:
-    """Every flat buffer of the checkpoint."""
+
+def flat_buffers(
+    ranks: EngineStates, step_policy: str | None, sharing: Sharing | None = None
+) -> Iterator[FlatBuffer]:
+    """Every flat buffer of the checkpoint; without `sharing` all ranks share all of them."""
     shapes = ranks.param_shapes()
     key = "fp32_flat_groups" if ranks.partitioned else "single_partition_of_fp32_groups"
     masters = [_tensors(ranks, state, key) for state in ranks.states]
@@ -42,10 +47,12 @@ def flat_buffers(ranks: EngineStates, step_policy: str | None) -> Iterator[FlatB
     buffers = []
     for place, names in enumerate(shapes):
         paddings = alignment[place] or [0] * len(names)
-        partitions = [tensors[place] for tensors in masters]
-        buffers.append(_RankedBuffer(ranks, place, names, paddings, partitions))
+        for sharers, own_names in [(ranks, names)] if sharing is None else sharing(place, names):
+            partitions = [masters[number][place] for number in sharers.numbers or range(ranks.dp)]
+            buffers.append(_RankedBuffer(sharers, place, own_names, paddings, partitions))
     numbers = {key for buffer in buffers for key in buffer.numbers()}
-    for place, buffer in enumerate(buffers):
+    for buffer in buffers:
+        place = buffer.place
         group = group_of.get(place, place) if ranks.partitioned else place
         yield buffer.read(group, numbers, step_policy)
 
@@ -273,7 +280,7 @@ class _RankedBuffer:
         stated = steps.StatedSteps(where)
         for rank, value in enumerate(values):
             shape = value.shape if isinstance(value, (Scalar, Tensor)) else ()
-            stated.add(f"rank {rank}, {what}", self.ranks.number(rank, value), shape)
+            stated.add(f"{self.ranks.name_of(rank)}, {what}", self.ranks.number(rank, value), shape)
         if 0 < len(stated.steps) < self.ranks.dp:
             raise InconsistentCheckpoint(
                 f"{self.ranks.directory.path}: only some ranks hold a step: {what}"

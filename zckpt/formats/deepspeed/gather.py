@@ -2,7 +2,9 @@
 
 Names and shapes stand in the order in which the engine flattened them (`param_shapes`). Stages 1
 and 2 (stage_1_and_2.py, bf16_optimizer.py) cut the flattened group; stage 3 (stage3.py) cuts every
-parameter, pads it, and concatenates a rank's slices. Stage 0 is in gather_whole.py. DeepSpeed
+parameter, pads it, and concatenates a rank's slices. Stage 0 is in gather_whole.py. A group of
+experts (`_configure_moe_settings` in stage_1_and_2.py) is cut over the ranks that have the same
+experts (utils/groups.py). DeepSpeed
 0.19.8.
 
 This module shares only the parser of torch files with the reader. It states again which file
@@ -27,6 +29,8 @@ from .gather_whole import whole
 
 Shapes = Mapping[str, tuple[int, ...]]
 SEVERAL = re.compile(r"^layer_\d+-.*model_states\.pt$|mp_rank_0*[1-9]\d*_")
+EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt")
+LOCAL = re.compile(r"(?<=\.deepspeed_moe\.experts\.deepspeed_experts\.)\d+(?=\.)")
 RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_?(optim|model)_states\.pt")
 
 
@@ -43,8 +47,9 @@ def partitions(directory: str) -> list[Partition]:
         return list(gather_whole.partitions(engine.models[0]))
     partitions: list[Partition] = []
     for number, shapes in enumerate(engine.param_shapes()):
-        partitions += engine.flat_group(number, shapes)
-    return [*partitions, *engine.frozen(), *engine.module()]
+        for ranks, renamed in engine.process_groups(number, shapes):
+            partitions += engine.flat_group(number, renamed, ranks)
+    return [*partitions, *engine.frozen(), *engine.module(), *engine.experts()]
 
 
 class _EngineFiles:
@@ -52,7 +57,10 @@ class _EngineFiles:
 
     def __init__(self, directory: str) -> None:
         paths: dict[str, dict[int, str]] = {"optim": {}, "model": {}}
-        for name in os.listdir(directory):
+        of_experts = []
+        for name in sorted(os.listdir(directory)):
+            if EXPERT.fullmatch(name):
+                of_experts.append(os.path.join(directory, name))
             if match := RANK.fullmatch(name):
                 paths[match[2]][int(match[1])] = os.path.join(directory, name)
         if not paths["model"]:  # stages 1 and 2: one file for all
@@ -62,6 +70,7 @@ class _EngineFiles:
             [TorchFile(path, parsed) for _, path in sorted(paths[kind].items())]
             for kind in ("optim", "model")
         )
+        self.expert_files = [TorchFile(path, parsed) for path in of_experts]
         self.states = [file.value["optimizer_state_dict"] for file in self.optimizers]
         self.model: dict[str, Any] = self.models[0].value
         self.dp = len(self.optimizers)
@@ -75,28 +84,79 @@ class _EngineFiles:
         groups = [shapes] if isinstance(shapes, dict) else shapes
         return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
-    def flat_group(self, number: int, shapes: Shapes) -> Iterator[Partition]:
+    def process_groups(self, number: int, shapes: Shapes) -> list[tuple[range, Shapes]]:
+        """The ranks that flatten a group together, and the names of what they flatten.
+
+        Expert-data-parallel groups: the experts of ep rank e are those that follow e times as many
+        as rank 0 has of a layer.
+        """
+        base = self.states[0].get("base_optimizer_state") or {}
+        groups = base.get("param_groups") if isinstance(base, dict) else None
+        about = groups[number] if groups else {}
+        if not about.get("moe"):
+            return [(range(self.dp), shapes)]
+        ep = int(about["name"].removeprefix("ep_size_"))
+        edp = self.dp // ep
+        config = self.model.get("ds_config")
+        data_first = isinstance(config, dict) and config.get("use_data_before_expert_parallelism")
+        local: dict[str, set[str]] = {}
+        for name in (name for group in self.param_shapes() for name in group):
+            if match := LOCAL.search(name):
+                local.setdefault(name[: match.start()], set()).add(match[0])
+
+        def renamed(name: str, ep_rank: int) -> str:
+            match = LOCAL.search(name)
+            if match is None:
+                return name
+            layer = name[: match.start()]
+            return f"{layer}{ep_rank * len(local[layer]) + int(match[0])}{name[match.end() :]}"
+
+        return [
+            (
+                range(e * edp, (e + 1) * edp) if data_first else range(e, self.dp, ep),
+                {renamed(name, e): shape for name, shape in shapes.items()},
+            )
+            for e in range(ep)
+        ]
+
+    def _number_on(self, rank: int, number: int) -> int:
+        """Where a rank has group `number` of rank 0: several sizes of experts have no order."""
+        if self.cuts_each_parameter:
+            return number
+        bases = [self.states[each].get("base_optimizer_state") or {} for each in (0, rank)]
+        if not all(isinstance(base, dict) and base.get("param_groups") for base in bases):
+            return number
+        names = [[group.get("name") for group in base["param_groups"]] for base in bases]
+        occurrence = names[0][:number].count(names[0][number])
+        same = [place for place, name in enumerate(names[1]) if name == names[0][number]]
+        return same[occurrence]
+
+    def flat_group(self, number: int, shapes: Shapes, ranks: range) -> Iterator[Partition]:
         """Masters and optimizer states of one flattened group (stage 3: of one sub-group)."""
         key = "fp32_flat_groups" if self.cuts_each_parameter else "single_partition_of_fp32_groups"
-        masters = [state[key][number] for state in self.states]
+        files = [self.optimizers[rank] for rank in ranks]
+        numbers = [self._number_on(rank, number) for rank in ranks]
+        masters = [self.states[rank][key][own] for rank, own in zip(ranks, numbers, strict=True)]
         firsts = self._firsts(number, shapes)
-        kept = [self._kept(state, number) for state in self.states]
+        kept = [
+            self._kept(self.states[rank], own) for rank, own in zip(ranks, numbers, strict=True)
+        ]
         states = {name: [rank.get(name) for rank in kept] for rank in kept for name in rank}
         for name, tensors in {"master": masters, **states}.items():
             partitions = [value for value in tensors if isinstance(value, Tensor) and value.shape]
             if name in self.numbers or not partitions:
                 continue
             slot = name if name == "master" else slot_name(name)
-            if len(partitions) == self.dp and _is_partition(partitions, masters):
+            if len(partitions) == len(ranks) and _is_partition(partitions, masters):
                 members = [
                     FlatMember(f"{parameter}/{slot}", shape, firsts[parameter])
                     for parameter, shape in shapes.items()
                 ]
-                pairs = zip(self.optimizers, partitions, strict=True)
+                pairs = zip(files, partitions, strict=True)
                 extents = tuple(file.extent(tensor) for file, tensor in pairs)
                 yield Partitioned(partitions[0].dtype, extents, members, self.cuts_each_parameter)
             else:
-                yield from self._whole_momenta(slot, tensors, masters, firsts, shapes)
+                yield from self._whole_momenta(files, slot, tensors, masters, firsts, shapes)
 
     def _numbers(self) -> set[str]:
         """States that are one number: the step, and tensors of one element if a rank has more."""
@@ -131,6 +191,7 @@ class _EngineFiles:
 
     def _whole_momenta(
         self,
+        files: Sequence[TorchFile],
         slot: str,
         tensors: Sequence[Any],
         masters: Sequence[Tensor],
@@ -155,7 +216,7 @@ class _EngineFiles:
             length = sum(prod(shape) for _, shape in members)
             if length != (tensor.numel if isinstance(tensor, Tensor) else 0):
                 return
-        for file, tensor, members in zip(self.optimizers, tensors, owned, strict=True):
+        for file, tensor, members in zip(files, tensors, owned, strict=True):
             start = 0
             for name, shape in members:
                 extent = file.extent(tensor.part(start, start + prod(shape)))
@@ -202,6 +263,12 @@ class _EngineFiles:
             if wanted and tensor.place not in seen:
                 seen.add(tensor.place)  # a tied weight has two names
                 yield whole(f"{name}/param", self.models[0], tensor)
+
+    def experts(self) -> Iterator[Whole]:
+        """Every expert's own file, in which it has its number in the whole layer."""
+        for file in self.expert_files:
+            for name, tensor in file.value.items():
+                yield whole(f"{name}/param", file, tensor)
 
 
 def _is_partition(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:

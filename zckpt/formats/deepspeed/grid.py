@@ -23,7 +23,7 @@ from typing import Any
 from ...core.facts import Grid
 from ...core.values import valueclass
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
-from ..deepspeed_states.directories import MODEL_3, OPTIMIZER, TagDirectory
+from ..deepspeed_states.directories import EXPERT, MODEL_3, OPTIMIZER, TagDirectory, refuse
 from ..deepspeed_states.states import EngineStates
 from .files import RankFiles, model_rank_of, rank_files
 
@@ -53,7 +53,8 @@ class GridFiles:
 def grid_files(directory: TagDirectory) -> GridFiles:
     """The files of all ranks. Raises IncompleteCheckpoint if one is missing, as far as names show.
 
-    Raises UnsupportedCheckpoint for what is not read yet: experts, NVMe offload.
+    Raises UnsupportedCheckpoint for what is not read yet: experts on several model ranks, NVMe
+    offload.
     """
     names = sorted(os.listdir(directory.path))
     found = {rank for name in names if (rank := model_rank_of(name)) is not None}
@@ -74,6 +75,9 @@ def grid_files(directory: TagDirectory) -> GridFiles:
         if (match := LAYER.fullmatch(name))
     }
     pp, tp = _sizes(directory, len(ranks), layers)
+    of_experts = {int(match[3]) for name in names if (match := EXPERT.fullmatch(name))}
+    if of_experts and (layers or of_experts | found != {0}):
+        refuse(directory, "mixture-of-experts layers on several model ranks")
     return GridFiles(ranks, layers, pp, tp)
 
 

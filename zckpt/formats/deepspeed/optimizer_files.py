@@ -57,7 +57,7 @@ def _optimizer_file(target: DeepSpeedTarget, name: str, rank: int, is_elastic: b
 def _flat_state(
     target: DeepSpeedTarget, rank: int, is_elastic: bool, storages: Storages
 ) -> dict[str, Any]:
-    partitions = [_RankPartition(buffer, target.dp, rank) for buffer in target.buffers]
+    partitions = [_partition(target, buffer, rank) for buffer in target.buffers]
     wrapped = target.engine.wraps_bf16
     states = {
         number: _states(target, partition, is_elastic, storages)
@@ -71,14 +71,14 @@ def _flat_state(
             for part in partitions
         ],
         "group_paddings": [part.size - part.owned for part in partitions],
-        "partition_count": [target.dp] * len(target.buffers),
+        "partition_count": [part.dp for part in partitions],
         "ds_version": target.version,
         "param_slice_mappings": [part.mapping() for part in partitions],
     }
     if wrapped:
-        last = rank == target.dp - 1
         common["group_paddings"] = [
-            part.size * target.dp - part.total if last else 0 for part in partitions
+            part.size * part.dp - part.total if part.rank == part.dp - 1 else 0
+            for part in partitions
         ]
         return common
     return {
@@ -87,6 +87,12 @@ def _flat_state(
         "zero_stage": stage_enum(target),
         "param_alignment_paddings": [list(buffer.paddings) for buffer in target.buffers],
     }
+
+
+def _partition(target: DeepSpeedTarget, buffer: TargetBuffer, rank: int) -> _RankPartition:
+    """A rank's share of a flat buffer; experts are cut over the ranks that have the same."""
+    _, place = target.expert_ranks.place(rank, buffer.ep)
+    return _RankPartition(buffer, target.dp // buffer.ep, place)
 
 
 def _states(
@@ -123,7 +129,7 @@ def _base_and_step(
 
 @valueclass
 class _RankPartition:
-    """Rank `rank`'s share of a flat buffer in stage 1 and 2, in elements."""
+    """Rank `rank`'s share of a flat buffer that `dp` ranks share in stage 1 and 2, in elements."""
 
     buffer: TargetBuffer
     dp: int

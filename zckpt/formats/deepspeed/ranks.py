@@ -49,6 +49,10 @@ def open_ranks(
     _check_world(directory, model, states[0], files.optimizers)
     partitioned = "fp32_flat_groups" in states[0]
     bases = _for_each(states, lambda state: _base(directory, state, partitioned))
+    if model.get("num_experts"):
+        from .group_order import in_order_of_first  # dense models start without
+
+        states, bases = in_order_of_first(states, bases)
     ranks = EngineStates(
         directory, models, optimizers, model, states, bases, version, len(states), partitioned
     )
@@ -80,9 +84,6 @@ def check_kind(
     """Raises UnsupportedCheckpoint for what model files show: old versions, other parallelism."""
     if version_numbers(version) < (0, 5, 10):
         refuse(directory, f"DeepSpeed {version}, before 0.5.10")
-    experts = model.get("num_experts")
-    if isinstance(experts, list) and any(experts):
-        refuse(directory, "mixture-of-experts layers")
     if not isinstance(model.get("module"), dict):
         raise IncompleteCheckpoint(
             f"{directory.path} has a pipeline's stages, but no file of a layer",
@@ -114,9 +115,9 @@ def _check_world(
         )
     count = state.get("partition_count")
     counts = {number for number in (count if isinstance(count, list) else [count]) if number}
-    if counts - {dp}:
+    if counts - {dp} and not model.get("num_experts"):  # those of experts.py
         sizes = ", ".join(map(str, counts))
-        refuse(directory, f"partitions over {sizes} of {dp} ranks (MiCS, experts)")
+        refuse(directory, f"partitions over {sizes} of {dp} ranks (MiCS)")
 
 
 def _check_same_save(ranks: EngineStates) -> None:

@@ -5,7 +5,7 @@ What only several model ranks or stage 0 need is imported when they are there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...core.manifest import Manifest
@@ -14,9 +14,10 @@ from ...files.torchfile import Parsed
 from ...training.steps import KEEP
 from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.manifest import manifest_of
-from ..deepspeed_states.states import open_files
+from ..deepspeed_states.states import EngineStates, open_files
 from .apart import ModelGrid, of_rank, open_apart, stacked
 from .files import RankFiles, locate
+from .flats import flat_buffers
 from .grid import GridFiles, check_grid, grid_files
 from .ranks import open_ranks
 
@@ -37,7 +38,7 @@ def read(
     model ranks are not joined, and each name begins with the number of its rank. Raises
     NotACheckpoint, IncompleteCheckpoint (a rank is missing), InconsistentCheckpoint (ranks
     contradict each other), CorruptCheckpoint, MissingData (nothing says how parameters are cut, or
-    what they are called), UnsupportedCheckpoint (MoE, NVMe offload, before 0.5.10).
+    what they are called), UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10).
     """
     directory = locate(path, tag)
     try:
@@ -104,6 +105,11 @@ def tensor_ranks(
     staged = bool(files.layers)
     ranks = [open_ranks(directory, each, parsed, staged) for each in files.ranks]
     grid = check_grid(directory, files, ranks)
+    with_experts = any(each.model.get("num_experts") for each in ranks)
+    if with_experts and not files.is_plain:
+        refuse(directory, "mixture-of-experts layers on several model ranks")
+    if with_experts or files.ranks[0].experts:
+        return [_with_experts(ranks[0], files.ranks[0].experts, step_policy)]
     manifests = [of_rank(each, step_policy) for each in ranks]
     if files.is_plain:
         return manifests
@@ -147,3 +153,22 @@ def _read_whole(
     return replace(
         manifest, inferred=tuple(whole.inferred), warnings=tuple(warnings), zero_padding=True
     )
+
+
+def _with_experts(
+    ranks: EngineStates,
+    paths: Mapping[tuple[int, int], str],
+    step_policy: str | None,
+) -> Manifest:
+    """The manifest of a model with experts, whose files are at `paths`."""
+    from .experts import open_experts, with_one_step  # dense models start without
+
+    experts = open_experts(ranks, paths)
+    config = ranks.effective_config(ranks.round_robin)
+    if experts.places.data_first:  # which a ds_config that is saved by its name does not say
+        config = {**config, "use_data_before_expert_parallelism": True}
+    buffers = list(flat_buffers(ranks, step_policy, experts.sharing))
+    buffers = with_one_step(buffers, step_policy)
+    manifest = manifest_of(ranks, buffers, "deepspeed", config, experts.module_dtype)
+    # stages 1 and 2 fill up with zeros
+    return replace(experts.complete(manifest), zero_padding=not ranks.partitioned)

@@ -19,7 +19,7 @@ from ...core.dtypes import FLOATS
 from ...core.values import valueclass
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, listed
 from ...files.torchfile import Parsed, Tensor, TorchFile
-from ..deepspeed_states.directories import TagDirectory
+from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.manifest import INFERRED
 from ..deepspeed_states.states import (
     FLAT_MASTERS,
@@ -79,6 +79,8 @@ def open_whole(
         raise without_optimizer(directory)
     version = version_of(model)
     check_kind(directory, version, model, stated_config(model, model))
+    if files.experts or model.get("num_experts"):
+        refuse(directory, "mixture-of-experts layers in ZeRO stage 0")
     wrapper = wrapper_of(optimizer)
     base = optimizer if wrapper is None else optimizer.get("optimizer_state_dict")
     if not isinstance(base, dict) or not isinstance(base.get("param_groups"), list):

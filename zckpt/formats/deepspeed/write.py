@@ -7,7 +7,7 @@ from typing import Any
 
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
-from ...errors import counted, literal
+from ...errors import counted, listed, literal
 from ...files.torchshell import seal_records
 from ...training import trainers
 from ...training.options import Options
@@ -16,7 +16,8 @@ from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.model_files import model_files
 from ..deepspeed_states.target import DeepSpeedTarget
-from . import elastic, whole_files, write_grid
+from . import elastic, regroup, whole_files, write_grid
+from .expert_shells import expert_files
 from .files import recovery_scripts
 from .optimizer_files import optimizer_files
 
@@ -32,14 +33,18 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     if "model_ranks" in source.source:
         return write_grid.lay_out(source, options)
     need_order(source)
-    target = DeepSpeedTarget(source, options)
+    spread, schedulers = regroup.over_ranks(source, options)
+    target = DeepSpeedTarget(spread, options)
+    regroup.check_target(target)
     is_elastic = elastic.is_elastic(target)
     warnings = reports.of_config(target)
     if not options.weights_only:
         check_states(target.engine, source, {slot for b in target.buffers for slot in b.slots})
         warnings += elastic.warnings(target) if is_elastic else reports.of_assumed(target)
     warnings += [*reports.of_stage_0(target), *reports.of_weights(target)]
-    siblings = target.take_siblings()
+    warnings += regroup.warnings(target, source)
+    replaced = {item.name for item in schedulers}
+    siblings = [pair for pair in target.take_siblings() if pair[0] not in replaced]
     if source.format == "deepspeed":
         target.left_out += recovery_scripts(source.root)
 
@@ -51,9 +56,14 @@ def lay_out(source: Manifest, options: Options) -> Layout:
             return
         yield from optimizer_files(target, is_elastic)
         yield from model_files(target, derives=True)
+        yield from expert_files(target)
+        yield from schedulers
 
     ranks = counted(target.dp, "rank")
-    about = f"a DeepSpeed run of {ranks}, ZeRO stage {target.engine.stage}, tag {target.tag}"
+    sizes = listed([*map(str, target.experts.sizes)])
+    experts = f", expert-parallel size {sizes}" if sizes else ""
+    stage = target.engine.stage
+    about = f"a DeepSpeed run of {ranks}, ZeRO stage {stage}{experts}, tag {target.tag}"
     # without ZeRO, load_optimizer_states=False leaves the masters as the model initializes them
     alone = "load_module_only=True" if target.engine.whole else "load_optimizer_states=False"
     only = f", {alone}" if options.weights_only else ""

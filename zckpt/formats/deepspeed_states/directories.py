@@ -16,6 +16,8 @@ MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 # the underscore before `optim` is missing in very old files; DeepSpeed still looks for these
 OPTIMIZER = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+# one expert of a layer; both are counted in the whole model
+EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 FILES = (MODEL, MODEL_3, OPTIMIZER)
 # files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
 TRAINER = re.compile(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -47,16 +47,18 @@ def _model_file(
     storages, state = Storages(), target.source.state
     model_rank = target.source.source.get("model_rank")  # of a run that keeps its model ranks
     pp, tp = (1, 1) if model_rank is None else (model_rank.grid.pp, model_rank.grid.tp)
-    buffers, staged = list(target.source.buffers), False
+    is_dense, is_on_first = target.experts.is_dense, target.experts.is_on_first
+    buffers, staged = list(filter(is_on_first, target.source.buffers)), False
     if model_rank is not None and model_rank.grid.staged:  # weights are in files of layers
         buffers, staged = list(model_rank.buffers), True
-    weights = {} if staged else _weights(target, derives, storages)
+    own = [*filter(is_dense, (*target.source.parameters, *target.source.buffers))]
+    weights = {} if staged else module_weights(target, derives, storages, own)
     module: OrderedDict[str, Any] = OrderedDict()
     extra = state.get("module_extra") or {}
     names = state.get("module") or [
         *target.source.parameters, *target.source.buffers, *target.aliases
     ]  # fmt: skip
-    for key in names:
+    for key in filter(is_dense, names):
         if key in extra:
             module[key] = target.thawed(extra[key], storages)
         elif (weight := weights.get(target.aliases.get(key, key))) is not None:
@@ -86,6 +88,7 @@ def _model_file(
         "checkpoint_parallel_dimensions": {"pp_degree": pp, "tp_degree": tp},
         "ds_config": target.engine.config,
         "ds_version": target.version,
+        **_of_experts(target),
         **target.thawed(target.client_state, storages),
     }
     return shell(name, value, storages)
@@ -109,16 +112,31 @@ def _shared(target: DeepSpeedTarget, rank: int) -> dict[str, str] | None:
     """Second names of tied weights; the engine writes none in stage 0."""
     if target.engine.whole:
         return None
-    return dict(target.aliases) if rank == 0 else {}
+    names = target.aliases.items() if rank == 0 else ()
+    return {alias: name for alias, name in names if target.experts.is_on_first(name)}
 
 
-def _weights(target: DeepSpeedTarget, derives: bool, storages: Storages) -> dict[str, Tensor]:
-    """What the module holds: in stage 3, placeholders for parameters."""
+def _of_experts(target: DeepSpeedTarget) -> dict[str, Any]:
+    """What the model file of a model with experts states of them."""
+    if not target.experts:
+        return {}
+    counts = [layer.experts for layer in target.experts.layers.values()]
+    return {"num_experts": counts, "ds_autoep_layers": None}
+
+
+def module_weights(
+    target: DeepSpeedTarget, derives: bool, storages: Storages, names: Iterable[str]
+) -> dict[str, Tensor]:
+    """What the module holds under some names: in stage 3, placeholders for parameters."""
     source, engine = target.source, target.engine
     weights: dict[str, Tensor] = {}
-    for name, parameter in source.parameters.items():
-        shape = (0,) if engine.partitioned else parameter.shape
+    for name in names:
         entry = source.entries.get(f"{name}/param")
+        if name not in source.parameters:
+            if entry is not None:  # a buffer, not a second name
+                weights[name] = storages.tensor(entry.dtype, entry.shape)
+            continue
+        shape = (0,) if engine.partitioned else source.parameters[name].shape
         dtype = engine.dtype
         derived = engine.partitioned or (derives and name in target.trainable)
         if entry is None and (name in target.frozen or not derived):
@@ -126,9 +144,6 @@ def _weights(target: DeepSpeedTarget, derives: bool, storages: Storages) -> dict
         if entry is not None and name in target.frozen:
             dtype = _frozen_dtype(target, entry.dtype)
         weights[name] = storages.tensor(dtype, shape)
-    for name in source.buffers:
-        entry = source.entries[f"{name}/param"]
-        weights[name] = storages.tensor(entry.dtype, entry.shape)
     return weights
 
 
@@ -150,6 +165,8 @@ def _frozen(
     """
     if target.engine.stage < 2 or peft.is_adapter_alone(target.source.parameters):
         return None, None
+    if any(not target.experts.is_dense(name) for name in target.frozen):
+        return None, None  # the engine would give all ranks rank 0's experts (0.19.8)
     names = [name for name in target.frozen if name in weights]
     before = target.engine.before
     has_none = before is not None and before.excludes_frozen is False

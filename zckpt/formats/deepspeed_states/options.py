@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
+from ...errors import WrongOption
 from ...training.options import ALLOW_OBJECT, DP, DTYPE, GROUP_DEFAULTS, WEIGHTS_ONLY, Option
+
+
+def _check_ep(ep: int) -> None:
+    if ep < 1:
+        raise WrongOption(f"--ep cannot be {ep}", hint="give a number of ranks, at least 1")
+
+
+def _check_group_size(size: int) -> None:
+    if size < 1:
+        raise WrongOption(f"--max-group-size cannot be {size}", hint="give a number of elements")
+
 
 STAGE: Option[int | None] = Option(
     "stage",
@@ -28,6 +40,29 @@ OPTIMIZER: Option[str | None] = Option(
     group="Optimizer and steps",
     rare=True,
 )
+EP: Option[int | None] = Option(
+    "ep",
+    "--ep",
+    None,
+    "Number of ranks that share the experts of a MoE layer",
+    kind="integer",
+    usual="the source's",
+    check=_check_ep,
+    rare=True,
+    reason="whole experts are written",
+)
+MAX_GROUP_SIZE: Option[int | None] = Option(
+    "max_group_size",
+    "--max-group-size",
+    None,
+    "Elements at which the program cuts groups of experts, for another --ep",
+    kind="integer",
+    usual="DeepSpeed's",
+    metavar="N",
+    check=_check_group_size,
+    rare=True,
+    reason="whole experts are written",
+)
 CONFIG: Option[dict[str, Any] | None] = Option(
     "config",
     "--ds-config",
@@ -41,11 +76,15 @@ CONFIG: Option[dict[str, Any] | None] = Option(
 
 OPTIONS = (DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT)
 """What the writers of both of DeepSpeed's formats understand."""
+OF_EXPERTS = (EP, MAX_GROUP_SIZE)
+"""What only the writer of ranks' files understands."""
 
 
 class Keywords(TypedDict, total=False):
     """The options of this module as keyword arguments, for type checkers and editors."""
 
     stage: int | None
+    ep: int | None
+    max_group_size: int | None
     optimizer: str | None
     config: dict[str, Any] | None

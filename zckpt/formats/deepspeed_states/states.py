@@ -43,6 +43,10 @@ class EngineStates:
     """Stage 3: every parameter is cut by itself."""
     whole: bool = False
     """Stage 0: the model file keeps the whole optimizer."""
+    numbers: tuple[int, ...] = ()
+    """The ranks whose files these are; empty for all ranks."""
+    everyone: EngineStates | None = None
+    """What all ranks say, if these are some of them."""
 
     @property
     def first(self) -> dict[str, Any]:
@@ -100,7 +104,17 @@ class EngineStates:
         """
         if self.stage < 2 or "frozen_param_fragments" not in self.model:
             return None
-        return self.model["frozen_param_fragments"] is None
+        left_out = self.model["frozen_param_fragments"] is None
+        # with frozen experts zckpt writes no fragments, and leaves nothing out (model_files.py)
+        return left_out and not (self.model.get("num_experts") and self._has_frozen_weights)
+
+    @property
+    def _has_frozen_weights(self) -> bool:
+        """Whether the module has weights that are neither trained nor buffers nor second names."""
+        others = {*(self.model.get("buffer_names") or ()), *(self.model.get("shared_params") or ())}
+        others |= {name for names in self.param_shapes() for name in names}
+        module = self.model["module"].items()
+        return any(isinstance(t, Tensor) and name not in others for name, t in module)
 
     @property
     def round_robin(self) -> bool:
@@ -109,17 +123,21 @@ class EngineStates:
         A run that was started with `--deepspeed_config FILE` saves only the file's name; then the
         order of the module's own names shows it.
         """
+        if self.everyone is not None:
+            return self.everyone.round_robin
         if self.engine_class != "DeepSpeedZeroOptimizer":
             return False
         if self.config:
             return bool(nested(self.config, "zero_optimization", "round_robin_gradients"))
         order = {name: place for place, name in enumerate(self.model["module"])}
-        for names in map(list, self.param_shapes()):
+        groups = [list(names) for names in self.param_shapes()]
+        groups = [names for names in groups if order.keys() >= set(names)]  # not of experts
+        for names in groups:
             plain = sorted(names, key=lambda name: order.get(name, 0))
             laid_out = [plain[place] for place in zero.round_robin(len(plain), self.dp)]
             if names != laid_out:
                 return False
-        return any(len(names) > self.dp > 1 for names in self.param_shapes())
+        return any(len(names) > self.dp > 1 for names in groups)
 
     def effective_config(self, round_robin: bool) -> dict[str, Any]:
         """The ds_config, or what the files show of one that was saved by its name alone."""
@@ -166,6 +184,10 @@ class EngineStates:
     def groups(self, place: int) -> list[dict[str, Any]]:
         """Every rank's param_groups[place]; empty ones in elastic files."""
         return [item(base.get("param_groups"), place) for base in self.bases]
+
+    def name_of(self, place: int) -> str:
+        """The rank of file number `place`, as errors name it."""
+        return f"rank {self.numbers[place] if self.numbers else place}"
 
     def number(self, rank: int, value: Any) -> Any:
         """`value` of an optimizer file; a tensor of one element by value."""

@@ -27,6 +27,7 @@ from ...training.trainers import ACCELERATE, program_of
 from .. import zero
 from .directories import POINTERS
 from .engine import TargetEngine
+from .experts import ExpertLayers, ExpertRanks
 from .hyper import FLAT, NEEDED_NUMBERS, adam_class, complete_groups, optimizer_name, wrapper
 from .manifest import ENGINE_KEYS
 from .states import COUNTERS
@@ -49,6 +50,7 @@ class TargetBuffer:
     scalars: Mapping[str, Scalar]
     slots: Mapping[str, str]  # optimizer states and their dtypes
     master: str  # the masters' dtype
+    ep: int = 1  # how many such buffers there are, each for the experts of some ranks
 
 
 def _refuse_grid(source: Manifest) -> None:
@@ -78,6 +80,8 @@ class DeepSpeedTarget:
         self.dp = self.engine.dp
         self.wrapper = wrapper(self.engine, source) if self.engine.whole else None
         self.optimizer_state: dict[str, Any] = source.state.get("optimizer") or {}
+        self.experts = ExpertLayers.of_manifest(source)
+        self.expert_ranks = ExpertRanks.of_config(self.dp, self.engine.config)
         self._slots = list(filter(is_optimizers, source.slots))
         parameters = source.parameters.items()
         self.trainable = {name: parameter for name, parameter in parameters if parameter.trainable}
@@ -102,48 +106,63 @@ class DeepSpeedTarget:
                 for name, parameter in self.trainable.items()
                 if (parameter.group or 0) == group
             ]
-            numels = [prod(self.trainable[name].shape) for name in names]
-            for places in self._arranged(names, numels):
-                yield self._buffer(group, [names[p] for p in places], [numels[p] for p in places])
+            ep = self.experts.ep_of(names)
+            first = self.experts.on_rank(names, 0) if ep > 1 else names
+            numels = [prod(self.trainable[name].shape) for name in first]
+            for places in self._arranged(first, numels, self.dp // ep):
+                laid_out = [first[place] for place in places]
+                others = [] if ep == 1 else names
+                yield self._buffer(group, laid_out, [numels[p] for p in places], others, ep)
 
-    def _arranged(self, names: Sequence[str], numels: Sequence[int]) -> list[list[int]]:
+    def _arranged(self, names: Sequence[str], numels: Sequence[int], dp: int) -> list[list[int]]:
         """Positions of a group's parameters, per flat buffer, in the order in which they lie.
 
-        In stage 0 each parameter is by itself, unless the wrapper flattens groups.
+        The buffer is cut over `dp` ranks. In stage 0 each parameter is by itself, unless the
+        wrapper flattens groups.
         """
         if self.engine.whole and self.wrapper != FLAT:
             return [[place] for place in range(len(names))]
         if self.engine.partitioned:
-            widths = [-(-numel // self.dp) for numel in numels]
+            widths = [-(-numel // dp) for numel in numels]
             return zero.sub_groups(widths, self.engine.sub_group_size)
         if self.engine.round_robin:
-            return [zero.round_robin(len(names), self.dp)]
+            return [zero.round_robin(len(names), dp)]
         return [list(range(len(names)))]
 
-    def _buffer(self, group: int, names: Sequence[str], numels: Sequence[int]) -> TargetBuffer:
+    def _buffer(
+        self,
+        group: int,
+        names: Sequence[str],
+        numels: Sequence[int],
+        others: Sequence[str],
+        ep: int,
+    ) -> TargetBuffer:
+        """One flat buffer; `others` are the members of the group on all of `ep` ranks."""
         paddings = [0] * len(names)
         if self.engine.aligned:
             paddings = zero.alignment_paddings(numels, SIZES[self.engine.dtype])
-        parameters = [self.trainable[name] for name in names]
-        slots = dict(pair for name in names for pair in self._states(name))
-        for name in names:
+        members = others or names
+        parameters = [self.trainable[name] for name in members]
+        slots = dict(pair for name in members for pair in self._states(name))
+        for name in members:
             missing = set(slots) - {slot for slot, _ in self._states(name)}
             if missing:
                 raise MissingData(
                     f"the source holds {sorted(missing)[0]} of other parameters of the same group, "
                     f"but not of {name}"
                 )
-        masters = {self.master_dtype(name) for name in names}
+        masters = {self.master_dtype(name) for name in members}
         return TargetBuffer(
             group,
             names,
             numels,
             paddings,
             zero.offsets(numels, paddings),
-            self._shared("step", names, [parameter.step for parameter in parameters]),
-            self._shared_scalars(names, parameters),
+            self._shared("step", members, [parameter.step for parameter in parameters]),
+            self._shared_scalars(members, parameters),
             slots,
             masters.pop() if len(masters) == 1 else "F32",
+            ep,
         )
 
     def _states(self, name: str) -> tuple[tuple[str, str], ...]:

@@ -23,6 +23,7 @@ from ...files.torchshell import Storages, seal_records, shell
 from ...training.options import Options
 from .. import zero
 from ..deepspeed_states import reports
+from ..deepspeed_states.experts import refuse_experts
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.model_files import model_files
 from ..deepspeed_states.optimizer_values import (
@@ -51,6 +52,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     optimizer keeps per parameter (NAdam), in stage 3 any optimizer but Adam; names that cannot be
     the names of folders.
     """
+    refuse_experts(source)
     target = DeepSpeedTarget(source, options)
     if target.engine.stage == 0:
         raise WrongOption(

@@ -205,7 +205,7 @@ def _require_room(path: str, entries: Mapping[str, Entry], files: Collection[str
 def _check_source(path: str, document: Mapping[str, Any]) -> None:
     """Raises CorruptCheckpoint for values that names of folders and ranks cannot be built from."""
     source = document["source"]
-    dp, stage, tag = (source.get(key) for key in ("dp", "zero_stage", "tag"))
+    dp, stage, tag, ep = (source.get(key) for key in ("dp", "zero_stage", "tag", "ep"))
     groups = document["groups"]
     count = len(groups) if groups is not None else None
     members = [item["group"] for item in document["parameters"].values()]
@@ -216,6 +216,7 @@ def _check_source(path: str, document: Mapping[str, Any]) -> None:
             if key in ("format", "version")
         )
         and (dp is None or (type(dp) is int and 0 < dp <= MAX_DP))
+        and (ep is None or (type(ep) is int and 0 < ep <= MAX_DP))
         and (stage is None or (type(stage) is int and 0 <= stage <= 3))
         and (tag is None or (isinstance(tag, str) and not re.search(r"[/\\\0]|^\.*$", tag)))
         and all(
@@ -226,7 +227,8 @@ def _check_source(path: str, document: Mapping[str, Any]) -> None:
     )
     if not valid:
         raise CorruptCheckpoint(
-            f"{os.path.join(path, MANIFEST)} states a dp, stage, tag or group that is not possible"
+            f"{os.path.join(path, MANIFEST)} states a dp, ep, stage, tag or group that is not "
+            "possible"
         )
 
 

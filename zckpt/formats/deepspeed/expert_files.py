@@ -1,0 +1,128 @@
+"""The files of experts: one for each expert of each layer, with its 16-bit weights and buffers.
+
+    layer_M_expert_N_mp_rank_00_model_states.pt     M counts the layers, N the experts of the layer
+
+The keys are names in the whole model, with the number N. The model file lists how many experts each
+layer has (`num_experts`). DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
+from ...core.values import valueclass
+from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, listed
+from ...files.torchfile import Parsed, Tensor, TorchFile
+from ..deepspeed_states.experts import expert_name
+from ..deepspeed_states.states import EngineStates, dictionary, open_files
+
+
+def file_name(layer: int, expert: int) -> str:
+    """The name of an expert's file."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+
+
+@valueclass
+class ExpertFile:
+    """One opened file: `tensors` are by their names in the whole model."""
+
+    file: TorchFile
+    tensors: Mapping[str, Tensor]
+
+
+@valueclass
+class LayerFiles:
+    """The files of all experts of one layer, whose name all keys begin with."""
+
+    name: str
+    files: Sequence[ExpertFile]
+
+    @property
+    def inner_names(self) -> list[str]:
+        """What every expert has, in the order of its module."""
+        names = (expert_name(name) for name in self.files[0].tensors)
+        return [name.inner for name in names if name is not None]
+
+
+def layers_of(ranks: EngineStates, paths: Mapping[tuple[int, int], str]) -> list[LayerFiles]:
+    """The files of all layers, in the engine's order.
+
+    Raises IncompleteCheckpoint (a file is missing) and InconsistentCheckpoint (a file too many, or
+    one with another expert than its name says, or one of another shape).
+    """
+    directory, counts = ranks.directory.path, ranks.model.get("num_experts") or ()
+    if not all(type(count) is int and count > 0 for count in counts):
+        raise CorruptCheckpoint(f"{directory}: the model states list {counts!r} experts by layer")
+    # a damaged number may be huge: only a few missing files are listed
+    missing = list(islice((place for place in _places(counts) if place not in paths), 4))
+    if missing:
+        raise IncompleteCheckpoint(
+            f"{directory} lacks {listed([file_name(*place) for place in missing], 3)}",
+            hint="copy all files of the save again: there is one for every expert",
+        )
+    wanted = list(_places(counts))
+    if surplus := sorted(paths.keys() - set(wanted)):
+        raise InconsistentCheckpoint(
+            f"{paths[surplus[0]]} is one file too many: the model states list "
+            f"{listed([*map(str, counts)])} experts by layer",
+            hint="files of another save may lie between them; keep those of one save",
+        )
+    opened = iter(open_files([paths[place] for place in wanted], Parsed()))
+    layers = []
+    for layer, count in enumerate(counts):
+        files = [_checked(next(opened), number) for number in range(count)]
+        layers.append(_layer(layer, files))
+    names = [layer.name for layer in layers]
+    if len(set(names)) < len(names):
+        raise InconsistentCheckpoint(
+            f"{directory}: two layers of files hold experts of {listed(names)}",
+            hint="expert files of two layers seem to be mixed; copy all files again",
+        )
+    return layers
+
+
+def _places(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The numbers of all experts: of the layer, and in the layer."""
+    return ((layer, number) for layer, count in enumerate(counts) for number in range(count))
+
+
+def _checked(file: TorchFile, number: int) -> ExpertFile:
+    """A file whose keys all name expert `number`."""
+    value = dictionary(file, file.value)
+    for key, tensor in value.items():
+        name = expert_name(key) if isinstance(key, str) else None
+        if name is None or not isinstance(tensor, Tensor):
+            raise CorruptCheckpoint(f"{file.path} is not a file of one expert: it has {key!r}")
+        if name.number != number:
+            raise InconsistentCheckpoint(
+                f"{file.path} holds expert {name.number}, and its name says {number}",
+                hint="two expert files seem to be swapped; copy all files again",
+            )
+    return ExpertFile(file, value)
+
+
+def _layer(number: int, files: Sequence[ExpertFile]) -> LayerFiles:
+    """The files of one layer, which must have alike contents."""
+    first = _forms(files[0])
+    names = {name.layer for item in files for name in map(expert_name, item.tensors) if name}
+    if len(names) > 1:
+        raise InconsistentCheckpoint(
+            f"{files[0].file.path} and the files of the other experts are of different layers: "
+            f"{listed(sorted(names))}",
+            hint="expert files of two layers seem to be swapped; copy all files again",
+        )
+    for item in files:
+        if _forms(item) != first or not first:
+            raise InconsistentCheckpoint(
+                f"{item.file.path} holds other tensors than {os.path.basename(files[0].file.path)}",
+                hint=f"all experts of layer {number} have tensors of the same names and shapes",
+            )
+    return LayerFiles(names.pop(), files)
+
+
+def _forms(item: ExpertFile) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Names, types and shapes in a file, without the number of the expert."""
+    named = ((expert_name(key), tensor) for key, tensor in item.tensors.items())
+    return [(name.inner, tensor.dtype, tensor.shape) for name, tensor in named if name]

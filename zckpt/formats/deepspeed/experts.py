@@ -1,0 +1,357 @@
+"""A model's experts in the files of all ranks: their flat buffers, weights and global names.
+
+The model file lists the parameters of rank 0, whose experts are numbered from 0. These names stand
+for the experts of every ep rank. So a flat group of experts is as many flat buffers as there are ep
+ranks, and each is cut over the ranks that have the same experts:
+
+    dp 4, ep 2         rank 0     rank 1     rank 2     rank 3
+    dense group          1/4        2/4        3/4        4/4
+    experts 0, 1         1/2                   2/2
+    experts 2, 3                    1/2                   2/2
+
+DeepSpeed 0.19.8, stage_1_and_2.py `_configure_moe_settings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...core.experts import ExpertLayer
+from ...core.facts import FlatBufferEngine
+from ...core.manifest import Entry, Manifest, Parameter
+from ...core.values import valueclass
+from ...errors import InconsistentCheckpoint, listed
+from ...files.torchfile import Tensor, TorchFile
+from ...training import steps
+from ..deepspeed_states.directories import refuse
+from ..deepspeed_states.experts import (
+    ExpertLayers,
+    ExpertRanks,
+    expert_name,
+)
+from ..deepspeed_states.flats import FlatBuffer
+from ..deepspeed_states.states import EngineStates, ParameterShapes
+from .expert_files import LayerFiles, layers_of
+from .expert_places import UNKNOWN, places_by_bytes
+
+GATE = ".deepspeed_moe.gate.wg.weight"
+
+
+@valueclass
+class Experts:
+    """The experts in the files of all ranks."""
+
+    ranks: EngineStates
+    files: Sequence[LayerFiles]
+    layers: ExpertLayers
+    places: ExpertRanks
+
+    # -- flat buffers
+
+    def sharing(
+        self, group: int, shapes: ParameterShapes
+    ) -> list[tuple[EngineStates, ParameterShapes]]:
+        """The flat buffers of a group: the ranks that share each, and what lies in it.
+
+        Raises InconsistentCheckpoint if the files contradict each other about a group of experts.
+        """
+        layers = [self.layers.layer_of(name) for name in shapes]
+        eps = {1 if layer is None else layer.ep for layer in layers}
+        if len(eps) > 1:
+            raise InconsistentCheckpoint(
+                f"{self.ranks.directory.path}: flat group {group} has parameters that "
+                f"{listed([*map(str, sorted(eps))])} expert-parallel ranks share",
+                hint="files of different saves seem to be mixed",
+            )
+        ep = eps.pop() if eps else 1
+        self._check_group(group, ep, any(layers))
+        if ep == 1:
+            return [(self.ranks, shapes)]
+        return [
+            (
+                self._of_ranks(self.places.alike(ep_rank, ep)),
+                {self.layers.global_name(name, ep_rank): shapes[name] for name in shapes},
+            )
+            for ep_rank in range(ep)
+        ]
+
+    def _check_group(self, group: int, ep: int, of_experts: bool) -> None:
+        """The group's own statements: its name, and over how many ranks it is cut."""
+        where = f"{self.ranks.directory.path}: flat group {group}"
+        counts = self.ranks.first.get("partition_count")
+        count = counts[group] if isinstance(counts, list) and group < len(counts) else None
+        if count not in (None, self.ranks.dp // ep):
+            raise InconsistentCheckpoint(
+                f"{where} is cut over {count} ranks, but {self.ranks.dp} ranks with an "
+                f"expert-parallel size of {ep} would cut it over {self.ranks.dp // ep}",
+                hint="files of different saves seem to be mixed",
+            )
+        stated = self.ranks.groups(group)[0]
+        name = stated.get("name")
+        if of_experts and stated.get("moe") and name != f"ep_size_{ep}":
+            raise InconsistentCheckpoint(
+                f"{where} is named {name!r}, but the names of its experts show an "
+                f"expert-parallel size of {ep}",
+                hint="model and optimizer files of different saves seem to be mixed",
+            )
+
+    def _of_ranks(self, numbers: Sequence[int]) -> EngineStates:
+        """What some of the ranks say, as if they were all."""
+        ranks = self.ranks
+        return replace(
+            ranks,
+            optimizers=[ranks.optimizers[number] for number in numbers],
+            states=[ranks.states[number] for number in numbers],
+            bases=[ranks.bases[number] for number in numbers],
+            dp=len(numbers),
+            numbers=tuple(numbers),
+            everyone=ranks,
+        )
+
+    # -- the manifest
+
+    @property
+    def module_dtype(self) -> str:
+        """The type of the module's trainable weights, if no dense weight shows it."""
+        stored = {**self._stored, **self.ranks.model["module"]}
+        names = (name for names in self.ranks.param_shapes() for name in names)
+        weights = (stored.get(name) for name in names)
+        return next((each.dtype for each in weights if isinstance(each, Tensor)), "F32")
+
+    @property
+    def _stored(self) -> dict[str, Tensor]:
+        """Every tensor of every expert, by its name in the whole model."""
+        return {
+            name: tensor
+            for layer in self.files
+            for item in layer.files
+            for name, tensor in item.tensors.items()
+        }
+
+    def complete(self, manifest: Manifest) -> Manifest:
+        """The manifest with the experts' weights and buffers, and with all experts in order.
+
+        Without them it has the experts' masters and states alone, one ep rank after the other.
+        """
+        order = self._order(manifest)
+        buffers = self._everywhere(self.ranks.model.get("buffer_names") or ())
+        known, aliases = set(buffers), self._aliases()
+        own: dict[str, list[str]] = {}
+        for alias, owner in aliases.items():
+            own.setdefault(owner, []).append(alias)
+        parameters = {
+            name: replace(about, aliases=tuple(own[name])) if name in own else about
+            for name, about in ((name, manifest.parameters[name]) for name in order)
+        }
+        entries: dict[str, Entry] = {}
+        replicas = list(manifest.replicas)
+        for layer in self.files:
+            for item in layer.files:
+                for name, tensor in item.tensors.items():
+                    owner = aliases.get(name, name)
+                    entry = _entry(owner, tensor, item.file)
+                    if owner not in parameters and owner not in known:
+                        parameters[owner] = Parameter(tensor.shape, trainable=False)
+                    _check_shape(item.file, name, tensor, parameters.get(owner))
+                    first = entries.setdefault(entry.name, entry)
+                    if first is not entry and first.fragments != entry.fragments:
+                        replicas.append(entry)
+        assert isinstance(manifest.engine, FlatBufferEngine)
+        frozen = [name for name, about in parameters.items() if not about.trainable]
+        parameters |= {name: parameters.pop(name) for name in frozen}
+        self._check_complete(parameters, entries)
+        return replace(
+            manifest,
+            source={**manifest.source, "ep": max(self.layers.sizes)},
+            entries=_in_order(parameters, buffers, {**manifest.entries, **entries}),
+            parameters=parameters,
+            buffers=tuple(buffers),
+            replicas=tuple(replicas),
+            engine=replace(manifest.engine, experts=self.layers.listed),
+            state=self._state(manifest),
+            records=(*manifest.records, *(r for f in self._opened for r in f.records.values())),
+            files=(*manifest.files, *(file.path for file in self._opened)),
+        )
+
+    @property
+    def _opened(self) -> Iterator[TorchFile]:
+        return (item.file for layer in self.files for item in layer.files)
+
+    def _order(self, manifest: Manifest) -> list[str]:
+        """All parameters, in every group as they lie; experts of all ranks between each other."""
+        groups: dict[int | None, list[str]] = {}
+        for name, about in manifest.parameters.items():
+            groups.setdefault(about.group if about.trainable else None, []).append(name)
+        frozen = groups.pop(None, [])
+        order = []
+        for names in groups.values():
+            first = [name for name in names if self.layers.is_on_first(name)]
+            order += self.layers.everywhere(first)
+        return [*order, *frozen]
+
+    def _everywhere(self, names: Sequence[str]) -> list[str]:
+        """Names of rank 0, with the same of all other ranks' experts."""
+        module = self.ranks.model["module"]
+        kept = [
+            name
+            for name in names
+            if self.layers.layer_of(name) is not None or isinstance(module.get(name), Tensor)
+        ]
+        return self.layers.everywhere(kept)
+
+    def _aliases(self) -> dict[str, str]:
+        """Second names of tied weights inside of experts, on all ranks."""
+        shared = self.ranks.model.get("shared_params") or {}
+        names: dict[str, str] = {}
+        for alias, owner in shared.items():
+            layer, other = self.layers.layer_of(alias), self.layers.layer_of(owner)
+            if layer is not None and layer == other:
+                for ep_rank in range(layer.ep):
+                    name = self.layers.global_name(alias, ep_rank)
+                    names[name] = self.layers.global_name(owner, ep_rank)
+        return names
+
+    def _state(self, manifest: Manifest) -> dict[str, Any]:
+        """The state, with the experts where they stand in the module."""
+        behind = {f"{layer.name}{GATE}": layer for layer in self.files}
+        module: list[str] = []
+        for name in manifest.state["module"]:
+            module.append(name)
+            if name in behind:
+                module += [key for item in behind[name].files for key in item.tensors]
+        known = set(module)
+        module += [key for key in self._stored if key not in known]
+        return {**manifest.state, "module": module}
+
+    def _check_complete(
+        self, parameters: Mapping[str, Parameter], entries: Mapping[str, Entry]
+    ) -> None:
+        """Every expert that the optimizer knows must have a weight in its file."""
+        lost = [
+            name
+            for name in parameters
+            if self.layers.layer_of(name) is not None and f"{name}/param" not in entries
+        ]
+        if lost:
+            raise InconsistentCheckpoint(
+                f"{self.ranks.directory.path}: the optimizer has {listed(lost, 3)}, and the files "
+                "of the experts do not",
+                hint="files of different saves seem to be mixed",
+            )
+
+
+def open_experts(ranks: EngineStates, paths: Mapping[tuple[int, int], str]) -> Experts:
+    """The experts of a checkpoint, whose files are at `paths`.
+
+    Raises UnsupportedCheckpoint (AutoEP, elastic files, an order of ranks that nothing shows),
+    IncompleteCheckpoint and InconsistentCheckpoint.
+    """
+    directory, model = ranks.directory, ranks.model
+    if model.get("ds_autoep_layers") or model.get("autoep_layers"):
+        refuse(directory, "AutoEP")
+    counts = model.get("num_experts")
+    if not isinstance(counts, list):
+        refuse(directory, "mixture-of-experts layers of an old release")
+    if ranks.partitioned or ranks.elastic:
+        refuse(directory, "mixture-of-experts layers in stage 3 or in elastic files")
+    files = layers_of(ranks, paths)
+    _check_order(ranks, [layer.name for layer in files])
+    layers = ExpertLayers({layer.name: _spread_over(ranks, layer) for layer in files})
+    return Experts(ranks, files, layers, _places(ranks, files, layers))
+
+
+def _places(ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers) -> ExpertRanks:
+    """Which ranks have which experts: by the ds_config, or by bytes if only its name is known."""
+    if ranks.config_path is None or all(ep in (1, ranks.dp) for ep in layers.sizes):
+        return ExpertRanks.of_config(ranks.dp, ranks.config)
+    for names in ranks.param_shapes():
+        in_order = layers.is_regular(layers.everywhere([*names]))
+        is_shown = ranks.round_robin or in_order  # perhaps round robin, which nothing shows
+        if not is_shown and any(map(layers.layer_of, names)):
+            refuse(ranks.directory, UNKNOWN)
+    items = [item for layer in files for item in layer.files]
+    stored = {name: (item.file, t) for item in items for name, t in item.tensors.items()}
+    return places_by_bytes(ranks, layers, stored)
+
+
+def _check_order(ranks: EngineStates, names: Sequence[str]) -> None:
+    """The numbers of layers in names of files, and the module's own order, must agree."""
+    gates = [key.removesuffix(GATE) for key in ranks.model["module"] if key.endswith(GATE)]
+    if set(gates) == set(names) and gates != [*names]:
+        raise InconsistentCheckpoint(
+            f"{ranks.directory.path}: by the names of the expert files the layers are "
+            f"{listed(names)}, in the model they are {listed(gates)}",
+            hint="expert files of two layers seem to be swapped; copy all files again",
+        )
+
+
+def _spread_over(ranks: EngineStates, layer: LayerFiles) -> ExpertLayer:
+    """Over how many ranks the experts of a layer are spread: by how many rank 0 has."""
+    model = ranks.model
+    named = (
+        *(name for names in ranks.param_shapes() for name in names),
+        *(model.get("frozen_param_shapes") or ()),
+        *(model.get("buffer_names") or ()),
+    )
+    parts = [part for part in map(expert_name, named) if part and part.layer == layer.name]
+    local, experts = len({part.number for part in parts}), len(layer.files)
+    if not local:
+        refuse(ranks.directory, f"experts of {layer.name}, none of which is trained")
+    ep = experts // local
+    if {part.number for part in parts} != set(range(local)) or ep * local != experts:
+        raise InconsistentCheckpoint(
+            f"{ranks.directory.path}: rank 0 has {local} of the {experts} experts of {layer.name}, "
+            "which is no equal share",
+            hint="model and expert files of different saves seem to be mixed",
+        )
+    if ranks.dp % ep:
+        raise InconsistentCheckpoint(
+            f"{ranks.directory.path}: {ranks.dp} ranks cannot share {layer.name} by an "
+            f"expert-parallel size of {ep}",
+            hint="model and optimizer files of different saves seem to be mixed",
+        )
+    return ExpertLayer(layer.name, experts, ep)
+
+
+def with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[FlatBuffer]:
+    """The flat buffers of all ep ranks, whose groups have one step each; raises if they differ."""
+    result = []
+    for buffer in buffers:
+        same = [other for other in buffers if other.group == buffer.group]
+        stated = [
+            (f"flat group {other.group}, {next(iter(other.shapes))}", other.step)
+            for other in same
+            if other.step is not None and other.shapes
+        ]
+        result.append(replace(buffer, step=steps.agree(stated, policy)))
+    return result
+
+
+def _entry(owner: str, tensor: Tensor, file: TorchFile) -> Entry:
+    return Entry(f"{owner}/param", tensor.dtype, tensor.shape, file.fragments(tensor))
+
+
+def _check_shape(file: TorchFile, name: str, tensor: Tensor, parameter: Parameter | None) -> None:
+    if parameter is not None and parameter.shape != tensor.shape:
+        raise InconsistentCheckpoint(
+            f"{file.path}: {name} has shape {tensor.shape}, and {parameter.shape} where shapes are "
+            "listed"
+        )
+
+
+def _in_order(
+    parameters: Mapping[str, Parameter], buffers: Sequence[str], entries: Mapping[str, Entry]
+) -> dict[str, Entry]:
+    """Entries in the order of their parameters, weights first; then buffers, then all others."""
+    own: dict[str, list[Entry]] = {}
+    for entry in entries.values():
+        own.setdefault("" if entry.slot == "state" else entry.parameter, []).append(entry)
+    others = own.pop("", [])
+    ordered = [
+        entry
+        for name in (*parameters, *buffers)
+        for entry in sorted(own.get(name, ()), key=lambda entry: entry.slot != "param")
+    ]
+    return {entry.name: entry for entry in (*ordered, *others)}

@@ -1,0 +1,198 @@
+"""A source whose experts are spread over the ranks of the target.
+
+Another expert-parallel size changes which experts a rank has, and so the groups of experts: their
+names (`ep_size_2`), and where DeepSpeed cuts them, since it counts the elements of one rank
+(0.19.8, moe/utils.py `split_params_into_different_moe_groups_for_optimizer`). The experts
+themselves and all dense groups stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ...core.facts import FlatBufferEngine
+from ...core.manifest import Manifest
+from ...core.staging import Shell
+from ...core.values import valueclass
+from ...errors import InconsistentCheckpoint, MissingData, WrongOption, listed
+from ...training.groups import regrouped
+from ...training.options import DP, Options
+from ..deepspeed_states.experts import ExpertLayers, expert_name
+from ..deepspeed_states.options import EP, MAX_GROUP_SIZE
+from ..deepspeed_states.target import DeepSpeedTarget
+
+GROUP_SIZE = 178_956_971  # elements, the engine's default of `max_group_size`
+
+
+@valueclass
+class _Group:
+    """One group of the source; `names` are on ep rank 0, and `last` are those of its last cut."""
+
+    number: int
+    names: Sequence[str]
+    last: Sequence[str]
+
+
+def over_ranks(source: Manifest, options: Options) -> tuple[Manifest, list[Shell]]:
+    """The source with the groups that its experts have at the target's expert-parallel size.
+
+    The shells are trainer's files that change with the groups. Raises WrongOption (sizes that do
+    not divide, groups that may be cuts of one), MissingData (the source does not state its layers
+    or groups), InconsistentCheckpoint (an order of parameters that another size does not have).
+    """
+    ep, layers = options[EP], ExpertLayers.of_manifest(source)
+    strangers = [name for name in source.parameters if expert_name(name) and layers.is_dense(name)]
+    if strangers:
+        raise MissingData(
+            f"{source.root} has experts ({listed(strangers, 1)}) and does not state their layers",
+            hint="take the DeepSpeed run, or the universal checkpoint that was made of it",
+        )
+    if not layers:
+        if ep not in (None, 1):
+            raise WrongOption(f"--ep {ep}, but {source.root} has no experts", hint="leave it out")
+        return source, []
+    _check_sizes(layers, ep, options[DP] or source.dp)
+    if source.groups is None:
+        raise MissingData(
+            f"{source.root} holds no parameter groups, and DeepSpeed needs those of experts",
+            hint="take the DeepSpeed run, or a universal checkpoint with the optimizer's state",
+        )
+    if ep is None or layers.sizes == [ep]:
+        return source, []
+    return _regrouped(source, layers, ep, options[MAX_GROUP_SIZE])
+
+
+def _check_sizes(layers: ExpertLayers, ep: int | None, dp: int) -> None:
+    """Raises WrongOption unless ranks and experts can be shared evenly."""
+    if ep is not None and len(layers.sizes) > 1:
+        raise WrongOption(
+            f"--ep {ep}, but layers of experts have the expert-parallel sizes "
+            f"{listed([*map(str, layers.sizes)])}",
+            hint="leave it out: every layer keeps its own size",
+        )
+    for layer in layers.layers.values():
+        size = ep or layer.ep
+        if layer.experts % size or dp % size:
+            fitting = [n for n in range(1, dp + 1) if not (layer.experts % n or dp % n)]
+            raise WrongOption(
+                f"{dp} ranks cannot share the {layer.experts} experts of {layer.name} by an "
+                f"expert-parallel size of {size}",
+                hint=f"choose another: --ep {' or '.join(map(str, fitting))}",
+            )
+
+
+def check_target(target: DeepSpeedTarget) -> None:
+    """Raises WrongOption for a stage that has no experts."""
+    stage = target.engine.stage
+    if target.experts and stage not in (1, 2):
+        raise WrongOption(
+            f"zckpt does not write layers of experts in ZeRO stage {stage}",
+            hint="choose --stage 1 or --stage 2",
+        )
+
+
+def warnings(target: DeepSpeedTarget, source: Manifest) -> list[str]:
+    """What the program must change for another expert-parallel size."""
+    sizes = target.experts.sizes
+    if ExpertLayers.of_manifest(source).sizes == sizes:
+        return []
+    return [f"build the model with ep_size={sizes[0]} in its MoE layers"]
+
+
+def _regrouped(
+    source: Manifest, layers: ExpertLayers, ep: int, limit: int | None
+) -> tuple[Manifest, list[Shell]]:
+    assert source.groups is not None
+    assert isinstance(source.engine, FlatBufferEngine)
+    spread = layers.with_ep(ep)
+    groups: list[dict[str, Any]] = []
+    members: dict[str, int] = {}
+    origins: list[int] = []
+    for group in _uncut(source, layers, limit):
+        about, of_experts = source.groups[group.number], not all(map(layers.is_dense, group.names))
+        names = layers.everywhere(group.names)
+        if not layers.is_regular(names):
+            raise InconsistentCheckpoint(
+                f"{source.root}: the experts' parameters of group {group.number} stand in an "
+                "order which does not show how they stand at another expert-parallel size",
+                hint=f"keep --ep {layers.sizes[0]}",
+            )
+        local = spread.on_rank(names, 0)
+        for cut in _cuts(source, local, limit or GROUP_SIZE) if of_experts else [local]:
+            members |= dict.fromkeys(spread.everywhere(cut), len(groups))
+            groups.append({**about, "name": f"ep_size_{ep}"} if of_experts else about)
+            origins.append(group.number)
+    order = [*members, *(name for name in source.parameters if name not in members)]
+    return regrouped(
+        replace(
+            source,
+            source={**source.source, "ep": ep},
+            parameters={name: source.parameters[name] for name in order},
+            engine=replace(source.engine, experts=spread.listed),
+        ),
+        tuple(groups),
+        members,
+        origins,
+    )
+
+
+def _uncut(source: Manifest, layers: ExpertLayers, limit: int | None) -> list[_Group]:
+    """The groups of one ep rank, without the cuts of groups that were too large."""
+    uncut: list[_Group] = []
+    for number, names in _members(source).items():
+        group = _Group(number, local := layers.on_rank(names, 0), local)
+        last = uncut[-1] if uncut else None
+        if last is None or not _is_cut(source, layers, last, group, limit):
+            uncut.append(group)
+        else:
+            uncut[-1] = _Group(last.number, [*last.names, *local], local)
+    return uncut
+
+
+def _is_cut(
+    source: Manifest, layers: ExpertLayers, last: _Group, group: _Group, limit: int | None
+) -> bool:
+    """Whether two neighbors are parts of one group. Raises WrongOption if nothing shows it."""
+    assert source.groups is not None
+    alike = source.groups[last.number] == source.groups[group.number]
+    if not alike or layers.is_dense(last.names[0]) or layers.is_dense(group.names[0]):
+        return False
+    size = sum(_numels(source, last.last)) + _numels(source, group.names[:1])[0]
+    if size > (limit or GROUP_SIZE):
+        return True
+    if limit is None:
+        raise WrongOption(
+            f"groups {last.number} and {group.number} have the same settings: they may be parts of "
+            "one group, which the program cut at a max_group_size of its own",
+            hint=f"give that size with --max-group-size N (DeepSpeed's own is {GROUP_SIZE})",
+        )
+    return False
+
+
+def _members(source: Manifest) -> Mapping[int, list[str]]:
+    """The trainable parameters of every group, in their order."""
+    members: dict[int, list[str]] = {}
+    for name, parameter in source.parameters.items():
+        if parameter.trainable:
+            members.setdefault(parameter.group or 0, []).append(name)
+    return {number: members[number] for number in sorted(members)}
+
+
+def _cuts(source: Manifest, names: Sequence[str], limit: int) -> Iterator[list[str]]:
+    """A group of one rank, cut where DeepSpeed cuts it."""
+    cut: list[str] = []
+    size = 0
+    for name, numel in zip(names, _numels(source, names), strict=True):
+        if cut and size + numel > limit:
+            yield cut
+            cut, size = [], 0
+        cut.append(name)
+        size += numel
+    yield cut
+
+
+def _numels(source: Manifest, names: Sequence[str]) -> list[int]:
+    return [prod(source.parameters[name].shape) for name in names]

@@ -1,0 +1,226 @@
+"""Which experts does a model have, which rank has which, and in which order do they lie?
+
+A layer of experts (`deepspeed.moe.layer.MoE`) spreads them over `ep` ranks. Every rank numbers its
+own from 0, and calls them by these local numbers. Manifests have the numbers in the whole layer:
+
+    ep rank          0      0      1      1
+    local number     0      1      0      1
+    number           0      1      2      3
+
+So the names on the ranks of ep rank 0 are also names of the whole model. Which rank has which ep
+rank depends on the ds_config (`use_data_before_expert_parallelism`). DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...core.experts import ExpertLayer, layers_of
+from ...core.manifest import Manifest
+from ...core.values import valueclass
+from ...errors import UnsupportedCheckpoint, listed
+from .states import nested
+
+INSIDE = ".deepspeed_moe.experts.deepspeed_experts."
+NAME = re.compile(rf"(.+){re.escape(INSIDE)}(\d+)\.(.+)")
+
+
+@valueclass
+class ExpertName:
+    """The parts of an expert's name: its layer, its number, and the name inside of the expert."""
+
+    layer: str
+    number: int
+    inner: str
+
+    def numbered(self, number: int) -> str:
+        """The name of the same tensor of another expert."""
+        return f"{self.layer}{INSIDE}{number}.{self.inner}"
+
+
+def expert_name(name: str) -> ExpertName | None:
+    """The parts of a name; None if it is not an expert's."""
+    match = NAME.fullmatch(name)
+    return ExpertName(match[1], int(match[2]), match[3]) if match else None
+
+
+@valueclass
+class ExpertLayers:
+    """All layers of experts of a model, in the engine's order; none for a dense model."""
+
+    layers: Mapping[str, ExpertLayer]
+
+    @classmethod
+    def of_manifest(cls, manifest: Manifest) -> ExpertLayers:
+        """The layers that a manifest states."""
+        return cls({layer.name: layer for layer in layers_of(manifest.engine)})
+
+    @property
+    def listed(self) -> tuple[ExpertLayer, ...]:
+        """The layers in the engine's order."""
+        return tuple(self.layers.values())
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The expert-parallel sizes of the layers, each once."""
+        return sorted({layer.ep for layer in self.layers.values()})
+
+    def layer_of(self, name: str) -> ExpertLayer | None:
+        """The layer of an expert's tensor; None for other names."""
+        parts = expert_name(name)
+        return None if parts is None else self.layers.get(parts.layer)
+
+    def ep_of(self, names: Sequence[str]) -> int:
+        """Over how many ranks the members of one group are spread; 1 for a dense group."""
+        eps = {1 if layer is None else layer.ep for layer in map(self.layer_of, names)}
+        assert len(eps) == 1, names
+        return eps.pop()
+
+    def is_dense(self, name: str) -> bool:
+        """Whether a name is not an expert's."""
+        return self.layer_of(name) is None
+
+    def is_on_first(self, name: str) -> bool:
+        """Whether ep rank 0 has a tensor: all but the experts of other ranks."""
+        parts, layer = expert_name(name), self.layer_of(name)
+        return parts is None or layer is None or parts.number < layer.local
+
+    def on_rank(self, names: Sequence[str], ep_rank: int) -> list[str]:
+        """Of the members of a group, those on an ep rank, by their local names."""
+        local = []
+        for name in names:
+            parts, layer = expert_name(name), self.layer_of(name)
+            if parts is None or layer is None:
+                local.append(name)
+            elif parts.number // layer.local == ep_rank:
+                local.append(parts.numbered(parts.number % layer.local))
+        return local
+
+    def global_name(self, name: str, ep_rank: int) -> str:
+        """The name in the whole model of what an ep rank calls `name`."""
+        parts, layer = expert_name(name), self.layer_of(name)
+        if parts is None or layer is None:
+            return name
+        return parts.numbered(ep_rank * layer.local + parts.number)
+
+    def everywhere(self, local: Sequence[str]) -> list[str]:
+        """The members of a group in the whole model, given those of one rank in their order.
+
+        For any ep, the members on a rank then stand in the order that this rank would give them.
+        """
+        names: list[str] = []
+        for layer, run in self._runs(local):
+            names += _spread(layer, run)
+        return names
+
+    def is_regular(self, names: Sequence[str]) -> bool:
+        """Whether the order of a group in the whole model says its order for every ep."""
+        return all(
+            layer is None or _order(run, layer.experts) is not None
+            for layer, run in self._runs(names)
+        )
+
+    def _runs(self, names: Sequence[str]) -> Iterator[tuple[ExpertLayer | None, list[str]]]:
+        """Neighbors of the same layer."""
+        run: list[str] = []
+        last: ExpertLayer | None = None
+        for name in names:
+            layer = self.layer_of(name)
+            if run and layer != last:
+                yield last, run
+                run = []
+            run.append(name)
+            last = layer
+        if run:
+            yield last, run
+
+    def with_ep(self, ep: int) -> ExpertLayers:
+        """The same layers over `ep` ranks."""
+        return ExpertLayers({name: replace(layer, ep=ep) for name, layer in self.layers.items()})
+
+
+def refuse_experts(source: Manifest) -> None:
+    """Raises UnsupportedCheckpoint: DeepSpeed's converter does not take experts (0.19.8)."""
+    names = [name for name in source.parameters if expert_name(name)]
+    if names:
+        raise UnsupportedCheckpoint(
+            f"{source.root} has experts ({listed(names, 1)}), which DeepSpeed's universal "
+            "checkpoints do not hold",
+            hint="write --to deepspeed, with --dp and --ep",
+        )
+
+
+def _spread(layer: ExpertLayer | None, run: Sequence[str]) -> list[str]:
+    """One rank's neighbors of a layer, and between them those of all other ranks."""
+    if layer is None:
+        return list(run)
+    parts = [part for part in map(expert_name, run) if part is not None]
+    order = _order(run, layer.local)
+    if order is None:  # every place of the rank, one after the other
+        return [
+            part.numbered(ep_rank * layer.local + part.number)
+            for part in parts
+            for ep_rank in range(layer.ep)
+        ]
+    inners = list(dict.fromkeys(part.inner for part in parts))
+    numbers = range(layer.experts) if order.ascends else range(layer.experts - 1, -1, -1)
+    first = {part.inner: part for part in parts}
+    if order.by_expert:
+        return [first[inner].numbered(number) for number in numbers for inner in inners]
+    return [first[inner].numbered(number) for inner in inners for number in numbers]
+
+
+@valueclass
+class _Order:
+    """Expert after expert, or tensor after tensor of all experts; upwards, or downwards."""
+
+    by_expert: bool
+    ascends: bool
+
+
+def _order(run: Sequence[str], count: int) -> _Order | None:
+    """The order of all tensors of `count` experts; None if it is none of the four."""
+    parts = [part for part in map(expert_name, run) if part is not None]
+    inners = list(dict.fromkeys(part.inner for part in parts))
+    listed = [(part.number, part.inner) for part in parts]
+    for by_expert in (True, False):
+        for ascends in (True, False):
+            numbers = range(count) if ascends else range(count - 1, -1, -1)
+            if listed == (
+                [(number, inner) for number in numbers for inner in inners]
+                if by_expert
+                else [(number, inner) for inner in inners for number in numbers]
+            ):
+                return _Order(by_expert, ascends)
+    return None
+
+
+@valueclass
+class ExpertRanks:
+    """Which of `dp` ranks have which experts (utils/groups.py `_create_expert_and_data_parallel`).
+
+    By default neighbors share the experts of a layer. With `data_first` neighbors have the same.
+    """
+
+    dp: int
+    data_first: bool
+
+    @classmethod
+    def of_config(cls, dp: int, config: Mapping[str, Any]) -> ExpertRanks:
+        return cls(dp, nested(config, "use_data_before_expert_parallelism") is True)
+
+    def place(self, rank: int, ep: int) -> tuple[int, int]:
+        """The ep rank of a rank, and its place among the ranks that have the same experts."""
+        if self.data_first:
+            return divmod(rank, self.dp // ep)
+        return rank % ep, rank // ep
+
+    def alike(self, ep_rank: int, ep: int) -> list[int]:
+        """The ranks that have the same experts, in order: these share a flat buffer."""
+        return [rank for rank in range(self.dp) if self.place(rank, ep)[0] == ep_rank]
