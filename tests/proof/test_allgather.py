@@ -40,7 +40,7 @@ def shift_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: zero.FlatGroup, start: int, stop: int) -> Runs:
         fragments = right(self, start, stop)
         first: Fragment = fragments[0]
-        if start or first.stop - first.start < 2 or self.held < 100:
+        if start or first.stop - first.start < 2 or self.numel < 100:
             return fragments
         extent = first.extent
         moved = Extent(extent.file, extent.offset + self.size, extent.length)
