@@ -5,6 +5,7 @@ It is click's own help with other sections: rich-click would import rich for eve
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -63,7 +64,8 @@ class ExplainedCommand(click.Command):
         if (rare := self._rare()) and not ctx.meta.get(SHOWS_ALL):
             flags = ", ".join(option.opts[-1] for option in rare)
             formatter.write_paragraph()
-            formatter.write_text(f"--help-all adds {flags}.")
+            text = f"--help-all adds {flags}."
+            formatter.write(textwrap.fill(text, formatter.width, break_on_hyphens=False) + "\n")
 
     def _groups(self, is_all: bool) -> Iterator[tuple[str, list[GroupedOption]]]:
         options = [item for item in self.params if isinstance(item, GroupedOption)]
