@@ -131,6 +131,8 @@ def write(
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
     report["warnings"] += formats.named(manifest.format).check(manifest, reading.replicas)
+    if layout.check is not None:
+        report["warnings"] += layout.check()
 
     def seal(path: str, shells: Manifest, outcome: CopyOutcome) -> None:
         if warning := steps.never_stepped(shells, outcome.digests):

@@ -68,13 +68,15 @@ def train(case: GridCase, root: Path) -> Path:
     return root / "run"
 
 
-def resume(case: GridCase, directory: Path, root: Path, dp: int) -> dict[str, Any]:
-    """What all ranks of a new engine of `case`, at another dp, hold after `load_checkpoint`."""
+def resume(
+    case: GridCase, directory: Path, root: Path, dp: int, pp: int | None = None
+) -> dict[str, Any]:
+    """What all ranks of a new engine of `case`, at other sizes, hold after `load_checkpoint`."""
     root.mkdir(parents=True, exist_ok=True)
-    resumed = replace(case, dp=dp)
+    resumed = replace(case, dp=dp, pp=pp or case.pp)
     output = root.resolve() / "resumed.pt"
     arguments = (resumed, directory.resolve(), output)
-    submit("grid_rank", "resume", case.pp * case.tp * dp, arguments, root)
+    submit("grid_rank", "resume", resumed.pp * case.tp * dp, arguments, root)
     held: dict[str, Any] = torch.load(output, weights_only=False)
     return held
 

@@ -126,6 +126,20 @@ class Names(ParamType[tuple[str, ...]]):
         return tuple(name.strip() for name in names if name.strip())
 
 
+class Integers(ParamType[tuple[int, ...]]):
+    """0,12,24: integers between commas."""
+
+    name = "integers"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in value.split(",")]
+        if not all(part.isascii() and part.isdecimal() for part in parts):
+            self.fail(f"{value!r} is not a list of integers such as 0,12,24", param, ctx)
+        return tuple(map(int, parts))
+
+
 class Rename(ParamType[tuple[str, str]]):
     """REGEX=REPL; the last `=` separates."""
 
@@ -175,6 +189,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "texts": {"multiple": True},
     "switch": {"is_flag": True},
     "integer": {"type": int},
+    "integers": {"type": Integers()},
     "size": {"type": Size()},
     "json": {"type": Config()},
     "names": {"type": Names()},

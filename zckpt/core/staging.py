@@ -48,7 +48,8 @@ class Layout:
     `warnings` are the whole report, with the source's part. `from_masters` is True if weights are
     cast from the masters even where the source holds weights. `about` describes the target in one
     line. `loading` gives the line of a program, or the command, that goes on from the target at a
-    path. `read_back` reads the files that were laid out, if the format's reader does not.
+    path. `read_back` reads the files that were laid out, if the format's reader does not. `check`
+    reads tensors of the source before the first byte is written, and gives warnings.
     """
 
     shells: Callable[[], Iterator[Shell]]
@@ -59,6 +60,7 @@ class Layout:
     about: str = ""
     loading: Callable[[str], str] = str
     read_back: Callable[[str], Manifest] | None = None
+    check: Callable[[], Sequence[str]] | None = None
 
 
 REMEMBERED = 64 << 20  # bytes of shells that are kept from the first pass for the second

@@ -49,21 +49,6 @@ first = [pytest.mark.engines, pytest.mark.first]
 Trained = Callable[[str], Path]
 
 
-@pytest.fixture(scope="session")
-def grid_trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Trains a case of grids.py, once per session: a folder with run/ and oracle.pt."""
-    made: dict[str, Path] = {}
-
-    def train(name: str) -> Path:
-        if name not in made:
-            root = tmp_path_factory.mktemp("grid") / name
-            grids.train(CASES[name], root)
-            made[name] = root
-        return made[name]
-
-    return train
-
-
 @pytest.fixture
 def run(grid_trained: Trained, tmp_path: Path) -> Path:
     """A copy of the run with both axes, which a test may damage."""

@@ -32,7 +32,8 @@ such files, and layer_NN[-model_TT]-model_states.pt with the weights of a pipeli
     copies.py             whether their copies of a tensor are equal
     apart.py              all model ranks in one manifest, without joining them
     write.py              the same files for another data-parallel size, stage or type
-    write_grid.py         those of several model ranks for another data-parallel size
+    write_grid.py         those of several model ranks
+    recut.py              the stages of a pipeline at other bounds
     optimizer_files.py    the optimizer files of a target
     regroup.py            a source for another expert-parallel size
     elastic.py            targets whose files any number of ranks loads
@@ -43,7 +44,7 @@ Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back 
 """
 
 from ..deepspeed_states import OBJECTS
-from ..deepspeed_states.options import OF_EXPERTS, OPTIONS
+from ..deepspeed_states.options import OF_RANKS, OPTIONS
 from ..format import Format
 
 FORMAT = Format(
@@ -51,7 +52,7 @@ FORMAT = Format(
     folder="deepspeed",
     about="DeepSpeed ZeRO stage 0, 1, 2, 3, 0.5.10 to 0.19.8",
     family="deepspeed",
-    options=(*OPTIONS, *OF_EXPERTS),
+    options=(*OPTIONS, *OF_RANKS),
     numbers=True,
     slices=True,
     gathers=True,

@@ -32,6 +32,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     """
     if "model_ranks" in source.source:
         return write_grid.lay_out(source, options)
+    if not source.source.get("pp"):  # others are refused by name
+        write_grid.refuse_without_stages(source.root, options)
     need_order(source)
     spread, schedulers = regroup.over_ranks(source, options)
     target = DeepSpeedTarget(spread, options)

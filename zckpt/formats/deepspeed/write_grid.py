@@ -1,12 +1,13 @@
-"""A DeepSpeed directory of several model ranks for another data-parallel size, at the same grid.
+"""A DeepSpeed directory of several model ranks, for another data-parallel size or other stages.
 
-Each model rank is written as a checkpoint by itself. Files of layers are copied unchanged.
+Each model rank is written as a checkpoint by itself. Files of layers are copied unchanged. At the
+same stages nothing is joined. For other stages of a pipeline the whole pipeline is cut again.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
@@ -17,32 +18,42 @@ from ..deepspeed_states import reports
 from ..deepspeed_states.directories import TagDirectory
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.model_files import model_files
+from ..deepspeed_states.options import PP, PP_BOUNDS
 from ..deepspeed_states.target import DeepSpeedTarget
-from . import elastic
+from . import elastic, read
 from .apart import ModelGrid, layer_siblings, open_apart, stacked
+from .copies import compare_copies
 from .files import locate, rank_files, recovery_scripts
-from .grid import grid_files
+from .grid import GridFiles, grid_files
 from .optimizer_files import optimizer_files
+from .recut import recut, under_names_of
 
-TAKEN = frozenset({DP.name, ALLOW_OBJECT.name})
+TAKEN = frozenset({DP.name, PP.name, PP_BOUNDS.name, ALLOW_OBJECT.name})
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of the target; `source` has the names of `apart.stacked`.
 
-    Raises WrongOption for options other than --dp, and what `write.lay_out` raises.
+    Raises WrongOption for options other than --dp and --pp, and what `write.lay_out` raises.
     """
     others = [option.flag for option, _ in options.given if option.name not in TAKEN]
     if others:
         raise WrongOption(
             f"{others[0]} does not apply to {source.root}, which was saved by several model ranks",
-            hint="such a run is written for another --dp alone; `zckpt convert --to universal` "
-            "takes the whole model",
+            hint="such a run is written for another --dp and another --pp alone; `zckpt convert "
+            "--to universal` takes the whole model",
         )
     tag = str(source.source["tag"])
-    files = grid_files(TagDirectory(source.root, tag, None))
-    grid = ModelGrid.of(files, source)
-    apart = open_apart(TagDirectory(source.root, tag, None), files.ranks, grid, None)
+    directory = TagDirectory(source.root, tag, None)
+    files = grid_files(directory)
+    grid = before = ModelGrid.of(files, source)
+    apart = open_apart(directory, files.ranks, grid, None)
+    models: list[Manifest] = []
+    inferred: Sequence[str] = ()
+    if _cuts_again(source.root, files, options):
+        models = read.tensor_ranks(directory, files, None)
+        pipeline = recut(apart, models, [*files.layers_of(0)], grid, options)
+        apart, grid, inferred = [*pipeline.ranks], pipeline.grid, pipeline.inferred
     targets = [_target(manifest, options) for manifest in apart]
     first = targets[0]
     if any(map(elastic.is_elastic, targets)):
@@ -67,7 +78,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         directory = locate(path, tag)
         names = sorted(os.listdir(directory.path))
         written = [rank_files(directory, names, number) for number in range(len(targets))]
-        return stacked(open_apart(directory, written, grid, None))
+        shells = stacked(open_apart(directory, written, grid, None))
+        return under_names_of(source, shells, grid.tp) if models else shells
+
+    def check() -> list[str]:
+        return [line for model in models for line in compare_copies(model, before.tp, None)]
 
     siblings = [*first.take_siblings(), *layer_siblings(files, tag)]
     left_out = dict.fromkeys(line for target in targets for line in target.left_out)
@@ -75,12 +90,33 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         shells,
         siblings,
         [*left_out, *recovery_scripts(source.root)],
-        list(dict.fromkeys([*source.warnings, *reports.of_weights(first)])),
-        about=f"a DeepSpeed run of {counted(first.dp, 'data-parallel rank')}, pp {files.pp}, tp "
-        f"{files.tp}, ZeRO stage {first.engine.stage}, tag {tag}",
+        list(dict.fromkeys([*source.warnings, *reports.of_weights(first), *inferred])),
+        about=f"a DeepSpeed run of {counted(first.dp, 'data-parallel rank')}, pp {grid.pp}, tp "
+        f"{grid.tp}, ZeRO stage {first.engine.stage}, tag {tag}",
         loading=lambda path: f"model_engine.load_checkpoint({literal(path)})",
         read_back=read_back,
+        check=check if models else None,
     )
+
+
+def _cuts_again(root: str, files: GridFiles, options: Options) -> bool:
+    """Whether the target has other stages; raises WrongOption if the source has no pipeline."""
+    pp, bounds = options[PP], options[PP_BOUNDS]
+    if pp is None and bounds is None:
+        return False
+    if not files.layers:
+        refuse_without_stages(root, options)
+    return bounds is not None or pp != files.pp
+
+
+def refuse_without_stages(root: str, options: Options) -> None:
+    """Raises WrongOption for an option of pipelines, if the source is none."""
+    for option in (PP, PP_BOUNDS):
+        if options[option] is not None:
+            raise WrongOption(
+                f"{option.flag} does not apply to {root}, which is no pipeline",
+                hint="leave it out: only the layers of a PipelineModule can be cut into stages",
+            )
 
 
 def _target(manifest: Manifest, options: Options) -> DeepSpeedTarget:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 from ...errors import WrongOption
@@ -16,6 +18,19 @@ def _check_ep(ep: int) -> None:
 def _check_group_size(size: int) -> None:
     if size < 1:
         raise WrongOption(f"--max-group-size cannot be {size}", hint="give a number of elements")
+
+
+def _check_pp(pp: int) -> None:
+    if pp < 1:
+        raise WrongOption(f"--pp cannot be {pp}", hint="give a number of stages, at least 1")
+
+
+def _check_bounds(bounds: Sequence[int]) -> None:
+    if len(bounds) < 2 or bounds[0] != 0 or any(map(operator.ge, bounds, bounds[1:])):
+        raise WrongOption(
+            f"--pp-bounds {','.join(map(str, bounds))} are not bounds of stages",
+            hint="give the first layer of each stage, then the number of all layers: 0,12,24",
+        )
 
 
 STAGE: Option[int | None] = Option(
@@ -63,6 +78,28 @@ MAX_GROUP_SIZE: Option[int | None] = Option(
     rare=True,
     reason="whole experts are written",
 )
+PP: Option[int | None] = Option(
+    "pp",
+    "--pp",
+    None,
+    "Number of stages of the pipeline",
+    kind="integer",
+    usual="the source's",
+    check=_check_pp,
+    rare=True,
+    reason="the whole model is written",
+)
+PP_BOUNDS: Option[Sequence[int] | None] = Option(
+    "pp_bounds",
+    "--pp-bounds",
+    None,
+    "The first layer of each stage, then the number of all layers, functions included: 0,12,24",
+    kind="integers",
+    metavar="N,...",
+    check=_check_bounds,
+    rare=True,
+    reason="the whole model is written",
+)
 CONFIG: Option[dict[str, Any] | None] = Option(
     "config",
     "--ds-config",
@@ -76,7 +113,7 @@ CONFIG: Option[dict[str, Any] | None] = Option(
 
 OPTIONS = (DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT)
 """What the writers of both of DeepSpeed's formats understand."""
-OF_EXPERTS = (EP, MAX_GROUP_SIZE)
+OF_RANKS = (EP, MAX_GROUP_SIZE, PP, PP_BOUNDS)
 """What only the writer of ranks' files understands."""
 
 
@@ -86,5 +123,7 @@ class Keywords(TypedDict, total=False):
     stage: int | None
     ep: int | None
     max_group_size: int | None
+    pp: int | None
+    pp_bounds: Sequence[int] | None
     optimizer: str | None
     config: dict[str, Any] | None

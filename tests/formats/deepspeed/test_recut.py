@@ -1,0 +1,197 @@
+"""Pipelines of real DeepSpeed at other bounds: what all ranks of the new engine hold; refusals."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from zckpt.errors import UnsupportedCheckpoint, WrongOption
+from zckpt.formats.deepspeed.recut import ranges
+
+from ...engines import grids
+from ...engines.grids import CASES
+from ..equality import same_bits
+from .conftest import Trained
+
+ONE = "pipe_pp1_dp2"
+TWO = "pipe_pp2_dp2"
+BOTH = "pipe_pp2_tp2_dp1"  # the default run trains it for test_grid.py
+BOUNDS = {2: (0, 5, 9), 3: (0, 3, 6, 9)}  # of DeepSpeed's `uniform`, as the engines are built
+
+
+def members(held: dict[str, Any]) -> list[dict[str, Any]]:
+    """The groups; other stages list their parameters in another order."""
+    return [{**group, "params": sorted(group["params"])} for group in held["groups"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "dp"),
+    [
+        pytest.param(BOTH, 1, 1, marks=[pytest.mark.engines, pytest.mark.first]),
+        *(
+            pytest.param(*row, marks=pytest.mark.engines)
+            for row in (
+                (TWO, 1, 2),
+                (TWO, 3, 1),
+                (ONE, 2, 2),
+                (ONE, 3, 1),
+                ("pipe_pp2_dp2_fp32", 1, 3),
+                ("pipe_pp3_dp1_bf16", 2, 2),
+                ("pipe_pp3_dp1_bf16", 1, 2),
+                ("pipe_pp2_dp1_fp16", 3, 1),
+            )
+        ),
+    ],
+)
+def test_the_engine_resumes_with_other_stages(
+    name: str, pp: int, dp: int, grid_trained: Trained, tmp_path: Path
+) -> None:
+    root, case = grid_trained(name), CASES[name]
+    bounds = {} if pp == 1 else {"pp_bounds": BOUNDS[pp]}
+    report = zckpt.reshard(root / "run", tmp_path / "run", pp=pp, dp=dp, **bounds)
+    assert f"pp {pp}, tp {case.tp}" in report["about"]
+    inferred = [line for line in report["warnings"] if "tied layer embed" in line]
+    assert len(inferred) == (case.pp == 1)  # a single stage does not show where it is used again
+    found = zckpt.verify(tmp_path / "run", against=root / "run")
+    assert found["equal"], found
+    assert found.get("only_a", []) == found.get("only_b", []) == []
+    expected = torch.load(root / "oracle.pt", weights_only=False)
+    held = grids.resume(case, tmp_path / "run", tmp_path / "engine", dp, pp)
+    for key in ("steps", "scalars", "counters"):
+        assert held[key] == expected[key], key
+    for key in ("trainable", "frozen"):
+        assert sorted(held[key]) == sorted(expected[key])
+    assert members(held) == members(expected)
+    for key in ("tensors", "buffers"):
+        assert held[key].keys() == expected[key].keys()
+        different = [n for n in held[key] if not same_bits(held[key][n], expected[key][n])]
+        assert different == []
+    assert abs(held["losses"][0] - expected["losses"][0]) < (1e-5 if case.dtype == "fp32" else 2e-3)
+
+
+def model_files(run: Path) -> list[dict[str, Any]]:
+    return [torch.load(path, weights_only=False) for path in sorted(run.glob("*/mp_rank_*"))]
+
+
+@pytest.mark.engines
+class TestFiles:
+    def test_back_and_forth_gives_the_engines_files(
+        self, grid_trained: Trained, tmp_path: Path
+    ) -> None:
+        """Model files state what the engine's own state, and all tensors are in its places."""
+        run = grid_trained(TWO) / "run"
+        zckpt.reshard(run, tmp_path / "one", pp=1)
+        zckpt.reshard(tmp_path / "one", tmp_path / "two", pp=2, pp_bounds=BOUNDS[2])
+        assert [path.name for path in sorted((tmp_path / "two").glob("*/*"))] == [
+            path.name for path in sorted(run.glob("*/*"))
+        ]
+        assert len(model_files(tmp_path / "one")) == 1
+        for ours, theirs in zip(model_files(tmp_path / "two"), model_files(run), strict=True):
+            assert ours.keys() == theirs.keys()
+            for key in ("param_shapes", "buffer_names", "module", "checkpoint_parallel_dimensions",
+                        "mp_world_size", "dp_world_size", "lr_scheduler"):  # fmt: skip
+                assert ours[key] == theirs[key], key
+            for one, other in zip(ours["param_shapes"], theirs["param_shapes"], strict=True):
+                assert [*one] == [*other]
+        for path in run.glob("*/*optim*"):
+            ours, theirs = (
+                torch.load(root / path.relative_to(run), weights_only=False)["optimizer_state_dict"]
+                for root in (tmp_path / "two", run)
+            )
+            assert ours["group_paddings"] == theirs["group_paddings"]
+            assert ours["partition_count"] == theirs["partition_count"]
+            for key in ("single_partition_of_fp32_groups",):
+                assert all(map(same_bits, ours[key], theirs[key]))
+            states = [each["base_optimizer_state"]["state"] for each in (ours, theirs)]
+            for number, state in states[1].items():
+                for slot in ("exp_avg", "exp_avg_sq"):
+                    assert same_bits(states[0][number][slot], state[slot])
+
+    def test_groups_without_parameters_are_dropped(
+        self, grid_trained: Trained, tmp_path: Path
+    ) -> None:
+        """The engine itself cannot train such stages: it waits for ever in the norm (0.19.8)."""
+        run = grid_trained("pipe_pp2_dp2_fp32") / "run"
+        zckpt.reshard(run, tmp_path / "run", pp=3, pp_bounds=BOUNDS[3])
+        groups = [len(model["param_shapes"]) for model in model_files(tmp_path / "run")]
+        assert groups == [3, 2, 3]
+        assert zckpt.verify(tmp_path / "run", against=run)["equal"]
+
+    def test_tied_copies_that_differ_are_a_warning(
+        self, grid_trained: Trained, tmp_path: Path
+    ) -> None:
+        run = Path(shutil.copytree(grid_trained(BOTH) / "run", tmp_path / "run"))
+        before = zckpt.load(run, "tied_modules.embed.weight/exp_avg")
+        (path,) = run.glob("*/bf16_zero_pp_rank_0_mp_rank_02_*")
+        value = torch.load(path, weights_only=False)
+        value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"][5] += 1
+        torch.save(value, path)
+        report = zckpt.reshard(run, tmp_path / "out", pp=1)
+        assert ["stages' copies of tied_modules.embed" in w for w in report["warnings"]] == [True]
+        after = zckpt.load(tmp_path / "out", "tied_modules.embed.weight/exp_avg")
+        assert same_bits(after, before)
+
+
+@pytest.mark.engines
+@pytest.mark.first
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"pp": 3}, r"--pp 3 needs the bounds .* layers 0, 1, 3 to 7$"),
+            ({"pp": 3, "pp_bounds": (0, 5, 9)}, "those of 2 stages, not of --pp 3"),
+            ({"pp_bounds": (0, 3, 7)}, "end before layer 7"),
+            ({"pp_bounds": (0, 5, 8)}, "uses the tied layer embed"),
+            ({"pp_bounds": (0, 2, 3, 4, 9)}, "layers 2 to 2 .* no trained parameter"),
+            ({"pp_bounds": (0, 5, 5, 9)}, "are not bounds"),
+            ({"pp_bounds": (1, 9)}, "are not bounds"),
+            ({"pp": 0}, "--pp cannot be 0"),
+            ({"pp": 1, "stage": 2}, "--stage does not apply"),
+        ],
+    )
+    def test_bounds(self, options: Any, said: str, grid_trained: Trained, tmp_path: Path) -> None:
+        with pytest.raises(WrongOption, match=said) as raised:
+            zckpt.reshard(grid_trained(BOTH) / "run", tmp_path / "out", **options)
+        assert raised.value.hint
+        assert not (tmp_path / "out").exists()
+
+    def test_other_targets(self, grid_trained: Trained, tmp_path: Path) -> None:
+        run = grid_trained(BOTH) / "run"
+        with pytest.raises(WrongOption, match="--pp does not apply to --to dcp"):
+            zckpt.convert(run, tmp_path / "out", to="dcp", pp=1)
+        with pytest.raises(UnsupportedCheckpoint, match="pp 2, tp 2"):
+            zckpt.convert(run, tmp_path / "out", to="deepspeed", pp=1)
+
+    def test_order_that_is_not_the_layers(self, grid_trained: Trained, tmp_path: Path) -> None:
+        """Equal shapes change places, so that only the order is odd."""
+        run = Path(shutil.copytree(grid_trained(BOTH) / "run", tmp_path / "run"))
+        for path in run.glob("*/mp_rank_0[23]_*"):
+            model = torch.load(path, weights_only=False)
+            shapes = model["param_shapes"][1]
+            names = [*shapes]
+            names.insert(0, names.pop(names.index("7.weight")))
+            model["param_shapes"][1] = type(shapes)((name, shapes[name]) for name in names)
+            torch.save(model, path)
+        with pytest.raises(UnsupportedCheckpoint, match="not in the order of the layers"):
+            zckpt.reshard(run, tmp_path / "out", pp=1)
+
+    def test_the_command_line(
+        self, grid_trained: Trained, tmp_path: Path, zckpt: Callable[..., Any]
+    ) -> None:
+        run = grid_trained(BOTH) / "run"
+        shown = zckpt("reshard", run, tmp_path / "out", "--pp-bounds", "0,3,6,9", "--dry-run")
+        assert "pp 3, tp 2" in shown.out
+        assert (
+            "not a list of integers"
+            in zckpt("reshard", run, tmp_path / "out", "--pp-bounds", "0;9").err
+        )
+
+
+def test_layers_in_words() -> None:
+    assert ranges([0, 1, 3, 4, 5, 7, 9, 10]) == "0, 1, 3 to 5, 7, 9, 10"

@@ -1,0 +1,274 @@
+"""Which stage of a pipeline has which parameters, if the layers are cut at other bounds?
+
+    layers     0 | 1  2  3  4 | 5  6  7  8        bounds 0,5,9; every layer has a number,
+    new        0  1  2 | 3  4  5 | 6  7  8        bounds 0,3,6,9; functions too
+
+What DeepSpeed 0.19.8 does (`PipelineModule._build`): a stage has the layers from its bound to the
+next one, and a copy of every tied layer that is used there. Its tied layers come first, in the
+order of their first use, then the others by number. A group of which it has no parameter is
+dropped. Files of layers do not change: they have no stage.
+
+A use of a tied layer by a function of its own has no file. The source's stages show where it is, as
+each has its own copy. A source of one stage does not: then the last layer without a file is taken.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from ...core.facts import FlatBufferEngine
+from ...core.manifest import Entry, Manifest
+from ...core.values import valueclass
+from ...errors import UnsupportedCheckpoint, WrongOption
+from ...training.groups import without_empty_groups
+from ...training.options import Options
+from ..deepspeed_states.options import PP, PP_BOUNDS
+from .apart import ModelGrid, ModelRank
+from .grid import LAYER, TIED
+
+
+@valueclass
+class Recut:
+    """The model ranks of the target, in order, and what had to be inferred about tied layers."""
+
+    ranks: Sequence[Manifest]
+    grid: ModelGrid
+    inferred: Sequence[str]
+
+
+def recut(
+    source: Sequence[Manifest],
+    models: Sequence[Manifest],
+    layers: Sequence[int],
+    grid: ModelGrid,
+    options: Options,
+) -> Recut:
+    """The target's model ranks, at the bounds that `options` give.
+
+    `source` are the manifests of the source's model ranks, `models` those of whole pipelines by
+    tensor rank, and `layers` the numbers of layers that have files. Raises WrongOption for bounds
+    that do not fit them, UnsupportedCheckpoint for an order of parameters that is not the layers'.
+    """
+    root = models[0].root
+    bounds = bounds_of(root, layers, options)
+    stages = source[:: grid.tp]
+    uses, inferred = _uses(models[0], stages, layers, bounds)
+    for stage, span in zip(stages, _spans(stages, bounds[-1]), strict=True):
+        _check_order(stage, uses, *span)
+    target = replace(grid, pp=len(bounds) - 1)
+    buffers = [name for rank in source for name in rank.source["model_rank"].buffers]
+    fullest = max(stages, key=lambda stage: len(stage.groups or ()))  # others dropped groups
+    scheduler = {"lr_scheduler": fullest.state.get("lr_scheduler")}
+    ranks = []
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        for tensor_rank, model in enumerate(models):
+            own = [name for name in buffers if _first_use(name, uses, start, stop)]
+            rank = ModelRank(number * grid.tp + tensor_rank, target, tuple(dict.fromkeys(own)))
+            whole = replace(model, state={**model.state, **scheduler})
+            ranks.append(_stage(whole, rank, uses, start, stop))
+    return Recut(ranks, target, inferred)
+
+
+def bounds_of(root: str, layers: Sequence[int], options: Options) -> tuple[int, ...]:
+    """The first layer of each stage, then the number of all layers; raises WrongOption."""
+    pp, bounds = options[PP], options[PP_BOUNDS]
+    count = max(layers) + 1
+    if bounds is None and pp == 1:
+        return 0, count
+    example = f"--pp-bounds 0,{count // 2},{count}"
+    files = f"{root} has files of the layers {ranges(layers)}"
+    if bounds is None:
+        raise WrongOption(
+            f"--pp {pp} needs the bounds of its stages, which no file states; {files}",
+            hint="give the first layer of each stage and the number of all layers, functions "
+            f"included, such as {example}; your program prints the layers of each stage at its "
+            "start",
+        )
+    text = ",".join(map(str, bounds))
+    if pp not in (None, len(bounds) - 1):
+        raise WrongOption(
+            f"--pp-bounds {text} are those of {len(bounds) - 1} stages, not of --pp {pp}",
+            hint="give the first layer of each stage, and the number of all layers at the end",
+        )
+    if bounds[-1] < count:
+        raise WrongOption(
+            f"--pp-bounds {text} end before layer {count - 1}; {files}",
+            hint="the last bound is the number of all layers, functions included",
+        )
+    return tuple(bounds)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers in words: 0, 1, 3 to 7."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    words = [
+        f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
+    ]
+    return ", ".join(words)
+
+
+# -- uses of tied layers
+
+Uses = Mapping[str, set[int]]  # numbers of the layers at which a tied layer is used, by its key
+
+
+def _key(name: str) -> str | None:
+    """The key of a tied layer's parameter; None for a parameter of another layer."""
+    return name.removeprefix(TIED).partition(".")[0] if name.startswith(TIED) else None
+
+
+def _layer(name: str) -> int:
+    return int(name.partition(".")[0])
+
+
+def _uses(
+    model: Manifest, stages: Sequence[Manifest], layers: Sequence[int], bounds: Sequence[int]
+) -> tuple[Uses, list[str]]:
+    """Where tied layers are used; and sentences about what no file shows."""
+    uses = _uses_with_files(model)
+    if len(bounds) == 2:  # one stage has all
+        return uses, []
+    inferred = []
+    for key in uses:
+        holders = [
+            span
+            for stage, span in zip(stages, _spans(stages, bounds[-1]), strict=True)
+            if any(_key(name) == key for name in stage.parameters)
+        ]
+        for start, stop in holders:
+            known = sorted(at for at in uses[key] if start <= at < stop)
+            without_file = sorted(set(range(start, stop)).difference(layers))
+            if len(known) > 1 or (known and (len(holders) > 1 or not without_file)):
+                continue
+            if not without_file:
+                raise WrongOption(
+                    f"{model.root} has a stage that uses the tied layer {key}, but --pp-bounds "
+                    f"leave no layer without a file between {start} and {stop - 1} for that",
+                    hint="the last bound is the number of all layers, functions included",
+                )
+            uses[key].add(without_file[-1])
+            held = {_stage_of(at, bounds) for at in known}
+            possible = {_stage_of(at, bounds) for at in without_file}
+            if not possible <= held and (known or len(possible) > 1):
+                inferred.append(
+                    f"the tied layer {key} is taken to be used again at layer {without_file[-1]}, "
+                    f"which has no file, so stage {_stage_of(without_file[-1], bounds)} gets a "
+                    "copy of it"
+                )
+    return uses, inferred
+
+
+def _uses_with_files(model: Manifest) -> dict[str, set[int]]:
+    """The tied layers' uses that have files of their own."""
+    uses: dict[str, set[int]] = {}
+    for entry in (*model.entries.values(), *model.replicas):
+        key = _key(entry.parameter)
+        if key is None or entry.slot != "param":
+            continue
+        fragment = next(iter(entry.fragments), None)
+        name = "" if fragment is None else os.path.basename(fragment.extent.file)
+        if match := LAYER.fullmatch(name):
+            uses.setdefault(key, set()).add(int(match[1]))
+    return uses
+
+
+def _spans(stages: Sequence[Manifest], count: int) -> Iterator[tuple[int, int]]:
+    """The layers [start, stop) that a stage of the source may have, as others show theirs."""
+    shown = [[_layer(n) for n in stage.parameters if _key(n) is None] for stage in stages]
+    for number in range(len(stages)):
+        before = [layer for each in shown[:number] for layer in each]
+        after = [layer for each in shown[number + 1 :] for layer in each]
+        yield max(before, default=-1) + 1, min(after, default=count)
+
+
+def _stage_of(layer: int, bounds: Sequence[int]) -> int:
+    return next(number for number, stop in enumerate(bounds[1:]) if layer < stop)
+
+
+def _first_use(name: str, uses: Uses, start: int, stop: int) -> tuple[int, int] | None:
+    """What sorts a parameter within the stage [start, stop); None if it is not there."""
+    key = _key(name)
+    numbers = [_layer(name)] if key is None else sorted(uses.get(key, ()))
+    place = next((number for number in numbers if start <= number < stop), None)
+    return None if place is None else (int(key is None), place)
+
+
+# -- stages
+
+
+def _check_order(stage: Manifest, uses: Uses, start: int, stop: int) -> None:
+    """Raises UnsupportedCheckpoint unless a group's parameters stand as their layers do.
+
+    A use of a tied layer that is not known has no file, and is taken for the last one.
+    """
+    groups: dict[int | None, list[tuple[int, int]]] = {}
+    for name, parameter in stage.parameters.items():
+        place = _first_use(name, uses, start, stop) or (0, stop)
+        groups.setdefault(parameter.group, []).append(place)
+    for places in groups.values():
+        if places != sorted(places):
+            raise UnsupportedCheckpoint(
+                f"{stage.root}: the parameters of a group are not in the order of the layers, "
+                "which does not show how they stand in other stages",
+                hint="keep the number of stages, or build the optimizer with the parameters in the "
+                "order of model.parameters()",
+            )
+
+
+def _stage(model: Manifest, rank: ModelRank, uses: Uses, start: int, stop: int) -> Manifest:
+    """One model rank of the target, as the part of a whole pipeline."""
+    places = {
+        name: place
+        for name, parameter in model.parameters.items()
+        if parameter.trainable and (place := _first_use(name, uses, start, stop)) is not None
+    }
+    if not places:
+        raise WrongOption(
+            f"the layers {start} to {stop - 1} of {model.root} have no trained parameter, and "
+            "every stage needs one",
+            hint="choose other bounds with --pp-bounds",
+        )
+    order = sorted(places, key=lambda name: (model.parameters[name].group or 0, places[name]))
+    assert isinstance(model.engine, FlatBufferEngine)
+    manifest = replace(
+        model,
+        source={**model.source, "model_rank": rank},
+        engine=replace(model.engine, dtype=rank.grid.dtype),
+        entries={e.name: e for e in model.entries.values() if _is_kept(e, places)},
+        parameters={name: model.parameters[name] for name in order},
+        buffers=(),
+        replicas=(),
+    )
+    return without_empty_groups(manifest)[0]
+
+
+def _is_kept(entry: Entry, names: Mapping[str, object]) -> bool:
+    """Weights are in files of layers, which are copied."""
+    return entry.slot == "state" or (entry.parameter in names and entry.slot != "param")
+
+
+def under_names_of(source: Manifest, target: Manifest, tp: int) -> Manifest:
+    """`target`, both of `apart.stacked`, with the names that `source` has for its tensors.
+
+    A tensor has the name of the first stage that holds it; further copies become replicas.
+    """
+    owners: dict[tuple[int, str], str] = {}
+    for name in source.entries:
+        number, _, rest = name.partition(":")
+        owners.setdefault((int(number) % tp, rest), name)
+    entries: dict[str, Entry] = {}
+    replicas = []
+    for entry in (*target.entries.values(), *target.replicas):
+        number, _, rest = entry.name.partition(":")
+        renamed = replace(entry, name=owners[int(number) % tp, rest])
+        if entries.setdefault(renamed.name, renamed) is not renamed:
+            replicas.append(renamed)
+    return replace(target, entries=entries, replicas=tuple(replicas))
