@@ -244,9 +244,24 @@ def loss(output: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(output.float(), targets)
 
 
-def pipeline_layers(axis: Axis) -> list[Any]:
+def pipeline_layers(axis: Axis, ties: int = 1) -> list[Any]:
+    """The layers; with two ties, stages use the tied ones in different orders."""
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
+    if ties == 2:
+        names = [name for name, _ in Gated(axis).named_parameters()]
+        gated = TiedLayerSpec("a", Gated, axis, tied_weight_attr=names)
+        return [
+            TiedLayerSpec("embed", Embedding, axis),
+            LayerSpec(Attention, axis),
+            gated,
+            LayerSpec(Frozen),
+            LayerSpec(Normed),
+            gated,
+            LayerSpec(Attention, axis),
+            LayerSpec(nn.LayerNorm, WIDTH),
+            TiedLayerSpec("embed", Embedding, axis, forward_fn=logits),
+        ]
     return [
         TiedLayerSpec("embed", Embedding, axis),
         LayerSpec(Attention, axis),

@@ -134,7 +134,7 @@ def build_engine(case: GridCase, axes: Axes, seed: int = 7) -> Any:
             else PipeDataParallelTopology(num_pp=case.pp, num_dp=case.dp)
         )
         model: Any = deepspeed.pipe.PipelineModule(
-            models.pipeline_layers(axis),
+            models.pipeline_layers(axis, case.ties),
             topology=topology,
             loss_fn=models.loss,
             partition_method="uniform",

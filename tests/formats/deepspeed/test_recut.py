@@ -15,6 +15,7 @@ from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.recut import ranges
 
 from ...engines import grids
+from ...engines.deepspeed import EngineError
 from ...engines.grids import CASES
 from ..equality import same_bits
 from .conftest import Trained
@@ -45,6 +46,8 @@ def members(held: dict[str, Any]) -> list[dict[str, Any]]:
                 ("pipe_pp3_dp1_bf16", 2, 2),
                 ("pipe_pp3_dp1_bf16", 1, 2),
                 ("pipe_pp2_dp1_fp16", 3, 1),
+                ("pipe_pp2_dp1_ties", 1, 1),
+                ("pipe_pp2_dp1_ties", 3, 1),
             )
         ),
     ],
@@ -73,6 +76,16 @@ def test_the_engine_resumes_with_other_stages(
         different = [n for n in held[key] if not same_bits(held[key][n], expected[key][n])]
         assert different == []
     assert abs(held["losses"][0] - expected["losses"][0]) < (1e-5 if case.dtype == "fp32" else 2e-3)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("bounds", [(0, 4, 9), (0, 6, 9)])
+def test_the_engine_refuses_other_bounds(
+    bounds: tuple[int, ...], grid_trained: Trained, tmp_path: Path
+) -> None:
+    zckpt.reshard(grid_trained(ONE) / "run", tmp_path / "run", pp_bounds=bounds, dp=1)
+    with pytest.raises(EngineError, match="does not match"):
+        grids.resume(CASES[ONE], tmp_path / "run", tmp_path / "engine", 1, 2)
 
 
 def model_files(run: Path) -> list[dict[str, Any]]:
