@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 
 import zckpt
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
+from zckpt.formats.deepspeed import write
 from zckpt.formats.deepspeed.recut import ranges
+from zckpt.formats.options import options_of
 
 from ...engines import grids
 from ...engines.deepspeed import EngineError
@@ -150,6 +153,16 @@ class TestFiles:
         after = zckpt.load(tmp_path / "out", "tied_modules.embed.weight/exp_avg")
         assert same_bits(after, before)
 
+    def test_client_state_is_rank_0s(self, grid_trained: Trained, tmp_path: Path) -> None:
+        run = Path(shutil.copytree(grid_trained(TWO) / "run", tmp_path / "run"))
+        for number, path in enumerate(sorted(run.glob("*/mp_rank_*"))):
+            model = torch.load(path, weights_only=False)
+            torch.save({**model, "random": torch.arange(3) + number}, path)
+        report = zckpt.reshard(run, tmp_path / "out", pp=3, pp_bounds=BOUNDS[3], dp=1)
+        assert "client_state 'random' of model ranks other than 0" in report["left_out"]
+        held = [model["random"].tolist() for model in model_files(tmp_path / "out")]
+        assert held == [[0, 1, 2]] * 3
+
 
 @pytest.mark.engines
 @pytest.mark.first
@@ -180,6 +193,19 @@ class TestRefusals:
             zckpt.convert(run, tmp_path / "out", to="dcp", pp=1)
         with pytest.raises(UnsupportedCheckpoint, match="pp 2, tp 2"):
             zckpt.convert(run, tmp_path / "out", to="deepspeed", pp=1)
+
+    @pytest.mark.parametrize("options", [{"pp": 1}, {"pp_bounds": (0, 4, 9)}])
+    def test_sources_that_are_not_pipelines(
+        self, options: Any, grid_trained: Trained, tmp_path: Path
+    ) -> None:
+        run = grid_trained(BOTH) / "run"
+        zckpt.convert(run, tmp_path / "universal")
+        with pytest.raises(UnsupportedCheckpoint, match="pp 2, tp 2"):
+            zckpt.reshard(tmp_path / "universal", tmp_path / "out", **options)
+        manifest = zckpt.read(run)
+        plain = replace(manifest, source={**manifest.source, "pp": None, "tp": None})
+        with pytest.raises(WrongOption, match=r"--pp.* is not a pipeline"):
+            write.lay_out(plain, options_of(options))
 
     def test_order_that_is_not_the_layers(self, grid_trained: Trained, tmp_path: Path) -> None:
         """Equal shapes change places, so that only the order is odd."""

@@ -78,14 +78,15 @@ def bounds_of(root: str, layers: Sequence[int], options: Options) -> tuple[int, 
     count = max(layers) + 1
     if bounds is None and pp == 1:
         return 0, count
-    example = f"--pp-bounds 0,{count // 2},{count}"
     files = f"{root} has files of the layers {ranges(layers)}"
     if bounds is None:
+        stages = min(pp or 2, count)
+        example = ",".join(str(count * stage // stages) for stage in range(stages + 1))
         raise WrongOption(
             f"--pp {pp} needs the bounds of its stages, which no file states; {files}",
             hint="give the first layer of each stage and the number of all layers, functions "
-            f"included, such as {example}; your program prints the layers of each stage at its "
-            "start",
+            f"included, such as --pp-bounds {example}; your program prints the layers of each "
+            "stage at its start",
         )
     text = ",".join(map(str, bounds))
     if pp not in (None, len(bounds) - 1):

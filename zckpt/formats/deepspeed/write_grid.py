@@ -114,7 +114,7 @@ def refuse_without_stages(root: str, options: Options) -> None:
     for option in (PP, PP_BOUNDS):
         if options[option] is not None:
             raise WrongOption(
-                f"{option.flag} does not apply to {root}, which is no pipeline",
+                f"{option.flag} does not apply to {root}, which is not a pipeline",
                 hint="leave it out: only the layers of a PipelineModule can be cut into stages",
             )
 
