@@ -91,6 +91,19 @@ def test_the_engine_refuses_other_bounds(
         grids.resume(CASES[ONE], tmp_path / "run", tmp_path / "engine", 1, 2)
 
 
+@pytest.mark.engines
+def test_stages_of_two_tensor_ranks_there_and_back(grid_trained: Trained, tmp_path: Path) -> None:
+    root = grid_trained(BOTH)
+    zckpt.reshard(root / "run", tmp_path / "one", pp=1, dp=3)
+    zckpt.reshard(tmp_path / "one", tmp_path / "two", pp=2, pp_bounds=BOUNDS[2], dp=1)
+    expected = torch.load(root / "oracle.pt", weights_only=False)
+    held = grids.resume(CASES[BOTH], tmp_path / "two", tmp_path / "engine", 1)
+    tensors = expected["tensors"]
+    assert held["tensors"].keys() == tensors.keys()
+    assert [n for n in tensors if not same_bits(held["tensors"][n], tensors[n])] == []
+    assert held["losses"] == expected["losses"]
+
+
 def model_files(run: Path) -> list[dict[str, Any]]:
     return [torch.load(path, weights_only=False) for path in sorted(run.glob("*/mp_rank_*"))]
 
@@ -133,11 +146,21 @@ class TestFiles:
         self, grid_trained: Trained, tmp_path: Path
     ) -> None:
         """The engine itself cannot train such stages: it waits for ever in the norm (0.19.8)."""
-        run = grid_trained("pipe_pp2_dp2_fp32") / "run"
+        trained = grid_trained("pipe_pp2_dp2_fp32") / "run"
+        run = Path(shutil.copytree(trained, tmp_path / "source"))
+        for path in run.glob("*/mp_rank_*"):
+            model = torch.load(path, weights_only=False)
+            model["lr_scheduler"] = {"base_lrs": [0.01, 0.0025, 0.02], "last_epoch": 3}
+            torch.save(model, path)
         zckpt.reshard(run, tmp_path / "run", pp=3, pp_bounds=BOUNDS[3])
-        groups = [len(model["param_shapes"]) for model in model_files(tmp_path / "run")]
-        assert groups == [3, 2, 3]
+        models = model_files(tmp_path / "run")
+        assert [len(model["param_shapes"]) for model in models] == [3, 2, 3]
+        rates = [model["lr_scheduler"]["base_lrs"] for model in models]
+        assert rates == [[0.01, 0.0025, 0.02], [0.01, 0.0025], [0.01, 0.0025, 0.02]]
         assert zckpt.verify(tmp_path / "run", against=run)["equal"]
+        zckpt.reshard(tmp_path / "run", tmp_path / "one", pp=1)
+        (model,) = model_files(tmp_path / "one")
+        assert model["lr_scheduler"]["base_lrs"] == rates[0]
 
     def test_tied_copies_that_differ_are_a_warning(
         self, grid_trained: Trained, tmp_path: Path
