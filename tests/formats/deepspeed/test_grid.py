@@ -25,8 +25,8 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.formats.deepspeed import read as deepspeed_read
-from zckpt.formats.deepspeed.grid import grid_files
-from zckpt.formats.deepspeed.together import joined_groups
+from zckpt.formats.deepspeed.model_ranks.grid import grid_files
+from zckpt.formats.deepspeed.model_ranks.together import joined_groups
 from zckpt.formats.deepspeed_states.directories import TagDirectory
 
 from ...engines import grids

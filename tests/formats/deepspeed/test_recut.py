@@ -14,7 +14,7 @@ import torch
 import zckpt
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed import write
-from zckpt.formats.deepspeed.recut import ranges
+from zckpt.formats.deepspeed.model_ranks.recut import ranges
 from zckpt.formats.options import options_of
 
 from ...engines import grids

@@ -14,9 +14,9 @@ import torch
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.slicing import joined
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
-from zckpt.formats.deepspeed.families import FAMILIES
-from zckpt.formats.deepspeed.tensor_rules import Shapes, Sliced, decide, rules_of
-from zckpt.formats.deepspeed.universal_info import UniversalInfo
+from zckpt.formats.deepspeed.model_ranks.families import FAMILIES
+from zckpt.formats.deepspeed.model_ranks.tensor_rules import Shapes, Sliced, decide, rules_of
+from zckpt.formats.deepspeed.model_ranks.universal_info import UniversalInfo
 
 NAME = "layers.0.mixer.weight"
 Info = dict[str, Any]

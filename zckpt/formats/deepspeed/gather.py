@@ -24,8 +24,8 @@ from ...core.manifest import slot_name
 from ...core.partition import FlatMember, Partition, Partitioned, Whole
 from ...errors import UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
-from . import gather_whole
-from .gather_whole import whole
+from .stage_0 import gather_whole
+from .stage_0.gather_whole import whole
 
 Shapes = Mapping[str, tuple[int, ...]]
 SEVERAL = re.compile(r"^layer_\d+-.*model_states\.pt$|mp_rank_0*[1-9]\d*_")

@@ -50,7 +50,7 @@ def open_ranks(
     partitioned = "fp32_flat_groups" in states[0]
     bases = _for_each(states, lambda state: _base(directory, state, partitioned))
     if model.get("num_experts"):
-        from .group_order import in_order_of_first  # dense models start without
+        from .moe.group_order import in_order_of_first  # dense models start without
 
         states, bases = in_order_of_first(states, bases)
     ranks = EngineStates(

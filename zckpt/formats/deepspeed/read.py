@@ -15,10 +15,10 @@ from ...training.steps import KEEP
 from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.manifest import manifest_of
 from ..deepspeed_states.states import EngineStates, open_files
-from .apart import ModelGrid, of_rank, open_apart, stacked
 from .files import RankFiles, locate
 from .flats import flat_buffers
-from .grid import GridFiles, check_grid, grid_files
+from .model_ranks.apart import ModelGrid, of_rank, open_apart, stacked
+from .model_ranks.grid import GridFiles, check_grid, grid_files
 from .ranks import open_ranks
 
 
@@ -58,8 +58,8 @@ def read(
 
 def _joined(ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | None) -> Manifest:
     """The model of all tensor ranks."""
-    from .tensor_ranks import joined_slices
-    from .tensor_rules import rules_of
+    from .model_ranks.tensor_ranks import joined_slices
+    from .model_ranks.tensor_rules import rules_of
 
     rules = [] if tp_rules is None else [rules_of(tp_rules)]
     return joined_slices(ranks, rules, step_policy)
@@ -74,7 +74,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     """
     if "model_ranks" in manifest.source:  # each keeps its own copy
         return []
-    from .copies import compare_copies
+    from .model_ranks.copies import compare_copies
 
     check_slices(manifest)
     tp = int(manifest.source.get("tp") or 0)
@@ -84,7 +84,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
 def check_slices(manifest: Manifest) -> None:
     """Raises InconsistentCheckpoint if all tensor ranks hold the same of what a rule cuts."""
     if int(manifest.source.get("tp") or 0) > 1:
-        from .copies import refuse_equal_slices
+        from .model_ranks.copies import refuse_equal_slices
 
         directory = locate(manifest.root, None)
         ranks = tensor_ranks(directory, grid_files(directory), KEEP)
@@ -120,7 +120,7 @@ def tensor_ranks(
         if not staged:
             models += of_stages
             continue
-        from .pipeline import joined_stages
+        from .model_ranks.pipeline import joined_stages
 
         layers = files.layers_of(tp)
         opened = dict(zip(layers, open_files(list(layers.values()), parsed), strict=True))
@@ -137,8 +137,8 @@ def _read_whole(
     weights_only: bool,
 ) -> Manifest:
     """The manifest of stage 0: the model file has the optimizer too."""
-    from . import whole_states
-    from .whole import open_whole
+    from .stage_0 import whole_states
+    from .stage_0.whole import open_whole
 
     whole = open_whole(directory, files, param_names, weights_only)
     states, units = whole_states.with_states(whole)
@@ -161,7 +161,7 @@ def _with_experts(
     step_policy: str | None,
 ) -> Manifest:
     """The manifest of a model with experts, whose files are at `paths`."""
-    from .experts import open_experts, with_one_step  # dense models start without
+    from .moe.experts import open_experts, with_one_step  # dense models start without
 
     experts = open_experts(ranks, paths)
     config = ranks.effective_config(ranks.round_robin)

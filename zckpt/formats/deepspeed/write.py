@@ -16,10 +16,13 @@ from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.model_files import model_files
 from ..deepspeed_states.target import DeepSpeedTarget
-from . import elastic, regroup, whole_files, write_grid
-from .expert_shells import expert_files
+from . import elastic
 from .files import recovery_scripts
+from .model_ranks import write_grid
+from .moe import regroup
+from .moe.expert_shells import expert_files
 from .optimizer_files import optimizer_files
+from .stage_0 import whole_files
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:

@@ -8,18 +8,18 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from ...core.manifest import slot_key
-from ...files.torchshell import Storages
-from ..deepspeed_states.hyper import FLAT
-from ..deepspeed_states.optimizer_values import (
+from ....core.manifest import slot_key
+from ....files.torchshell import Storages
+from ...deepspeed_states.hyper import FLAT
+from ...deepspeed_states.optimizer_values import (
     clipping,
     group_step,
     inferred,
     numbers,
     whole_scaling,
 )
-from ..deepspeed_states.states import FLAT_MASTERS, WHOLE_MASTERS, version_numbers
-from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
+from ...deepspeed_states.states import FLAT_MASTERS, WHOLE_MASTERS, version_numbers
+from ...deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 from .whole import FROZEN
 
 

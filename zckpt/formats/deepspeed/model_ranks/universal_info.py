@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ...core import slicing
-from ...core.slicing import Piece, Slicing
-from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
+from ....core import slicing
+from ....core.slicing import Piece, Slicing
+from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
 from .tensor_rules import Rule, Shapes, Sliced, by_rule
 
 NEWEST_MAP = 1

@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from ...core.facts import FlatBufferEngine
-from ...core.manifest import Entry, Manifest
-from ...core.values import valueclass
-from ...errors import UnsupportedCheckpoint, WrongOption
-from ...training.groups import without_empty_groups
-from ...training.options import Options
-from ..deepspeed_states.options import PP, PP_BOUNDS
+from ....core.facts import FlatBufferEngine
+from ....core.manifest import Entry, Manifest
+from ....core.values import valueclass
+from ....errors import UnsupportedCheckpoint, WrongOption
+from ....training.groups import without_empty_groups
+from ....training.options import Options
+from ...deepspeed_states.options import PP, PP_BOUNDS
 from .apart import ModelGrid, ModelRank
 from .grid import LAYER, TIED
 

@@ -9,23 +9,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from ...core.manifest import Manifest
-from ...core.staging import Layout, Shell
-from ...errors import UnsupportedCheckpoint, WrongOption, counted, literal
-from ...training import objects
-from ...training.options import ALLOW_OBJECT, DP, Options
-from ..deepspeed_states import reports
-from ..deepspeed_states.directories import TagDirectory
-from ..deepspeed_states.hyper import check_states
-from ..deepspeed_states.model_files import model_files
-from ..deepspeed_states.options import PP, PP_BOUNDS
-from ..deepspeed_states.target import DeepSpeedTarget
-from . import elastic, read
+from ....core.manifest import Manifest
+from ....core.staging import Layout, Shell
+from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
+from ....training import objects
+from ....training.options import ALLOW_OBJECT, DP, Options
+from ...deepspeed_states import reports
+from ...deepspeed_states.directories import TagDirectory
+from ...deepspeed_states.hyper import check_states
+from ...deepspeed_states.model_files import model_files
+from ...deepspeed_states.options import PP, PP_BOUNDS
+from ...deepspeed_states.target import DeepSpeedTarget
+from .. import elastic, read
+from ..files import locate, rank_files, recovery_scripts
+from ..optimizer_files import optimizer_files
 from .apart import ModelGrid, layer_siblings, open_apart, stacked
 from .copies import compare_copies
-from .files import locate, rank_files, recovery_scripts
 from .grid import GridFiles, grid_files
-from .optimizer_files import optimizer_files
 from .recut import recut, under_names_of
 
 TAKEN = frozenset({DP.name, PP.name, PP_BOUNDS.name, ALLOW_OBJECT.name})
@@ -121,7 +121,7 @@ def refuse_without_stages(root: str, options: Options) -> None:
 
 def _target(manifest: Manifest, options: Options) -> DeepSpeedTarget:
     """The target of one model rank, without objects that its pickles may not name."""
-    from .. import engine_objects
+    from ... import engine_objects
 
     admitted = options[ALLOW_OBJECT]
     return DeepSpeedTarget(objects.without_others(manifest, engine_objects(), admitted), options)

@@ -24,10 +24,10 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Protocol
 
-from ...core import slicing, sources
-from ...core.slicing import Slicing
-from ...core.values import valueclass
-from ...errors import MALFORMED, InconsistentCheckpoint, WrongOption, ZckptError, cause, listed
+from ....core import slicing, sources
+from ....core.slicing import Slicing
+from ....core.values import valueclass
+from ....errors import MALFORMED, InconsistentCheckpoint, WrongOption, ZckptError, cause, listed
 from .families import FAMILIES, WIDTHS
 
 Shapes = Sequence[tuple[int, ...] | None]
@@ -267,7 +267,7 @@ def _undecided(
         lines.setdefault(_pattern(name), sliced.rule)
     for name, shapes in undecided.items():
         lines.setdefault(_pattern(name), f"?  # {list(_first(shapes))} on each rank")
-    from ...errors import MissingData
+    from ....errors import MissingData
 
     fitting = [
         family

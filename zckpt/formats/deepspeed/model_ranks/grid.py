@@ -20,12 +20,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core.facts import Grid
-from ...core.values import valueclass
-from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
-from ..deepspeed_states.directories import EXPERT, MODEL_3, OPTIMIZER, TagDirectory, refuse
-from ..deepspeed_states.states import EngineStates
-from .files import RankFiles, model_rank_of, rank_files
+from ....core.facts import Grid
+from ....core.values import valueclass
+from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
+from ...deepspeed_states.directories import EXPERT, MODEL_3, OPTIMIZER, TagDirectory, refuse
+from ...deepspeed_states.states import EngineStates
+from ..files import RankFiles, model_rank_of, rank_files
 
 LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 TIED = "tied_modules."

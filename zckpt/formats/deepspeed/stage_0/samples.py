@@ -14,9 +14,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 
-from ...core import sources
-from ...core.dtypes import SIZES
-from ...files.torchfile import Tensor, TorchFile
+from ....core import sources
+from ....core.dtypes import SIZES
+from ....files.torchfile import Tensor, TorchFile
 
 SAMPLE = 64  # elements, from the middle of a tensor: its beginning may be padding
 CHUNK = 1 << 20  # bytes that are compared at a time

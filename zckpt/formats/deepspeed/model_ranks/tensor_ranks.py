@@ -11,12 +11,12 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ...core import slicing
-from ...core.dtypes import SIZES
-from ...core.fragments import Fragments
-from ...core.inert import to_json
-from ...core.manifest import Entry, Manifest
-from ...errors import InconsistentCheckpoint, listed
+from ....core import slicing
+from ....core.dtypes import SIZES
+from ....core.fragments import Fragments
+from ....core.inert import to_json
+from ....core.manifest import Entry, Manifest
+from ....errors import InconsistentCheckpoint, listed
 from .tensor_rules import RuleFile, Rules, Shapes, Sliced, decide
 from .together import MIXED, common, same_parameter
 from .universal_info import UniversalInfo

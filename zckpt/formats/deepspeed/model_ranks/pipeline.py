@@ -17,18 +17,18 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ...core import sources
-from ...core.difference import rounds_to
-from ...core.dtypes import SIZES
-from ...core.facts import FlatBufferEngine
-from ...core.fragments import Fragments
-from ...core.manifest import Entry, Manifest, Parameter
-from ...core.values import valueclass
-from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
-from ...files.torchfile import Tensor, TorchFile
-from ..deepspeed_states.states import dictionary
-from ..deepspeed_states.tensors import is_extra
-from ..statedict.finding import BUFFERS
+from ....core import sources
+from ....core.difference import rounds_to
+from ....core.dtypes import SIZES
+from ....core.facts import FlatBufferEngine
+from ....core.fragments import Fragments
+from ....core.manifest import Entry, Manifest, Parameter
+from ....core.values import valueclass
+from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from ....files.torchfile import Tensor, TorchFile
+from ...deepspeed_states.states import dictionary
+from ...deepspeed_states.tensors import is_extra
+from ...statedict.finding import BUFFERS
 from .grid import TIED
 from .together import common, joined_groups, with_agreed_steps
 

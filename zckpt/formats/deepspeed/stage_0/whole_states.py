@@ -7,16 +7,16 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ...core.dtypes import NUMBERS
-from ...core.fragments import Fragments, solid
-from ...core.inert import PYTHON_NUMBERS, Scalar
-from ...core.manifest import Sighting, slot_name
-from ...core.values import valueclass
-from ...errors import InconsistentCheckpoint, counted, listed
-from ...files.torchfile import Tensor, TorchFile
-from ...training import steps
-from ..deepspeed_states.flats import BufferSlot, FlatBuffer
-from ..deepspeed_states.states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, ParameterShapes
+from ....core.dtypes import NUMBERS
+from ....core.fragments import Fragments, solid
+from ....core.inert import PYTHON_NUMBERS, Scalar
+from ....core.manifest import Sighting, slot_name
+from ....core.values import valueclass
+from ....errors import InconsistentCheckpoint, counted, listed
+from ....files.torchfile import Tensor, TorchFile
+from ....training import steps
+from ...deepspeed_states.flats import BufferSlot, FlatBuffer
+from ...deepspeed_states.states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, ParameterShapes
 from .whole import WholeOptimizer
 
 States = dict[str, dict[str, Any]]

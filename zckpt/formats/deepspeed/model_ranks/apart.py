@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-from ...core import sources
-from ...core.facts import FlatBufferEngine
-from ...core.manifest import Entry, Manifest, Sibling
-from ...core.values import valueclass
-from ...files.torchfile import Parsed
-from ..deepspeed_states.directories import TagDirectory
-from ..deepspeed_states.manifest import manifest_of
-from ..deepspeed_states.states import EngineStates
-from .files import RankFiles
-from .flats import flat_buffers
+from ....core import sources
+from ....core.facts import FlatBufferEngine
+from ....core.manifest import Entry, Manifest, Sibling
+from ....core.values import valueclass
+from ....files.torchfile import Parsed
+from ...deepspeed_states.directories import TagDirectory
+from ...deepspeed_states.manifest import manifest_of
+from ...deepspeed_states.states import EngineStates
+from ..files import RankFiles
+from ..flats import flat_buffers
+from ..ranks import open_ranks
 from .grid import GridFiles
-from .ranks import open_ranks
 from .together import common
 
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...core.fragments import Record
-from ...core.inert import to_json
-from ...core.manifest import Entry, Manifest, Parameter, Sighting
-from ...core.values import valueclass
-from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
-from ...training import steps
+from ....core.fragments import Record
+from ....core.inert import to_json
+from ....core.manifest import Entry, Manifest, Parameter, Sighting
+from ....core.values import valueclass
+from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint
+from ....training import steps
 
 Groups = tuple[dict[str, Any], ...] | None
 MIXED = "files of different saves seem to be mixed; take those of one tag"

@@ -14,13 +14,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from ...core import compare
-from ...core.compare import Result
-from ...core.manifest import Entry, Manifest
-from ...core.plan import Match
-from ...core.weights import is_optimizers
-from ...errors import InconsistentCheckpoint, counted, listed
-from .files import model_rank_of
+from ....core import compare
+from ....core.compare import Result
+from ....core.manifest import Entry, Manifest
+from ....core.plan import Match
+from ....core.weights import is_optimizers
+from ....errors import InconsistentCheckpoint, counted, listed
+from ..files import model_rank_of
 from .grid import LAYER
 from .pipeline import head
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ...core.dtypes import SIZES
-from ...core.manifest import slot_name
-from ...core.partition import FlatMember, Nameless, Partition, Partitioned, Whole
-from ...errors import MissingData
-from ...files.torchfile import Tensor, TorchFile
+from ....core.dtypes import SIZES
+from ....core.manifest import slot_name
+from ....core.partition import FlatMember, Nameless, Partition, Partitioned, Whole
+from ....errors import MissingData
+from ....files.torchfile import Tensor, TorchFile
 from .samples import labels
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -12,11 +12,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
-from ...core.values import valueclass
-from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, listed
-from ...files.torchfile import Parsed, Tensor, TorchFile
-from ..deepspeed_states.experts import expert_name
-from ..deepspeed_states.states import EngineStates, dictionary, open_files
+from ....core.values import valueclass
+from ....errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, listed
+from ....files.torchfile import Parsed, Tensor, TorchFile
+from ...deepspeed_states.experts import expert_name
+from ...deepspeed_states.states import EngineStates, dictionary, open_files
 
 
 def file_name(layer: int, expert: int) -> str:

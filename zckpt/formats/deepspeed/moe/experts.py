@@ -18,21 +18,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...core.experts import ExpertLayer
-from ...core.facts import FlatBufferEngine
-from ...core.manifest import Entry, Manifest, Parameter
-from ...core.values import valueclass
-from ...errors import InconsistentCheckpoint, listed
-from ...files.torchfile import Tensor, TorchFile
-from ...training import steps
-from ..deepspeed_states.directories import refuse
-from ..deepspeed_states.experts import (
+from ....core.experts import ExpertLayer
+from ....core.facts import FlatBufferEngine
+from ....core.manifest import Entry, Manifest, Parameter
+from ....core.values import valueclass
+from ....errors import InconsistentCheckpoint, listed
+from ....files.torchfile import Tensor, TorchFile
+from ....training import steps
+from ...deepspeed_states.directories import refuse
+from ...deepspeed_states.experts import (
     ExpertLayers,
     ExpertRanks,
     expert_name,
 )
-from ..deepspeed_states.flats import FlatBuffer
-from ..deepspeed_states.states import EngineStates, ParameterShapes
+from ...deepspeed_states.flats import FlatBuffer
+from ...deepspeed_states.states import EngineStates, ParameterShapes
 from .expert_files import LayerFiles, layers_of
 from .expert_places import UNKNOWN, places_by_bytes
 

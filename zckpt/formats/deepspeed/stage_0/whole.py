@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...core.dtypes import FLOATS
-from ...core.values import valueclass
-from ...errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, listed
-from ...files.torchfile import Parsed, Tensor, TorchFile
-from ..deepspeed_states.directories import TagDirectory, refuse
-from ..deepspeed_states.manifest import INFERRED
-from ..deepspeed_states.states import (
+from ....core.dtypes import FLOATS
+from ....core.values import valueclass
+from ....errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, listed
+from ....files.torchfile import Parsed, Tensor, TorchFile
+from ...deepspeed_states.directories import TagDirectory, refuse
+from ...deepspeed_states.manifest import INFERRED
+from ...deepspeed_states.states import (
     FLAT_MASTERS,
     WHOLE_MASTERS,
     EngineStates,
@@ -31,11 +31,11 @@ from ..deepspeed_states.states import (
     version_of,
     wrapper_of,
 )
-from ..deepspeed_states.tensors import is_extra
-from ..statedict.names import ELEMENTWISE
+from ...deepspeed_states.tensors import is_extra
+from ...statedict.names import ELEMENTWISE
+from ..files import RankFiles
+from ..ranks import check_kind, without_optimizer
 from . import naming
-from .files import RankFiles
-from .ranks import check_kind, without_optimizer
 
 Shape = tuple[int, ...]
 FROZEN = "zckpt_frozen"

@@ -11,13 +11,13 @@ import struct
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from ...core.difference import rounds_to
-from ...errors import InconsistentCheckpoint
-from ...files.torchfile import Tensor, TorchFile
-from .. import zero
-from ..deepspeed_states.directories import refuse
-from ..deepspeed_states.experts import ExpertLayers, ExpertRanks
-from ..deepspeed_states.states import EngineStates, ParameterShapes
+from ....core.difference import rounds_to
+from ....errors import InconsistentCheckpoint
+from ....files.torchfile import Tensor, TorchFile
+from ... import zero
+from ...deepspeed_states.directories import refuse
+from ...deepspeed_states.experts import ExpertLayers, ExpertRanks
+from ...deepspeed_states.states import EngineStates, ParameterShapes
 
 UNKNOWN = "mixture-of-experts layers, and with the name of its ds_config alone"
 MASTERS = "single_partition_of_fp32_groups"

@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from ...core.dtypes import SIZES
-from ...errors import MissingData, WrongOption, listed
-from ...files.torchfile import Tensor, TorchFile
-from ..statedict.matching import HINT, MatchedNames, match
+from ....core.dtypes import SIZES
+from ....errors import MissingData, WrongOption, listed
+from ....files.torchfile import Tensor, TorchFile
+from ...statedict.matching import HINT, MatchedNames, match
 from .samples import labels
 
 Weights = Mapping[str, Tensor]

@@ -1,0 +1,14 @@
+"""A run with several model ranks: stages of a pipeline, and tensor ranks with slices of tensors.
+
+grid.py             which model ranks there are, and their places in the grid
+pipeline.py         stages and files of layers become one model
+tensor_ranks.py     slices of tensor ranks become boxes of whole tensors
+tensor_rules.py     which dimension of a parameter was cut: --tp-rules
+universal_info.py   the same, as the checkpoint says it
+families.py         rules of known models, as data
+together.py         what model ranks have in common
+copies.py           whether their copies of a tensor are equal
+apart.py            all model ranks in one manifest, without joining them
+write_grid.py       those of several model ranks for another data-parallel size
+recut.py            a pipeline at other bounds of its stages
+"""

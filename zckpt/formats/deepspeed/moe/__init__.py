@@ -1,0 +1,9 @@
+"""A model with experts (`deepspeed.moe.layer.MoE`), which are spread over data-parallel ranks.
+
+experts.py         the experts of a model, and which ranks share them
+group_order.py     the groups of all ranks in one order
+expert_places.py   which ranks have which experts, where no ds_config says it
+expert_files.py    the files of experts
+expert_shells.py   the same of a target
+regroup.py         a source for another expert-parallel size
+"""

@@ -1,0 +1,9 @@
+"""A run without ZeRO (stage 0): the model file has the whole optimizer, without names.
+
+whole.py          the optimizer in the model file, and which names its numbers have
+naming.py         how they get these names
+samples.py        reads the bytes that show them
+whole_states.py   what the optimizer keeps, as records of flat buffers
+whole_files.py    the optimizer of a target
+gather_whole.py   what the engine itself would gather, for `verify --gather`
+"""
