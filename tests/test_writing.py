@@ -43,6 +43,12 @@ def test_a_source_that_states_its_names_is_read_once(tmp_path: Path, paths_read:
     assert zckpt.read(tmp_path / "u").entries.keys() == {f"net.{name}" for name in source.entries}
 
 
+def test_options_of_tensor_ranks_are_not_used_without_any(tmp_path: Path) -> None:
+    report = zckpt.convert(EXAMPLE, tmp_path / "u", tp_rules="llama", replicas="rank0")
+    said = [line for line in report["warnings"] if "is not used" in line]
+    assert [line.split()[0] for line in said] == ["--tp-rules", "--replicas"]
+
+
 def test_a_source_that_numbers_parameters_gets_the_names_from_before_a_renaming(
     tmp_path: Path, paths_read: Paths
 ) -> None:

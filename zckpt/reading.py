@@ -78,8 +78,20 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
     manifest = replace(manifest, fingerprints=fingerprints, objects=frozenset(watch.objects))
     manifest = renamed(manifest, reading.rename)
     lost, stateless = lacking(manifest)
-    lines = [*manifest.warnings, *lost, *stateless]
+    lines = [*manifest.warnings, *lost, *stateless, *_unused(manifest, reading)]
     return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings
+
+
+def _unused(manifest: Manifest, reading: Reading) -> list[str]:
+    """Options for tensor ranks of a checkpoint that has none."""
+    if manifest.source.get("tp") not in (None, 1) or "tensor_parallel" in manifest.state:
+        return []
+    given = {"--tp-rules": reading.tp_rules, "--replicas": reading.replicas}
+    return [
+        f"{flag} {value} is not used: {manifest.root} has no tensor ranks"
+        for flag, value in given.items()
+        if value is not None
+    ]
 
 
 def _check_names(manifest: Manifest) -> None:
