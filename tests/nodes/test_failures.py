@@ -93,6 +93,7 @@ def test_a_process_that_does_not_answer(
     assert files(tmp_path / "out") == files(tmp_path / "single")
 
 
+@pytest.mark.engines
 def test_a_process_that_wakes_up_writes_nothing(
     begun: tuple[list[Process], tuple[object, ...]], tmp_path: Path
 ) -> None:
