@@ -61,13 +61,13 @@ class Slicing:
 
     def chosen(self, copy: int) -> list[Piece]:
         """A piece for each box of the whole: that of its holder number `copy`, or of its last."""
-        return [held[min(copy, len(held) - 1)] for held in self._holders().values()]
+        return [ranks[min(copy, len(ranks) - 1)] for ranks in self._holders().values()]
 
     def _holders(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[Piece]]:
-        held: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Piece]] = {}
+        holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Piece]] = {}
         for piece in self.pieces:
-            held.setdefault((piece.offsets, piece.sizes), []).append(piece)
-        return held
+            holders.setdefault((piece.offsets, piece.sizes), []).append(piece)
+        return holders
 
 
 def replicated(shape: Sequence[int], ranks: int) -> Slicing:
@@ -84,7 +84,7 @@ def cut(outer: int, inner: int, widths: Sequence[Sequence[int]]) -> Slicing:
     follow each other; a slice has its parts of them in the same order.
     """
     ranks = len(widths[0])
-    held = [sum(part[rank] for part in widths) for rank in range(ranks)]
+    totals = [sum(part[rank] for part in widths) for rank in range(ranks)]
     pieces = []
     inside = [0] * ranks
     at = 0
@@ -96,7 +96,7 @@ def cut(outer: int, inner: int, widths: Sequence[Sequence[int]]) -> Slicing:
             inside[rank] += width
             at += width
     return Slicing(
-        (outer, at, inner), tuple((outer, width, inner) for width in held), tuple(pieces)
+        (outer, at, inner), tuple((outer, width, inner) for width in totals), tuple(pieces)
     )
 
 

@@ -118,13 +118,13 @@ class FlatGroup:
         while self.starts[rank + 1] <= start and rank + 1 < len(self.partitions):
             rank += 1
         self._rank = rank
-        fragments, here = [], start
-        while here < stop:
+        fragments, place = [], start
+        while place < stop:
             end = min(stop, self.starts[rank + 1])
             first = self.starts[rank]
             extent = self.partitions[rank].part(
-                (here - first) * self.size, (end - first) * self.size
+                (place - first) * self.size, (end - first) * self.size
             )
-            fragments.append(Fragment(here - start, end - start, extent))
-            here, rank = end, rank + 1
+            fragments.append(Fragment(place - start, end - start, extent))
+            place, rank = end, rank + 1
         return Runs(fragments)

@@ -125,8 +125,8 @@ def _prefixed(number: int, entry: Entry) -> Entry:
 
 def layer_siblings(files: GridFiles, tag: str) -> list[tuple[str, Sibling]]:
     """The files of layers: no data rank has a part in them, so they are copied as they are."""
-    found = []
+    siblings = []
     for _, path in sorted(files.layers.items()):
         name = f"{tag}/{path.rpartition('/')[2]}"
-        found.append((name, Sibling(name, path, sources.size(path))))
-    return found
+        siblings.append((name, Sibling(name, path, sources.size(path))))
+    return siblings

@@ -105,13 +105,13 @@ def refuse_equal_slices(root: str, ranks: Sequence[Manifest], rules: Mapping[str
 
 def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:
     """By parameter, all ranks' tensors of each state of the optimizer, where shapes are equal."""
-    found: dict[str, list[list[Entry]]] = {}
+    moments: dict[str, list[list[Entry]]] = {}
     for key, entry in ranks[0].entries.items():
         each = [rank.entries.get(key) for rank in ranks] if is_optimizers(entry.slot) else []
         known = [item for item in each if item is not None]
         if len(known) == len(ranks) and len({item.shape for item in known}) == 1:
-            found.setdefault(entry.parameter, []).append(known)
-    return found
+            moments.setdefault(entry.parameter, []).append(known)
+    return moments
 
 
 def _are_equal(slices: Sequence[Entry]) -> bool:

@@ -57,17 +57,17 @@ def grid_files(directory: TagDirectory) -> GridFiles:
     offload.
     """
     names = sorted(os.listdir(directory.path))
-    found = {rank for name in names if (rank := model_rank_of(name)) is not None}
-    ranks = [rank_files(directory, names)] if found <= {0} else []
+    numbers = {rank for name in names if (rank := model_rank_of(name)) is not None}
+    ranks = [rank_files(directory, names)] if numbers <= {0} else []
     if not ranks:
-        missing = next(rank for rank in range(len(found) + 1) if rank not in found)
-        if missing < max(found):
+        missing = next(rank for rank in range(len(numbers) + 1) if rank not in numbers)
+        if missing < max(numbers):
             raise IncompleteCheckpoint(
-                f"{directory.path} has files of model rank {max(found)}, but none of model rank "
+                f"{directory.path} has files of model rank {max(numbers)}, but none of model rank "
                 f"{missing}",
                 hint=f"expected mp_rank_{missing:02d}_model_states.pt and its optimizer files",
             )
-        ranks = [rank_files(directory, names, rank) for rank in sorted(found)]
+        ranks = [rank_files(directory, names, rank) for rank in sorted(numbers)]
         _alike(directory, ranks)
     layers = {
         (int(match[1]), int(match[2] or 0)): os.path.join(directory.path, name)
@@ -76,7 +76,7 @@ def grid_files(directory: TagDirectory) -> GridFiles:
     }
     pp, tp = _sizes(directory, len(ranks), layers)
     of_experts = {int(match[3]) for name in names if (match := EXPERT.fullmatch(name))}
-    if of_experts and (layers or of_experts | found != {0}):
+    if of_experts and (layers or of_experts | numbers != {0}):
         refuse(directory, "mixture-of-experts layers on several model ranks")
     return GridFiles(ranks, layers, pp, tp)
 

@@ -105,7 +105,7 @@ def _trained(
     stages: Sequence[Manifest],
 ) -> tuple[dict[str, tuple[Parameter, list[Entry]]], list[Entry]]:
     """Trained parameters with their entries; and the entries of further copies of tied ones."""
-    found: dict[str, tuple[Parameter, list[Entry]]] = {}
+    trained: dict[str, tuple[Parameter, list[Entry]]] = {}
     copies: list[Entry] = []
     for number, stage in enumerate(stages):
         of_name: dict[str, list[Entry]] = {name: [] for name in stage.parameters}
@@ -113,17 +113,17 @@ def _trained(
             if entry.slot != "state":
                 of_name[entry.parameter].append(entry)
         for name, parameter in stage.parameters.items():
-            if name not in found:
-                found[name] = parameter, of_name[name]
+            if name not in trained:
+                trained[name] = parameter, of_name[name]
                 continue
-            first = found[name][0]
+            first = trained[name][0]
             if (first.shape, first.group) != (parameter.shape, parameter.group):
                 raise InconsistentCheckpoint(
                     f"{stage.root}: {name} has the shape {list(first.shape)} in one stage of the "
                     f"pipeline, and {list(parameter.shape)} in stage {number}, or another group"
                 )
             copies += of_name[name]
-    return found, copies
+    return trained, copies
 
 
 def _layers(

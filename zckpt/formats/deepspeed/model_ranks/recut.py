@@ -156,9 +156,9 @@ def _uses(
                     hint="the last bound is the number of all layers, functions included",
                 )
             uses[key].add(without_file[-1])
-            held = {_stage_of(at, bounds) for at in known}
+            certain = {_stage_of(at, bounds) for at in known}
             possible = {_stage_of(at, bounds) for at in without_file}
-            if not possible <= held and (known or len(possible) > 1):
+            if not possible <= certain and (known or len(possible) > 1):
                 inferred.append(
                     f"the tied layer {key} is taken to be used again at layer {without_file[-1]}, "
                     f"which has no file, so stage {_stage_of(without_file[-1], bounds)} gets a "

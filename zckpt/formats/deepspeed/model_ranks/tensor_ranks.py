@@ -44,12 +44,12 @@ def joined_slices(
     }
     cut = decide(first.root, shapes, [*given, *_stated(ranks)], len(ranks))
     buffers = _buffers(ranks, given)
-    held = [_by_name(rank.entries) for rank in ranks]
+    by_rank = [_by_name(rank.entries) for rank in ranks]
     entries: dict[str, Entry] = {}
     replicas: list[Entry] = []
     for name, sliced in {**cut, **buffers}.items():
-        for slot in dict.fromkeys(slot for each in held for slot in each.get(name, {})):
-            slices = [each.get(name, {}).get(slot) for each in held]
+        for slot in dict.fromkeys(slot for each in by_rank for slot in each.get(name, {})):
+            slices = [each.get(name, {}).get(slot) for each in by_rank]
             whole = _whole(f"{name}/{slot}", sliced, slices, first.root)
             entries[whole[0].name] = whole[0]
             replicas += whole[1:]
@@ -110,7 +110,7 @@ def _all_names(ranks: Sequence[Manifest], field: str) -> list[str]:
 
 def _buffers(ranks: Sequence[Manifest], given: Sequence[Rules]) -> dict[str, Sliced]:
     """Buffers are whole on all ranks, unless the user's rules or their shapes say otherwise."""
-    found: dict[str, Sliced] = {}
+    decided: dict[str, Sliced] = {}
     undecided: dict[str, Shapes] = {}
     for name in _all_names(ranks, "buffers"):
         shapes = [
@@ -125,16 +125,16 @@ def _buffers(ranks: Sequence[Manifest], given: Sequence[Rules]) -> dict[str, Sli
         if sliced is None:
             undecided[name] = shapes
         else:
-            found[name] = sliced
-    return found | decide(ranks[0].root, undecided, given, len(ranks))
+            decided[name] = sliced
+    return decided | decide(ranks[0].root, undecided, given, len(ranks))
 
 
 def _by_name(entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
-    found: dict[str, dict[str, Entry]] = {}
+    slots: dict[str, dict[str, Entry]] = {}
     for entry in entries.values():
         if entry.slot != "state":
-            found.setdefault(entry.parameter, {})[entry.slot] = entry
-    return found
+            slots.setdefault(entry.parameter, {})[entry.slot] = entry
+    return slots
 
 
 def _whole(name: str, sliced: Sliced, slices: Sequence[Entry | None], root: str) -> list[Entry]:
@@ -168,19 +168,19 @@ def _joined_replicas(
 ) -> Iterator[Entry]:
     """Further copies that each tensor rank has of its slices, such as those of tied layers."""
     by_name: list[dict[str, list[Entry]]] = [{} for _ in ranks]
-    for found, rank in zip(by_name, ranks, strict=True):
+    for own, rank in zip(by_name, ranks, strict=True):
         for entry in rank.replicas:
             if entry.slot != "state":
-                found.setdefault(entry.name, []).append(entry)
-    for name in dict.fromkeys(name for found in by_name for name in found):
+                own.setdefault(entry.name, []).append(entry)
+    for name in dict.fromkeys(name for own in by_name for name in own):
         sliced = cut.get(name.rpartition("/")[0])
         if sliced is None:
             continue
         if sliced.is_replicated:
-            for found in by_name:
-                yield from found.get(name, ())
+            for own in by_name:
+                yield from own.get(name, ())
             continue
-        for slices in zip(*(found.get(name, ()) for found in by_name), strict=False):
+        for slices in zip(*(own.get(name, ()) for own in by_name), strict=False):
             yield from _whole(name, sliced, slices, root)[:1]
 
 

@@ -27,7 +27,15 @@ from typing import Protocol
 from ....core import slicing, sources
 from ....core.slicing import Slicing
 from ....core.values import valueclass
-from ....errors import MALFORMED, InconsistentCheckpoint, WrongOption, ZckptError, cause, listed
+from ....errors import (
+    MALFORMED,
+    InconsistentCheckpoint,
+    MissingData,
+    WrongOption,
+    ZckptError,
+    cause,
+    listed,
+)
 from .families import FAMILIES, WIDTHS
 
 Shapes = Sequence[tuple[int, ...] | None]
@@ -114,28 +122,28 @@ def by_rule(rule: Rule, name: str, shapes: Shapes) -> Sliced:
     others = {(shape[:axis], shape[axis + 1 :]) for shape in known}
     if len(others) > 1 or len({len(shape) for shape in known}) > 1:
         raise InconsistentCheckpoint(f"{says}, whose shapes differ: {_on_ranks(known)}")
-    held = [shape[axis] for shape in known]
-    widths: list[Sequence[int]] = [held]
+    lengths = [shape[axis] for shape in known]
+    widths: list[Sequence[int]] = [lengths]
     if rule.parts:
         split = [slicing.even(part, len(known)) for part in rule.parts]
-        if sum(rule.parts) != sum(held) or None in split:
+        if sum(rule.parts) != sum(lengths) or None in split:
             raise InconsistentCheckpoint(
                 f"{says}: {len(known)} ranks cannot share {listed(rule.parts)}, and hold "
-                f"{listed(held)} along dimension {axis}"
+                f"{listed(lengths)} along dimension {axis}"
             )
         widths = [part for part in split if part is not None]
-        if any(sum(part[rank] for part in widths) != width for rank, width in enumerate(held)):
-            raise InconsistentCheckpoint(f"{says}: the ranks hold {listed(held)}")
+        if any(sum(part[rank] for part in widths) != width for rank, width in enumerate(lengths)):
+            raise InconsistentCheckpoint(f"{says}: the ranks hold {listed(lengths)}")
     elif rule.equal > 1:
-        if any(width % rule.equal for width in held):
+        if any(width % rule.equal for width in lengths):
             raise InconsistentCheckpoint(
-                f"{says}: {listed(held)} cannot be cut into {rule.equal} equal parts"
+                f"{says}: {listed(lengths)} cannot be cut into {rule.equal} equal parts"
             )
-        widths = [[width // rule.equal for width in held] for _ in range(rule.equal)]
-    if rule.vocabulary is not None and rule.vocabulary > sum(held):
-        raise InconsistentCheckpoint(f"{says}: the ranks hold {sum(held)} rows")
+        widths = [[width // rule.equal for width in lengths] for _ in range(rule.equal)]
+    if rule.vocabulary is not None and rule.vocabulary > sum(lengths):
+        raise InconsistentCheckpoint(f"{says}: the ranks hold {sum(lengths)} rows")
     first = known[0]
-    shape = (*first[:axis], sum(held), *first[axis + 1 :])
+    shape = (*first[:axis], sum(lengths), *first[axis + 1 :])
     pieces = slicing.cut(prod(first[:axis]), prod(first[axis + 1 :]), widths)
     return Sliced(shape, pieces, rule.text, rule.vocabulary)
 
@@ -217,32 +225,32 @@ def decide(
     root: str, shapes: Mapping[str, Shapes], rules: Sequence[Rules], ranks: int
 ) -> dict[str, Sliced]:
     """How every parameter is cut; raises MissingData that lists those that no rule decides."""
-    found: dict[str, Sliced] = {}
+    decided: dict[str, Sliced] = {}
     undecided: dict[str, Shapes] = {}
     for name, each in shapes.items():
         sliced = next((s for rule in rules if (s := rule.sliced(name, each)) is not None), None)
         if sliced is None:
             undecided[name] = each
         else:
-            found[name] = sliced
+            decided[name] = sliced
     if undecided:
-        raise _undecided(root, undecided, found, ranks)
-    for name, sliced in found.items():
+        raise _undecided(root, undecided, decided, ranks)
+    for name, sliced in decided.items():
         if not sliced.slicing.covers() or sliced.slicing.numel != prod(sliced.shape):
             raise InconsistentCheckpoint(
                 f"{root}: the pieces of {name} do not have every element of shape "
                 f"{list(sliced.shape)} once",
                 hint="give rules with --tp-rules FILE",
             )
-    _check_widths(root, found)
-    return found
+    _check_widths(root, decided)
+    return decided
 
 
-def _check_widths(root: str, found: Mapping[str, Sliced]) -> None:
+def _check_widths(root: str, decided: Mapping[str, Sliced]) -> None:
     """Rows of a fused layer, by its parts, are the columns of the layer that follows it."""
-    for name, sliced in found.items():
+    for name, sliced in decided.items():
         for wide, narrow in WIDTHS:
-            other = found.get(name.replace(wide, narrow)) if name.endswith(wide) else None
+            other = decided.get(name.replace(wide, narrow)) if name.endswith(wide) else None
             if other is None or len(sliced.shape) != 2 or len(other.shape) != 2:
                 continue
             fused = re.fullmatch(r"0(?::(\d+)x)?", sliced.rule)
@@ -258,35 +266,29 @@ def _check_widths(root: str, found: Mapping[str, Sliced]) -> None:
 
 
 def _undecided(
-    root: str, undecided: Mapping[str, Shapes], found: Mapping[str, Sliced], ranks: int
-) -> ZckptError:
+    root: str, undecided: Mapping[str, Shapes], decided: Mapping[str, Sliced], ranks: int
+) -> MissingData:
     """The error that lists what no rule decides, with a file of rules that is to be completed."""
     names = [f"{name} {list(_first(shapes))}" for name, shapes in undecided.items()]
     lines: dict[str, str] = {}
-    for name, sliced in found.items():
+    for name, sliced in decided.items():
         lines.setdefault(_pattern(name), sliced.rule)
     for name, shapes in undecided.items():
         lines.setdefault(_pattern(name), f"?  # {list(_first(shapes))} on each rank")
-    from ....errors import MissingData
-
-    fitting = [
-        family
-        for family in FAMILIES
-        if all(_fits(family, name, shapes) for name, shapes in undecided.items())
-    ]
-    told = f"a family knows these names: --tp-rules {fitting[0]}; else replace" if fitting else ""
-    told = told or "replace"
+    family = next((each for each in FAMILIES if _fits(rules_of(each), undecided)), None)
+    known = "" if family is None else f"a family knows these names: --tp-rules {family}; else "
     text = "\n".join(f"  {pattern} = {rule}" for pattern, rule in lines.items())
     return MissingData(
         f"{root} has {ranks} tensor ranks, and nothing says how {len(undecided)} parameters are "
         f"cut: {listed(names)}",
-        hint=f"{told} each ? and give the file with --tp-rules FILE; {HELP}:\n{text}",
+        hint=f"{known}replace each ? and give the file with --tp-rules FILE; {HELP}:\n{text}",
     )
 
 
-def _fits(family: str, name: str, shapes: Shapes) -> bool:
+def _fits(rules: Rules, undecided: Mapping[str, Shapes]) -> bool:
+    """Whether rules decide all of these parameters."""
     try:
-        return rules_of(family).sliced(name, shapes) is not None
+        return all(rules.sliced(*item) is not None for item in undecided.items())
     except WrongOption:
         return False
 

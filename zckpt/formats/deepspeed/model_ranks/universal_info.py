@@ -95,8 +95,8 @@ class UniversalInfo:
         sizes = [size if size >= 0 else total // max(rest, 1) for size in sizes]
         outer, inner = prod(sizes[:axis]), prod(sizes[axis + 1 :])
         pieces = slicing.cut(outer, inner, widths)
-        held = [prod(shape) for shape in pieces.slices]
-        if pieces.numel != total or held != [prod(shape) for shape in known]:
+        elements = [prod(shape) for shape in pieces.slices]
+        if pieces.numel != total or elements != [prod(shape) for shape in known]:
             raise InconsistentCheckpoint(f"{says}: the ranks hold {[list(s) for s in known]}")
         return Sliced(_whole_shape(known, outer, inner, says), pieces, f"{axis}:{_text(widths)}")
 
@@ -205,15 +205,15 @@ def _by_map(name: str, stated: Mapping[str, Any], shapes: Shapes, rows: int | No
         raise InconsistentCheckpoint(f"{says} is for {len(by_rank)} ranks, not {len(shapes)}")
     slices, pieces = [], []
     for rank, shape in enumerate(shapes):
-        held = by_rank.get(rank) or {"shard_shape": [0] * len(whole), "pieces": []}
-        stated_shape = tuple(held["shard_shape"])
+        own = by_rank.get(rank) or {"shard_shape": [0] * len(whole), "pieces": []}
+        stated_shape = tuple(own["shard_shape"])
         if prod(stated_shape) != (0 if shape is None else prod(shape)):
             raise InconsistentCheckpoint(
                 f"{says} has the shape {list(stated_shape)} on tensor rank {rank}, and its file "
                 f"{None if shape is None else list(shape)}"
             )
         slices.append(stated_shape)
-        for piece in held["pieces"]:
+        for piece in own["pieces"]:
             if float(piece.get("scale", 1.0)) != 1.0:
                 raise UnsupportedCheckpoint(
                     f"{says} holds a share of the sum of all ranks (scale {piece['scale']:g})",
@@ -231,10 +231,10 @@ def _by_map(name: str, stated: Mapping[str, Any], shapes: Shapes, rows: int | No
                     sizes,
                 )
             )
-    found = Slicing(whole, tuple(slices), tuple(pieces))
-    everywhere = all(shape == whole for shape in slices) and found.copies == len(slices)
+    cut = Slicing(whole, tuple(slices), tuple(pieces))
+    everywhere = all(shape == whole for shape in slices) and cut.copies == len(slices)
     rule = "replicated" if everywhere else "affine_map"
-    return Sliced(whole, found, rule, rows)
+    return Sliced(whole, cut, rule, rows)
 
 
 def _corner(shape: Sequence[int], sizes: Sequence[int], view: Any, says: str) -> tuple[int, ...]:

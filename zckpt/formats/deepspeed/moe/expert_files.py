@@ -39,12 +39,6 @@ class LayerFiles:
     name: str
     files: Sequence[ExpertFile]
 
-    @property
-    def inner_names(self) -> list[str]:
-        """What every expert has, in the order of its module."""
-        names = (expert_name(name) for name in self.files[0].tensors)
-        return [name.inner for name in names if name is not None]
-
 
 def layers_of(ranks: EngineStates, paths: Mapping[tuple[int, int], str]) -> list[LayerFiles]:
     """The files of all layers, in the engine's order.

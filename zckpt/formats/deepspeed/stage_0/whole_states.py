@@ -113,9 +113,9 @@ def _units(whole: WholeOptimizer) -> Iterator[_Unit]:
             yield _Unit(group, (name,), {name: shape}, shape, kept.get(number) or {}, master)
 
 
-def _misfit(path: str, group: int, expected: str, found: object) -> InconsistentCheckpoint:
+def _misfit(path: str, group: int, expected: str, actual: object) -> InconsistentCheckpoint:
     return InconsistentCheckpoint(
-        f"{path}: group {group} of the optimizer should have {expected}, but it has {found}",
+        f"{path}: group {group} of the optimizer should have {expected}, but it has {actual}",
         hint="the file was edited, or --param-names does not fit; use another copy",
     )
 
