@@ -111,8 +111,8 @@ def _storage(tensor: Tensor) -> Persistent:
 
 def _zip(name: str, members: list[tuple[str, int, bytes | None]]) -> Shell:
     """STORED members at aligned offsets, then the directory in zip64 form, as torch writes it."""
-    parts: list[tuple[int, bytes]] = []
-    directory = b""
+    parts: list[tuple[int, bytearray]] = []
+    directory = bytearray()
     header = 0
     for member, length, data in members:
         crc = zlib.crc32(data) if data is not None else 0
@@ -141,15 +141,15 @@ def _zip(name: str, members: list[tuple[str, int, bytes | None]]) -> Shell:
     )
     tail = directory + end + locator + last
     _append(parts, begin, tail)
-    return Shell(name, begin + len(tail), tuple(parts))
+    return Shell(name, begin + len(tail), tuple((start, bytes(part)) for start, part in parts))
 
 
-def _append(parts: list[tuple[int, bytes]], offset: int, data: bytes) -> None:
+def _append(parts: list[tuple[int, bytearray]], offset: int, data: bytes | bytearray) -> None:
     """Adds bytes to a shell; they are one write with those before them if there is no hole."""
     if parts and parts[-1][0] + len(parts[-1][1]) == offset:
-        offset, before = parts.pop()
-        data = before + data
-    parts.append((offset, data))
+        parts[-1][1].extend(data)
+    else:
+        parts.append((offset, bytearray(data)))
 
 
 def _entry(name: bytes, crc: int, length: int, offset: int) -> bytes:
