@@ -521,6 +521,7 @@ def test_formats(zckpt: Zckpt) -> None:
         "deepspeed",
         "deepspeed-universal",
         "onnxruntime",
+        "megatron",
         "dcp",
         "gathered",
         "universal",

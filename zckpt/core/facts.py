@@ -146,7 +146,7 @@ class StateDictEngine:
 
 @valueclass
 class GraphEngine:
-    """An engine that trains an exported graph, whose weights it knows by name.
+    """An engine that knows weights by name alone, such as one that trains an exported graph.
 
     `dtype` is the type of the 16-bit copies of weights, else F32; `moments` is that of optimizer
     states. No file states the order of the module's parameters: `ordered` is true only if the user

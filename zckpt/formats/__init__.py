@@ -14,7 +14,16 @@ from ..errors import (
     ZckptError,
     listed,
 )
-from . import dcp, deepspeed, deepspeed_universal, gathered, hf, onnxruntime, universal
+from . import (
+    dcp,
+    deepspeed,
+    deepspeed_universal,
+    gathered,
+    hf,
+    megatron,
+    onnxruntime,
+    universal,
+)
 from .format import Format
 
 if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format calls
@@ -45,6 +54,8 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
     from .gathered import write as gathered_write
     from .hf import read as hf_read
     from .hf import write as hf_write
+    from .megatron import files as megatron_files
+    from .megatron import read as megatron_read
     from .onnxruntime import files as onnxruntime_files
     from .onnxruntime import gather as onnxruntime_gather
     from .onnxruntime import read as onnxruntime_read
@@ -56,6 +67,7 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
     FILES: tuple[Files, ...] = (
         deepspeed_files,
         deepspeed_universal_files,
+        megatron_files,
         onnxruntime_files,
         universal_files,
     )
@@ -63,7 +75,7 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
     READERS: tuple[Reader, ...] = (deepspeed_universal_read, hf_read)
     SLICES_READERS: tuple[SlicesReader, ...] = (deepspeed_read,)
     CHECKING_READERS: tuple[CheckingReader, ...] = (onnxruntime_read, universal_read)
-    NUMBERS_READERS: tuple[NumbersReader, ...] = (dcp_read, gathered_read)
+    NUMBERS_READERS: tuple[NumbersReader, ...] = (dcp_read, gathered_read, megatron_read)
     WRITERS: tuple[Writer, ...] = (
         dcp_write,
         deepspeed_write,
@@ -84,6 +96,7 @@ FORMATS: tuple[Format, ...] = (
     deepspeed.FORMAT,
     deepspeed_universal.FORMAT,
     onnxruntime.FORMAT,
+    megatron.FORMAT,
     dcp.FORMAT,
     gathered.FORMAT,
     universal.FORMAT,

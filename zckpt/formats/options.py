@@ -23,12 +23,12 @@ class Keywords(shared.Keywords, deepspeed.Keywords, dcp.Keywords, hf.Keywords, t
 
 
 def declared(targets: Iterable[Format]) -> list[Option[Any]]:
-    """The options of some targets in one list, which keeps the order of each target's own list.
+    """The options of those that are written, in one list that keeps the order of each one's own.
 
     The list has an option once, with the values of all of these targets, and its help says which
     targets understand it, or which do not, if there are fewer of these.
     """
-    lists = {item.name: [*item.options, *EVERYWHERE] for item in targets}
+    lists = {item.name: [*item.options, *EVERYWHERE] for item in targets if item.writes}
     queues = [[option.name for option in options] for options in lists.values()]
     names: list[str] = []
     while any(queues):

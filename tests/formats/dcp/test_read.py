@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 import zckpt
 from zckpt import errors
 from zckpt.core.facts import StateDictEngine
+from zckpt.formats.dcp import read as dcp_read
 
 from ..contract import FormatContract
 from .torch_dcp import DATA, alike, saved, whole
@@ -197,8 +198,9 @@ class TestRefused:
         self.refused(checkpoint, errors.CorruptCheckpoint)
 
     def test_megatron(self, checkpoint: Path) -> None:
-        (checkpoint / "metadata.json").write_text("{}")
-        self.refused(checkpoint, errors.UnsupportedCheckpoint, "Megatron-Core")
+        (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        with pytest.raises(errors.UnsupportedCheckpoint, match="Megatron-Core"):
+            dcp_read.read(str(checkpoint))
 
     def test_an_optimizer_without_a_model(self, checkpoint: Path, tmp_path: Path) -> None:
         dcp.save({"optim": whole(checkpoint)["optim"]}, checkpoint_id=tmp_path / "optimizer")

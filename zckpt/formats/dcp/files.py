@@ -18,12 +18,13 @@ from ...errors import UnsupportedCheckpoint
 from ...files.dcpnames import ITEMS, METADATA
 
 STEP = re.compile(r"step-(\d+)")
+MAX_MARKER = 1 << 16  # bytes
 PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
 
 
 def detect(path: str) -> list[str]:
     """One empty tag for a checkpoint; the names of torchtitan's folders if there are several."""
-    if not sources.is_folder(path):
+    if not sources.is_folder(path) or _is_megatrons(path):
         return []
     if folders(path):
         return [""]
@@ -84,10 +85,20 @@ def _refuse_several(root: str, parts: list[str]) -> None:
         )
 
 
+def _is_megatrons(folder: str) -> bool:
+    """Whether a folder has the file by which Megatron-Core (0.16.1) recognizes its own."""
+    path = os.path.join(folder, "metadata.json")
+    if not sources.is_file(path):
+        return False
+    with sources.opened(path) as file:
+        return b'"sharded_backend"' in file.read(MAX_MARKER)
+
+
 def _refuse_megatron(folder: str) -> None:
-    if sources.exists(os.path.join(folder, "metadata.json")):
+    if _is_megatrons(folder):
         raise UnsupportedCheckpoint(
-            f"{folder} was written by Megatron-Core, which zckpt does not read yet"
+            f"{folder} was written by Megatron-Core",
+            hint="read it with --from megatron",
         )
 
 

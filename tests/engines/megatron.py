@@ -1,0 +1,126 @@
+"""Megatron-Core as the judge: its environment, its cases, and what its optimizers held.
+
+    .venv-megatron/site      megatron-core 0.16.1 alone; torch is that of the tests
+
+The case's name is a folder of the result; see megatron_rank.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+VERSION = "0.16.1"  # the last for Python 3.10 and 3.11
+SIZES = [4, 16, 4, 2, 24, 96]  # layers, hidden, heads, query groups, ffn, vocabulary
+SLOTS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+USUAL: dict[str, Any] = {
+    "world": 1,
+    "tp": 1,
+    "pp": 1,
+    "ep": 1,
+    "bucket": None,
+    "adam": "fused",
+    "sizes": SIZES,
+    "gated": True,
+    "tied": True,
+    "bf16": True,
+    "moe": False,
+    "distributed": True,
+    "sharding": "fully_reshardable",
+}
+
+
+def case(name: str, **values: Any) -> dict[str, Any]:
+    return {**USUAL, "name": name, **values}
+
+
+READABLE = [
+    case("dp1"),
+    case("dp3", world=3, tied=False, gated=False),
+    case("tp2", world=2, tp=2),
+    case("pp2", world=2, pp=2, bf16=False, gated=False),
+    case("tp2_pp2", world=4, tp=2, pp=2, tied=False),
+    case("tp2_dp2_torch_adam", world=4, tp=2, adam="torch"),
+    case("moe_dp2", world=2, moe=True),
+    case("moe_ep2", world=2, ep=2, moe=True),
+    case("moe_ep2_dp4", world=4, ep=2, moe=True, tied=False),
+    case("buckets_without_padding", world=2, bucket=700),
+    case("not_distributed_tp2", world=2, tp=2, distributed=False),
+    case("not_distributed_fp32", distributed=False, bf16=False, adam="torch"),
+]
+CORRUPT = case("corrupt", world=3, bucket=700)
+OTHERS = [
+    case("dp_reshardable", world=2, sharding="dp_reshardable"),
+    case("dp_zero_gather_scatter", world=2, sharding="dp_zero_gather_scatter"),
+]
+
+
+def site() -> Path:
+    """The folder with Megatron-Core, which is installed there if it is missing."""
+    folder = ROOT / ".venv-megatron" / "site"
+    if not (folder / f"megatron_core-{VERSION}.dist-info").is_dir():
+        install = ["install", "--quiet", "--no-deps", "--target", str(folder)]
+        package = f"megatron-core=={VERSION}"
+        subprocess.run([sys.executable, "-m", "pip", *install, package], check=True)
+    return folder
+
+
+def train(cases: Sequence[dict[str, Any]], root: Path) -> None:
+    """Trains every case, and saves it into a folder of `root`."""
+    listed, log = root / "cases.json", root / "log"
+    listed.write_text(json.dumps(list(cases)))
+    paths = os.pathsep.join([str(ROOT), str(site())])
+    environment = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    code = "from tests.engines.megatron_rank import main; main()"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    with log.open("w") as output:
+        ended = subprocess.run(
+            [*command, str(listed), str(root)],
+            env=environment,
+            stdout=output,
+            stderr=output,
+            timeout=500,
+            check=False,
+        )
+    assert ended.returncode == 0, log.read_text()[-3000:]
+
+
+def expected(folder: Path) -> tuple[dict[str, torch.Tensor], set[float]]:
+    """What all ranks held, as whole tensors by `name/slot`, and the steps that they counted.
+
+    Tensor-parallel parts are joined along the axis that Megatron-Core states for them; the two
+    halves of a gated `linear_fc1` are joined apart. An element that no rank held is NaN.
+    """
+    parts = [
+        part
+        for file in sorted(folder.glob("rank-*.pt"))
+        for part in torch.load(file, weights_only=True)
+    ]
+    gated = json.loads((folder.parent / "cases.json").read_text())
+    swiglu = next(item["gated"] for item in gated if item["name"] == folder.name)
+    locals_: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
+    axes: dict[str, int] = {}
+    for part in parts:
+        rank = part["tp_rank"] if part["axis"] >= 0 else 0
+        axes[part["name"]] = part["axis"]
+        locals_.setdefault((part["name"], "param"), {})[rank] = part["weight"]
+        for key, values in part["tensors"].items():
+            ranks = locals_.setdefault((part["name"], SLOTS[key]), {})
+            whole = ranks.setdefault(rank, torch.full(part["shape"], torch.nan))
+            whole.view(-1)[part["start"] : part["start"] + values.numel()] = values
+    tensors = {}
+    for (name, slot), ranks in locals_.items():
+        pieces, axis = [ranks[rank] for rank in sorted(ranks)], max(axes[name], 0)
+        if swiglu and "linear_fc1" in name:
+            halves = [piece.chunk(2, axis) for piece in pieces]
+            pieces = [half[side] for side in (0, 1) for half in halves]
+        tensors[f"{name}/{slot}"] = torch.cat(pieces, axis) if len(pieces) > 1 else pieces[0]
+    return tensors, {float(part["step"]) for part in parts}

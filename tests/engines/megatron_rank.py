@@ -1,0 +1,353 @@
+"""What the ranks of a Megatron-Core training do: build, update, save, and record what they hold.
+
+    python -c 'from tests.engines.megatron_rank import main; main()' CASES.json ROOT
+
+Not with -m: processes that Megatron-Core spawns would import this module, and torch with it.
+
+Runs with megatron-core 0.16.1 on the path. Each rank of each case is forked from this process, so
+that Megatron-Core is imported once. The gradients are filled instead of computed: `main_grad` of a
+parameter is a function of its global name. What the optimizer does with it, and what is saved, is
+Megatron-Core's own.
+
+ROOT/CASE/iter_0000003      the checkpoint
+ROOT/CASE/rank-R.pt         what the optimizer of rank R holds, by the model's global names
+
+Stubs: a CPU has no torch.cuda, and Megatron-Core asks for its streams, its devices and its types.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEPS = 3
+EXPERTS, POSITIONS = 4, 32
+
+
+class _Nothing:
+    """A stream or an event: every call does nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_, **__: None
+
+
+def stub_cuda() -> None:
+    """Lets Megatron-Core take the CPU for its device."""
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.set_device = cuda.synchronize = cuda.empty_cache = lambda *_, **__: None
+    cuda.Stream = cuda.Event = _Nothing
+    cuda.current_stream = cuda.default_stream = lambda *_: _Nothing()
+    cuda.stream = lambda *_: contextlib.nullcontext()
+    tensor_class: Any = torch.Tensor
+    tensor_class.cuda = lambda self, *_, **__: self
+    type_of = torch.Tensor.type
+
+    def cuda_type(self: Any, *arguments: Any, **options: Any) -> Any:
+        if arguments or options:
+            return type_of(self, *arguments, **options)
+        return type_of(self).replace("torch.", "torch.cuda.")
+
+    tensor_class.type = cuda_type
+    for name in ("tensor", "zeros", "empty", "ones", "full", "empty_like", "zeros_like", "arange"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(function: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
+        if str(options.get("device")).startswith("cuda"):
+            options["device"] = "cpu"
+        return function(*arguments, **options)
+
+    return call
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam as Transformer Engine and Apex keep it: one integer step in every group."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        known = {key: options[key] for key in defaults if key in options}
+        super().__init__(params, {"bias_correction": True, **defaults, **known})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        del closure
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                gradient = parameter.grad.float()
+                state["exp_avg"].mul_(first).add_(gradient, alpha=1 - first)
+                state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+                corrected = state["exp_avg"] / (1 - first ** group["step"])
+                scale = (state["exp_avg_sq"] / (1 - second ** group["step"])).sqrt()
+                update = corrected / (scale + group["eps"]) + group["weight_decay"] * parameter
+                parameter.add_(update, alpha=-group["lr"])
+
+
+def drawn(name: str, salt: int, shape: Any) -> torch.Tensor:
+    """Numbers that depend on the name alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{salt}".encode()))
+    return torch.randn(tuple(shape), generator=generator)
+
+
+def global_name(name: str, layer_offset: int, expert_offset: int) -> str:
+    """The name that a parameter has in a model without ranks."""
+    parts = name.split(".")
+    for place, part in enumerate(parts[:-1]):
+        if part == "layers":
+            parts[place + 1] = str(int(parts[place + 1]) + layer_offset)
+        if part == "local_experts":
+            parts[place + 1] = str(int(parts[place + 1]) + expert_offset)
+    return ".".join(parts)
+
+
+def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> None:
+    from megatron.core import dist_checkpointing, optimizer, parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+
+    tp, pp, ep = case["tp"], case["pp"], case["ep"]
+    layers, hidden, heads, queries, ffn, vocabulary = case["sizes"]
+    torch.set_num_threads(1)
+    files = torch.distributed.FileStore(store, world)
+    torch.distributed.init_process_group("gloo", store=files, rank=rank, world_size=world)
+    parallel_state.initialize_model_parallel(
+        tp, pp, expert_model_parallel_size=ep, create_gloo_process_groups=True
+    )
+    tensor_parallel.random.get_cuda_rng_tracker().fork = lambda *_, **__: contextlib.nullcontext()
+    if case["adam"] == "fused":
+        optimizer.Adam = optimizer.distrib_optimizer.Adam = FusedAdam
+        optimizer.USING_PYTORCH_OPTIMIZER = False
+        optimizer.distrib_optimizer.HAVE_APEX_OR_TE = True
+        optimizer.distrib_optimizer.USING_APEX_OPTIMIZER = True
+    dtype = torch.bfloat16 if case["bf16"] else torch.float32
+    moe = {"num_moe_experts": EXPERTS, "moe_router_topk": 2} if case["moe"] else {}
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=queries,
+        ffn_hidden_size=ffn,
+        gated_linear_unit=case["gated"],
+        activation_func=torch.nn.functional.silu if case["gated"] else torch.nn.functional.gelu,
+        add_bias_linear=not case["gated"],
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        sequence_parallel=bool(moe) and tp > 1,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=case["bf16"],
+        use_cpu_initialization=True,
+        perform_initialization=True,  # it also marks the axis that ranks cut
+        **moe,
+    )
+    spec = get_gpt_layer_local_spec(EXPERTS if moe else None, False)
+    model = GPTModel(
+        config,
+        spec,
+        vocabulary,
+        POSITIONS,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=case["tied"],
+        position_embedding_type="learned_absolute",
+        parallel_output=True,
+    ).to(dtype)
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    experts = parallel_state.get_expert_model_parallel_rank() * (EXPERTS // ep)
+    names = {}
+    for name, parameter in model.named_parameters():
+        whole = global_name(name, stage * layers // pp, experts)
+        if case["tied"] and whole == "output_layer.weight":
+            whole = "embedding.word_embeddings.weight"
+        names[parameter] = whole
+        cut = getattr(parameter, "tensor_model_parallel", False)
+        parameter.data.copy_(drawn(whole, tp_rank if cut else 0, parameter.shape) / 4)
+    buckets = {"overlap_grad_reduce": True, "bucket_size": case["bucket"]} if case["bucket"] else {}
+    wrapped = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=case["distributed"], grad_reduce_in_fp32=True, **buckets
+        ),
+        model,
+    )
+    steps = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=0.01,
+            weight_decay=0.1,
+            bf16=case["bf16"],
+            params_dtype=dtype,
+            use_distributed_optimizer=case["distributed"],
+            clip_grad=0.0,
+        ),
+        [wrapped],
+    )
+    for step in range(STEPS):
+        steps.zero_grad()
+        for parameter, whole in names.items():
+            cut = getattr(parameter, "tensor_model_parallel", False)
+            salt = 100 * (step + 1) + (tp_rank if cut else 0)
+            parameter.main_grad.copy_(drawn(whole, salt, parameter.shape))
+        done, _, _ = steps.step()
+        assert done
+    folder = root / case["name"] / f"iter_{STEPS:07d}"
+    if rank == 0:
+        folder.mkdir(parents=True)
+    torch.distributed.barrier()
+    content = {
+        "distrib_optim_sharding_type": case["sharding"],
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+    }
+    saved = wrapped.module.sharded_state_dict(metadata=content)
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    state = {
+        "args": argparse.Namespace(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            expert_model_parallel_size=ep,
+            world_size=world,
+            data_parallel_size=world // tp // pp,
+            swiglu=case["gated"],
+            num_layers=layers,
+            padded_vocab_size=vocabulary,
+            vocab_size=vocabulary - 5,
+            untie_embeddings_and_output_weights=not case["tied"],
+            iteration=STEPS,
+        ),
+        "checkpoint_version": 3.0,
+        "iteration": STEPS,
+        "num_floating_point_operations_so_far": 7.0,
+        "opt_param_scheduler": {"max_lr": 0.01, "num_steps": STEPS * 8},
+        "model": saved,
+        "optimizer": steps.sharded_state_dict(saved, metadata=content),
+        "rng_state": ShardedObject(
+            "rng_state",
+            [{"random_rng_state": (3, (1, 2), None)}],
+            (pp, tp),
+            (stage, tp_rank),
+            replica_id=replica,
+        ),
+    }
+    dist_checkpointing.save(state, str(folder), content_metadata=content)
+    record(steps, names, root / case["name"] / f"rank-{rank}.pt", tp_rank)
+    if rank == 0:
+        (folder.parent / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+    torch.distributed.barrier()
+
+
+def record(steps: Any, names: dict[Any, str], file: Path, tp_rank: int) -> None:
+    """Writes what the optimizer of this rank holds: parts of local tensors by global name."""
+    parts = []
+    for each in getattr(steps, "chained_optimizers", [steps]):
+        for parameter, start, tensors, step in held_by(each, names):
+            parts.append(
+                {
+                    "name": names[parameter],
+                    "shape": tuple(parameter.shape),
+                    "weight": parameter.detach().clone(),
+                    "start": start,
+                    "axis": getattr(parameter, "partition_dim", -1)
+                    if getattr(parameter, "tensor_model_parallel", False)
+                    else -1,
+                    "tp_rank": tp_rank,
+                    "step": step,
+                    "tensors": {key: value.detach().clone() for key, value in tensors.items()},
+                }
+            )
+    torch.save(parts, file)
+
+
+def held_by(each: Any, names: dict[Any, str]) -> Iterator[tuple[Any, int, dict[str, Any], Any]]:
+    """Parameters, the first element of the rank's part, the part's tensors, and the step."""
+    inner = each.optimizer
+    if hasattr(each, "_get_model_param_range_map"):
+        for parameter in names:
+            if parameter not in each.model_param_gbuf_map:
+                continue
+            part = each._get_model_param_range_map(parameter)["param"]
+            tensors = dict(each._get_main_param_and_optimizer_states(parameter))
+            group, _ = each.model_param_group_index_map[parameter]
+            step = tensors.pop("step", inner.param_groups[group].get("step"))
+            yield parameter, part.start, tensors, step
+        return
+    for group in inner.param_groups:
+        for main in group["params"]:
+            parameter = next(
+                p for p in names if p is main or getattr(p, "main_param", None) is main
+            )
+            tensors = dict(inner.state[main])
+            step = tensors.pop("step", group.get("step"))
+            tensors = {key: value.flatten() for key, value in tensors.items()}
+            yield parameter, 0, {"param": main.detach().flatten(), **tensors}, step
+
+
+def main() -> None:
+    cases, root = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    import torch._dynamo  # noqa: F401
+
+    stub_cuda()
+
+    for case in cases:
+        world = case["world"]
+        (root / case["name"]).mkdir(parents=True)
+        store = str(root / case["name"] / "store")
+        children = []
+        for rank in range(world):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    run(case, rank, world, store, root)
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                    sys.stderr.flush()
+                # Megatron-Core's writer leaves the process of its queue behind
+                for helper in multiprocessing.active_children():
+                    helper.kill()
+                os._exit(code)
+            children.append(child)
+        for child in children:
+            _, status = os.waitpid(child, 0)
+            if status:
+                for other in children:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(other, 9)
+                sys.exit(f"a rank of {case['name']} failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Reading Megatron-Core's directories: names, groups, both places of the common state, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+
+import zckpt as package
+from zckpt import errors
+from zckpt.core.manifest import Manifest
+from zckpt.formats.megatron.groups import members
+from zckpt.formats.megatron.names import axes_of, named
+
+from ...conftest import ROOT
+from ..contract import FormatContract
+
+DATA = ROOT / "tests" / "data" / "megatron-0.16.1-tp2"
+ITERATION = "iter_0000003"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's directory whose tracker file names the one iteration."""
+    shutil.copytree(DATA, tmp_path / "run")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("3")
+    return tmp_path / "run"
+
+
+class TestContract(FormatContract):
+    format = "megatron"
+
+    @pytest.fixture
+    def checkpoint(self, run: Path) -> Path:
+        return run
+
+
+def test_tensors_are_the_optimizers(run: Path, tmp_path: Path, zckpt: Callable[..., Any]) -> None:
+    """A gated model on two tensor ranks, as Megatron-Core held it."""
+    assert zckpt("convert", run, tmp_path / "out").code == 0
+    expected = load_file(DATA / "expected.safetensors")
+    files = {"param": "model", "master": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    read = {
+        f"{name}/{slot}": tensor
+        for slot, file in files.items()
+        for name, tensor in load_file(tmp_path / "out" / f"{file}.safetensors").items()
+    }
+    assert read.keys() == expected.keys()
+    assert [name for name in read if not torch.equal(read[name], expected[name])] == []
+
+
+def test_values(run: Path) -> None:
+    manifest = package.read(run)
+    assert (manifest.step, manifest.optimizer, manifest.source["tag"]) == (3, "Adam", ITERATION)
+    assert manifest.groups is not None
+    assert [group["wd_mult"] for group in manifest.groups] == [1.0, 0.0]
+    assert all("step" not in group for group in manifest.groups)
+    parameters = manifest.parameters
+    assert parameters["decoder.layers.1.mlp.linear_fc1.weight"].group == 0
+    assert parameters["decoder.layers.1.input_layernorm.weight"].group == 1
+    assert parameters["embedding.word_embeddings.weight"].aliases == ("output_layer.weight",)
+    kept = manifest.state["megatron"]
+    assert kept["vocabulary"] == {"rows": 16, "used": 11}
+    assert kept["gated"] is True
+    assert kept["keys"]["decoder.layers.mlp.linear_fc1.weight"] == 1
+    assert "rng_state/shard_0.1_1.2" in kept["objects"]
+    extra = "decoder.layers.mlp.linear_fc1._extra_state/shard_1_2"
+    assert kept["objects"][extra] == [None]
+
+
+def test_tags(run: Path) -> None:
+    shutil.copytree(run / ITERATION, run / "iter_0000007")
+    assert package.read(run).root.endswith(ITERATION)
+    assert package.read(run, tag="iter_0000007").root.endswith("iter_0000007")
+    (run / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(errors.AmbiguousCheckpoint):
+        package.read(run)
+
+
+def _copied(folder: Path, target: Path, **changes: torch.Tensor) -> Manifest:
+    """The same items written by torch itself, as 0.19 keeps the common state: as an item."""
+    from zckpt.files.dcpfile import read_table
+
+    table = read_table(str(folder))
+    tensors = {
+        key: torch.empty(item.shape, dtype=getattr(torch, item.torch_dtype))
+        for key, item in table.items.items()
+        if item is not None
+    }
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    tensors |= changes
+    values: dict[str, Any] = {
+        key: [None] for key, item in table.items.items() if item is None and "_extra_state" in key
+    }
+    common = torch.load(folder / "common.pt", weights_only=False)
+    state = {**tensors, **values, "common_state/shard_0_1": [common]}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id=target, planner=planner, no_dist=True)
+    shutil.copy(folder / "metadata.json", target)
+    return package.read(target)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_common_state_as_an_item(run: Path, tmp_path: Path, zckpt: Callable[..., Any]) -> None:
+    """One box per stacked tensor holds several layers."""
+    manifest = _copied(run / ITERATION, tmp_path / "new")
+    assert manifest.step == 3
+    assert zckpt("verify", run, "--against", tmp_path / "new", "--tensors", "*").code == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wrong_masters_are_named(run: Path, tmp_path: Path, zckpt: Callable[..., Any]) -> None:
+    key = "optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"
+    wrong = torch.zeros(2, 8, 6)
+    _copied(run / ITERATION, tmp_path / "new", **{key: wrong})
+    ended = zckpt("convert", tmp_path / "new", tmp_path / "out", "--json")
+    assert ended.document["error"] == "InconsistentCheckpoint"
+    assert "2 of 20 parameters" in ended.document["message"]
+    assert "decoder.layers.0.mlp.linear_fc2.weight" in ended.document["message"]
+    assert not (tmp_path / "out").exists()
+    assert zckpt("verify", tmp_path / "new").code == 3
+    assert zckpt("convert", tmp_path / "new", tmp_path / "out", "--weights-only").code == 0
+
+
+@pytest.mark.parametrize("kind", ["dp_reshardable", "dp_zero_gather_scatter", "fsdp_dtensor"])
+def test_other_types_are_refused(run: Path, kind: str) -> None:
+    common = torch.load(run / ITERATION / "common.pt", weights_only=False)
+    common["optimizer"]["param_state_sharding_type"] = kind
+    torch.save(common, run / ITERATION / "common.pt")
+    with pytest.raises(errors.UnsupportedCheckpoint, match=kind):
+        package.read(run)
+
+
+def test_other_kinds_are_refused(run: Path) -> None:
+    marker = run / ITERATION / "metadata.json"
+    marker.write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+    with pytest.raises(errors.UnsupportedCheckpoint, match="zarr"):
+        package.read(run)
+    (run / ITERATION / "mp_rank_00").mkdir()
+    (run / ITERATION / "mp_rank_00" / "model_optim_rng.pt").touch()
+    with pytest.raises(errors.UnsupportedCheckpoint, match="mp_rank"):
+        package.read(run)
+
+
+def test_lost_files_are_refused(run: Path) -> None:
+    (run / ITERATION / "common.pt").unlink()
+    with pytest.raises(errors.IncompleteCheckpoint, match=r"common\.pt"):
+        package.read(run)
+
+
+@pytest.mark.parametrize(
+    ("key", "place", "name"),
+    [
+        ("decoder.final_layernorm.weight", (), "decoder.final_layernorm.weight"),
+        ("decoder.layers.mlp.linear_fc2.weight", (3,), "decoder.layers.3.mlp.linear_fc2.weight"),
+        ("decoder.layers.7.mlp.router.weight", (), "decoder.layers.7.mlp.router.weight"),
+        (
+            "decoder.layers.self_attention.linear_qkv.layer_norm_bias",
+            (0,),
+            "decoder.layers.0.input_layernorm.bias",
+        ),
+        (
+            "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+            (2, 5),
+            "decoder.layers.2.mlp.experts.local_experts.5.linear_fc1.weight",
+        ),
+        (
+            "decoder.layers.4.mlp.experts.experts.linear_fc1.weight",
+            (1,),
+            "decoder.layers.4.mlp.experts.local_experts.1.linear_fc1.weight",
+        ),
+    ],
+)
+def test_names(key: str, place: tuple[int, ...], name: str) -> None:
+    assert axes_of(key) == len(place)
+    assert named(key, place) == name
+
+
+def test_groups_without_an_answer() -> None:
+    groups = [{"wd_mult": 1.0, "lr_mult": 1.0}, {"wd_mult": 1.0, "lr_mult": 0.1}]
+    assert members(groups, {"a.weight": (2, 2)}) is None
+    assert members(groups[:1], {"a.weight": (2, 2)}) == {"a.weight": 0}

@@ -1,0 +1,104 @@
+"""Which directory of Megatron-Core is meant?
+
+RUN/latest_checkpointed_iteration.txt     "6", or "release"
+RUN/iter_0000006/, RUN/release/           one checkpoint each
+    metadata.json                         {"sharded_backend": "torch_dist", ...}
+    .metadata, __R_I.distcp               the items of torch.distributed.checkpoint
+    common.pt                             what ranks share; since 0.19 an item of its own
+    mp_rank_TT[_PPP][_EEE]/               the older kind, which zckpt does not read
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+
+from ...core import sources
+from ...errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint
+
+MARKER = "metadata.json"
+LATEST = "latest_checkpointed_iteration.txt"
+OF_ITERATION = re.compile(r"iter_\d{7,}|release")
+OF_RANK = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}")
+LEGACY = "model_optim_rng.pt"
+BACKEND = "torch_dist"
+MAX_TEXT = 1 << 16  # bytes of a file that says which checkpoint is meant, or of which kind it is
+
+
+def detect(path: str) -> list[str]:
+    """One empty tag for a checkpoint; the names of a run's iterations, or of the latest one."""
+    if not sources.is_folder(path):
+        return []
+    if is_checkpoint(path):
+        return [""]
+    with os.scandir(path) as entries:
+        names = [entry.name for entry in entries if OF_ITERATION.fullmatch(entry.name)]
+    tags = sorted(name for name in names if is_checkpoint(os.path.join(path, name)))
+    latest = _latest(path)
+    return [latest] if latest in tags else tags
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether a folder has files of Megatron-Core, of a kind that zckpt reads or of another."""
+    if not sources.is_folder(path):
+        return False
+    return "sharded_backend" in _marker(path) or _is_legacy(path)
+
+
+def located(path: str, tag: str | None) -> str:
+    """The directory of one checkpoint, whose kind zckpt reads.
+
+    Raises NotACheckpoint, and UnsupportedCheckpoint for zarr and `mp_rank_*` directories.
+    """
+    folder = os.path.join(path, tag) if tag else path
+    if not is_checkpoint(folder) and not tag and len(tags := detect(path)) == 1:
+        folder = os.path.join(path, tags[0])
+    if _is_legacy(folder):
+        raise UnsupportedCheckpoint(
+            f"{folder} has mp_rank_* directories, which Megatron's --ckpt-format torch writes",
+            hint="zckpt reads --ckpt-format torch_dist: load it in Megatron and save it so",
+        )
+    backend = _marker(folder).get("sharded_backend")
+    if backend is None:
+        raise NotACheckpoint(f"{folder} has no {MARKER} of Megatron-Core")
+    if backend != BACKEND:
+        raise UnsupportedCheckpoint(
+            f"{folder} was written with Megatron's --ckpt-format {str(backend)[:80]}",
+            hint="zckpt reads torch_dist; Megatron-Core 0.15 loads zarr and saves torch_dist",
+        )
+    return folder
+
+
+def _marker(folder: str) -> dict[str, Any]:
+    path = os.path.join(folder, MARKER)
+    if not sources.is_file(path) or sources.size(path) > MAX_TEXT:
+        return {}
+    with sources.opened(path) as file:
+        text = file.read()
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        if b"sharded_backend" in text:
+            raise CorruptCheckpoint(f"{path} is not JSON: {error}") from error
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _latest(path: str) -> str | None:
+    """The name of the folder that a run's tracker file means."""
+    tracker = os.path.join(path, LATEST)
+    if not sources.is_file(tracker) or sources.size(tracker) > MAX_TEXT:
+        return None
+    with sources.opened(tracker) as file:
+        word = file.read().decode("utf-8", "replace").strip()
+    return f"iter_{int(word):07d}" if re.fullmatch(r"\d{1,18}", word) else word
+
+
+def _is_legacy(path: str) -> bool:
+    if not sources.is_folder(path):
+        return False
+    with os.scandir(path) as entries:
+        ranks = [entry.path for entry in entries if OF_RANK.fullmatch(entry.name)]
+    return any(sources.is_file(os.path.join(rank, LEGACY)) for rank in ranks)

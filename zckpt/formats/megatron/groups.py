@@ -1,0 +1,94 @@
+"""In which group is each parameter, and at which step?
+
+No file lists the members of a group. Megatron-Core makes groups by rule: biases and tensors of one
+axis have `wd_mult` 0, and experts that are spread over ranks have `is_expert_parallel`. Where this
+rule does not lead to one group (a learning rate of its own for some layers), the manifest has no
+groups; they stay in its state.
+
+The step is in the groups (Transformer Engine, Apex, and torch's Adam under the distributed
+optimizer), or common to all states (torch's Adam without it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...core.facts import StepPlace
+from ...core.inert import Scalar
+from ...core.manifest import Sighting
+from ...errors import CorruptCheckpoint
+from ...files.torchfile import Tensor, TorchFile
+from ...training import steps
+from .common import optimizers_of
+
+Groups = tuple[dict[str, Any], ...]
+
+
+def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
+    """The groups of all optimizers, the experts' last; raises CorruptCheckpoint."""
+    groups: list[dict[str, Any]] = []
+    for state in optimizers_of(common):
+        inner = state.get("optimizer", state)
+        listed = inner.get("param_groups", []) if isinstance(inner, dict) else None
+        if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
+            raise CorruptCheckpoint("the optimizer's param_groups are not a list of dictionaries")
+        groups += listed
+    return groups
+
+
+def members(
+    groups: list[dict[str, Any]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, int] | None:
+    """The group of every parameter, by its name and own shape; None if the rule gives no answer."""
+    spread = any(group.get("is_expert_parallel") for group in groups)
+    result = {}
+    for name, shape in shapes.items():
+        decayed = not (name.endswith(".bias") or len(shape) == 1)
+        is_expert = spread and ".experts." in name
+        fitting = [
+            number
+            for number, group in enumerate(groups)
+            if bool(group.get("is_expert_parallel")) == is_expert
+            and bool(_multiplier(group)) == decayed
+        ]
+        if len(fitting) != 1:
+            return None
+        result[name] = fitting[0]
+    return result
+
+
+def _multiplier(group: Mapping[str, Any]) -> Any:
+    return group.get("wd_mult", group.get("pre_wd_mult", 1.0))
+
+
+def stated_step(
+    common: dict[Any, Any], file: TorchFile, policy: str | None
+) -> tuple[steps.Step | None, StepPlace | None, list[Sighting]]:
+    """The completed updates, where they stand, and every place that states them.
+
+    Raises InconsistentCheckpoint if groups differ and no policy decides.
+    """
+    in_groups = steps.StatedSteps("group")
+    in_states = steps.StatedSteps("state")
+    for number, group in enumerate(groups_of(common)):
+        in_groups.add(f"group {number}", _number(file, group.get("step")))
+    for number, state in enumerate(optimizers_of(common)):
+        inner = state.get("optimizer", state)
+        states = inner.get("state") if isinstance(inner, dict) else None
+        if isinstance(states, dict):
+            where = f"common_step of optimizer {number}"
+            in_states.add(where, _number(file, states.get("common_step")))
+    stated = steps.believed(in_states, in_groups)
+    sightings = [Sighting(where, step, True) for where, step in stated.steps.items()]
+    sightings += steps.counter_sightings("common state", common, ["iteration"])
+    scheduler = common.get("opt_param_scheduler")
+    if isinstance(scheduler, dict):  # it counts samples
+        sightings += steps.counter_sightings("opt_param_scheduler", scheduler, ["num_steps"])
+    step = steps.agree(list(stated.steps.items()), None if policy == steps.KEEP else policy)
+    return step, stated.place(), sightings
+
+
+def _number(file: TorchFile, value: Any) -> Scalar | Any:
+    """A stored number: a 0-d tensor by value."""
+    return file.scalar(value) if isinstance(value, Tensor) and not value.shape else value
