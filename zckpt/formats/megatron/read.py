@@ -113,6 +113,7 @@ class _Reader:
         self.records = list(self.file.records.values())
         self.entries: dict[str, Entry] = {}
         self.keys: dict[str, int] = {}
+        self.key_of: dict[str, str] = {}
 
     def manifest(self, step_policy: str | None) -> Manifest:
         sharding = None if self.weights_only else sharding_of(self.table, self.common)
@@ -122,7 +123,7 @@ class _Reader:
         step, place, sightings = stated_step(self.common, self.file, step_policy)
         groups = groups_of(self.common) if slots else []
         known = {name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)}
-        trainable = {name for name in known if not trained or name in trained}
+        trainable = {name for name in known if not trained or self.key_of[name] in trained}
         group_of = members(groups, {name: known[name] for name in known if name in trainable})
         has_states = bool(slots)
         warnings = []
@@ -210,19 +211,15 @@ class _Reader:
                 if name in shapes:
                     raise InconsistentCheckpoint(f"{self.folder}: two keys are called {name}")
                 shapes[name] = entry.shape
+                self.key_of[name] = key
         if not shapes:
             raise CorruptCheckpoint(f"{self.folder} has no weights")
         return shapes
 
     def _trained(self) -> set[str]:
-        """The parameters that have a state of the optimizer."""
-        trained = set()
-        for key, item in self.table.items.items():
-            match = OF_OPTIMIZER.fullmatch(key)
-            if match and item is not None:
-                stacked = match["key"]
-                trained |= {named(stacked, p) for p in places(item.shape, axes_of(stacked))}
-        return trained
+        """The keys of weights that have a state of the optimizer."""
+        matches = (OF_OPTIMIZER.fullmatch(key) for key, item in self.table.items.items() if item)
+        return {match["key"] for match in matches if match}
 
     def _states(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
         """Enters masters and moments; returns the optimizer's own slots."""
