@@ -121,6 +121,9 @@ def _gather(
     from .proof.allgather import verify_gathered
 
     about = saved.about(manifest)
+    # the reader has ignored or refused rules of a checkpoint without tensor ranks
+    has_ranks = int(manifest.source.get("tp") or 0) > 1
+    rules = os.fspath(reading.tp_rules) if reading.tp_rules and has_ranks else None
     with sources.unchanged(manifest, other):
-        parts = formats.named(manifest.format).partitions(manifest.root)
+        parts = formats.named(manifest.format).partitions(manifest.root, rules)
         return about | verify_gathered(manifest, parts, other, pattern, means, begin)

@@ -223,9 +223,14 @@ class Format:
     def seal(self, root: str, manifest: Manifest, outcome: CopyOutcome) -> None:
         cast(Writer, self._module("write")).seal(root, manifest, outcome)
 
-    def partitions(self, path: str) -> list[Partition] | None:
-        """None if files have whole tensors."""
-        return cast(Gatherer, self._module("gather")).partitions(path) if self.gathers else None
+    def partitions(self, path: str, tp_rules: str | None = None) -> list[Partition] | None:
+        """None if files have whole tensors; `tp_rules` are for a format that has tensor ranks."""
+        if not self.gathers:
+            return None
+        gather = self._module("gather")
+        if tp_rules is not None:
+            return cast("list[Partition]", gather.partitions(path, tp_rules=tp_rules))
+        return cast(Gatherer, gather).partitions(path)
 
     def _module(self, name: str) -> Any:
         return import_module(f".{self.folder}.{name}", __package__)

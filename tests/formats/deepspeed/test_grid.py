@@ -91,6 +91,9 @@ def test_universal_is_what_all_ranks_held(name: str, grid_trained: Trained, tmp_
         found = zckpt.verify(*words)
         assert found["equal"], found
         assert found.get("only_a", []) == found.get("only_b", []) == []
+    gathered = zckpt.verify(root / "run", tmp_path / "universal", gather=True, device="cpu")
+    assert gathered["equal"], gathered
+    assert gathered["tensors"] == found["tensors"]
     case, manifest = CASES[name], zckpt.read(root / "run")
     assert [manifest.source[key] for key in ("pp", "tp", "dp")] == [case.pp, case.tp, case.dp]
 
@@ -202,10 +205,6 @@ class TestWholeModel:
             with pytest.raises(WrongOption, match=r"does not apply to .* several model ranks"):
                 zckpt.reshard(run, tmp_path / "out", **wrong)
         assert not (tmp_path / "out").exists()
-
-    def test_gathering_is_refused(self, run: Path) -> None:
-        with pytest.raises(UnsupportedCheckpoint, match="--gather does not join"):
-            zckpt.verify(run, against=run, gather=True, device="cpu")
 
 
 @pytest.mark.engines

@@ -15,6 +15,8 @@ from zckpt.core.fragments import Extent, solid
 from zckpt.core.slicing import joined
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.families import FAMILIES
+from zckpt.formats.deepspeed.model_ranks.slices_by_engine import Cut
+from zckpt.formats.deepspeed.model_ranks.slices_by_engine import Info as ProofInfo
 from zckpt.formats.deepspeed.model_ranks.tensor_rules import Shapes, Sliced, decide, rules_of
 from zckpt.formats.deepspeed.model_ranks.universal_info import UniversalInfo
 
@@ -102,6 +104,18 @@ def whole_of(sliced: Sliced, slices: list[torch.Tensor], copy: int = 0) -> torch
     return whole.view(sliced.shape)
 
 
+def gathered_of(cut: Cut, slices: list[torch.Tensor], copy: int = 0) -> torch.Tensor:
+    """The same of the rule by which `verify --gather` joins, each element once."""
+    whole, times = torch.zeros(cut.shape), torch.zeros(cut.shape)
+    for each in cut.copies[copy]:
+        last = each.first + prod(each.sizes)
+        box = tuple(slice(a, a + n) for a, n in zip(each.offsets, each.sizes, strict=True))
+        whole[box] = slices[each.rank].reshape(-1)[each.first : last].view(each.sizes)
+        times[box] += 1
+    assert (times == 1).all()
+    return whole
+
+
 def merged_by_the_engine(
     info: Info, slices: list[torch.Tensor], shapes: list[tuple[int, ...]], root: Path
 ) -> torch.Tensor:
@@ -134,6 +148,11 @@ def test_info_means_what_the_engine_makes_of_it(what: str, tmp_path: Path) -> No
         assert (found.shape[0], found.vocabulary) == (8, 7)
         whole = whole[:7]
     assert torch.equal(whole.reshape(expected.shape), expected)
+    cut = ProofInfo(info).explicit(NAME, shapes) or Cut.along(shapes, 0)
+    assert cut.shape == found.shape
+    for copy in range(len(cut.copies)):
+        gathered = gathered_of(cut, slices, copy).reshape(-1)[: expected.numel()]
+        assert torch.equal(gathered.view(expected.shape), expected)
 
 
 def maps() -> Iterator[Any]:
@@ -160,6 +179,11 @@ def test_affine_maps_of_the_engine() -> None:
         assert found.shape == (12, 10)
         for copy in range(found.slicing.copies):
             assert torch.equal(whole_of(found, shards, copy), full), what
+        cut = ProofInfo(info).explicit(NAME, shapes)
+        assert cut is not None
+        assert len(cut.copies) == found.slicing.copies
+        for copy in range(len(cut.copies)):
+            assert torch.equal(gathered_of(cut, shards, copy), full), what
 
 
 def piece(shape: list[int], source: Any, dest: Any, **more: Any) -> Info:

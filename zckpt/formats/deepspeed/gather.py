@@ -22,7 +22,6 @@ from typing import Any
 
 from ...core.manifest import slot_name
 from ...core.partition import FlatMember, Partition, Partitioned, Whole
-from ...errors import UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .stage_0 import gather_whole
 from .stage_0.gather_whole import whole
@@ -31,40 +30,52 @@ Shapes = Mapping[str, tuple[int, ...]]
 SEVERAL = re.compile(r"^layer_\d+-.*model_states\.pt$|mp_rank_0*[1-9]\d*_")
 EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt")
 LOCAL = re.compile(r"(?<=\.deepspeed_moe\.experts\.deepspeed_experts\.)\d+(?=\.)")
-RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_?(optim|model)_states\.pt")
+RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?(optim|model)_states\.pt")
+MODEL_RANK = re.compile(r"mp_rank_(\d+)_?(?:optim|model)_states\.pt$")
 
 
-def partitions(directory: str) -> list[Partition]:
-    """All tensors of the engine: weights, masters and moments."""
+def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
+    """All tensors of the engine: weights, masters and moments.
+
+    `tp_rules` is a family or a file that says how tensor ranks cut parameters.
+    """
     if any(SEVERAL.search(name) for name in os.listdir(directory)):
-        raise UnsupportedCheckpoint(
-            f"{directory} was saved by a pipeline or by tensor-parallel ranks, and --gather does "
-            "not join these",
-            hint="leave out --gather: `zckpt verify PATH` compares all copies",
-        )
+        return _of_grid(directory, tp_rules)
     engine = _EngineFiles(directory)
     if not engine.optimizers:  # stage 0
         return list(gather_whole.partitions(engine.models[0]))
-    partitions: list[Partition] = []
-    for number, shapes in enumerate(engine.param_shapes()):
-        for ranks, renamed in engine.process_groups(number, shapes):
-            partitions += engine.flat_group(number, renamed, ranks)
-    return [*partitions, *engine.frozen(), *engine.module(), *engine.experts()]
+    return list(engine.partitions())
+
+
+def _of_grid(directory: str, tp_rules: str | None) -> list[Partition]:
+    """The same of several model ranks, whose files have their numbers."""
+    from .model_ranks import gather_grid, slices_by_engine
+
+    numbers = {int(m[1]) for n in os.listdir(directory) if (m := MODEL_RANK.search(n))}
+    engines = [_EngineFiles(directory, number) for number in sorted(numbers)]
+    ranks = [
+        gather_grid.RankParts(
+            list(engine.partitions()), [name for group in engine.param_shapes() for name in group]
+        )
+        for engine in engines
+    ]
+    rules = slices_by_engine.rules_of(tp_rules, engines[0].model.get("universal_checkpoint_info"))
+    return gather_grid.partitions(directory, ranks, rules, Parsed())
 
 
 class _EngineFiles:
-    """The ranks' files, as each rank loads its own."""
+    """The files of one model rank, as each data rank loads its own."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, number: int = 0) -> None:
         paths: dict[str, dict[int, str]] = {"optim": {}, "model": {}}
         of_experts = []
         for name in sorted(os.listdir(directory)):
             if EXPERT.fullmatch(name):
                 of_experts.append(os.path.join(directory, name))
-            if match := RANK.fullmatch(name):
-                paths[match[2]][int(match[1])] = os.path.join(directory, name)
+            if (match := RANK.fullmatch(name)) and int(match[2]) == number:
+                paths[match[3]][int(match[1])] = os.path.join(directory, name)
         if not paths["model"]:  # stages 1 and 2: one file for all
-            paths["model"][0] = os.path.join(directory, "mp_rank_00_model_states.pt")
+            paths["model"][0] = os.path.join(directory, f"mp_rank_{number:02d}_model_states.pt")
         parsed = Parsed()
         self.optimizers, self.models = (
             [TorchFile(path, parsed) for _, path in sorted(paths[kind].items())]
@@ -76,6 +87,15 @@ class _EngineFiles:
         self.dp = len(self.optimizers)
         self.cuts_each_parameter = "fp32_flat_groups" in (self.states or [{}])[0]  # stage 3
         self.numbers = self._numbers() if self.states else set()
+
+    def partitions(self) -> Iterator[Partition]:
+        """All tensors of this model rank, but those of its layers in a pipeline."""
+        for number, shapes in enumerate(self.param_shapes()):
+            for ranks, renamed in self.process_groups(number, shapes):
+                yield from self.flat_group(number, renamed, ranks)
+        yield from self.frozen()
+        yield from self.module()
+        yield from self.experts()
 
     def param_shapes(self) -> list[Shapes]:
         """Of every flat group; in the optimizer files before 0.6.0, one dictionary before 0.5.4."""
@@ -252,9 +272,10 @@ class _EngineFiles:
         """
         buffers = self.model.get("buffer_names") or ()
         seen = set()
-        saved = {*self.model["module"], *(name for group in self.param_shapes() for name in group)}
+        module = self.model["module"] or {}  # None in a pipeline
+        saved = {*module, *(name for group in self.param_shapes() for name in group)}
         shared = self.model.get("shared_params") or {}
-        for name, tensor in self.model["module"].items():
+        for name, tensor in module.items():
             if not isinstance(tensor, Tensor) or name.endswith("_extra_state"):
                 continue
             if shared.get(name, name) not in saved:

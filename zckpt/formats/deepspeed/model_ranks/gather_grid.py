@@ -1,0 +1,287 @@
+"""What several model ranks hold together, joined by the engine's own rule.
+
+This states again which file is of which place in the grid, what layers are called, and where the
+slices of tensor ranks belong. So a proof does not repeat a mistake of the reader: it shares only
+the parser of torch files with it. DeepSpeed 0.19.8, `PipelineModule` and
+`PipeModelDataParallelTopology`; slices_by_engine.py has the rule of `merge_tp_slices`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+
+from ....core import sources
+from ....core.dtypes import SIZES, TORCH_NAMES
+from ....core.fragments import Extent
+from ....core.partition import BoxPart, Joined, Named, Nameless, Partition, Partitioned, Whole
+from ....core.values import valueclass
+from ....errors import UnsupportedCheckpoint
+from ....files.torchfile import Parsed, Tensor, TorchFile
+from .slices_by_engine import Cut, Rules
+
+LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
+SHARED = "tied_modules."
+HEAD = 1 << 16  # bytes that tell copies and slices of untrained tensors apart
+Shape = tuple[int, ...]
+
+
+@valueclass
+class RankParts:
+    """What the data ranks of one model rank hold; `trained` are the names of its parameters."""
+
+    parts: Sequence[Partition]
+    trained: Sequence[str]
+
+
+@valueclass
+class Slice:
+    """A tensor of one tensor rank, whose elements [start, stop) lie in the extents of `runs`.
+
+    `strides` are given if its one run is not row-major.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    runs: Sequence[tuple[int, int, Extent]]
+    strides: tuple[int, ...] | None = None
+
+
+def partitions(
+    directory: str, ranks: Sequence[RankParts], rules: Rules, parsed: Parsed
+) -> list[Partition]:
+    """All tensors of all model ranks, each whole; further copies under the same name."""
+    layers: dict[int, dict[int, str]] = {}
+    for name in os.listdir(directory):
+        if match := LAYER.fullmatch(name):
+            path = os.path.join(directory, name)
+            layers.setdefault(int(match[2] or 0), {})[int(match[1])] = path
+    tp = len(layers) or len(ranks)
+    trained = {name for rank in ranks for name in rank.trained}
+    if tp == 1:
+        stages = _apart(part for rank in ranks for part in rank.parts)
+        masters = [each for rank in ranks for part in rank.parts for each in slices(part)]
+        of_layers = _of_layers(layers.get(0, {}), trained, masters, parsed)
+        return [*stages, *(_whole(each) for each in of_layers)]
+    by_rank = []
+    for number in range(tp):
+        own = [s for rank in ranks[number::tp] for part in rank.parts for s in slices(part)]
+        own += _of_layers(layers.get(number, {}), trained, own, parsed)
+        by_rank.append(_copies(own))
+    return list(_joined(by_rank, trained, rules))
+
+
+def slices(part: Partition) -> Iterator[Slice]:
+    """The tensors of a part, each by itself."""
+    assert not isinstance(part, Nameless | Joined)
+    if isinstance(part, Whole):
+        runs = [(0, prod(part.shape), part.extent)]
+        yield Slice(part.name, part.dtype, part.shape, runs, part.strides)
+        return
+    size = SIZES[part.dtype]
+    lengths = [part.length(rank) for rank in range(len(part.ranks))]
+    ends = list(accumulate(lengths))
+    for member in part.members:
+        runs, numel = [], member.numel
+        if part.interleaved:
+            width = -(-numel // len(lengths))
+            for rank in range(len(lengths)):
+                start, stop = rank * width, min((rank + 1) * width, numel)
+                if start < stop:
+                    at = member.first * size
+                    extent = part.extent(rank).part(at, at + (stop - start) * size)
+                    runs.append((start, stop, extent))
+        else:
+            at, end = member.first, member.first + numel
+            rank = bisect_right(ends, at)
+            while at < end and rank < len(ends):
+                begin, stop = ends[rank] - lengths[rank], min(end, ends[rank])
+                extent = part.extent(rank).part((at - begin) * size, (stop - begin) * size)
+                runs.append((at - member.first, stop - member.first, extent))
+                at, rank = stop, rank + 1
+        yield Slice(member.name, part.dtype, member.shape, runs)
+
+
+def _apart(parts: Iterable[Partition]) -> Iterator[Partition]:
+    """Flat buffers of stages as they are, but those with a further copy of a tied parameter."""
+    seen: set[str] = set()
+    for part in parts:
+        if isinstance(part, Partitioned) and seen.isdisjoint(m.name for m in part.members):
+            seen.update(member.name for member in part.members)
+            yield part
+        else:
+            yield from map(_whole, slices(part))
+
+
+def _whole(tensor: Slice) -> Named:
+    """A tensor that its runs hold whole."""
+    if tensor.strides or len(tensor.runs) == 1:
+        return Whole(tensor.name, tensor.dtype, tensor.shape, tensor.runs[0][2], tensor.strides)
+    corner = (0,) * len(tensor.shape)
+    return Joined(tensor.name, tensor.dtype, tensor.shape, tuple(_box(tensor, corner)))
+
+
+def _box(
+    tensor: Slice, offsets: Shape, sizes: Shape | None = None, first: int = 0
+) -> Iterator[BoxPart]:
+    """The elements of a slice from `first` on, as those of a box of the whole tensor."""
+    sizes = tensor.shape if sizes is None else sizes
+    if tensor.strides:
+        if sizes != tensor.shape:
+            raise UnsupportedCheckpoint(
+                f"{tensor.runs[0][2].file}: --gather does not cut {tensor.name}, which is not "
+                "row-major in the file",
+                hint="verify without --gather",
+            )
+        yield BoxPart(offsets, sizes, tensor.runs[0][2], strides=tensor.strides)
+        return
+    size, last = SIZES[tensor.dtype], first + prod(sizes)
+    for start, stop, extent in tensor.runs:
+        begin, end = max(start, first), min(stop, last)
+        if begin < end:
+            own = extent.part((begin - start) * size, (end - start) * size)
+            yield BoxPart(offsets, sizes, own, begin - first)
+
+
+# -- the files of layers
+
+
+def _of_layers(
+    paths: Mapping[int, str], trained: set[str], masters: Sequence[Slice], parsed: Parsed
+) -> list[Slice]:
+    """The tensors of all layers of one tensor rank: "{number of the layer}.{name in the file}".
+
+    A tied layer is `tied_modules.{key}`. No file says the key: it is the one of whose parameters
+    all masters round to the weights in the file.
+    """
+    tied: dict[str, dict[str, list[Slice]]] = {}
+    for each in masters:
+        name, _, slot = each.name.rpartition("/")
+        if slot == "master" and name.startswith(SHARED):
+            key, _, inner = name.removeprefix(SHARED).partition(".")
+            tied.setdefault(key, {}).setdefault(inner, []).append(each)
+    result = []
+    for number, path in sorted(paths.items()):
+        file = TorchFile(path, parsed)
+        tensors = {
+            key: _of_file(key, file, value)
+            for key, value in file.value.items()
+            if isinstance(value, Tensor) and not key.endswith("_extra_state")
+        }
+        prefix = f"{number}."
+        if trained.isdisjoint(prefix + key for key in tensors):
+            for key, parameters in tied.items():
+                if all(
+                    inner in tensors and any(_rounds(copy, tensors[inner]) for copy in copies)
+                    for inner, copies in parameters.items()
+                ):
+                    prefix = f"{SHARED}{key}."
+        result += [
+            Slice(f"{prefix}{key}/param", each.dtype, each.shape, each.runs, each.strides)
+            for key, each in tensors.items()
+        ]
+    return result
+
+
+def _of_file(name: str, file: TorchFile, tensor: Tensor) -> Slice:
+    if tensor.contiguous or not tensor.numel:
+        runs = [(0, tensor.numel, file.extent(tensor))]
+        return Slice(name, tensor.dtype, tensor.shape, runs)
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
+    flat = Tensor(tensor.storage, tensor.dtype, tensor.offset, (last + 1,), (1,))
+    runs = [(0, tensor.numel, file.extent(flat))]
+    return Slice(name, tensor.dtype, tensor.shape, runs, tensor.strides)
+
+
+def _rounds(master: Slice, weight: Slice) -> bool:
+    """Whether a master rounds to a weight, by their first elements."""
+    import torch
+
+    if master.shape != weight.shape or weight.strides:
+        return False
+    count = min(prod(master.shape), HEAD // 8)
+    if not count:
+        return True
+    wide, narrow = (
+        torch.frombuffer(
+            bytearray(_head(each, count)), dtype=getattr(torch, TORCH_NAMES[each.dtype])
+        )
+        for each in (master, weight)
+    )
+    return torch.equal(wide.to(narrow.dtype), narrow)
+
+
+def _head(tensor: Slice, count: int) -> bytes:
+    """The bytes of the first `count` elements in the file's order."""
+    data, size = b"", SIZES[tensor.dtype]
+    for start, stop, extent in tensor.runs:
+        if start < count:
+            with sources.opened(extent.file) as file:
+                length = (min(stop, count) - start) * size
+                data += sources.pread(file.fileno(), length, extent.offset)
+    return data
+
+
+# -- tensor ranks
+
+
+def _copies(tensors: Sequence[Slice]) -> dict[str, list[Slice]]:
+    """By name, all copies that a tensor rank has: of a tied layer each stage has one."""
+    copies: dict[str, list[Slice]] = {}
+    for tensor in tensors:
+        copies.setdefault(tensor.name, []).append(tensor)
+    return copies
+
+
+def _joined(
+    by_rank: Sequence[Mapping[str, Sequence[Slice]]], trained: set[str], rules: Rules
+) -> Iterator[Named]:
+    """The slices of all tensor ranks as whole tensors; each further copy by itself."""
+    for name in dict.fromkeys(name for rank in by_rank for name in rank):
+        every = [rank.get(name, ()) for rank in by_rank]
+        parameter = name.rpartition("/")[0]
+        for number in range(max(map(len, every))):
+            own = [copies[number] if number < len(copies) else None for copies in every]
+            yield from _join(name, own, _cut(parameter, own, parameter in trained, rules))
+
+
+def _cut(name: str, own: Sequence[Slice | None], is_trained: bool, rules: Rules) -> Cut:
+    """How the ranks' slices are cut.
+
+    The engine never joins buffers and frozen parameters. If no rule names them, they are whole
+    where all ranks have the same bytes.
+    """
+    shapes = [None if each is None else each.shape for each in own]
+    cut = rules.explicit(name, shapes)
+    if cut is None and not is_trained and _are_equal(own):
+        return Cut.replicated(shapes)
+    return cut or Cut.along(shapes, 0)
+
+
+def _are_equal(own: Sequence[Slice | None]) -> bool:
+    first = own[0]
+    if first is None or any(each is None or each.shape != first.shape for each in own):
+        return False
+    count = min(prod(first.shape), HEAD // SIZES[first.dtype])
+    return len({_head(each, count) for each in own if each is not None}) == 1
+
+
+def _join(name: str, own: Sequence[Slice | None], cut: Cut) -> Iterator[Named]:
+    dtype = next(each.dtype for each in own if each is not None)
+    for pieces in cut.copies:
+        boxes: list[BoxPart] = []
+        for piece in pieces:
+            tensor = own[piece.rank]
+            if tensor is None:
+                continue
+            if piece.sizes == tensor.shape == cut.shape:
+                yield _whole(Slice(name, dtype, tensor.shape, tensor.runs, tensor.strides))
+                break
+            boxes += _box(tensor, piece.offsets, piece.sizes, piece.first)
+        else:
+            yield Joined(name, dtype, cut.shape, tuple(boxes))

@@ -1,0 +1,254 @@
+"""Where do the slices of tensor ranks belong in the whole tensor, by DeepSpeed's own rule?
+
+`merge_tp_slices` of DeepSpeed 0.19.8 (checkpoint/ds_to_universal.py) asks in this order: the affine
+map, replicated, averaged, two halves, sub-parameters, rows or columns. `Info` asks in that order
+too, and gives the places of elements. Padded rows of a vocabulary stay. `Text` reads a file of
+--tp-rules. Both are written apart from the reader's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import Any, Protocol
+
+from ....core import sources
+from ....core.values import valueclass
+from ....errors import UnsupportedCheckpoint
+from .families import FAMILIES
+
+Shapes = Sequence[tuple[int, ...] | None]
+"""A tensor's shape on every tensor rank; None where a rank has none of it."""
+Widths = Sequence[Sequence[int]]
+"""Of each sub-parameter, how much every rank has."""
+
+
+@valueclass
+class Piece:
+    """A box of the whole tensor; it lies in a rank's slice from element `first` on, row-major."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int
+
+
+@valueclass
+class Cut:
+    """The whole shape, and the pieces of each copy that the ranks have of the tensor."""
+
+    shape: tuple[int, ...]
+    copies: Sequence[Sequence[Piece]]
+
+    @classmethod
+    def replicated(cls, shapes: Shapes) -> Cut:
+        """Every rank has all of it."""
+        own = [(rank, shape) for rank, shape in enumerate(shapes) if shape is not None]
+        copies = [[Piece(rank, (0,) * len(shape), shape, 0)] for rank, shape in own]
+        return cls(own[0][1], copies)
+
+    @classmethod
+    def along(
+        cls, shapes: Shapes, axis: int, widths: Widths = (), folds: int = 1, unit: int = 1
+    ) -> Cut:
+        """Slices that lie behind each other along an axis, each sub-parameter by itself.
+
+        The axis is a view of `folds` x sub-parameters x `unit`; the sub-parameters are cut.
+        """
+        widths = widths or [[0 if shape is None else shape[axis] for shape in shapes]]
+        first = next(shape for shape in shapes if shape is not None)
+        total = sum(map(sum, widths))
+        shape = (*first[:axis], folds * total * unit, *first[axis + 1 :])
+        pieces: list[Piece] = []
+        for rank in range(len(shapes)):
+            here = sum(part[rank] for part in widths)
+            line = folds * here * unit * prod(first[axis + 1 :])
+            for fold in range(folds):
+                start, at = fold * total, fold * here
+                for part in widths:
+                    begin, size = (start + sum(part[:rank])) * unit, part[rank] * unit
+                    local = at * unit * prod(first[axis + 1 :])
+                    start, at = start + sum(part), at + part[rank]
+                    if not size:
+                        continue
+                    if folds == len(widths) == 1:
+                        offsets = tuple(begin * (each == axis) for each in range(len(first)))
+                        sizes = (*first[:axis], size, *first[axis + 1 :])
+                        pieces.append(Piece(rank, offsets, sizes, 0))
+                        continue
+                    for number, outer in enumerate(product(*map(range, first[:axis]))):
+                        offsets = (*outer, begin, *(0 for _ in first[axis + 1 :]))
+                        sizes = (*(1 for _ in outer), size, *first[axis + 1 :])
+                        pieces.append(Piece(rank, offsets, sizes, number * line + local))
+        return cls(shape, [pieces])
+
+
+class Rules(Protocol):
+    """What says how parameters are cut."""
+
+    def explicit(self, name: str, shapes: Shapes) -> Cut | None:
+        """How a parameter is cut; None if no line and no pattern names it."""
+
+
+@valueclass
+class Info:
+    """The rule that a checkpoint states: its `universal_checkpoint_info`."""
+
+    value: Mapping[str, Any]
+
+    def explicit(self, name: str, shapes: Shapes) -> Cut | None:
+        maps = (self.value.get("affine_map") or {}).get("params") or {}
+        for pattern, about in maps.items():
+            if re.match(pattern, name):
+                return _by_map(name, about)
+        if self._has("tp_replicated_parameter_patterns", name):
+            return Cut.replicated(shapes)
+        if self._has("parameter_to_average_patterns", name):
+            return Cut.replicated(shapes)
+        if self._has("parameter_with_2_sub_params_cat_dim_0", name):
+            halves = [0 if shape is None else shape[0] // 2 for shape in shapes]
+            return Cut.along(shapes, 0, [halves, halves])
+        for stated in self.value.get("parameter_with_sub_params") or ():
+            fields = getattr(stated, "state", stated)
+            for pattern in fields["patterns"]:
+                if re.match(pattern, name):
+                    return self._of_view(pattern, fields["shape"], fields["partition_dim"], shapes)
+        if self._has("parameter_with_row_parallelism_patterns", name):
+            return Cut.along(shapes, 1)
+        if self._has("vocabulary_parameter_patterns", name):
+            return Cut.along(shapes, 0)
+        return None
+
+    def _has(self, key: str, name: str) -> bool:
+        return any(re.match(pattern, name) for pattern in self.value.get(key) or ())
+
+    def _of_view(self, pattern: str, view: Sequence[Any], axis: int, shapes: Shapes) -> Cut:
+        """Sub-parameters of a view: widths in the whole; before version 0.4 also their count."""
+        spec, ranks = view[axis], len(shapes)
+        own = [shape for shape in shapes if shape is not None]
+        if float(self.value.get("universal_checkpoint_version") or 0) >= 0.4:
+            widths: Widths = self.value["sub_param_shard_widths"][pattern]
+        else:
+            if isinstance(spec, int):
+                spec = [sum(shape[axis] for shape in own) // spec] * spec
+            widths = [[size // ranks] * ranks for size in spec]
+        sizes = [sum(size) if isinstance(size, (tuple, list)) else size for size in view]
+        sizes[axis] = sum(map(sum, widths))
+        total = sum(map(prod, own))
+        sizes = [
+            size if size >= 0 else total // prod(each for each in sizes if each >= 0)
+            for size in sizes
+        ]
+        outer, inner = prod(sizes[:axis]), prod(sizes[axis + 1 :])
+        for dim in range(len(own[0])):
+            before, behind = prod(own[0][:dim]), prod(own[0][dim + 1 :])
+            if before and behind and not outer % before and not inner % behind:
+                return Cut.along(shapes, dim, widths, outer // before, inner // behind)
+        raise UnsupportedCheckpoint(
+            f"--gather does not join sub-parameters of the view {sizes} of {list(own[0])}",
+            hint="verify without --gather",
+        )
+
+
+def _by_map(name: str, about: Mapping[str, Any]) -> Cut:
+    """Views of the whole tensor and of a rank's slice, by offsets and strides (affine.py)."""
+    shape = tuple(about["logical_shape"])
+    copies: list[list[Piece]] = [[]]
+    counts: dict[Any, int] = {}
+    for rank, own in sorted((int(rank), own) for rank, own in about["ranks"].items()):
+        for piece in own["pieces"]:
+            sizes = tuple(piece["shape"])
+            if not prod(sizes):
+                continue
+            (begin, steps), (first, strides) = piece["source"], piece["dest"]
+            offsets = []
+            for axis, size in enumerate(sizes):
+                step = prod(shape[axis + 1 :])
+                if size > 1 and steps[axis] != step:
+                    raise UnsupportedCheckpoint(
+                        f"--gather does not join {name}: a piece of its affine_map is not a box",
+                        hint="verify without --gather",
+                    )
+                offset, begin = divmod(begin, step)
+                offsets.append(offset)
+            copy = counts[tuple(offsets), sizes] = counts.get((tuple(offsets), sizes), -1) + 1
+            copies += [[]] * (copy + 1 > len(copies))
+            copies[copy] = [
+                *copies[copy],
+                *_row_major(rank, tuple(offsets), sizes, first, strides),
+            ]
+    return Cut(shape, copies)
+
+
+def _row_major(
+    rank: int, offsets: tuple[int, ...], sizes: tuple[int, ...], first: int, strides: Sequence[int]
+) -> Iterator[Piece]:
+    """A box of a slice in pieces whose elements follow each other."""
+    gaps = [
+        axis
+        for axis, size in enumerate(sizes)
+        if size > 1 and strides[axis] != prod(sizes[axis + 1 :])
+    ]
+    if not gaps:
+        yield Piece(rank, offsets, sizes, first)
+        return
+    outer = gaps[-1] + 1
+    for place in product(*map(range, sizes[:outer])):
+        corner = tuple(a + b for a, b in zip(offsets, place, strict=False))
+        start = first + sum(a * b for a, b in zip(place, strides, strict=False))
+        yield Piece(rank, (*corner, *offsets[outer:]), (*(1 for _ in place), *sizes[outer:]), start)
+
+
+@valueclass
+class Text:
+    """The lines of --tp-rules, pattern and rule; the first whose pattern is the whole name."""
+
+    lines: Sequence[tuple[str, str]]
+    otherwise: Rules | None
+
+    def explicit(self, name: str, shapes: Shapes) -> Cut | None:
+        for pattern, rule in self.lines:
+            if re.fullmatch(pattern, name):
+                return _by_line(rule, shapes)
+        return self.otherwise.explicit(name, shapes) if self.otherwise else None
+
+
+def _by_line(rule: str, shapes: Shapes) -> Cut:
+    dim, _, about = rule.partition(":")
+    if rule == "replicated":
+        return Cut.replicated(shapes)
+    if dim == "vocab" or not about:
+        return Cut.along(shapes, int(dim) if dim.isdecimal() else 0)
+    axis, ranks = int(dim), len(shapes)
+    if about.endswith("x"):
+        count = int(about[:-1])
+        equal = [0 if shape is None else shape[axis] // count for shape in shapes]
+        return Cut.along(shapes, axis, [equal] * count)
+    return Cut.along(shapes, axis, [[int(part) // ranks] * ranks for part in about.split(",")])
+
+
+def rules_of(given: str | None, info: Mapping[str, Any] | None) -> Rules:
+    """The rule of a user's file or family, and then of the checkpoint."""
+    stated = Info(info or {})
+    if given is None:
+        return stated
+    text = FAMILIES.get(given)
+    if text is None:
+        with sources.opened(given) as file:
+            text = file.read().decode()
+    if text.lstrip().startswith("{"):
+        return Info(json.loads(text))
+    return Text(list(_lines(text)), stated)
+
+
+def _lines(text: str) -> Iterator[tuple[str, str]]:
+    for line in text.splitlines():
+        line = "" if line.lstrip().startswith("#") else line.partition(" #")[0].strip()
+        if line.startswith("include "):
+            yield from _lines(FAMILIES[line.removeprefix("include ").strip()])
+        elif line:
+            pattern, _, rule = line.rpartition("=")
+            yield pattern.strip(), rule.replace(" ", "")
