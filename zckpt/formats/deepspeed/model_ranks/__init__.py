@@ -9,6 +9,8 @@ families.py         rules of known models, as data
 together.py         what model ranks have in common
 copies.py           whether their copies of a tensor are equal
 apart.py            all model ranks in one manifest, without joining them
+gather_grid.py      what model ranks have together, by the engine's own rule: verify --gather
+slices_by_engine.py where slices belong, by that rule
 write_grid.py       those of several model ranks for another data-parallel size
 recut.py            a pipeline at other bounds of its stages
 """

@@ -242,31 +242,35 @@ def _joined(
     by_rank: Sequence[Mapping[str, Sequence[Slice]]], trained: set[str], rules: Rules
 ) -> Iterator[Named]:
     """The slices of all tensor ranks as whole tensors; each further copy by itself."""
+    weights = {
+        each.dtype for rank in by_rank for name in trained for each in rank.get(f"{name}/param", ())
+    }
     for name in dict.fromkeys(name for rank in by_rank for name in rank):
         every = [rank.get(name, ()) for rank in by_rank]
         parameter = name.rpartition("/")[0]
         for number in range(max(map(len, every))):
             own = [copies[number] if number < len(copies) else None for copies in every]
-            yield from _join(name, own, _cut(parameter, own, parameter in trained, rules))
+            shapes = [None if each is None else each.shape for each in own]
+            cut = rules.explicit(parameter, shapes)
+            if cut is None:
+                is_whole = parameter not in trained and _is_whole(own, weights)
+                cut = Cut.replicated(shapes) if is_whole else Cut.along(shapes, 0)
+            yield from _join(name, own, cut)
 
 
-def _cut(name: str, own: Sequence[Slice | None], is_trained: bool, rules: Rules) -> Cut:
-    """How the ranks' slices are cut.
+def _is_whole(own: Sequence[Slice | None], weights: set[str]) -> bool:
+    """Whether all ranks have the whole of a tensor that is not trained, and that no rule names.
 
-    The engine never joins buffers and frozen parameters. If no rule names them, they are whole
-    where all ranks have the same bytes.
+    The engine never joins these. A tensor of another type than all trained weights is a buffer, and
+    buffers are whole. So is a tensor of which all ranks have the same bytes.
     """
-    shapes = [None if each is None else each.shape for each in own]
-    cut = rules.explicit(name, shapes)
-    if cut is None and not is_trained and _are_equal(own):
-        return Cut.replicated(shapes)
-    return cut or Cut.along(shapes, 0)
-
-
-def _are_equal(own: Sequence[Slice | None]) -> bool:
     first = own[0]
     if first is None or any(each is None or each.shape != first.shape for each in own):
         return False
+    return first.dtype not in weights or _are_equal(own, first)
+
+
+def _are_equal(own: Sequence[Slice | None], first: Slice) -> bool:
     count = min(prod(first.shape), HEAD // SIZES[first.dtype])
     return len({_head(each, count) for each in own if each is not None}) == 1
 
