@@ -126,10 +126,10 @@ def convert(
     `options` are the options of `zckpt convert`: dtype="bf16", weights_only=True, ... `begin` is
     called with the number of bytes to come and returns a function that is called with the number of
     bytes of every piece. `tell` is called with the warnings before the first byte is written.
-    `resume` continues an interrupted run of the same source and options. `replicas` ("rank0") takes
-    a copy where tensor-parallel ranks hold different ones. `before_rename` is called before the
-    last check. `sharing` is `zckpt.Part(k, n)` in a process that writes part k of n; the
-    last one completes `target`. Raises a ZckptError; then there is no `target`.
+    `resume` continues an interrupted run of the same source and options. `replicas` ("rank0",
+    "mean") says what to take where tensor-parallel ranks hold different copies. `before_rename` is
+    called before the last check. `sharing` is `zckpt.Part(k, n)` in a process that writes part
+    k of n; the last one completes `target`. Raises a ZckptError; then there is no `target`.
     """
     from .writing import Running, read_for, write
 

@@ -16,8 +16,8 @@ from .errors import CorruptCheckpoint, WrongOption
 from .training import steps
 from .training.names import Renames, called_as, names_of, renamed
 
-REPLICAS = ("rank0",)
-"""Which of the copies that tensor ranks hold may be taken, if they differ."""
+REPLICAS = ("rank0", "mean")
+"""What may be taken of the copies that tensor ranks hold, if they differ."""
 
 
 @valueclass
@@ -28,8 +28,9 @@ class Reading:
     that disagree, `param_names` are for an optimizer that knows its parameters by number. With
     `weights_only` such an optimizer may be left unread. `rename` are pairs of a regular expression
     and its replacement. `tp_rules` is a family or a file that says how tensor ranks cut
-    parameters. `replicas` chooses among their copies of one tensor, if these differ. With `apart`
-    ranks that share a model are not joined: a target for the same ranks needs no whole tensors.
+    parameters. `replicas` says what is taken of their copies of one tensor, if these differ. With
+    `apart` ranks that share a model are not joined: a target for the same ranks needs no whole
+    tensors.
     """
 
     format: str | None = None
@@ -75,6 +76,8 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
         siblings = (item.path for item in manifest.siblings)
         fingerprints = watch.of((*manifest.files, *siblings))
     _check_names(manifest)
+    if reading.replicas == "mean":
+        manifest = format.averaged(manifest)
     manifest = replace(manifest, fingerprints=fingerprints, objects=frozenset(watch.objects))
     manifest = renamed(manifest, reading.rename)
     lost, stateless = lacking(manifest)

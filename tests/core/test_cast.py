@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.core.cast import cast
+from zckpt.core.cast import cast, put_mean
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.errors import UnsupportedCheckpoint
 
@@ -118,3 +118,25 @@ def test_not_a_number_stays_one(source: str, target: str) -> None:
 def test_what_is_no_plain_float_is_refused(pair: tuple[str, str]) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=f"{pair[0]}.*{pair[1]}"):
         cast(memoryview(bytearray(8)), pair[0], memoryview(bytearray(8)), pair[1])
+
+
+@pytest.mark.parametrize("target", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize("source", ["F32", "BF16", "F16"])
+def test_means_are_rounded_once(source: str, target: str) -> None:
+    """As torch computes them in float64; equal numbers stay as they are."""
+    generator = torch.Generator().manual_seed(3)
+    dtypes = [getattr(torch, TORCH_NAMES[name]) for name in (source, target)]
+    copies = [torch.randn(1000, generator=generator).to(dtypes[0]) for _ in range(3)]
+    for parts in (copies, [copies[0]] * 3):
+        got = torch.empty(1000, dtype=dtypes[1])
+        views = [memoryview(part.view(torch.uint8).numpy()) for part in parts]
+        put_mean(
+            [(view, source) for view in views], memoryview(got.view(torch.uint8).numpy()), target
+        )
+        wide = torch.stack([part.double() for part in parts]).sum(0) / 3
+        assert torch.equal(got, (parts[0] if parts[0] is parts[1] else wide).to(dtypes[1]))
+
+
+def test_the_mean_of_integers_is_refused() -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="cannot average I64"):
+        put_mean([(memoryview(bytes(8)), "I64")], memoryview(bytearray(8)), "I64")

@@ -85,9 +85,10 @@ replicas = grouped(
     "Source",
     "--replicas",
     rare=True,
-    type=click.Choice(["rank0"]),
-    metavar="rank0",
-    help="Which copy to take where tensor-parallel ranks hold different ones.  [default: an error]",
+    type=click.Choice(["rank0", "mean"]),
+    metavar="rank0|mean",
+    help="What to take where tensor-parallel ranks hold different copies: rank 0's, or the mean.  "
+    "[default: an error]",
 )
 """For commands that write a checkpoint."""
 _quiet = grouped("Output", "-q", "--quiet", is_flag=True, help="Print no progress and no warnings.")

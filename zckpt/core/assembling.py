@@ -51,7 +51,9 @@ class Assembler:
         apart: dict[int, ReadRequest] = {}  # by the byte in the file
         for piece in chain.from_iterable(map(_parts, chunk.pieces)):
             source, at = piece.pair.source, piece.offset - chunk.offset
-            if piece.count > 1:
+            if source.mean:
+                self._mean(piece, chunk.offset, view)
+            elif piece.count > 1:
                 passed += self._runs(piece, at, view)
             elif source.dtype != piece.pair.target.dtype:
                 passed += self._cast(piece, at, view)
@@ -89,6 +91,26 @@ class Assembler:
         dtype = piece.pair.target.dtype
         self.reader.read_as(dtype, request, view, count if key in self._cast_keys else None)
         return passed
+
+    def _mean(self, piece: TargetPiece, offset: int, view: memoryview) -> None:
+        """Computes elements from all copies; `view` begins at byte `offset` of the file."""
+        from .cast import put_mean
+
+        source, dtype = piece.pair.source, piece.pair.target.dtype
+        size, most = SIZES[dtype], CAST_BLOCK // len(source.mean)
+        for run in piece.runs():
+            for start in range(run.start, run.stop, most):
+                stop = min(start + most, run.stop)
+                copies, block = [], self.reader.block()
+                for copy in source.mean:
+                    # a weight's masters are read for the masters too, and count there
+                    check = id(piece.pair) in self._checking and copy.name == source.name
+                    length = (stop - start) * SIZES[copy.dtype]
+                    self.reader.read([ReadRequest(copy, start, stop, 0, check)], block[:length])
+                    copies.append((block[:length], copy.dtype))
+                    block = block[length:]
+                at = run.offset - offset + (start - run.start) * size
+                put_mean(copies, view[at : at + (stop - start) * size], dtype)
 
     def _runs(self, piece: TargetPiece, at: int, view: memoryview) -> list[Passed]:
         """Fills runs at a stride: reads the rows that they are cut from, then copies the runs."""

@@ -5,6 +5,7 @@ numpy is enough, without torch: bfloat16 is the upper half of a float32, rounded
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,25 @@ def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype
     for start in range(0, len(values), CAST_BLOCK):
         block = slice(start, start + CAST_BLOCK)
         _cast(values[block], source_dtype, result[block], target_dtype)
+
+
+def put_mean(
+    copies: Sequence[tuple[memoryview, str]], target: memoryview, target_dtype: str
+) -> None:
+    """Fills `target` with the mean of floats, given with their types, element by element.
+
+    It is computed in float64, and then rounded as `cast` rounds. The mean of equal numbers is that
+    number. Raises UnsupportedCheckpoint for types that are not floats.
+    """
+    if any(dtype not in _NUMPY for dtype in (target_dtype, *(each for _, each in copies))):
+        raise UnsupportedCheckpoint(f"cannot average {copies[0][1]} as {target_dtype}")
+    total: Any = None
+    for view, dtype in copies:
+        values = np.frombuffer(view, dtype=_NUMPY[dtype])
+        values = (widen(values) if dtype == "BF16" else values).astype(np.float64)
+        total = values if total is None else np.add(total, values, out=total)
+    total /= len(copies)
+    _cast(total, "F64", np.frombuffer(target, dtype=_NUMPY[target_dtype]), target_dtype)
 
 
 def _cast(values: Any, source_dtype: str, result: Any, target_dtype: str) -> None:

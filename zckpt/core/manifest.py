@@ -26,13 +26,18 @@ MAX_STEP = 1 << 63
 
 @valueclass
 class Entry:
-    """One whole tensor; `digest` is the CRC-32 of its row-major little-endian bytes."""
+    """One whole tensor; `digest` is the CRC-32 of its row-major little-endian bytes.
+
+    If `mean` has entries of the same shape, a target gets the mean of their elements, rounded once
+    to its type, and not the bytes of `fragments`.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     fragments: Fragments
     digest: int | None = None
+    mean: tuple[Entry, ...] = ()
     parameter: str = field(init=False, repr=False, compare=False)
     slot: str = field(init=False, repr=False, compare=False)
 

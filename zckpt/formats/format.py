@@ -90,6 +90,9 @@ class SlicesReader(Protocol):
     def check_slices(self, manifest: Manifest) -> None:
         """Raises if the bytes show that tensors were cut in another way."""
 
+    def averaged(self, manifest: Manifest) -> Manifest:
+        """With the mean of the copies that tensor ranks hold of a parameter's tensors."""
+
 
 class CheckingReader(Reader, Protocol):
     """`read.py` of a format in which bytes may contradict each other without any checksum."""
@@ -201,6 +204,12 @@ class Format:
         """Raises if the bytes show that ranks cut tensors in another way; reads few of them."""
         if self.slices:
             cast(SlicesReader, self._module("read")).check_slices(manifest)
+
+    def averaged(self, manifest: Manifest) -> Manifest:
+        """With the mean of ranks' copies, where ranks that share a model hold copies."""
+        if not self.slices:
+            return manifest
+        return cast(SlicesReader, self._module("read")).averaged(manifest)
 
     def refuse(self, options: Options) -> None:
         """Raises WrongOption for an option that the writer does not understand."""

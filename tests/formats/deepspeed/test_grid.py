@@ -297,6 +297,23 @@ def change_norm(run: Path, slot: str, rank: int) -> None:
     edit(path, change)
 
 
+def change_master(run: Path, rank: int) -> None:
+    """The same element of a master, and of the weight that the rank rounded from it."""
+    (model,) = run.glob(f"*/mp_rank_{rank:02d}_*")
+    shapes = torch.load(model, weights_only=False)["param_shapes"][1]
+    names = list(shapes)
+    start = sum(shapes[name].numel() for name in names[: names.index("4.norm.weight")])
+    (path,) = run.glob(f"*/bf16_zero_pp_rank_0_mp_rank_{rank:02d}_*")
+
+    def change(value: Any) -> None:
+        masters = value["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        masters[1].data[start + 3] += 0.75
+
+    edit(path, change)
+    (layer,) = run.glob(f"*/layer_04-model_{rank:02d}-*")
+    edit(layer, lambda value: value["norm.weight"][3].add_(0.75))
+
+
 @pytest.mark.engines
 @pytest.mark.first
 class TestCopies:
@@ -345,8 +362,33 @@ class TestCopies:
         assert [line["tensor"] for line in lines] == ["4.down.weight/param"]
 
     def test_other_choices_do_not_exist(self, run: Path, tmp_path: Path) -> None:
-        with pytest.raises(WrongOption, match="none of rank0"):
-            zckpt.convert(run, tmp_path / "out", replicas="mean")
+        with pytest.raises(WrongOption, match="none of rank0, mean"):
+            zckpt.convert(run, tmp_path / "out", replicas="most")
+
+    @pytest.mark.parametrize("options", [{}, {"to": "gathered"}])
+    def test_the_mean_of_copies(self, run: Path, options: dict[str, Any], tmp_path: Path) -> None:
+        """Masters, moments and the weights that are rounded from masters; the rest is unchanged."""
+        clean = {name: zckpt.load(run, name) for name in zckpt.read(run).entries}
+        for rank, slot in ((1, "exp_avg"), (0, "exp_avg_sq")):
+            change_norm(run, slot, rank)
+        change_master(run, 1)
+        wanted = dict(clean)
+        for slot, drift in (("exp_avg", 0.5), ("exp_avg_sq", 0.5), ("master", 0.75)):
+            wanted[f"4.norm.weight/{slot}"] = changed = clean[f"4.norm.weight/{slot}"].clone()
+            changed[3] = ((changed[3].double() + (changed[3] + drift).double()) / 2).float()
+        wanted["4.norm.weight/param"] = wanted["4.norm.weight/master"].bfloat16()
+        report = zckpt.convert(run, tmp_path / "out", replicas="mean", **options)
+        assert ["their mean is taken" in line for line in report["warnings"]] == [True]
+        if "to" in options:  # torch's own optimizer trains fp32 weights
+            trained = [name for name in wanted if name.endswith("/master")]
+            wanted |= {name.replace("/master", "/param"): wanted.pop(name) for name in trained}
+        got = {
+            name: zckpt.load(tmp_path / "out", name)
+            for name in zckpt.read(tmp_path / "out").entries
+        }
+        assert got.keys() == wanted.keys()
+        assert [name for name in got if not same_bits(got[name], wanted[name])] == []
+        assert zckpt.verify(tmp_path / "out")["equal"]
 
 
 @pytest.mark.engines

@@ -69,8 +69,8 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     """Compares the copies that model ranks hold of a tensor; gives warnings.
 
     Called before a conversion writes anything. Raises InconsistentCheckpoint if copies of tensor
-    ranks differ and `replicas` (rank0) does not choose one, or if all ranks hold the same of a
-    parameter that a rule cuts.
+    ranks differ and `replicas` (rank0, mean) does not say what is taken, or if all ranks hold the
+    same of a parameter that a rule cuts.
     """
     if "model_ranks" in manifest.source:  # each keeps its own copy
         return []
@@ -79,6 +79,16 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     check_slices(manifest)
     tp = int(manifest.source.get("tp") or 0)
     return compare_copies(manifest, tp, replicas) if tp else []
+
+
+def averaged(manifest: Manifest) -> Manifest:
+    """With the mean of the tensor ranks' copies of each parameter, for --replicas mean."""
+    tp = int(manifest.source.get("tp") or 0)
+    if tp < 2 or "model_ranks" in manifest.source:  # each keeps its own copy
+        return manifest
+    from .model_ranks.copies import with_means
+
+    return with_means(manifest, tp)
 
 
 def check_slices(manifest: Manifest) -> None:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ....core import compare
 from ....core.compare import Result
+from ....core.dtypes import FLOATS
 from ....core.manifest import Entry, Manifest
 from ....core.plan import Match
 from ....core.weights import is_optimizers
@@ -30,7 +32,8 @@ SAMPLE = 1 << 14  # elements of each slice
 def compare_copies(manifest: Manifest, tp: int, replicas: str | None) -> list[str]:
     """Compares every copy with the tensor that is taken; gives warnings.
 
-    Raises InconsistentCheckpoint if copies of tensor ranks differ, unless `replicas` is `rank0`.
+    Raises InconsistentCheckpoint if copies of tensor ranks differ, unless `replicas` says what is
+    taken: `rank0` or `mean`.
     """
     matches = [
         Match(entry, manifest.entries[entry.name])
@@ -56,13 +59,36 @@ def compare_copies(manifest: Manifest, tp: int, replicas: str | None) -> list[st
             f"{counted(len(drifted), 'parameter')} ({listed(list(drifted), 4)}): {name}: "
             f"{listed(lines, 3)}",
             hint="if these copies drifted in training, take those of tensor rank 0 with --replicas "
-            "rank0; if they are slices, correct the rule (--tp-rules)",
+            "rank0, or their mean with --replicas mean; if they are slices, correct the rule "
+            "(--tp-rules)",
         )
+    chosen = "their mean" if replicas == "mean" else "rank 0's"
     warnings += [
-        f"the tensor ranks' copies of {name} differ; rank 0's is taken: {listed(lines, 3)}"
+        f"the tensor ranks' copies of {name} differ; {chosen} is taken: {listed(lines, 3)}"
         for name, lines in drifted.items()
     ]
     return warnings
+
+
+def with_means(manifest: Manifest, tp: int) -> Manifest:
+    """Each tensor of a parameter is the mean of the tensor ranks' copies.
+
+    A weight is the rounded mean of the masters, since the mean of rounded weights is another
+    number. Buffers are those of rank 0, and tied layers those of the first stage.
+    """
+    copies: dict[str, list[Entry]] = {}
+    for copy in manifest.replicas:
+        entry = manifest.entries.get(copy.name)
+        if entry is None or copy.parameter not in manifest.parameters or copy.slot == "state":
+            continue
+        if copy.dtype in FLOATS and _stage(copy, tp) == _stage(entry, tp):
+            copies.setdefault(copy.name, [entry]).append(copy)
+    entries = {}
+    for name, entry in manifest.entries.items():
+        own = copies.get(name, [])
+        masters = copies.get(f"{entry.parameter}/master", own)
+        entries[name] = replace(entry, mean=tuple(masters if entry.slot == "param" else own))
+    return replace(manifest, entries=entries)
 
 
 def _line(result: Result) -> str:
