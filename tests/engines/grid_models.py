@@ -215,6 +215,16 @@ class Normed(nn.Module):
         return (hidden - self.running_mean.to(hidden.dtype)) * self.gain
 
 
+class Head(Column):
+    """An output layer of its own."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__(axis, WIDTH, PADDED, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return logits(self, hidden)
+
+
 class Whole(nn.Module):
     """All layers in one module: tensor parallelism alone."""
 
@@ -245,7 +255,7 @@ def loss(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def pipeline_layers(axis: Axis, ties: int = 1) -> list[Any]:
-    """The layers; with two ties, stages use the tied ones in different orders."""
+    """The layers; with two ties, stages use the tied ones in different orders; or without ties."""
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     if ties == 2:
@@ -262,8 +272,12 @@ def pipeline_layers(axis: Axis, ties: int = 1) -> list[Any]:
             LayerSpec(nn.LayerNorm, WIDTH),
             TiedLayerSpec("embed", Embedding, axis, forward_fn=logits),
         ]
+    first = TiedLayerSpec("embed", Embedding, axis)
+    last = TiedLayerSpec("embed", Embedding, axis, forward_fn=logits)
+    if not ties:
+        first, last = LayerSpec(Embedding, axis), LayerSpec(Head, axis)
     return [
-        TiedLayerSpec("embed", Embedding, axis),
+        first,
         LayerSpec(Attention, axis),
         shifted,
         LayerSpec(Frozen),
@@ -271,7 +285,7 @@ def pipeline_layers(axis: Axis, ties: int = 1) -> list[Any]:
         LayerSpec(Normed),
         LayerSpec(Attention, axis),
         LayerSpec(nn.LayerNorm, WIDTH),
-        TiedLayerSpec("embed", Embedding, axis, forward_fn=logits),
+        last,
     ]
 
 

@@ -29,6 +29,7 @@ class GridCase:
     dtype: str = "bf16"
     groups: int = 2
     ties: int = 1  # keys of tied layers of a pipeline
+    method: str = "uniform"  # partition_method of a pipeline
     info: bool = True  # save universal_checkpoint_info, as Megatron-DeepSpeed does
     config: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 3
@@ -49,6 +50,7 @@ CASES = {
         GridCase("pipe_pp1_dp2", "pipe", dp=2, info=False, config=SPREAD),
         GridCase("pipe_pp2_dp1_fp16", "pipe", pp=2, dtype="fp16", info=False, config=SCALE),
         GridCase("pipe_pp2_dp1_ties", "pipe", pp=2, ties=2, info=False),
+        GridCase("pipe_pp2_dp1_plain", "pipe", pp=2, ties=0, method="parameters", info=False),
         GridCase("tensor_tp2_dp2", "tensor", tp=2, dp=2),
         GridCase("tensor_tp2_dp2_z2", "tensor", tp=2, dp=2, stage=2, dtype="fp32", config=ROBIN),
         GridCase("tensor_tp2_dp1_bf16", "tensor", tp=2, config=BF16_OPTIMIZER),

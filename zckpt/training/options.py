@@ -149,8 +149,8 @@ PARAM_NAMES: Option[Sequence[str] | None] = Option(
     "param_names",
     "--param-names",
     None,
-    "A file of names, one per line: all of model.named_parameters(), or of the optimizer, if the "
-    "source has numbers there",
+    "A file of names: all of model.named_parameters(), or the optimizer's if the source has "
+    "numbers there",
     group="Names",
     kind="names",
     metavar="FILE",

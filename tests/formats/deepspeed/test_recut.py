@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import zckpt
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed import write
-from zckpt.formats.deepspeed.model_ranks.recut import ranges
+from zckpt.formats.deepspeed.model_ranks.stage_bounds import balanced, ranges, uniform
 from zckpt.formats.options import options_of
 
 from ...engines import grids
@@ -25,6 +26,7 @@ from .conftest import Trained
 
 ONE = "pipe_pp1_dp2"
 TWO = "pipe_pp2_dp2"
+PLAIN = "pipe_pp2_dp1_plain"
 BOTH = "pipe_pp2_tp2_dp1"  # the default run trains it for test_grid.py
 BOUNDS = {2: (0, 5, 9), 3: (0, 3, 6, 9)}  # of DeepSpeed's `uniform`, as the engines are built
 
@@ -194,6 +196,11 @@ class TestRefusals:
         ("options", "said"),
         [
             ({"pp": 3}, r"--pp 3 needs the bounds .* layers 0, 1, 3 to 7$"),
+            ({"pp": 3, "pp_partition": "type:attention"}, "by the classes of layers"),
+            ({"pp": 3, "pp_partition": "parameters"}, "tied layer embed wherever it is used"),
+            ({"pp": 3, "pp_partition": "uniform:7"}, "layers 0, 1, 3 to 7$"),
+            ({"pp": 3, "pp_partition": "profile"}, "is none of uniform, uniform:LAYERS"),
+            ({"pp_bounds": (0, 5, 9), "pp_partition": "uniform"}, "both say where"),
             ({"pp": 3, "pp_bounds": (0, 5, 9)}, "those of 2 stages, not of --pp 3"),
             ({"pp_bounds": (0, 3, 7)}, "end before layer 7"),
             ({"pp_bounds": (0, 5, 8)}, "uses the tied layer embed"),
@@ -253,6 +260,55 @@ class TestRefusals:
             "not a list of integers"
             in zckpt("reshard", run, tmp_path / "out", "--pp-bounds", "0;9").err
         )
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("pp", "method"),
+    [pytest.param(3, "parameters", marks=pytest.mark.first), (2, "uniform:9"), (4, "uniform")],
+)
+def test_the_engine_cuts_at_the_same_bounds(
+    pp: int, method: str, grid_trained: Trained, tmp_path: Path
+) -> None:
+    """A program that says only how DeepSpeed finds the bounds loads what was cut by that rule."""
+    root, case = grid_trained(PLAIN), CASES[PLAIN]
+    report = zckpt.reshard(root / "run", tmp_path / "run", pp=pp, dp=1, pp_partition=method)
+    assert [f"--pp-partition {method}" in line for line in report["warnings"]].count(True) == 1
+    case = replace(case, method=method.partition(":")[0])
+    held = grids.resume(case, tmp_path / "run", tmp_path / "engine", 1, pp)
+    expected = torch.load(root / "oracle.pt", weights_only=False)
+    assert held["tensors"].keys() == expected["tensors"].keys()
+    different = [
+        name
+        for name, tensor in held["tensors"].items()
+        if not same_bits(tensor, expected["tensors"][name])
+    ]
+    assert different == []
+    assert abs(held["losses"][0] - expected["losses"][0]) < 2e-3
+
+
+@pytest.mark.engines
+def test_a_type_gives_the_bounds_of_layers_alike(grid_trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(WrongOption) as raised:
+        zckpt.reshard(
+            grid_trained(PLAIN) / "run", tmp_path / "out", pp=2, pp_partition="type:attention"
+        )
+    assert "layers 1, 6, which have parameters alike" in raised.value.hint
+    assert "--pp-bounds 0,6,9" in raised.value.hint
+
+
+@pytest.mark.engines
+def test_bounds_are_deepspeeds() -> None:
+    """Of random weights, also of zeros, and of more stages than layers."""
+    from deepspeed.runtime.utils import partition_balanced, partition_uniform
+
+    random = Random(5)
+    for _ in range(300):
+        layers, stages = random.randrange(1, 14), random.randrange(1, 7)
+        most = random.choice([1, 2, 50])
+        weights = [random.randrange(most + 1) for _ in range(layers)]
+        assert list(uniform(layers, stages)) == partition_uniform(layers, stages)
+        assert list(balanced(weights, stages)) == partition_balanced(weights, stages)
 
 
 def test_layers_in_words() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -30,6 +31,14 @@ def _check_bounds(bounds: Sequence[int]) -> None:
         raise WrongOption(
             f"--pp-bounds {','.join(map(str, bounds))} are not bounds of stages",
             hint="give the first layer of each stage, then the number of all layers: 0,12,24",
+        )
+
+
+def _check_partition(method: str) -> None:
+    if not re.fullmatch(r"uniform(:\d+)?|parameters|type:.+", method):
+        raise WrongOption(
+            f"--pp-partition {method!r} is none of uniform, uniform:LAYERS, parameters",
+            hint="give the partition_method of the PipelineModule, or --pp-bounds",
         )
 
 
@@ -100,6 +109,17 @@ PP_BOUNDS: Option[Sequence[int] | None] = Option(
     rare=True,
     reason="the whole model is written",
 )
+PP_PARTITION: Option[str | None] = Option(
+    "pp_partition",
+    "--pp-partition",
+    None,
+    "How DeepSpeed finds the stages' bounds: uniform, uniform:LAYERS (functions included), or "
+    "parameters",
+    metavar="METHOD",
+    check=_check_partition,
+    rare=True,
+    reason="the whole model is written",
+)
 CONFIG: Option[dict[str, Any] | None] = Option(
     "config",
     "--ds-config",
@@ -113,7 +133,7 @@ CONFIG: Option[dict[str, Any] | None] = Option(
 
 OPTIONS = (DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT)
 """What the writers of both of DeepSpeed's formats understand."""
-OF_RANKS = (EP, MAX_GROUP_SIZE, PP, PP_BOUNDS)
+OF_RANKS = (EP, MAX_GROUP_SIZE, PP, PP_BOUNDS, PP_PARTITION)
 """What only the writer of ranks' files understands."""
 
 
@@ -125,5 +145,6 @@ class Keywords(TypedDict, total=False):
     max_group_size: int | None
     pp: int | None
     pp_bounds: Sequence[int] | None
+    pp_partition: str | None
     optimizer: str | None
     config: dict[str, Any] | None

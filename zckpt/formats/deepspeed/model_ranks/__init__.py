@@ -13,4 +13,5 @@ gather_grid.py      what model ranks have together, by the engine's own rule: ve
 slices_by_engine.py where slices belong, by that rule
 write_grid.py       those of several model ranks for another data-parallel size
 recut.py            a pipeline at other bounds of its stages
+stage_bounds.py     which bounds: --pp-bounds, --pp-partition
 """

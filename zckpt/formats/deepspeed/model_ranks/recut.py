@@ -25,9 +25,10 @@ from ....core.values import valueclass
 from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.groups import without_empty_groups
 from ....training.options import Options
-from ...deepspeed_states.options import PP, PP_BOUNDS
+from ...deepspeed_states.options import PP_PARTITION
 from .apart import ModelGrid, ModelRank
 from .grid import LAYER, TIED
+from .stage_bounds import Uses, bounds_of
 
 
 @valueclass
@@ -52,10 +53,16 @@ def recut(
     tensor rank, and `layers` the numbers of layers that have files. Raises WrongOption for bounds
     that do not fit them, UnsupportedCheckpoint for an order of parameters that is not the layers'.
     """
-    root = models[0].root
-    bounds = bounds_of(root, layers, options)
+    uses = _uses_with_files(models[0])
+    bounds = bounds_of(models[0], layers, uses, grid.pp, options)
     stages = source[:: grid.tp]
-    uses, inferred = _uses(models[0], stages, layers, bounds)
+    inferred = _uses_without_files(uses, models[0].root, stages, layers, bounds)
+    if options[PP_PARTITION] is not None:
+        inferred.append(
+            f"--pp-partition {options[PP_PARTITION]}: the stages' bounds are "
+            f"{','.join(map(str, bounds))}, if the program has {bounds[-1]} layers, functions "
+            "included"
+        )
     for stage, span in zip(stages, _spans(stages, bounds[-1]), strict=True):
         _check_order(stage, uses, *span)
     target = replace(grid, pp=len(bounds) - 1)
@@ -72,53 +79,7 @@ def recut(
     return Recut(ranks, target, inferred)
 
 
-def bounds_of(root: str, layers: Sequence[int], options: Options) -> tuple[int, ...]:
-    """The first layer of each stage, then the number of all layers; raises WrongOption."""
-    pp, bounds = options[PP], options[PP_BOUNDS]
-    count = max(layers) + 1
-    if bounds is None and pp == 1:
-        return 0, count
-    files = f"{root} has files of the layers {ranges(layers)}"
-    if bounds is None:
-        stages = min(pp or 2, count)
-        example = ",".join(str(count * stage // stages) for stage in range(stages + 1))
-        raise WrongOption(
-            f"--pp {pp} needs the bounds of its stages, which no file states; {files}",
-            hint="give the first layer of each stage and the number of all layers, functions "
-            f"included, such as --pp-bounds {example}; your program prints the layers of each "
-            "stage at its start",
-        )
-    text = ",".join(map(str, bounds))
-    if pp not in (None, len(bounds) - 1):
-        raise WrongOption(
-            f"--pp-bounds {text} are those of {len(bounds) - 1} stages, not of --pp {pp}",
-            hint="give the first layer of each stage, and the number of all layers at the end",
-        )
-    if bounds[-1] < count:
-        raise WrongOption(
-            f"--pp-bounds {text} end before layer {count - 1}; {files}",
-            hint="the last bound is the number of all layers, functions included",
-        )
-    return tuple(bounds)
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers in words: 0, 1, 3 to 7."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    words = [
-        f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
-    ]
-    return ", ".join(words)
-
-
 # -- uses of tied layers
-
-Uses = Mapping[str, set[int]]  # numbers of the layers at which a tied layer is used, by its key
 
 
 def _key(name: str) -> str | None:
@@ -130,14 +91,13 @@ def _layer(name: str) -> int:
     return int(name.partition(".")[0])
 
 
-def _uses(
-    model: Manifest, stages: Sequence[Manifest], layers: Sequence[int], bounds: Sequence[int]
-) -> tuple[Uses, list[str]]:
-    """Where tied layers are used; and sentences about what no file shows."""
-    uses = _uses_with_files(model)
+def _uses_without_files(
+    uses: Uses, root: str, stages: Sequence[Manifest], layers: Sequence[int], bounds: Sequence[int]
+) -> list[str]:
+    """Adds to `uses` those that have no file; gives sentences about what no file shows."""
+    inferred: list[str] = []
     if len(bounds) == 2:  # one stage has all
-        return uses, []
-    inferred = []
+        return inferred
     for key in uses:
         holders = [
             span
@@ -151,7 +111,7 @@ def _uses(
                 continue
             if not without_file:
                 raise WrongOption(
-                    f"{model.root} has a stage that uses the tied layer {key}, but --pp-bounds "
+                    f"{root} has a stage that uses the tied layer {key}, but --pp-bounds "
                     f"leave no layer without a file between {start} and {stop - 1} for that",
                     hint="the last bound is the number of all layers, functions included",
                 )
@@ -164,7 +124,7 @@ def _uses(
                     f"which has no file, so stage {_stage_of(without_file[-1], bounds)} gets a "
                     "copy of it"
                 )
-    return uses, inferred
+    return inferred
 
 
 def _uses_with_files(model: Manifest) -> dict[str, set[int]]:

@@ -18,7 +18,7 @@ from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.model_files import model_files
-from ...deepspeed_states.options import PP, PP_BOUNDS
+from ...deepspeed_states.options import PP, PP_BOUNDS, PP_PARTITION
 from ...deepspeed_states.target import DeepSpeedTarget
 from .. import elastic, read
 from ..files import locate, rank_files, recovery_scripts
@@ -28,7 +28,8 @@ from .copies import compare_copies
 from .grid import GridFiles, grid_files
 from .recut import recut, under_names_of
 
-TAKEN = frozenset({DP.name, PP.name, PP_BOUNDS.name, ALLOW_OBJECT.name})
+STAGES = (PP, PP_BOUNDS, PP_PARTITION)
+TAKEN = frozenset({DP.name, PP.name, PP_BOUNDS.name, PP_PARTITION.name, ALLOW_OBJECT.name})
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -101,17 +102,17 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 def _cuts_again(root: str, files: GridFiles, options: Options) -> bool:
     """Whether the target has other stages; raises WrongOption if the source has no pipeline."""
-    pp, bounds = options[PP], options[PP_BOUNDS]
-    if pp is None and bounds is None:
+    if all(options[option] is None for option in STAGES):
         return False
     if not files.layers:
         refuse_without_stages(root, options)
-    return bounds is not None or pp != files.pp
+    is_given = options[PP_BOUNDS] is not None or options[PP_PARTITION] is not None
+    return is_given or options[PP] != files.pp
 
 
 def refuse_without_stages(root: str, options: Options) -> None:
     """Raises WrongOption for an option of pipelines, if the source is none."""
-    for option in (PP, PP_BOUNDS):
+    for option in STAGES:
         if options[option] is not None:
             raise WrongOption(
                 f"{option.flag} does not apply to {root}, which is not a pipeline",

@@ -1,0 +1,210 @@
+"""At which layers do the stages of a pipeline begin?
+
+    --pp-bounds 0,5,9             the user says it
+    --pp-partition uniform:9      DeepSpeed's rule: as many layers for each stage
+    --pp-partition parameters     DeepSpeed's rule: as many trained elements for each stage
+    --pp 1                        one stage has all layers
+
+No file states how many layers there are. Functions have no file, so some may follow the last layer
+that has one. Each rule is that of DeepSpeed 0.19.8, `partition_uniform` and `partition_balanced` in
+runtime/utils.py, whose choice between equal costs counts too: the engine cuts its own layers, and a
+stage loads only what it has itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import inf, prod
+
+from ....core.manifest import Manifest
+from ....errors import WrongOption
+from ....training.options import Options
+from ...deepspeed_states.options import PP, PP_BOUNDS, PP_PARTITION
+from .grid import TIED
+
+GIVE = "give the first layer of each stage and the number of all layers, functions included"
+PRINTED = "your program prints the layers of each stage at its start"
+
+Uses = Mapping[str, set[int]]  # numbers of the layers at which a tied layer is used, by its key
+
+
+def bounds_of(
+    model: Manifest, layers: Sequence[int], uses: Uses, pp: int, options: Options
+) -> tuple[int, ...]:
+    """The first layer of each stage, then the number of all layers.
+
+    `layers` are those that have files, `uses` those of them that use tied layers, and `pp` is the
+    number of the source's stages. Raises WrongOption if the options do not fit, or do not say it.
+    """
+    bounds, method = options[PP_BOUNDS], options[PP_PARTITION]
+    stages = options[PP] or pp
+    count = max(layers) + 1
+    if bounds is not None:
+        return _given(model.root, bounds, layers, options)
+    if stages == 1:
+        return 0, count
+    if method is None:
+        example = ",".join(map(str, uniform(count, min(stages, count))))
+        raise WrongOption(
+            f"--pp {stages} needs the bounds of its stages, which no file states; "
+            f"{_files(model.root, layers)}",
+            hint=f"{GIVE}, such as --pp-bounds {example}; {PRINTED}",
+        )
+    name, _, about = method.partition(":")
+    if name == "type":
+        raise _without_classes(model, layers, stages, method)
+    if about and int(about) < count:
+        raise WrongOption(
+            f"--pp-partition {method}: {_files(model.root, layers)}",
+            hint="the number is that of all layers, functions included",
+        )
+    if name == "uniform":
+        return uniform(int(about or count), stages)
+    return balanced(_weights(model, layers, uses), stages)
+
+
+def _given(
+    root: str, bounds: Sequence[int], layers: Sequence[int], options: Options
+) -> tuple[int, ...]:
+    text = ",".join(map(str, bounds))
+    if options[PP_PARTITION] is not None:
+        raise WrongOption(
+            "--pp-bounds and --pp-partition both say where stages begin", hint="leave one out"
+        )
+    if options[PP] not in (None, len(bounds) - 1):
+        raise WrongOption(
+            f"--pp-bounds {text} are those of {len(bounds) - 1} stages, not of --pp {options[PP]}",
+            hint="give the first layer of each stage, and the number of all layers at the end",
+        )
+    if bounds[-1] <= max(layers):
+        raise WrongOption(
+            f"--pp-bounds {text} end before layer {max(layers)}; {_files(root, layers)}",
+            hint="the last bound is the number of all layers, functions included",
+        )
+    return tuple(bounds)
+
+
+def _files(root: str, layers: Sequence[int]) -> str:
+    return f"{root} has files of the layers {ranges(layers)}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers in words: 0, 1, 3 to 7."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    words = [
+        f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
+    ]
+    return ", ".join(words)
+
+
+# -- what layers have
+
+
+def _weights(model: Manifest, layers: Sequence[int], uses: Uses) -> list[int]:
+    """Trained elements of each layer; a tied layer has its own at each use.
+
+    Raises WrongOption if a use of a tied layer is in no file.
+    """
+    keys = {name.removeprefix(TIED).partition(".")[0] for name in _tied(model)}
+    hidden = sorted(key for key in keys if len(uses.get(key, ())) < 2)
+    if hidden:
+        raise WrongOption(
+            f"--pp-partition parameters counts the tied layer {hidden[0]} wherever it is used, but "
+            f"no file shows all its uses; {_files(model.root, layers)}",
+            hint=f"{GIVE}, with --pp-bounds; {PRINTED}",
+        )
+    counts = [0] * (max(layers) + 1)
+    for name, parameter in model.parameters.items():
+        if parameter.trainable:
+            for number in _numbers(name, uses):
+                counts[number] += prod(parameter.shape)
+    return counts
+
+
+def _tied(model: Manifest) -> list[str]:
+    return [name for name in model.parameters if name.startswith(TIED)]
+
+
+def _numbers(name: str, uses: Uses) -> Sequence[int]:
+    """The layers that have a parameter."""
+    if name.startswith(TIED):
+        return sorted(uses[name.removeprefix(TIED).partition(".")[0]])
+    return [int(name.partition(".")[0])]
+
+
+def _without_classes(
+    model: Manifest, layers: Sequence[int], stages: int, method: str
+) -> WrongOption:
+    """The error for `type:REGEX`, with the bounds that it gives if it means the layers alike."""
+    kinds: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+    for name, parameter in model.parameters.items():
+        if not name.startswith(TIED):
+            number, _, inner = name.partition(".")
+            kinds.setdefault(int(number), []).append((inner, parameter.shape))
+    alike = {number: tuple(sorted(kind)) for number, kind in kinds.items()}
+    # an embedding and an output layer may be alike too
+    counts = Counter(alike.values()).items()
+    common, count = max(counts, key=lambda item: (item[1], len(item[0])), default=((), 0))
+    text = f"{GIVE}, with --pp-bounds"
+    if count >= stages:
+        same = sorted(number for number, kind in alike.items() if kind == common)
+        weights = [int(number in same) for number in range(max(layers) + 1)]
+        bounds = ",".join(map(str, balanced(weights, stages)))
+        text = (
+            f"if it matches the layers {ranges(same)}, which have parameters alike, give "
+            f"--pp-bounds {bounds}; {PRINTED}"
+        )
+    return WrongOption(
+        f"--pp-partition {method} goes by the classes of layers, which no file states", hint=text
+    )
+
+
+# -- DeepSpeed's rules
+
+
+def uniform(layers: int, stages: int) -> tuple[int, ...]:
+    """As many layers for each stage; the first stages have one more."""
+    if layers <= stages:
+        return tuple(min(stage, layers) for stage in range(stages + 1))
+    width, more = divmod(layers, stages)
+    return tuple(stage * width + min(stage, more) for stage in range(stages + 1))
+
+
+def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Bounds between which the largest sum of weights exceeds the smallest by little.
+
+    DeepSpeed extends the best partition of each begin by one stage. That is not always the best
+    partition of all. Of equal ones it takes the last.
+    """
+    count = len(weights)
+    if count <= stages:
+        return uniform(count, stages)
+    sums = [0, *accumulate(weights)]
+    # of the first `stop` layers: the largest and the smallest sum, and where the last stage begins
+    before: list[tuple[float, float, int] | None] = [(0, inf, 0), *([None] * count)]
+    begins: list[list[int]] = []
+    for stage in range(1, stages + 1):
+        after: list[tuple[float, float, int] | None] = [None] * (count + 1)
+        for stop in range(stage, count + 1):
+            cost = inf
+            for start in range(stop):
+                known = before[start]
+                if known is None:
+                    continue
+                most = max(known[0], sums[stop] - sums[start])
+                least = min(known[1], sums[stop] - sums[start])
+                if most - least <= cost:
+                    cost, after[stop] = most - least, (most, least, start)
+        begins.append([0 if known is None else known[2] for known in after])
+        before = after
+    bounds = [count]
+    for places in reversed(begins):
+        bounds.append(places[bounds[-1]])
+    return tuple(reversed(bounds))
