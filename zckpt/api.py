@@ -169,7 +169,16 @@ def reshard(
     from .writing import Running, read_for, write, write_run
 
     wanted = options_of(options)
-    reading = Reading(format, tag, step_policy, tp_rules=tp_rules, replicas=replicas, apart=True)
+    cuts = options.get("tp") is not None
+    reading = Reading(
+        format,
+        tag,
+        step_policy,
+        tp_rules=tp_rules,
+        replicas=replicas,
+        apart=not cuts,
+        slices=cuts,
+    )
     running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
 
     def write_one(source: Path, target: Path, running: Running, best_in: str | None) -> Report:

@@ -30,7 +30,7 @@ class Reading:
     and its replacement. `tp_rules` is a family or a file that says how tensor ranks cut
     parameters. `replicas` says what is taken of their copies of one tensor, if these differ. With
     `apart` ranks that share a model are not joined: a target for the same ranks needs no whole
-    tensors.
+    tensors. With `slices` it is said too how one rank's tensors would be cut over several.
     """
 
     format: str | None = None
@@ -42,6 +42,7 @@ class Reading:
     tp_rules: str | os.PathLike[str] | None = None
     replicas: str | None = None
     apart: bool = False
+    slices: bool = False
 
     def __post_init__(self) -> None:
         if self.replicas not in (None, *REPLICAS):
@@ -72,6 +73,7 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
             reading.weights_only,
             rules,
             reading.apart,
+            reading.slices,
         )
         siblings = (item.path for item in manifest.siblings)
         fingerprints = watch.of((*manifest.files, *siblings))

@@ -165,15 +165,19 @@ class Attention(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.fused = Column(axis, WIDTH, *PARTS)
         self.dense = Row(axis, PARTS[0], WIDTH)
-        self.ranks = axis.ranks
+        self.axis, self.ranks = axis, axis.ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
         parts = [width // self.ranks for width in PARTS]
         query, key, value = self.fused(self.norm(hidden)).split(parts, -1)
-        mixed = query * (
-            1 + key.tanh().mean(-1, keepdim=True) + value.tanh().mean(-1, keepdim=True)
-        )
+        mixed = query * (1 + self.mean(key.tanh(), PARTS[1]) + self.mean(value.tanh(), PARTS[2]))
         return hidden + self.dense(mixed)
+
+    def mean(self, part: Tensor, width: int) -> Tensor:
+        """Over all ranks, so that the model computes the same however it is cut."""
+        total = _Sum.apply(part.sum(-1, keepdim=True), self.axis.group)
+        mean: Tensor = _Copy.apply(total, self.axis.group) / width
+        return mean
 
 
 class Gated(nn.Module):

@@ -55,6 +55,7 @@ CASES = {
         GridCase("tensor_tp2_dp2_z2", "tensor", tp=2, dp=2, stage=2, dtype="fp32", config=ROBIN),
         GridCase("tensor_tp2_dp1_bf16", "tensor", tp=2, config=BF16_OPTIMIZER),
         GridCase("tensor_tp2_dp2_z3", "tensor", tp=2, dp=2, stage=3, config=SUB_GROUPS),
+        GridCase("tensor_tp1_dp2", "tensor", dp=2, dtype="fp32", info=False),
         GridCase("llama_tp2_dp2", "llama", tp=2, dp=2),
         GridCase("llama_tp2_dp1_z2", "llama", tp=2, stage=2),
         GridCase("llama_tp2_dp1_z3", "llama", tp=2, stage=3),

@@ -80,9 +80,11 @@ class SlicesReader(Protocol):
         weights_only: bool,
         tp_rules: str | None,
         apart: bool,
+        slices: bool,
     ) -> Manifest:
         """As `NumbersReader.read`. `tp_rules` is a family or a file: how tensors are cut. With
-        `apart` ranks that share a model are not joined."""
+        `apart` ranks that share a model are not joined. With `slices` the manifest of one rank says
+        too how its tensors would be cut."""
 
     def check(self, manifest: Manifest, replicas: str | None) -> list[str]:
         """Warnings about copies that differ. Raises if `replicas` does not choose one."""
@@ -175,11 +177,12 @@ class Format:
         weights_only: bool = False,
         tp_rules: str | None = None,
         apart: bool = False,
+        slices: bool = False,
     ) -> Manifest:
         module = self._module("read")
         if self.slices:
             return cast(SlicesReader, module).read(
-                path, tag, step_policy, param_names, weights_only, tp_rules, apart
+                path, tag, step_policy, param_names, weights_only, tp_rules, apart, slices
             )
         if self.numbers:
             reader = cast(NumbersReader, module)

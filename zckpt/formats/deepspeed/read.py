@@ -30,12 +30,14 @@ def read(
     weights_only: bool = False,
     tp_rules: str | None = None,
     apart: bool = False,
+    slices: bool = False,
 ) -> Manifest:
     """The manifest of a run directory, a tag directory, or a trainer's directory around one.
 
     `param_names` name the optimizer's parameters where no file does: in stage 0.
     `tp_rules` is a family or a file of rules: how tensor ranks cut parameters. With `apart` several
-    model ranks are not joined, and each name begins with the number of its rank. Raises
+    model ranks are not joined, and each name begins with the number of its rank. With `slices` the
+    rules are applied to a run of one tensor rank too, which they do not change. Raises
     NotACheckpoint, IncompleteCheckpoint (a rank is missing), InconsistentCheckpoint (ranks
     contradict each other), CorruptCheckpoint, MissingData (nothing says how parameters are cut, or
     what they are called), UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10).
@@ -51,7 +53,9 @@ def read(
         if apart and not files.is_plain:
             return _apart(directory, files, step_policy)
         models = tensor_ranks(directory, files, step_policy)
-        return _joined(models, tp_rules, step_policy) if files.tp > 1 else models[0]
+        if slices or files.tp > 1:
+            return _joined(models, tp_rules, step_policy)
+        return models[0]
     except MALFORMED as error:
         raise not_understood(directory.path, error) from error
 

@@ -15,10 +15,11 @@ from ...training.order import need_order
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.model_files import model_files
+from ..deepspeed_states.options import TP
 from ..deepspeed_states.target import DeepSpeedTarget
 from . import elastic
 from .files import recovery_scripts
-from .model_ranks import write_grid
+from .model_ranks import write_grid, write_tensor_ranks
 from .moe import regroup
 from .moe.expert_shells import expert_files
 from .optimizer_files import optimizer_files
@@ -35,6 +36,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     """
     if "model_ranks" in source.source:
         return write_grid.lay_out(source, options)
+    tp = options[TP]
+    if tp is not None:
+        if tp > 1:
+            return write_tensor_ranks.lay_out(source, tp, options)
+        source = write_tensor_ranks.as_one_rank(source)
     if not source.source.get("pp"):  # others are refused by name
         write_grid.refuse_without_stages(source.root, options)
     need_order(source)

@@ -21,6 +21,11 @@ def _check_group_size(size: int) -> None:
         raise WrongOption(f"--max-group-size cannot be {size}", hint="give a number of elements")
 
 
+def _check_tp(tp: int) -> None:
+    if tp < 1:
+        raise WrongOption(f"--tp cannot be {tp}", hint="give a number of ranks, at least 1")
+
+
 def _check_pp(pp: int) -> None:
     if pp < 1:
         raise WrongOption(f"--pp cannot be {pp}", hint="give a number of stages, at least 1")
@@ -87,6 +92,17 @@ MAX_GROUP_SIZE: Option[int | None] = Option(
     rare=True,
     reason="whole experts are written",
 )
+TP: Option[int | None] = Option(
+    "tp",
+    "--tp",
+    None,
+    "Number of tensor-parallel ranks",
+    kind="integer",
+    usual="the source's",
+    check=_check_tp,
+    rare=True,
+    reason="whole tensors are written",
+)
 PP: Option[int | None] = Option(
     "pp",
     "--pp",
@@ -133,7 +149,7 @@ CONFIG: Option[dict[str, Any] | None] = Option(
 
 OPTIONS = (DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT)
 """What the writers of both of DeepSpeed's formats understand."""
-OF_RANKS = (EP, MAX_GROUP_SIZE, PP, PP_BOUNDS, PP_PARTITION)
+OF_RANKS = (EP, MAX_GROUP_SIZE, TP, PP, PP_BOUNDS, PP_PARTITION)
 """What only the writer of ranks' files understands."""
 
 
@@ -143,6 +159,7 @@ class Keywords(TypedDict, total=False):
     stage: int | None
     ep: int | None
     max_group_size: int | None
+    tp: int | None
     pp: int | None
     pp_bounds: Sequence[int] | None
     pp_partition: str | None

@@ -61,7 +61,7 @@ def _refuse_grid(source: Manifest) -> None:
             f"{source.root} was trained as a pipeline or with tensor parallelism (pp {pp}, tp "
             f"{tp}), and zckpt does not write DeepSpeed's files of other model ranks yet",
             hint="universal, dcp and gathered take the whole model; `zckpt reshard` writes the "
-            "run for another --dp, and a pipeline for another --pp",
+            "run for another --dp, a pipeline for another --pp, and other runs for another --tp",
         )
 
 

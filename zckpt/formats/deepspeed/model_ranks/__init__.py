@@ -12,6 +12,7 @@ apart.py            all model ranks in one manifest, without joining them
 gather_grid.py      what model ranks have together, by the engine's own rule: verify --gather
 slices_by_engine.py where slices belong, by that rule
 write_grid.py       those of several model ranks for another data-parallel size
+write_tensor_ranks.py  for another number of tensor ranks
 recut.py            a pipeline at other bounds of its stages
 stage_bounds.py     which bounds: --pp-bounds, --pp-partition
 """

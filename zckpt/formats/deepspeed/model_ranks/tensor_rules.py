@@ -218,6 +218,12 @@ def _rule(pattern: str, text: str) -> Rule | None:
     return Rule(pattern, text, int(match[1]), parts, equal) if equal else None
 
 
+def stated_rule(name: str, text: str) -> Rules | None:
+    """The rule of one parameter, as `Sliced.rule` has it; None if no line could state it."""
+    rule = _rule(re.escape(name), text)
+    return None if rule is None else RuleFile("the source", [rule])
+
+
 # -- all parameters
 
 

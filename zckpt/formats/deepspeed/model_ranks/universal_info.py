@@ -16,7 +16,7 @@ they count, and what each means, is that of DeepSpeed 0.19.8, ds_to_universal.py
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -98,7 +98,9 @@ class UniversalInfo:
         elements = [prod(shape) for shape in pieces.slices]
         if pieces.numel != total or elements != [prod(shape) for shape in known]:
             raise InconsistentCheckpoint(f"{says}: the ranks hold {[list(s) for s in known]}")
-        return Sliced(_whole_shape(known, outer, inner, says), pieces, f"{axis}:{_text(widths)}")
+        whole = _whole_shape(known, outer, inner, says)
+        is_row = (outer, inner) == (prod(whole[:axis]), prod(whole[axis + 1 :]))
+        return Sliced(whole, pieces, f"{axis}:{_text(widths)}" if is_row else "view")
 
     def _widths(
         self, pattern: str, stated: Any, shapes: Sequence[tuple[int, ...]], axis: int, says: str
@@ -133,6 +135,30 @@ class UniversalInfo:
                 f"{says}: {ranks} ranks cannot share sub-parameters of {list(stated)}"
             )
         return [part for part in split if part is not None]
+
+
+def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[str, Any]:
+    """The same for another number of tensor ranks, among which everything is cut evenly.
+
+    A view whose sub-parameters cannot be cut evenly has no widths in it. The map of pieces is left
+    out, since DeepSpeed makes it anew. It may be all that said which parameters are `whole` on each
+    rank, so their names become patterns.
+    """
+    changed = {key: value for key, value in info.items() if key != "affine_map"}
+    if "affine_map" in info:
+        replicated = list(info.get("tp_replicated_parameter_patterns") or ())
+        names = (name for name in whole if not any(re.match(p, name) for p in replicated))
+        changed["tp_replicated_parameter_patterns"] = [
+            *replicated,
+            *(f"^{re.escape(name)}$" for name in names),
+        ]
+    if "sub_param_shard_widths" in info:
+        changed["sub_param_shard_widths"] = {
+            pattern: widths
+            for pattern, parts in info["sub_param_shard_widths"].items()
+            if None not in (widths := [slicing.even(sum(part), ranks) for part in parts])
+        }
+    return changed
 
 
 def _patterns(info: Mapping[str, Any]) -> Iterator[Any]:

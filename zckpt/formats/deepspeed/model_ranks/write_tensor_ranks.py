@@ -1,0 +1,290 @@
+"""A DeepSpeed directory for another number of tensor ranks, from the whole model.
+
+    source                      the whole tensors, with the rules by which they were cut
+    one manifest for each rank  shapes of its slices: they give the files of that rank
+    the files read back         slices at their places in whole tensors, by the same rules
+
+So no offset is computed here. Each parameter is cut evenly, as the engine's layers cut theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+from ....core.facts import FlatBufferEngine
+from ....core.fragments import Runs
+from ....core.inert import Foreign
+from ....core.manifest import Entry, Manifest
+from ....core.staging import Layout, Shell
+from ....core.values import valueclass
+from ....errors import (
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+    WrongOption,
+    counted,
+    listed,
+    literal,
+)
+from ....training import objects
+from ....training.options import ALLOW_OBJECT, WEIGHTS_ONLY, Options
+from ...deepspeed_states import reports
+from ...deepspeed_states.directories import TagDirectory
+from ...deepspeed_states.hyper import check_states
+from ...deepspeed_states.model_files import model_files
+from ...deepspeed_states.options import CONFIG, PP, PP_BOUNDS, PP_PARTITION
+from ...deepspeed_states.target import DeepSpeedTarget
+from .. import elastic, read
+from ..files import locate, recovery_scripts
+from ..optimizer_files import optimizer_files
+from .apart import ModelGrid, ModelRank
+from .grid import grid_files
+from .tensor_ranks import INFO, joined_slices
+from .tensor_rules import Rules, Shapes, Sliced, stated_rule
+from .universal_info import UniversalInfo, info_for
+
+# AutoTP cuts the output layer and the MLP into shares that differ by one row at most (0.19.8)
+NEAR_EVEN = re.compile(r"(^|\.)(lm_head|embed_out|mlp|gate_proj|up_proj|down_proj|w[123])\.")
+OF_PIPELINE = re.compile(r"\d+\.|tied_modules\.")
+
+
+def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
+    """The files of all tensor ranks; `source` has the whole model.
+
+    Raises MissingData if nothing says how a parameter is cut, UnsupportedCheckpoint for what cannot
+    be cut evenly, for pipelines, experts, stage 0 and elastic files, and WrongOption.
+    """
+    _refuse(source, options)
+    cuts = _cuts(source, tp)
+    targets = [_target(_of_rank(source, number, cuts, tp), options) for number in range(tp)]
+    first = targets[0]
+    if first.engine.whole or elastic.is_elastic(first) or first.experts:
+        raise UnsupportedCheckpoint(
+            f"{source.root}: zckpt writes stage 0, elastic files and experts for one tensor rank "
+            "alone",
+            hint="leave out --tp, or choose --stage 1, 2 or 3",
+        )
+    for target in targets:
+        check_states(
+            target.engine, target.source, {slot for b in target.buffers for slot in b.slots}
+        )
+    tag = first.tag
+
+    def shells() -> Iterator[Shell]:
+        pointer = tag.encode()
+        yield Shell("latest", len(pointer), ((0, pointer),))
+        for number, target in enumerate(targets):
+            for shell in (*optimizer_files(target, False), *model_files(target, derives=True)):
+                name = shell.name.replace("mp_rank_00", f"mp_rank_{number:02d}")
+                yield Shell(name, shell.size, shell.parts)
+
+    def read_back(path: str) -> Manifest:
+        directory = locate(path, tag)
+        ranks = read.tensor_ranks(
+            TagDirectory(directory.path, tag, None), grid_files(directory), None
+        )
+        return joined_slices(ranks, [cuts], None)
+
+    left_out = dict.fromkeys(line for target in targets for line in target.left_out)
+    return Layout(
+        shells,
+        list(first.take_siblings()),
+        [*left_out, *recovery_scripts(source.root)],
+        list(dict.fromkeys([*source.warnings, *reports.of_weights(first), *_of_heads(first)])),
+        about=f"a DeepSpeed run of {counted(first.dp, 'data-parallel rank')}, tp {tp}, ZeRO stage "
+        f"{first.engine.stage}, tag {tag}",
+        loading=lambda path: f"model_engine.load_checkpoint({literal(path)})",
+        read_back=read_back,
+    )
+
+
+def _of_heads(target: DeepSpeedTarget) -> list[str]:
+    """AutoTP gives some ranks more heads if it cannot deal them evenly (0.19.8, tp_shard.py)."""
+    if not _is_auto(target.engine.config):
+        return []
+    return [
+        "each tensor rank gets an equal share of the attention: --tp must divide "
+        "num_key_value_heads of the model, because AutoTP deals whole heads"
+    ]
+
+
+def as_one_rank(source: Manifest) -> Manifest:
+    """The whole model as a run without tensor parallelism; raises as `lay_out`."""
+    _refuse_pipelines(source)
+    facts = {key: value for key, value in source.source.items() if key not in ("tp", "pp")}
+    return replace(source, source=facts, engine=_engine(source, 1), state=_state(source, 1))
+
+
+def _refuse_pipelines(source: Manifest) -> None:
+    if all(OF_PIPELINE.match(name) for name in source.parameters):
+        raise UnsupportedCheckpoint(
+            f"{source.root} is a pipeline, which zckpt does not write for another --tp yet",
+            hint="keep the number of tensor ranks: `zckpt reshard` writes a pipeline for another "
+            "--dp and another --pp",
+        )
+
+
+def _refuse(source: Manifest, options: Options) -> None:
+    _refuse_pipelines(source)
+    for option in (PP, PP_BOUNDS, PP_PARTITION, WEIGHTS_ONLY, CONFIG):
+        if options[option]:
+            raise WrongOption(f"{option.flag} does not go with --tp", hint="leave out one of them")
+
+
+# -- how parameters are cut
+
+
+@valueclass
+class Cuts:
+    """How each parameter is cut over the target's ranks, and each rank's shape of it."""
+
+    rules: Mapping[str, Rules]
+    shapes: Mapping[str, Shapes]
+
+    def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
+        rules = self.rules.get(name)
+        return None if rules is None else rules.sliced(name, shapes)
+
+
+def _cuts(source: Manifest, tp: int) -> Cuts:
+    texts = (source.state.get("tensor_parallel") or {}).get("rules")
+    if texts is None:
+        raise MissingData(
+            f"nothing says how the parameters of {source.root} are cut over tensor ranks",
+            hint="give rules with --tp-rules FILE, or the family of the model: --tp-rules llama",
+        )
+    info = _state(source, tp)["client_state"].get(INFO)
+    stated = UniversalInfo(info) if isinstance(info, Mapping) else None
+    is_auto = _is_auto(_engine(source, tp).config)
+    rules: dict[str, Rules] = {}
+    shapes: dict[str, Shapes] = {}
+    uneven: dict[str, tuple[int, ...]] = {}
+    for name, parameter in source.parameters.items():
+        own = stated_rule(name, texts[name]) or stated
+        whole = parameter.shape
+        near = is_auto and NEAR_EVEN.search(name) is not None
+        each = None if own is None else _slices(own, name, whole, tp, near)
+        if own is None or each is None:
+            uneven[f"{name} {list(whole)} ({texts[name]})"] = whole
+        else:
+            rules[name], shapes[name] = own, each
+    if uneven:
+        raise UnsupportedCheckpoint(
+            f"{source.root}: {counted(len(uneven), 'parameter')} cannot be cut evenly over {tp} "
+            f"tensor ranks by the rules of the source: {listed(list(uneven), 4)}",
+            hint="choose a --tp that divides the heads, the widths and the rows of the vocabulary",
+        )
+    _check_vocabulary(source, tp)
+    return Cuts(rules, shapes)
+
+
+def _slices(rules: Rules, name: str, whole: tuple[int, ...], tp: int, near: bool) -> Shapes | None:
+    """Each rank's shape: those for which the rule gives the whole shape again.
+
+    None if no even cut of a dimension does; with `near` the first ranks may have one row more.
+    """
+    candidates: list[list[tuple[int, ...]]] = [[whole] * tp]
+    for axis, size in enumerate(whole):
+        if near or not size % tp:
+            sizes = [size // tp + (rank < size % tp) for rank in range(tp)]
+            candidates.append([(*whole[:axis], own, *whole[axis + 1 :]) for own in sizes])
+    for shapes in candidates:
+        try:
+            sliced = rules.sliced(name, shapes)
+        except (InconsistentCheckpoint, WrongOption):
+            continue  # the rule is for another dimension
+        if sliced is not None and sliced.shape == whole:
+            return shapes
+    return None
+
+
+def _check_vocabulary(source: Manifest, tp: int) -> None:
+    """Raises UnsupportedCheckpoint if the program pads the vocabulary to other rows at this size.
+
+    Megatron rounds up to a multiple of the tensor ranks times `make_vocab_size_divisible_by`.
+    """
+    args = (source.state.get("client_state") or {}).get("args")
+    unit = args.state.get("make_vocab_size_divisible_by") if _has_state(args) else None
+    vocabulary = source.state["tensor_parallel"].get("vocabulary") or {}
+    for name, about in vocabulary.items():
+        rows, used = about["rows"], about["used"]
+        if isinstance(unit, int) and unit > 0 and -(-used // (unit * tp)) * unit * tp != rows:
+            raise UnsupportedCheckpoint(
+                f"{name} has {rows} rows, of which {used} have a meaning; at {tp} tensor ranks the "
+                f"program has {-(-used // (unit * tp)) * unit * tp}, and zckpt does not add or "
+                "drop rows yet",
+                hint="set make_vocab_size_divisible_by so that the program has as many rows as "
+                "before",
+            )
+
+
+# -- the manifest of one rank
+
+
+def _of_rank(source: Manifest, number: int, cuts: Cuts, tp: int) -> Manifest:
+    """A manifest with the shapes of one rank's slices. Where its bytes come from is not in it."""
+    grid = ModelGrid(1, tp, False, _engine(source, tp).dtype)
+    facts = {**source.source, "model_rank": ModelRank(number, grid, source.buffers)}
+
+    def own(entry: Entry) -> Entry:
+        shape = cuts.shapes[entry.parameter][number] if entry.parameter in cuts.shapes else None
+        if shape is None or entry.slot == "state":
+            return entry
+        return replace(entry, shape=shape, fragments=Runs(()), digest=None, mean=())
+
+    return replace(
+        source,
+        source={key: value for key, value in facts.items() if key not in ("tp", "pp")},
+        entries={name: own(entry) for name, entry in source.entries.items()},
+        parameters={
+            name: replace(parameter, shape=cuts.shapes[name][number] or ())
+            for name, parameter in source.parameters.items()
+        },
+        replicas=(),
+        engine=_engine(source, tp),
+        state=_state(source, tp),
+    )
+
+
+def _engine(source: Manifest, tp: int) -> FlatBufferEngine:
+    engine = source.engine
+    assert isinstance(engine, FlatBufferEngine)
+    config = dict(engine.config or {})
+    if isinstance(config.get("tensor_parallel"), Mapping):
+        config["tensor_parallel"] = {**config["tensor_parallel"], "autotp_size": tp}
+    return replace(engine, config=config)
+
+
+def _state(source: Manifest, tp: int) -> dict[str, Any]:
+    """The rest of the state, as it is at this number of tensor ranks."""
+    state = {key: value for key, value in source.state.items() if key != "tensor_parallel"}
+    client = dict(state.get("client_state") or {})
+    if isinstance(client.get(INFO), Mapping):
+        rules = (source.state.get("tensor_parallel") or {}).get("rules") or {}
+        whole = [name for name, rule in rules.items() if rule == "replicated"]
+        client[INFO] = info_for(client[INFO], tp, whole)
+    if _has_state(client.get("args")):
+        args = client["args"]
+        sizes = {"tensor_model_parallel_size": tp}
+        known = {key: value for key, value in sizes.items() if key in args.state}
+        client["args"] = replace(args, state={**args.state, **known})
+    return {**state, "client_state": client}
+
+
+def _is_auto(config: Mapping[str, Any] | None) -> bool:
+    return isinstance((config or {}).get("tensor_parallel"), Mapping)
+
+
+def _has_state(value: Any) -> TypeGuard[Foreign]:
+    return isinstance(value, Foreign) and isinstance(value.state, dict)
+
+
+def _target(source: Manifest, options: Options) -> DeepSpeedTarget:
+    """The target of one rank, without objects that its pickles may not name."""
+    from ... import engine_objects
+
+    admitted = options[ALLOW_OBJECT]
+    return DeepSpeedTarget(objects.without_others(source, engine_objects(), admitted), options)
