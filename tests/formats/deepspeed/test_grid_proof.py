@@ -92,16 +92,17 @@ def other_dimension(rule: Rule, name: str, shapes: Shapes) -> Sliced:
 @pytest.mark.parametrize(
     ("module", "what", "wrong", "seen"),
     [
-        (slicing, "cut", swapped, r"\.fused\.|\.gate_up\.|\.(dense|down)\.weight|embed"),
+        pytest.param(
+            *(slicing, "cut", swapped, r"\.fused\.|\.gate_up\.|\.(dense|down)\.weight|embed"),
+            marks=first,
+        ),
         (slicing, "cut", shifted, r"\.fused\."),
         (slicing, "cut", unfused, r"\.fused\.|\.gate_up\."),
         (tensor_rules, "by_rule", other_dimension, r"\.(dense|down)\.weight"),
     ],
     ids=["swapped", "shifted", "unfused", "other_dimension"],
 )
-@pytest.mark.parametrize(
-    "given", [pytest.param("the checkpoint", marks=first), pytest.param("a file")]
-)
+@pytest.mark.parametrize("given", [pytest.param("the checkpoint"), pytest.param("a file")])
 def test_a_wrong_reader_is_found(
     run: Path,
     rules: Path,
@@ -173,11 +174,10 @@ def layer(run: Path, name: str, key: str) -> None:
     edit(path, lambda value: value[key].view(-1)[1:2].add_(2))
 
 
-@first
 @pytest.mark.parametrize(
     ("fault", "tensor"),
     [
-        (lambda run: drift(run, "exp_avg"), "4.norm.weight/exp_avg"),
+        pytest.param(lambda run: drift(run, "exp_avg"), "4.norm.weight/exp_avg", marks=first),
         (lambda run: drift(run, "exp_avg_sq"), "4.norm.weight/exp_avg_sq"),
         (lambda run: tie(run, "exp_avg"), "tied_modules.embed.weight/exp_avg"),
         (lambda run: layer(run, "layer_04-model_01-*", "down.weight"), "4.down.weight/param"),
@@ -222,14 +222,14 @@ def test_a_buffer_that_drifted_is_a_note(run: Path, grid_trained: Trained) -> No
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
-        ("*mp_rank_01_*", "model rank 1"),
+        pytest.param("*mp_rank_01_*", "model rank 1", marks=first),
         ("mp_rank_03_*", "model rank 3"),
         ("bf16_zero_pp_rank_0_mp_rank_02_*", "model rank 2"),
         ("layer_04-model_01-*", "layer 4 of tensor rank 1"),
         ("layer_04-*", "the file of the layer of 4."),
     ],
 )
-@pytest.mark.parametrize("gather", [pytest.param(False, marks=first), pytest.param(True)])
+@pytest.mark.parametrize("gather", [False, True])
 def test_a_lost_file_is_named(
     run: Path, grid_trained: Trained, lost: str, said: str, gather: bool
 ) -> None:

@@ -295,6 +295,12 @@ def _buffer_warnings(differing: Sequence[str]) -> list[str]:
 
 
 def _config_warnings(ranks: EngineStates) -> list[str]:
+    """ZenFlow: DeepSpeed 0.19.8, runtime/zenflow; its own Adam keeps moments on parameters."""
+    if nested(ranks.config, "zero_optimization", "zenflow"):
+        return [
+            "ZenFlow updates the columns that it selects with an Adam of its own, whose moments "
+            "DeepSpeed does not save: those columns have older moments in this checkpoint"
+        ]
     if ranks.config_path is None:
         return []
     return [
