@@ -169,15 +169,15 @@ def reshard(
     from .writing import Running, read_for, write, write_run
 
     wanted = options_of(options)
-    cuts = options.get("tp") is not None
+    tp = options.get("tp")
     reading = Reading(
         format,
         tag,
         step_policy,
         tp_rules=tp_rules,
         replicas=replicas,
-        apart=not cuts,
-        slices=cuts,
+        apart=tp is None,
+        slices=tp is not None and tp > 1,
     )
     running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
 

@@ -148,6 +148,19 @@ def test_files_are_those_of_the_engine(grid_trained: Trained, tmp_path: Path) ->
 
 
 @first
+def test_one_rank_of_a_run_that_has_one(example: Path, tmp_path: Path) -> None:
+    """Neither rules nor a choice are needed; other engines' runs are written so too."""
+    zckpt.reshard(example, tmp_path / "same", tp=1, dp=3)
+    zckpt.convert(example, tmp_path / "dcp", to="dcp")
+    zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="deepspeed", dp=2, tp=1)
+    for run in ("same", "back"):
+        assert zckpt.verify(tmp_path / run, against=example)["equal"]
+    with pytest.raises(MissingData, match="nothing says how") as raised:
+        zckpt.convert(tmp_path / "dcp", tmp_path / "two", to="deepspeed", dp=2, tp=2)
+    assert "--to deepspeed first" in raised.value.hint
+
+
+@first
 class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "error", "said"),

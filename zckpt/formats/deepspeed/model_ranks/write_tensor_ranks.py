@@ -114,6 +114,8 @@ def _of_heads(target: DeepSpeedTarget) -> list[str]:
 def as_one_rank(source: Manifest) -> Manifest:
     """The whole model as a run without tensor parallelism; raises as `lay_out`."""
     _refuse_pipelines(source)
+    if "tp" not in source.source:
+        return source
     facts = {key: value for key, value in source.source.items() if key not in ("tp", "pp")}
     return replace(source, source=facts, engine=_engine(source, 1), state=_state(source, 1))
 
@@ -154,7 +156,8 @@ def _cuts(source: Manifest, tp: int) -> Cuts:
     if texts is None:
         raise MissingData(
             f"nothing says how the parameters of {source.root} are cut over tensor ranks",
-            hint="give rules with --tp-rules FILE, or the family of the model: --tp-rules llama",
+            hint="write it --to deepspeed first, then `zckpt reshard --tp` with rules: --tp-rules "
+            "FILE, or the family of the model, such as --tp-rules llama",
         )
     info = _state(source, tp)["client_state"].get(INFO)
     stated = UniversalInfo(info) if isinstance(info, Mapping) else None
