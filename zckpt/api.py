@@ -177,7 +177,7 @@ def reshard(
         tp_rules=tp_rules,
         replicas=replicas,
         apart=tp is None,
-        slices=tp is not None and tp > 1,
+        slices=tp is not None and (tp > 1 or options.get("vocab_size") is not None),
     )
     running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
 

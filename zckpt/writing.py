@@ -150,7 +150,7 @@ def write(
     )
     try:
         outcome = convert.convert(
-            source.manifest,
+            layout.source or source.manifest,
             stage,
             layout,
             size,

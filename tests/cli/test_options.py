@@ -16,7 +16,8 @@ COPYING = ["--jobs", "--memory", "--io", "--resume", "--part", "--single", "--dr
 WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
     "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--ep",
-    "--max-group-size", "--tp", "--pp", "--pp-bounds", "--pp-partition", "--tie", "--rename",
+    "--max-group-size", "--tp", "--vocab-size", "--pp", "--pp-bounds", "--pp-partition", "--tie",
+    "--rename",
 ]  # fmt: skip
 EXPORTING = ["--dtype", "--config", "--max-shard-size", "--tie", "--rename"]
 

@@ -48,8 +48,9 @@ class Layout:
     `warnings` are the whole report, with the source's part. `from_masters` is True if weights are
     cast from the masters even where the source holds weights. `about` describes the target in one
     line. `loading` gives the line of a program, or the command, that goes on from the target at a
-    path. `read_back` reads the files that were laid out, if the format's reader does not. `check`
-    reads tensors of the source before the first byte is written, and gives warnings.
+    path. `read_back` reads the files that were laid out, if the format's reader does not. `source`
+    is what fills them, if a part of it does. `check` reads tensors of the source before the first
+    byte is written, and gives warnings.
     """
 
     shells: Callable[[], Iterator[Shell]]
@@ -60,6 +61,7 @@ class Layout:
     about: str = ""
     loading: Callable[[str], str] = str
     read_back: Callable[[str], Manifest] | None = None
+    source: Manifest | None = None
     check: Callable[[], Sequence[str]] | None = None
 
 

@@ -121,6 +121,23 @@ def test_from_a_universal_checkpoint(tp: int, grid_trained: Trained, tmp_path: P
     resumes(root, tmp_path / "run", tp, 1, tmp_path, None)
 
 
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=first), 1])
+def test_rows_of_a_padded_vocabulary(tp: int, grid_trained: Trained, tmp_path: Path) -> None:
+    """Fewer rows, and then more again: rows that the source lacks are zeros."""
+    root = grid_trained(FP32)
+    zckpt.reshard(root / "run", tmp_path / "few", tp=1, vocab_size=31)
+    assert zckpt.read(tmp_path / "few").parameters["head.weight"].shape == (31, 14)
+    assert zckpt.verify(tmp_path / "few")["equal"]
+    zckpt.reshard(tmp_path / "few", tmp_path / "run", tp=tp, dp=1, vocab_size=36)
+    expected = torch.load(root / "oracle.pt", weights_only=False)
+    case = replace(CASES[FP32], tp=tp)
+    held = grids.resume(case, tmp_path / "run", tmp_path / "engine", 1)
+    for name, tensor in expected["tensors"].items():
+        if name.startswith(("embedding.", "head.")):
+            tensor = torch.cat([tensor[:31], torch.zeros_like(tensor[31:])])
+        assert same_bits(held["tensors"][name], tensor), name
+
+
 def model_file(run: Path, rank: int) -> Mapping[str, Any]:
     (path,) = run.glob(f"*/mp_rank_{rank:02d}_*")
     loaded: Mapping[str, Any] = torch.load(path, weights_only=False)

@@ -37,10 +37,15 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     if "model_ranks" in source.source:
         return write_grid.lay_out(source, options)
     tp = options[TP]
+    if tp is not None and tp > 1:
+        return write_tensor_ranks.lay_out(source, tp, options)
     if tp is not None:
-        if tp > 1:
-            return write_tensor_ranks.lay_out(source, tp, options)
-        source = write_tensor_ranks.as_one_rank(source)
+        return write_tensor_ranks.for_one_rank(source, options, _lay_out)
+    return _lay_out(source, options)
+
+
+def _lay_out(source: Manifest, options: Options) -> Layout:
+    """The files of one model rank."""
     if not source.source.get("pp"):  # others are refused by name
         write_grid.refuse_without_stages(source.root, options)
     need_order(source)

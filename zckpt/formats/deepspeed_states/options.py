@@ -26,6 +26,11 @@ def _check_tp(tp: int) -> None:
         raise WrongOption(f"--tp cannot be {tp}", hint="give a number of ranks, at least 1")
 
 
+def _check_vocab_size(size: int) -> None:
+    if size < 1:
+        raise WrongOption(f"--vocab-size cannot be {size}", hint="give a number of rows")
+
+
 def _check_pp(pp: int) -> None:
     if pp < 1:
         raise WrongOption(f"--pp cannot be {pp}", hint="give a number of stages, at least 1")
@@ -103,6 +108,17 @@ TP: Option[int | None] = Option(
     rare=True,
     reason="whole tensors are written",
 )
+VOCAB_SIZE: Option[int | None] = Option(
+    "vocab_size",
+    "--vocab-size",
+    None,
+    "Rows of the vocabulary that have a meaning; --tp rounds up to a multiple of the ranks",
+    kind="integer",
+    usual="as the source states",
+    check=_check_vocab_size,
+    rare=True,
+    reason="whole tensors are written",
+)
 PP: Option[int | None] = Option(
     "pp",
     "--pp",
@@ -149,7 +165,7 @@ CONFIG: Option[dict[str, Any] | None] = Option(
 
 OPTIONS = (DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT)
 """What the writers of both of DeepSpeed's formats understand."""
-OF_RANKS = (EP, MAX_GROUP_SIZE, TP, PP, PP_BOUNDS, PP_PARTITION)
+OF_RANKS = (EP, MAX_GROUP_SIZE, TP, VOCAB_SIZE, PP, PP_BOUNDS, PP_PARTITION)
 """What only the writer of ranks' files understands."""
 
 
@@ -160,6 +176,7 @@ class Keywords(TypedDict, total=False):
     ep: int | None
     max_group_size: int | None
     tp: int | None
+    vocab_size: int | None
     pp: int | None
     pp_bounds: Sequence[int] | None
     pp_partition: str | None

@@ -10,12 +10,14 @@ So no offset is computed here. Each parameter is cut evenly, as the engine's lay
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any, TypeGuard
 
+from ....core.dtypes import SIZES
 from ....core.facts import FlatBufferEngine
-from ....core.fragments import Runs
+from ....core.fragments import Fragment, Runs
 from ....core.inert import Foreign
 from ....core.manifest import Entry, Manifest
 from ....core.staging import Layout, Shell
@@ -35,7 +37,7 @@ from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.model_files import model_files
-from ...deepspeed_states.options import CONFIG, PP, PP_BOUNDS, PP_PARTITION
+from ...deepspeed_states.options import CONFIG, PP, PP_BOUNDS, PP_PARTITION, VOCAB_SIZE
 from ...deepspeed_states.target import DeepSpeedTarget
 from .. import elastic, read
 from ..files import locate, recovery_scripts
@@ -58,8 +60,10 @@ def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
     be cut evenly, for pipelines, experts, stage 0 and elastic files, and WrongOption.
     """
     _refuse(source, options)
-    cuts = _cuts(source, tp)
-    targets = [_target(_of_rank(source, number, cuts, tp), options) for number in range(tp)]
+    rows = _rows(source, tp, options)
+    model = _resized(source, rows)
+    cuts = _cuts(model, tp)
+    targets = [_target(_of_rank(model, number, cuts, tp), options) for number in range(tp)]
     first = targets[0]
     if first.engine.whole or elastic.is_elastic(first) or first.experts:
         raise UnsupportedCheckpoint(
@@ -71,7 +75,7 @@ def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
         check_states(
             target.engine, target.source, {slot for b in target.buffers for slot in b.slots}
         )
-    tag = first.tag
+    tag, before = first.tag, {name: source.parameters[name].shape[0] for name in rows}
 
     def shells() -> Iterator[Shell]:
         pointer = tag.encode()
@@ -86,7 +90,7 @@ def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
         ranks = read.tensor_ranks(
             TagDirectory(directory.path, tag, None), grid_files(directory), None
         )
-        return joined_slices(ranks, [cuts], None)
+        return _shared(joined_slices(ranks, [cuts], None), before)
 
     left_out = dict.fromkeys(line for target in targets for line in target.left_out)
     return Layout(
@@ -98,7 +102,23 @@ def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
         f"{first.engine.stage}, tag {tag}",
         loading=lambda path: f"model_engine.load_checkpoint({literal(path)})",
         read_back=read_back,
+        source=_shared(source, rows),
     )
+
+
+def for_one_rank(
+    source: Manifest, options: Options, lay_out_one: Callable[[Manifest, Options], Layout]
+) -> Layout:
+    """The whole model as a run without tensor parallelism; raises as `lay_out`."""
+    _refuse_pipelines(source)
+    rows = _rows(source, 1, options)
+    before = {name: source.parameters[name].shape[0] for name in rows}
+    layout = lay_out_one(as_one_rank(_resized(source, rows)), options)
+
+    def read_back(path: str) -> Manifest:
+        return _shared(read.read(path), before)
+
+    return replace(layout, read_back=read_back, source=_shared(source, rows))
 
 
 def _of_heads(target: DeepSpeedTarget) -> list[str]:
@@ -112,9 +132,8 @@ def _of_heads(target: DeepSpeedTarget) -> list[str]:
 
 
 def as_one_rank(source: Manifest) -> Manifest:
-    """The whole model as a run without tensor parallelism; raises as `lay_out`."""
-    _refuse_pipelines(source)
-    if "tp" not in source.source:
+    """The whole model as a run without tensor parallelism."""
+    if "tensor_parallel" not in source.state:
         return source
     facts = {key: value for key, value in source.source.items() if key not in ("tp", "pp")}
     return replace(source, source=facts, engine=_engine(source, 1), state=_state(source, 1))
@@ -180,7 +199,6 @@ def _cuts(source: Manifest, tp: int) -> Cuts:
             f"tensor ranks by the rules of the source: {listed(list(uneven), 4)}",
             hint="choose a --tp that divides the heads, the widths and the rows of the vocabulary",
         )
-    _check_vocabulary(source, tp)
     return Cuts(rules, shapes)
 
 
@@ -204,24 +222,87 @@ def _slices(rules: Rules, name: str, whole: tuple[int, ...], tp: int, near: bool
     return None
 
 
-def _check_vocabulary(source: Manifest, tp: int) -> None:
-    """Raises UnsupportedCheckpoint if the program pads the vocabulary to other rows at this size.
+# -- rows of a vocabulary
 
-    Megatron rounds up to a multiple of the tensor ranks times `make_vocab_size_divisible_by`.
+
+def _rows(source: Manifest, tp: int, options: Options) -> dict[str, int]:
+    """The rows that each vocabulary has in the target.
+
+    Megatron rounds up to a multiple of the tensor ranks times `make_vocab_size_divisible_by`. If no
+    `args` state that number, the rows stay as they are, unless the ranks cannot share them.
     """
     args = (source.state.get("client_state") or {}).get("args")
-    unit = args.state.get("make_vocab_size_divisible_by") if _has_state(args) else None
-    vocabulary = source.state["tensor_parallel"].get("vocabulary") or {}
-    for name, about in vocabulary.items():
-        rows, used = about["rows"], about["used"]
-        if isinstance(unit, int) and unit > 0 and -(-used // (unit * tp)) * unit * tp != rows:
-            raise UnsupportedCheckpoint(
-                f"{name} has {rows} rows, of which {used} have a meaning; at {tp} tensor ranks the "
-                f"program has {-(-used // (unit * tp)) * unit * tp}, and zckpt does not add or "
-                "drop rows yet",
-                hint="set make_vocab_size_divisible_by so that the program has as many rows as "
-                "before",
-            )
+    stated = args.state.get("make_vocab_size_divisible_by") if _has_state(args) else None
+    unit = stated if isinstance(stated, int) and stated > 0 else None
+    given = options[VOCAB_SIZE]
+    facts = (source.state.get("tensor_parallel") or {}).get("vocabulary") or {}
+    if given is not None and not facts:
+        raise WrongOption(
+            f"--vocab-size does not apply to {source.root}: no rule says which weights have the "
+            "rows of a vocabulary",
+            hint="give a rule `vocab:N` for them with --tp-rules FILE",
+        )
+    rows: dict[str, int] = {}
+    if given is None and facts and _is_auto(_engine(source, tp).config):
+        return rows  # AutoTP pads nothing: ranks have shares that differ by one row
+    for name, about in facts.items():
+        keeps = unit is None and given is None and not about["rows"] % tp
+        multiple = tp * (unit or 1)
+        used = given or about["used"]
+        rows[name] = about["rows"] if keeps else -(-used // multiple) * multiple
+    return rows
+
+
+def _resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
+    """The model with so many rows; bytes of rows that the source lacks are in no file."""
+
+    def shape(name: str, own: tuple[int, ...]) -> tuple[int, ...]:
+        return (rows[name], *own[1:]) if name in rows and own else own
+
+    return replace(
+        source,
+        parameters={
+            name: replace(parameter, shape=shape(name, parameter.shape))
+            for name, parameter in source.parameters.items()
+        },
+        entries={
+            name: entry
+            if entry.slot == "state"
+            else replace(entry, shape=shape(entry.parameter, entry.shape), digest=None)
+            for name, entry in source.entries.items()
+        },
+    )
+
+
+def _shared(manifest: Manifest, rows: Mapping[str, int]) -> Manifest:
+    """The manifest with at most so many rows of each vocabulary: those that both sides have.
+
+    The other rows of a target are holes in its files: zeros.
+    """
+    entries = {}
+    for name, entry in manifest.entries.items():
+        few = rows.get(entry.parameter) if entry.slot != "state" else None
+        entries[name] = entry if few is None else _first_rows(entry, few)
+    return replace(manifest, entries=entries)
+
+
+def _first_rows(entry: Entry, rows: int) -> Entry:
+    if rows >= entry.shape[0]:
+        return entry
+    stop, size = rows * prod(entry.shape[1:]), SIZES[entry.dtype]
+    runs = [
+        Fragment(run.start, end, run.extent.part(0, (end - run.start) * size))
+        for fragment in entry.fragments.overlapping(0, stop)
+        for run in fragment.runs(0, stop)
+        if run.start < (end := min(run.stop, stop))
+    ]
+    return replace(
+        entry,
+        shape=(rows, *entry.shape[1:]),
+        fragments=Runs(sorted(runs, key=lambda run: run.start)),
+        digest=None,
+        mean=tuple(_first_rows(each, rows) for each in entry.mean),
+    )
 
 
 # -- the manifest of one rank
@@ -263,15 +344,19 @@ def _engine(source: Manifest, tp: int) -> FlatBufferEngine:
 
 def _state(source: Manifest, tp: int) -> dict[str, Any]:
     """The rest of the state, as it is at this number of tensor ranks."""
+    facts = source.state.get("tensor_parallel") or {}
+    padded = max((source.parameters[n].shape[0] for n in facts.get("vocabulary") or ()), default=0)
     state = {key: value for key, value in source.state.items() if key != "tensor_parallel"}
     client = dict(state.get("client_state") or {})
     if isinstance(client.get(INFO), Mapping):
-        rules = (source.state.get("tensor_parallel") or {}).get("rules") or {}
+        rules = facts.get("rules") or {}
         whole = [name for name, rule in rules.items() if rule == "replicated"]
         client[INFO] = info_for(client[INFO], tp, whole)
+        if padded and "padded_vocab_size" in client[INFO]:
+            client[INFO]["padded_vocab_size"] = padded
     if _has_state(client.get("args")):
         args = client["args"]
-        sizes = {"tensor_model_parallel_size": tp}
+        sizes = {"tensor_model_parallel_size": tp, "padded_vocab_size": padded}
         known = {key: value for key, value in sizes.items() if key in args.state}
         client["args"] = replace(args, state={**args.state, **known})
     return {**state, "client_state": client}
