@@ -150,7 +150,9 @@ def test_the_engine_resumes(move: Move, trained: Trained, tmp_path: Path) -> Non
     if move.exact:
         tolerance = 1e-5 if case.dtype == "fp32" else 1e-2
         assert after["losses"] == pytest.approx(before["losses"], rel=0, abs=tolerance)
-        if move.dp == case.dp and case.dtype == "fp32" and move.stage in (0, case.stage):
+        # another stage has tensors of other lengths, whose last elements torch computes one by one:
+        # on some processors their last bit differs
+        if move.dp == case.dp and case.dtype == "fp32" and move.stage == case.stage:
             assert after["losses"] == before["losses"]
     if names is None:
         assert_proven(root / "run", directory)
