@@ -185,6 +185,7 @@ class TestRefusals:
             ({"tp": 0}, WrongOption, "--tp cannot be 0"),
             ({"tp": 4}, UnsupportedCheckpoint, "cannot be cut evenly over 4 .*fused.weight"),
             ({"tp": 2, "pp": 2}, WrongOption, "--pp does not go with --tp"),
+            ({"tp": 2, "rename": [("head", "out")]}, MissingData, "nothing says how"),
             ({"tp": 2, "stage": 0}, UnsupportedCheckpoint, "stage 0, elastic files and experts"),
         ],
     )

@@ -118,7 +118,7 @@ def for_one_rank(
     def read_back(path: str) -> Manifest:
         return _shared(read.read(path), before)
 
-    return replace(layout, read_back=read_back, source=_shared(source, rows))
+    return replace(layout, read_back=read_back, source=_shared(source, rows)) if rows else layout
 
 
 def _of_heads(target: DeepSpeedTarget) -> list[str]:
@@ -171,8 +171,8 @@ class Cuts:
 
 
 def _cuts(source: Manifest, tp: int) -> Cuts:
-    texts = (source.state.get("tensor_parallel") or {}).get("rules")
-    if texts is None:
+    texts = (source.state.get("tensor_parallel") or {}).get("rules") or {}
+    if not source.parameters.keys() <= texts.keys():  # none, or of other names
         raise MissingData(
             f"nothing says how the parameters of {source.root} are cut over tensor ranks",
             hint="write it --to deepspeed first, then `zckpt reshard --tp` with rules: --tp-rules "
@@ -257,7 +257,8 @@ def _resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
     """The model with so many rows; bytes of rows that the source lacks are in no file."""
 
     def shape(name: str, own: tuple[int, ...]) -> tuple[int, ...]:
-        return (rows[name], *own[1:]) if name in rows and own else own
+        is_resized = name in rows and own == source.parameters[name].shape
+        return (rows[name], *own[1:]) if is_resized else own
 
     return replace(
         source,
@@ -281,8 +282,9 @@ def _shared(manifest: Manifest, rows: Mapping[str, int]) -> Manifest:
     """
     entries = {}
     for name, entry in manifest.entries.items():
-        few = rows.get(entry.parameter) if entry.slot != "state" else None
-        entries[name] = entry if few is None else _first_rows(entry, few)
+        few = rows.get(entry.parameter)
+        is_whole = few is not None and entry.shape == manifest.parameters[entry.parameter].shape
+        entries[name] = _first_rows(entry, few) if few is not None and is_whole else entry
     return replace(manifest, entries=entries)
 
 
@@ -357,7 +359,7 @@ def _state(source: Manifest, tp: int) -> dict[str, Any]:
     if _has_state(client.get("args")):
         args = client["args"]
         sizes = {"tensor_model_parallel_size": tp, "padded_vocab_size": padded}
-        known = {key: value for key, value in sizes.items() if key in args.state}
+        known = {key: value for key, value in sizes.items() if value and key in args.state}
         client["args"] = replace(args, state={**args.state, **known})
     return {**state, "client_state": client}
 
