@@ -62,6 +62,7 @@ CASES = {
         GridCase("llama_tp4_dp1", "llama", tp=4),
         GridCase("pipe_pp2_tp2_dp1", "pipe", pp=2, tp=2),
         GridCase("pipe_pp2_tp2_dp2", "pipe", pp=2, tp=2, dp=2, groups=3),
+        GridCase("pipe_pp2_tp2_dp1_fp32", "pipe", pp=2, tp=2, dtype="fp32"),
     )
 }
 

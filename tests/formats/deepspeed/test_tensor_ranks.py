@@ -24,7 +24,7 @@ from ...engines import grids
 from ...engines.grids import CASES
 from ..equality import same_bits
 from .conftest import Trained
-from .test_grid import BOTH, edit
+from .test_grid import edit
 
 pytestmark = pytest.mark.engines
 first = pytest.mark.first
@@ -81,6 +81,25 @@ def test_one_tensor_rank(
     zckpt.reshard(root / "run", tmp_path / "run", tp=tp, dp=dp, stage=stage)
     assert zckpt.verify(tmp_path / "run", against=root / "run")["equal"]
     resumes(root, tmp_path / "run", tp, dp, tmp_path, stage)
+
+
+@pytest.mark.parametrize(
+    ("name", "dp", "stage"),
+    [
+        pytest.param(FP32, 2, 1, marks=first),
+        ("tensor_tp2_dp2", 3, 3),
+        ("tensor_tp2_dp2_z3", 1, 2),
+        ("llama_tp2_dp1_z2", 2, 3),
+    ],
+)
+def test_another_stage_at_the_same_grid(
+    name: str, dp: int, stage: int, grid_trained: Trained, tmp_path: Path
+) -> None:
+    """Each rank is written by itself, so no rules are needed."""
+    root = grid_trained(name)
+    report = zckpt.reshard(root / "run", tmp_path / "run", dp=dp, stage=stage)
+    assert f"tp 2, ZeRO stage {stage}" in report["about"]
+    resumes(root, tmp_path / "run", 2, dp, tmp_path, stage)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +220,6 @@ class TestRefusals:
             zckpt.reshard(grid_trained(FP32) / "run", tmp_path / "out", **options)
         assert raised.value.hint
         assert not (tmp_path / "out").exists()
-
-    @pytest.mark.parametrize("tp", [1, 4])
-    def test_pipelines(self, tp: int, grid_trained: Trained, tmp_path: Path) -> None:
-        with pytest.raises(UnsupportedCheckpoint, match="is a pipeline"):
-            zckpt.reshard(grid_trained(BOTH) / "run", tmp_path / "out", tp=tp)
 
     @pytest.mark.parametrize("replicas", [None, "rank0", "mean"])
     def test_copies_that_differ(

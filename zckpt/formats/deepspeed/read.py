@@ -112,9 +112,15 @@ def _apart(directory: TagDirectory, files: GridFiles, step_policy: str | None) -
 
 
 def tensor_ranks(
-    directory: TagDirectory, files: GridFiles, step_policy: str | None
+    directory: TagDirectory,
+    files: GridFiles,
+    step_policy: str | None,
+    tied: Mapping[int, str] | None = None,
 ) -> list[Manifest]:
-    """The model of each tensor rank by itself: its slices of all stages of the pipeline."""
+    """The model of each tensor rank by itself: its slices of all stages of the pipeline.
+
+    `tied` gives the keys of tied layers by the numbers of their files, for files without bytes.
+    """
     parsed = Parsed()
     staged = bool(files.layers)
     ranks = [open_ranks(directory, each, parsed, staged) for each in files.ranks]
@@ -138,8 +144,8 @@ def tensor_ranks(
 
         layers = files.layers_of(tp)
         opened = dict(zip(layers, open_files(list(layers.values()), parsed), strict=True))
-        stated = [n for rank in ranks[tp :: files.tp] for n in rank.model.get("buffer_names") or ()]
-        models.append(joined_stages(of_stages, opened, stated, step_policy))
+        stated = [list(rank.model.get("buffer_names") or ()) for rank in ranks[tp :: files.tp]]
+        models.append(joined_stages(of_stages, opened, stated, step_policy, tied))
     return models
 
 

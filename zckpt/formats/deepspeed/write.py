@@ -19,7 +19,7 @@ from ..deepspeed_states.options import TP
 from ..deepspeed_states.target import DeepSpeedTarget
 from . import elastic
 from .files import recovery_scripts
-from .model_ranks import write_grid, write_tensor_ranks
+from .model_ranks import write_grid, write_pipeline, write_tensor_ranks
 from .moe import regroup
 from .moe.expert_shells import expert_files
 from .optimizer_files import optimizer_files
@@ -36,7 +36,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     """
     if "model_ranks" in source.source:
         return write_grid.lay_out(source, options)
-    tp = options[TP]
+    if source.state.get("pipeline"):
+        return write_pipeline.lay_out(source, options)
+    tp = options[TP] or source.source.get("tp")
     if tp is not None and tp > 1:
         return write_tensor_ranks.lay_out(source, tp, options)
     if tp is not None:

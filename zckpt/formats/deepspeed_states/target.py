@@ -59,9 +59,9 @@ def _refuse_grid(source: Manifest) -> None:
     if (pp or tp) and "model_rank" not in source.source:
         raise UnsupportedCheckpoint(
             f"{source.root} was trained as a pipeline or with tensor parallelism (pp {pp}, tp "
-            f"{tp}), and zckpt does not write DeepSpeed's files of other model ranks yet",
-            hint="universal, dcp and gathered take the whole model; `zckpt reshard` writes the "
-            "run for another --dp, a pipeline for another --pp, and other runs for another --tp",
+            f"{tp}), and zckpt does not write it in this form yet",
+            hint="--to deepspeed writes the run at any size; universal, dcp and gathered take the "
+            "whole model",
         )
 
 

@@ -14,7 +14,7 @@ that uses a tied layer has its own copy of weights, masters and moments.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ....core import sources
@@ -37,33 +37,41 @@ SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
 
 @valueclass
 class Layer:
-    """The file of one layer: its number, and its tensors by their names in the whole model."""
+    """The file of one layer: its number, and its tensors by their names in the whole model.
+
+    `tied` is the key of a tied layer.
+    """
 
     number: int
     file: TorchFile
     tensors: Mapping[str, Tensor]
+    tied: str | None
 
 
 def joined_stages(
     stages: Sequence[Manifest],
     files: Mapping[int, TorchFile],
-    buffers: Sequence[str],
+    buffers: Sequence[Sequence[str]],
     step_policy: str | None,
+    tied: Mapping[int, str] | None = None,
 ) -> Manifest:
     """The whole model of one tensor rank, from its stages and the files of its layers.
 
-    `buffers` are the names that the model files state. Raises IncompleteCheckpoint if a layer's
-    file is missing, InconsistentCheckpoint if stages or shapes contradict each other.
+    `buffers` are the names that each stage's model file states. `tied` gives the keys of tied
+    layers by the numbers of their files, if no weights tell them yet. Raises IncompleteCheckpoint
+    if a layer's file is missing, InconsistentCheckpoint if stages or shapes contradict each other.
     """
+    fullest = max(stages, key=lambda stage: len(stage.groups or ()))  # others dropped groups
     stages, groups = joined_groups(stages)
     trained, copies = _trained(stages)
     shapes = {name: parameter.shape for name, (parameter, _) in trained.items()}
-    layers = _layers(files, shapes, buffers, {name: item[1] for name, item in trained.items()})
+    stated = {name for names in buffers for name in names}
+    masters = {name: item[1] for name, item in trained.items()}
+    layers = _layers(files, shapes, stated, masters, tied)
     weights, replicas = _weights(stages[0].root, layers)
     _check_weights(stages[0].root, files, shapes, weights)
     parameters = {name: parameter for name, (parameter, _) in trained.items()}
     parameters = dict(sorted(parameters.items(), key=lambda item: item[1].group or 0))
-    stated = set(buffers)
     entries: dict[str, Entry] = {}
     for name in parameters:
         entries[f"{name}/param"] = weights[name]
@@ -89,7 +97,17 @@ def joined_stages(
         buffers=tuple(names),
         groups=groups,
         engine=replace(engine, dtype=dtypes[0] if dtypes else engine.dtype),
-        state={**stages[0].state, "module": list(weights)},
+        state={
+            **stages[0].state,
+            "module": list(weights),
+            "lr_scheduler": fullest.state.get("lr_scheduler"),
+            "pipeline": {
+                "parameters": [list(stage.parameters) for stage in stages],
+                "buffers": [list(names) for names in buffers],
+                "layers": [layer.number for layer in layers],
+                "tied": [[layer.number, layer.tied] for layer in layers if layer.tied is not None],
+            },
+        },
         replicas=(*together.replicas, *copies, *replicas),
         files=(*together.files, *(layer.file.path for layer in layers)),
         records=(*together.records, *(r for x in layers for r in x.file.records.values())),
@@ -129,8 +147,9 @@ def _trained(
 def _layers(
     files: Mapping[int, TorchFile],
     shapes: Mapping[str, tuple[int, ...]],
-    buffers: Sequence[str],
+    buffers: Collection[str],
     entries: Mapping[str, Sequence[Entry]],
+    given: Mapping[int, str] | None,
 ) -> list[Layer]:
     """The files of all layers, under the names of the whole model."""
     known = {*shapes, *buffers}
@@ -142,13 +161,15 @@ def _layers(
     for number, file in files.items():
         value = dictionary(file, file.value)
         tensors = {key: item for key, item in value.items() if not is_extra(key, item)}
-        prefix = f"{number}."
-        if tensors and not any(prefix + key in known for key in tensors):
+        prefix, key = f"{number}.", None
+        if given is not None:
+            key = given.get(number)
+        elif tensors and not any(prefix + key in known for key in tensors):
             keys = [
-                key
-                for key, names in tied.items()
+                each
+                for each, names in tied.items()
                 if all(
-                    _is_its_weight(f"{TIED}{key}.", n, shapes, tensors, file, entries)
+                    _is_its_weight(f"{TIED}{each}.", n, shapes, tensors, file, entries)
                     for n in names
                 )
             ]
@@ -157,10 +178,12 @@ def _layers(
                     f"{file.path} has the weights of several tied layers: {listed(keys)}",
                     hint="zckpt tells tied layers apart by their weights, and these are equal",
                 )
-            if keys:
-                prefix = f"{TIED}{keys[0]}."
-                lacking.discard(keys[0])
-        layers.append(Layer(number, file, {prefix + key: each for key, each in tensors.items()}))
+            key = keys[0] if keys else None
+        if key is not None:
+            prefix = f"{TIED}{key}."
+            lacking.discard(key)
+        named = {prefix + inner: tensor for inner, tensor in tensors.items()}
+        layers.append(Layer(number, file, named, key))
     if lacking:
         names = sorted(TIED + key for key in lacking)
         raise IncompleteCheckpoint(

@@ -15,7 +15,7 @@ each has its own copy. A source of one stage does not: then the last layer witho
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -53,10 +53,46 @@ def recut(
     tensor rank, and `layers` the numbers of layers that have files. Raises WrongOption for bounds
     that do not fit them, UnsupportedCheckpoint for an order of parameters that is not the layers'.
     """
-    uses = _uses_with_files(models[0])
-    bounds = bounds_of(models[0], layers, uses, grid.pp, options)
     stages = source[:: grid.tp]
-    inferred = _uses_without_files(uses, models[0].root, stages, layers, bounds)
+    names = [tuple(stage.parameters) for stage in stages]
+    buffers = [name for rank in source for name in rank.source["model_rank"].buffers]
+    uses = _uses_with_files(models[0])
+    new, inferred = new_stages(models[0], names, buffers, layers, uses, options)
+    target = replace(grid, pp=len(new))
+    fullest = max(stages, key=lambda stage: len(stage.groups or ()))  # others dropped groups
+    scheduler = {"lr_scheduler": fullest.state.get("lr_scheduler")}
+    ranks = []
+    for number, stage in enumerate(new):
+        for tensor_rank, model in enumerate(models):
+            rank = ModelRank(number * grid.tp + tensor_rank, target, stage.buffers)
+            whole = replace(model, state={**model.state, **scheduler})
+            ranks.append(of_stage(whole, rank, stage.parameters))
+    return Recut(ranks, target, inferred)
+
+
+@valueclass
+class Stage:
+    """The trained parameters of a stage, in the order of its groups, and its buffers."""
+
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+def new_stages(
+    model: Manifest,
+    stages: Sequence[Sequence[str]],
+    buffers: Sequence[str],
+    layers: Sequence[int],
+    uses: dict[str, set[int]],
+    options: Options,
+) -> tuple[list[Stage], list[str]]:
+    """The target's stages, at the bounds that `options` give, and what had to be inferred.
+
+    `stages` are the parameters of each stage of the source, in their order, `layers` the numbers of
+    layers that have files, and `uses` those at which tied layers have files. Raises as `recut`.
+    """
+    bounds = bounds_of(model, layers, uses, len(stages), options)
+    inferred = _uses_without_files(uses, model.root, stages, layers, bounds)
     if options[PP_PARTITION] is not None:
         inferred.append(
             f"--pp-partition {options[PP_PARTITION]}: the stages' bounds are "
@@ -64,19 +100,12 @@ def recut(
             "included"
         )
     for stage, span in zip(stages, _spans(stages, bounds[-1]), strict=True):
-        _check_order(stage, uses, *span)
-    target = replace(grid, pp=len(bounds) - 1)
-    buffers = [name for rank in source for name in rank.source["model_rank"].buffers]
-    fullest = max(stages, key=lambda stage: len(stage.groups or ()))  # others dropped groups
-    scheduler = {"lr_scheduler": fullest.state.get("lr_scheduler")}
-    ranks = []
-    for number, (start, stop) in enumerate(pairwise(bounds)):
-        for tensor_rank, model in enumerate(models):
-            own = [name for name in buffers if _first_use(name, uses, start, stop)]
-            rank = ModelRank(number * grid.tp + tensor_rank, target, tuple(dict.fromkeys(own)))
-            whole = replace(model, state={**model.state, **scheduler})
-            ranks.append(_stage(whole, rank, uses, start, stop))
-    return Recut(ranks, target, inferred)
+        _check_order(model, stage, uses, *span)
+    new = []
+    for start, stop in pairwise(bounds):
+        own = [name for name in buffers if _first_use(name, uses, start, stop)]
+        new.append(Stage(_parameters(model, uses, start, stop), tuple(dict.fromkeys(own))))
+    return new, inferred
 
 
 # -- uses of tied layers
@@ -92,7 +121,11 @@ def _layer(name: str) -> int:
 
 
 def _uses_without_files(
-    uses: Uses, root: str, stages: Sequence[Manifest], layers: Sequence[int], bounds: Sequence[int]
+    uses: dict[str, set[int]],
+    root: str,
+    stages: Sequence[Sequence[str]],
+    layers: Sequence[int],
+    bounds: Sequence[int],
 ) -> list[str]:
     """Adds to `uses` those that have no file; gives sentences about what no file shows."""
     inferred: list[str] = []
@@ -102,7 +135,7 @@ def _uses_without_files(
         holders = [
             span
             for stage, span in zip(stages, _spans(stages, bounds[-1]), strict=True)
-            if any(_key(name) == key for name in stage.parameters)
+            if any(_key(name) == key for name in stage)
         ]
         for start, stop in holders:
             known = sorted(at for at in uses[key] if start <= at < stop)
@@ -141,9 +174,9 @@ def _uses_with_files(model: Manifest) -> dict[str, set[int]]:
     return uses
 
 
-def _spans(stages: Sequence[Manifest], count: int) -> Iterator[tuple[int, int]]:
+def _spans(stages: Sequence[Sequence[str]], count: int) -> Iterator[tuple[int, int]]:
     """The layers [start, stop) that a stage of the source may have, as others show theirs."""
-    shown = [[_layer(n) for n in stage.parameters if _key(n) is None] for stage in stages]
+    shown = [[_layer(name) for name in stage if _key(name) is None] for stage in stages]
     for number in range(len(stages)):
         before = [layer for each in shown[:number] for layer in each]
         after = [layer for each in shown[number + 1 :] for layer in each]
@@ -165,27 +198,27 @@ def _first_use(name: str, uses: Uses, start: int, stop: int) -> tuple[int, int] 
 # -- stages
 
 
-def _check_order(stage: Manifest, uses: Uses, start: int, stop: int) -> None:
+def _check_order(model: Manifest, stage: Sequence[str], uses: Uses, start: int, stop: int) -> None:
     """Raises UnsupportedCheckpoint unless a group's parameters stand as their layers do.
 
     A use of a tied layer that is not known has no file, and is taken for the last one.
     """
     groups: dict[int | None, list[tuple[int, int]]] = {}
-    for name, parameter in stage.parameters.items():
+    for name in stage:
         place = _first_use(name, uses, start, stop) or (0, stop)
-        groups.setdefault(parameter.group, []).append(place)
+        groups.setdefault(model.parameters[name].group, []).append(place)
     for places in groups.values():
         if places != sorted(places):
             raise UnsupportedCheckpoint(
-                f"{stage.root}: the parameters of a group are not in the order of the layers, "
+                f"{model.root}: the parameters of a group are not in the order of the layers, "
                 "which does not show how they stand in other stages",
                 hint="keep the number of stages, or build the optimizer with the parameters in the "
                 "order of model.parameters()",
             )
 
 
-def _stage(model: Manifest, rank: ModelRank, uses: Uses, start: int, stop: int) -> Manifest:
-    """One model rank of the target, as the part of a whole pipeline."""
+def _parameters(model: Manifest, uses: Uses, start: int, stop: int) -> tuple[str, ...]:
+    """The trained parameters of a stage, in their order."""
     places = {
         name: place
         for name, parameter in model.parameters.items()
@@ -197,21 +230,26 @@ def _stage(model: Manifest, rank: ModelRank, uses: Uses, start: int, stop: int) 
             "every stage needs one",
             hint="choose other bounds with --pp-bounds",
         )
-    order = sorted(places, key=lambda name: (model.parameters[name].group or 0, places[name]))
+    return tuple(sorted(places, key=lambda name: (model.parameters[name].group or 0, places[name])))
+
+
+def of_stage(model: Manifest, rank: ModelRank, names: Sequence[str]) -> Manifest:
+    """One model rank of the target, as the part of a whole pipeline that has the parameters."""
+    kept = frozenset(names)
     assert isinstance(model.engine, FlatBufferEngine)
     manifest = replace(
         model,
         source={**model.source, "model_rank": rank},
         engine=replace(model.engine, dtype=rank.grid.dtype),
-        entries={e.name: e for e in model.entries.values() if _is_kept(e, places)},
-        parameters={name: model.parameters[name] for name in order},
+        entries={e.name: e for e in model.entries.values() if _is_kept(e, kept)},
+        parameters={name: model.parameters[name] for name in names},
         buffers=(),
         replicas=(),
     )
     return without_empty_groups(manifest)[0]
 
 
-def _is_kept(entry: Entry, names: Mapping[str, object]) -> bool:
+def _is_kept(entry: Entry, names: Collection[str]) -> bool:
     """Weights are in files of layers, which are copied."""
     return entry.slot == "state" or (entry.parameter in names and entry.slot != "param")
 

@@ -13,12 +13,12 @@ from ....core.manifest import Manifest
 from ....core.staging import Layout, Shell
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....training import objects
-from ....training.options import ALLOW_OBJECT, DP, Options
+from ....training.options import ALLOW_OBJECT, DP, DTYPE, Options
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.model_files import model_files
-from ...deepspeed_states.options import PP, PP_BOUNDS, PP_PARTITION
+from ...deepspeed_states.options import PP, PP_BOUNDS, PP_PARTITION, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
 from .. import elastic, read
 from ..files import locate, rank_files, recovery_scripts
@@ -28,6 +28,7 @@ from .copies import compare_copies
 from .grid import GridFiles, grid_files
 from .recut import recut, under_names_of
 
+OF_WEIGHTS = frozenset({STAGE.name, DTYPE.name})  # they change files of layers too
 STAGES = (PP, PP_BOUNDS, PP_PARTITION)
 TAKEN = frozenset({DP.name, PP.name, PP_BOUNDS.name, PP_PARTITION.name, ALLOW_OBJECT.name})
 
@@ -35,18 +36,13 @@ TAKEN = frozenset({DP.name, PP.name, PP_BOUNDS.name, PP_PARTITION.name, ALLOW_OB
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of the target; `source` has the names of `apart.stacked`.
 
-    Raises WrongOption for options other than --dp and --pp, and what `write.lay_out` raises.
+    Raises WrongOption for options that do not apply to several model ranks, and what
+    `write.lay_out` raises.
     """
-    others = [option.flag for option, _ in options.given if option.name not in TAKEN]
-    if others:
-        raise WrongOption(
-            f"{others[0]} does not apply to {source.root}, which was saved by several model ranks",
-            hint="such a run is written for another --dp and another --pp alone; `zckpt convert "
-            "--to universal` takes the whole model",
-        )
     tag = str(source.source["tag"])
     directory = TagDirectory(source.root, tag, None)
     files = grid_files(directory)
+    _refuse_options(source.root, files, options)
     grid = before = ModelGrid.of(files, source)
     apart = open_apart(directory, files.ranks, grid, None)
     models: list[Manifest] = []
@@ -57,10 +53,10 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         apart, grid, inferred = [*pipeline.ranks], pipeline.grid, pipeline.inferred
     targets = [_target(manifest, options) for manifest in apart]
     first = targets[0]
-    if any(map(elastic.is_elastic, targets)):
+    if first.engine.whole or any(map(elastic.is_elastic, targets)):
         raise UnsupportedCheckpoint(
-            f"{source.root} is an elastic checkpoint of several model ranks, which zckpt does not "
-            "write yet"
+            f"{source.root}: zckpt writes stage 0 and elastic files for one model rank alone",
+            hint="choose --stage 1, 2 or 3",
         )
     for target in targets:
         slots = {slot for buffer in target.buffers for slot in buffer.slots}
@@ -98,6 +94,20 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         read_back=read_back,
         check=check if models else None,
     )
+
+
+def _refuse_options(root: str, files: GridFiles, options: Options) -> None:
+    """Raises WrongOption for what needs files of layers to change, or the whole model."""
+    for option, _ in options.given:
+        is_known = option.name in OF_WEIGHTS
+        if option.name in TAKEN or (is_known and not files.layers):
+            continue
+        raise WrongOption(
+            f"{option.flag} does not apply to {root}, which was saved by several model ranks",
+            hint=f"give --tp {files.tp} too: then files of layers are written anew"
+            if is_known
+            else "`zckpt convert --to universal` takes the whole model",
+        )
 
 
 def _cuts_again(root: str, files: GridFiles, options: Options) -> bool:

@@ -50,20 +50,19 @@ from .universal_info import UniversalInfo, info_for
 
 # AutoTP cuts the output layer and the MLP into shares that differ by one row at most (0.19.8)
 NEAR_EVEN = re.compile(r"(^|\.)(lm_head|embed_out|mlp|gate_proj|up_proj|down_proj|w[123])\.")
-OF_PIPELINE = re.compile(r"\d+\.|tied_modules\.")
 
 
 def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
     """The files of all tensor ranks; `source` has the whole model.
 
     Raises MissingData if nothing says how a parameter is cut, UnsupportedCheckpoint for what cannot
-    be cut evenly, for pipelines, experts, stage 0 and elastic files, and WrongOption.
+    be cut evenly, for experts, stage 0 and elastic files, and WrongOption.
     """
     _refuse(source, options)
-    rows = _rows(source, tp, options)
-    model = _resized(source, rows)
-    cuts = _cuts(model, tp)
-    targets = [_target(_of_rank(model, number, cuts, tp), options) for number in range(tp)]
+    rows = rows_of(source, tp, options)
+    model = resized(source, rows)
+    cuts = cuts_of(model, tp)
+    targets = [target_of(slices_of(model, number, cuts, tp), options) for number in range(tp)]
     first = targets[0]
     if first.engine.whole or elastic.is_elastic(first) or first.experts:
         raise UnsupportedCheckpoint(
@@ -90,7 +89,7 @@ def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
         ranks = read.tensor_ranks(
             TagDirectory(directory.path, tag, None), grid_files(directory), None
         )
-        return _shared(joined_slices(ranks, [cuts], None), before)
+        return shared(joined_slices(ranks, [cuts], None), before)
 
     left_out = dict.fromkeys(line for target in targets for line in target.left_out)
     return Layout(
@@ -102,7 +101,7 @@ def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
         f"{first.engine.stage}, tag {tag}",
         loading=lambda path: f"model_engine.load_checkpoint({literal(path)})",
         read_back=read_back,
-        source=_shared(source, rows),
+        source=shared(source, rows),
     )
 
 
@@ -110,15 +109,14 @@ def for_one_rank(
     source: Manifest, options: Options, lay_out_one: Callable[[Manifest, Options], Layout]
 ) -> Layout:
     """The whole model as a run without tensor parallelism; raises as `lay_out`."""
-    _refuse_pipelines(source)
-    rows = _rows(source, 1, options)
+    rows = rows_of(source, 1, options)
     before = {name: source.parameters[name].shape[0] for name in rows}
-    layout = lay_out_one(as_one_rank(_resized(source, rows)), options)
+    layout = lay_out_one(as_one_rank(resized(source, rows)), options)
 
     def read_back(path: str) -> Manifest:
-        return _shared(read.read(path), before)
+        return shared(read.read(path), before)
 
-    return replace(layout, read_back=read_back, source=_shared(source, rows)) if rows else layout
+    return replace(layout, read_back=read_back, source=shared(source, rows)) if rows else layout
 
 
 def _of_heads(target: DeepSpeedTarget) -> list[str]:
@@ -139,17 +137,7 @@ def as_one_rank(source: Manifest) -> Manifest:
     return replace(source, source=facts, engine=_engine(source, 1), state=_state(source, 1))
 
 
-def _refuse_pipelines(source: Manifest) -> None:
-    if all(OF_PIPELINE.match(name) for name in source.parameters):
-        raise UnsupportedCheckpoint(
-            f"{source.root} is a pipeline, which zckpt does not write for another --tp yet",
-            hint="keep the number of tensor ranks: `zckpt reshard` writes a pipeline for another "
-            "--dp and another --pp",
-        )
-
-
 def _refuse(source: Manifest, options: Options) -> None:
-    _refuse_pipelines(source)
     for option in (PP, PP_BOUNDS, PP_PARTITION, WEIGHTS_ONLY, CONFIG):
         if options[option]:
             raise WrongOption(f"{option.flag} does not go with --tp", hint="leave out one of them")
@@ -170,7 +158,7 @@ class Cuts:
         return None if rules is None else rules.sliced(name, shapes)
 
 
-def _cuts(source: Manifest, tp: int) -> Cuts:
+def cuts_of(source: Manifest, tp: int) -> Cuts:
     texts = (source.state.get("tensor_parallel") or {}).get("rules") or {}
     if not source.parameters.keys() <= texts.keys():  # none, or of other names
         raise MissingData(
@@ -225,7 +213,7 @@ def _slices(rules: Rules, name: str, whole: tuple[int, ...], tp: int, near: bool
 # -- rows of a vocabulary
 
 
-def _rows(source: Manifest, tp: int, options: Options) -> dict[str, int]:
+def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
     """The rows that each vocabulary has in the target.
 
     Megatron rounds up to a multiple of the tensor ranks times `make_vocab_size_divisible_by`. If no
@@ -253,7 +241,7 @@ def _rows(source: Manifest, tp: int, options: Options) -> dict[str, int]:
     return rows
 
 
-def _resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
+def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
     """The model with so many rows; bytes of rows that the source lacks are in no file."""
 
     def shape(name: str, own: tuple[int, ...]) -> tuple[int, ...]:
@@ -275,7 +263,7 @@ def _resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
     )
 
 
-def _shared(manifest: Manifest, rows: Mapping[str, int]) -> Manifest:
+def shared(manifest: Manifest, rows: Mapping[str, int]) -> Manifest:
     """The manifest with at most so many rows of each vocabulary: those that both sides have.
 
     The other rows of a target are holes in its files: zeros.
@@ -310,7 +298,7 @@ def _first_rows(entry: Entry, rows: int) -> Entry:
 # -- the manifest of one rank
 
 
-def _of_rank(source: Manifest, number: int, cuts: Cuts, tp: int) -> Manifest:
+def slices_of(source: Manifest, number: int, cuts: Cuts, tp: int) -> Manifest:
     """A manifest with the shapes of one rank's slices. Where its bytes come from is not in it."""
     grid = ModelGrid(1, tp, False, _engine(source, tp).dtype)
     facts = {**source.source, "model_rank": ModelRank(number, grid, source.buffers)}
@@ -372,7 +360,7 @@ def _has_state(value: Any) -> TypeGuard[Foreign]:
     return isinstance(value, Foreign) and isinstance(value.state, dict)
 
 
-def _target(source: Manifest, options: Options) -> DeepSpeedTarget:
+def target_of(source: Manifest, options: Options) -> DeepSpeedTarget:
     """The target of one rank, without objects that its pickles may not name."""
     from ... import engine_objects
 

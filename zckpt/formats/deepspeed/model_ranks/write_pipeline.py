@@ -1,0 +1,204 @@
+"""A pipeline of any stages, tensor and data ranks, from the whole model.
+
+    the whole model             names of layers, and which stage had which of them
+    slices of a tensor rank     by the rules by which they were cut
+    a stage of these slices     masters and moments: the files of one model rank
+    a layer of these slices     weights, buffers and frozen weights: a file for each tensor rank
+
+As for tensor ranks without a pipeline, no offset is computed here: the files are read back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ....core.facts import FlatBufferEngine
+from ....core.manifest import Manifest
+from ....core.staging import Layout, Shell
+from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
+from ....files.torchshell import Storages, shell
+from ....training.options import WEIGHTS_ONLY, Options
+from ....training.order import need_order
+from ...deepspeed_states import reports
+from ...deepspeed_states.directories import TagDirectory
+from ...deepspeed_states.hyper import check_states
+from ...deepspeed_states.model_files import model_files, module_weights
+from ...deepspeed_states.options import CONFIG, PP, PP_BOUNDS, PP_PARTITION, TP
+from ...deepspeed_states.target import DeepSpeedTarget
+from .. import elastic, read
+from ..files import locate, recovery_scripts
+from ..optimizer_files import optimizer_files
+from .apart import ModelGrid, ModelRank
+from .grid import TIED, grid_files
+from .recut import Stage, new_stages, of_stage
+from .tensor_ranks import joined_slices
+from .write_tensor_ranks import (
+    Cuts,
+    cuts_of,
+    resized,
+    rows_of,
+    shared,
+    slices_of,
+    target_of,
+)
+
+
+def lay_out(source: Manifest, options: Options) -> Layout:
+    """The files of all model ranks and layers; `source` has the whole model.
+
+    Raises MissingData if nothing says how a parameter is cut, UnsupportedCheckpoint for what cannot
+    be cut evenly, for stages that DeepSpeed does not train a pipeline with and for elastic files,
+    and WrongOption for bounds of stages that do not fit.
+    """
+    for option in (WEIGHTS_ONLY, CONFIG):
+        if options[option]:
+            raise WrongOption(
+                f"{option.flag} does not apply to {source.root}, which is a pipeline",
+                hint="leave it out",
+            )
+    need_order(source)
+    pipeline = _Pipeline.of(source)
+    tp = options[TP] or int(source.source.get("tp") or 1)
+    rows = rows_of(source, tp, options)
+    model = resized(source, rows)
+    cuts = _cuts(model, tp)
+    stages, inferred = pipeline.stages(model, options)
+    grid = ModelGrid(len(stages), tp, True, None)
+    slices = [slices_of(model, number, cuts, tp) for number in range(tp)]
+    targets = [
+        target_of(_of_stage(slices[rank], stage, number * tp + rank, grid), options)
+        for number, stage in enumerate(stages)
+        for rank in range(tp)
+    ]
+    wholes = [target_of(_unstaged(each), options) for each in slices]
+    first = targets[0]
+    _refuse_target(first)
+    for target in targets:
+        check_states(
+            target.engine, target.source, {slot for b in target.buffers for slot in b.slots}
+        )
+    tag, before = first.tag, {name: source.parameters[name].shape[0] for name in rows}
+
+    def shells() -> Iterator[Shell]:
+        pointer = tag.encode()
+        yield Shell("latest", len(pointer), ((0, pointer),))
+        for number, target in enumerate(targets):
+            for each in (*optimizer_files(target, False), *model_files(target, derives=True)):
+                name = each.name.replace("mp_rank_00", f"mp_rank_{number:02d}")
+                yield Shell(name, each.size, each.parts)
+        for number in pipeline.layers:
+            for rank, whole in enumerate(wholes):
+                yield _layer_file(whole, pipeline, number, rank, tp)
+
+    def read_back(path: str) -> Manifest:
+        directory = TagDirectory(locate(path, tag).path, tag, None)
+        ranks = read.tensor_ranks(directory, grid_files(directory), None, pipeline.tied)
+        model = joined_slices(ranks, [cuts], None) if cuts.rules else ranks[0]
+        return shared(model, before)
+
+    left_out = dict.fromkeys(line for target in targets for line in target.left_out)
+    return Layout(
+        shells,
+        list(first.take_siblings()),
+        [*left_out, *recovery_scripts(source.root)],
+        list(dict.fromkeys([*source.warnings, *reports.of_weights(first), *inferred])),
+        about=f"a DeepSpeed run of {counted(first.dp, 'data-parallel rank')}, pp {grid.pp}, tp "
+        f"{tp}, ZeRO stage {first.engine.stage}, tag {tag}",
+        loading=lambda path: f"model_engine.load_checkpoint({literal(path)})",
+        read_back=read_back,
+        source=shared(source, rows),
+    )
+
+
+class _Pipeline:
+    """What a manifest keeps of the pipeline that it was read from.
+
+    `layers` are the numbers of layers with files, `tied` the keys of tied layers by these numbers,
+    `module` the names of all weights in their order.
+    """
+
+    def __init__(self, facts: Mapping[str, Any], module: Sequence[str]) -> None:
+        self.parameters = [tuple(names) for names in facts["parameters"]]
+        self.buffers = [tuple(names) for names in facts["buffers"]]
+        self.layers = [int(number) for number in facts["layers"]]
+        self.tied = {int(number): str(key) for number, key in facts["tied"]}
+        self.module = module
+
+    @classmethod
+    def of(cls, source: Manifest) -> _Pipeline:
+        """Raises UnsupportedCheckpoint if names of parameters were changed since."""
+        pipeline = cls(source.state["pipeline"], source.state.get("module") or ())
+        known = {name for layer in pipeline.layers for name in pipeline.names_in(layer).values()}
+        trained = {name for name, item in source.parameters.items() if item.trainable}
+        of_stages = {name for stage in pipeline.parameters for name in stage}
+        if of_stages != trained or known != {*source.parameters, *source.buffers}:
+            raise UnsupportedCheckpoint(
+                f"{source.root} was a pipeline, and its parameters have other names now",
+                hint="convert it without --rename",
+            )
+        return pipeline
+
+    def stages(self, model: Manifest, options: Options) -> tuple[list[Stage], list[str]]:
+        """The target's stages, and what had to be inferred: the source's, unless options say."""
+        is_given = options[PP_BOUNDS] is not None or options[PP_PARTITION] is not None
+        if not is_given and options[PP] in (None, len(self.parameters)):
+            pairs = zip(self.parameters, self.buffers, strict=True)
+            return [Stage(own, buffers) for own, buffers in pairs], []
+        uses: dict[str, set[int]] = {}
+        for number, key in self.tied.items():
+            uses.setdefault(key, set()).add(number)
+        buffers = [name for names in self.buffers for name in names]
+        return new_stages(model, self.parameters, buffers, self.layers, uses, options)
+
+    def names_in(self, layer: int) -> dict[str, str]:
+        """The tensors of a layer: their names in its file, and in the whole model."""
+        key = self.tied.get(layer)
+        prefix = f"{layer}." if key is None else f"{TIED}{key}."
+        return {name.removeprefix(prefix): name for name in self.module if name.startswith(prefix)}
+
+
+def _cuts(model: Manifest, tp: int) -> Cuts:
+    """How parameters are cut; one rank has them whole, whatever the rules."""
+    if tp == 1:
+        return Cuts({}, {name: [item.shape] for name, item in model.parameters.items()})
+    return cuts_of(model, tp)
+
+
+def _unstaged(model: Manifest) -> Manifest:
+    """The slices of a tensor rank as a run by itself, whose module has all layers."""
+    facts = {key: value for key, value in model.source.items() if key != "model_rank"}
+    return replace(model, source=facts)
+
+
+def _of_stage(model: Manifest, stage: Stage, number: int, grid: ModelGrid) -> Manifest:
+    """The manifest of one model rank."""
+    assert isinstance(model.engine, FlatBufferEngine)
+    rank = ModelRank(number, replace(grid, dtype=model.engine.dtype), stage.buffers)
+    return of_stage(model, rank, stage.parameters)
+
+
+def _refuse_target(target: DeepSpeedTarget) -> None:
+    if target.engine.stage != 1:
+        raise WrongOption(
+            f"--stage {target.engine.stage} does not go with a pipeline",
+            hint="DeepSpeed trains pipelines at ZeRO stage 1: choose --stage 1",
+        )
+    if elastic.is_elastic(target) or target.experts:
+        raise UnsupportedCheckpoint(
+            f"{target.source.root}: zckpt writes elastic files and experts without pipelines alone"
+        )
+
+
+def _layer_file(
+    target: DeepSpeedTarget, pipeline: _Pipeline, layer: int, rank: int, tp: int
+) -> Shell:
+    """The weights of one layer, as one tensor rank has them."""
+    storages, names = Storages(), pipeline.names_in(layer)
+    weights = module_weights(target, True, storages, names.values())
+    value = OrderedDict((inner, weights[name]) for inner, name in names.items() if name in weights)
+    model = f"-model_{rank:02d}" if tp > 1 else ""
+    name = f"{target.tag}/layer_{layer:02d}{model}-model_states.pt"
+    return shell(name, value, storages)
