@@ -18,8 +18,8 @@ from torch.nn import functional
 
 ROWS, LENGTH = 24, 5
 VOCABULARY, PADDED = 31, 36  # rows with a meaning, and with Megatron's padding
-WIDTH, HIDDEN = 14, 22
-PARTS = (14, 6, 10)  # of the fused projection, as grouped queries have them
+WIDTH, HIDDEN = 14, 20
+PARTS = (16, 4, 8)  # of the fused projection, as grouped queries have them
 
 INFO: dict[str, Any] = {
     "universal_checkpoint_version": 0.2,

@@ -38,7 +38,7 @@ BOTH = "pipe_pp2_tp2_dp1"  # the one training of the default run
 RULES = r"""
 # the model of tests/engines/grid_models.py as a pipeline
 tied_modules\.embed\.weight = vocab:31
-.*\.fused\.(weight|bias) = 0:14,6,10
+.*\.fused\.(weight|bias) = 0:16,4,8
 .*\.gate_up\.(weight|bias) = 0:2x
 .*\.(dense|down)\.weight = 1
 .*\.(dense|down)\.bias = replicated
@@ -401,7 +401,7 @@ class TestRules:
         oracle = torch.load(grid_trained(BOTH) / "oracle.pt", weights_only=False)
         assert_is_what_the_engine_held(tmp_path / "universal", oracle)
         state = zckpt.read(bare, tp_rules=rules).state["tensor_parallel"]
-        assert state["rules"]["1.fused.weight"] == "0:14,6,10"
+        assert state["rules"]["1.fused.weight"] == "0:16,4,8"
 
     def test_without_rules_all_names_are_listed(self, bare: Path, tmp_path: Path) -> None:
         with pytest.raises(MissingData, match=r"nothing says how 24 parameters are cut") as raised:
@@ -418,15 +418,15 @@ class TestRules:
         rules.write_text(RULES.replace(r".*\.gate_up", r".*\.gate_down"))
         with pytest.raises(MissingData, match=r"how 2 parameters are cut: 4.gate_up") as raised:
             zckpt.read(bare, tp_rules=rules)
-        assert r"  \d+\.fused\.weight = 0:14,6,10" in raised.value.hint
+        assert r"  \d+\.fused\.weight = 0:16,4,8" in raised.value.hint
 
     @pytest.mark.parametrize(
         ("old", "new", "error", "said"),
         [
-            ("0:14,6,10", "0:14,6,8", WrongOption, "cannot share 14, 6, 8"),
-            ("0:14,6,10", "0:15,6,9", WrongOption, "cannot share"),
-            ("0:14,6,10", "2", WrongOption, "which has the shape"),
-            ("0:14,6,10", "x", WrongOption, "not of the form REGEX = RULE"),
+            ("0:16,4,8", "0:16,4,6", WrongOption, "cannot share 16, 4, 6"),
+            ("0:16,4,8", "0:17,4,7", WrongOption, "cannot share"),
+            ("0:16,4,8", "2", WrongOption, "which has the shape"),
+            ("0:16,4,8", "x", WrongOption, "not of the form REGEX = RULE"),
             ("0:2x", "0:4x", WrongOption, "cannot be cut into 4"),
             ("vocab:31", "vocab:37", WrongOption, "hold 36 rows"),
             (r"5\.gain = replicated", r"5\.gain = 0", InconsistentCheckpoint, "hold the same"),

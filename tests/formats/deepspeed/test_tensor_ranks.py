@@ -36,7 +36,7 @@ RULES = r"""
 .*\.(dense|down)\.weight = 1
 .*\.(dense|down)\.bias = replicated
 .*\.gate_up\..* = 0:2x
-.*\.fused\..* = 0:14,6,10
+.*\.fused\..* = 0:16,4,8
 .*norm\..*|position|normed\.gain|frozen\..* = replicated
 """
 
@@ -132,6 +132,18 @@ def test_rules_cut_a_run_of_one_rank(
     resumes(root, tmp_path / "run", 2, dp, tmp_path, None)
 
 
+@pytest.mark.parametrize(
+    ("name", "dp", "stage"),
+    [(FP32, 1, 2), ("tensor_tp2_dp2_z3", 2, 3)],
+)
+def test_four_tensor_ranks(
+    name: str, dp: int, stage: int, grid_trained: Trained, tmp_path: Path
+) -> None:
+    root = grid_trained(name)
+    zckpt.reshard(root / "run", tmp_path / "run", tp=4, dp=dp, stage=stage)
+    resumes(root, tmp_path / "run", 4, dp, tmp_path, stage)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_from_a_universal_checkpoint(tp: int, grid_trained: Trained, tmp_path: Path) -> None:
     root = grid_trained(FP32)
@@ -202,7 +214,7 @@ class TestRefusals:
         ("options", "error", "said"),
         [
             ({"tp": 0}, WrongOption, "--tp cannot be 0"),
-            ({"tp": 4}, UnsupportedCheckpoint, "cannot be cut evenly over 4 .*fused.weight"),
+            ({"tp": 8}, UnsupportedCheckpoint, "cannot be cut evenly over 8 .*fused.weight"),
             ({"tp": 2, "pp": 2}, WrongOption, "--pp does not go with --tp"),
             ({"tp": 2, "rename": [("head", "out")]}, MissingData, "nothing says how"),
             ({"tp": 2, "stage": 0}, UnsupportedCheckpoint, "stage 0, elastic files and experts"),

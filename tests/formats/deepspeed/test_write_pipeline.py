@@ -35,6 +35,7 @@ WIDE = "pipe_pp2_tp2_dp2"
         (BOTH, 1, 2, 2),
         (FP32, 1, 1, 1),
         (FP32, 2, 1, 1),
+        (FP32, 1, 4, 1),
         (WIDE, 1, 1, 1),
         (WIDE, 2, 1, 2),
     ],
@@ -138,7 +139,7 @@ def test_files_are_those_of_the_engine(grid_trained: Trained, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"tp": 4}, UnsupportedCheckpoint, "cannot be cut evenly over 4"),
+        ({"tp": 8}, UnsupportedCheckpoint, "cannot be cut evenly over 8"),
         ({"tp": 1, "pp": 3}, WrongOption, "--pp 3 needs the bounds"),
         ({"tp": 1, "pp_bounds": (0, 4)}, WrongOption, "end before layer"),
         ({"tp": 1, "stage": 2}, WrongOption, "--stage 2 does not go with a pipeline"),
