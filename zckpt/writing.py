@@ -258,7 +258,8 @@ def _named_for(format: Format, manifest: Manifest, options: Options) -> Manifest
         manifest = renamed(manifest, options[RENAME])
     elif not format.is_neutral and format.family != origin:
         manifest = canonical(manifest)
-    if (names := options[PARAM_NAMES]) is not None:
+    names = options[PARAM_NAMES]
+    if names is not None and "model_ranks" not in manifest.source:  # read apart, in this order
         manifest = in_order_of(called_as(manifest, names), names)
     return ties.with_ties(manifest, options[TIE]) if options[TIE] else manifest
 

@@ -228,22 +228,18 @@ def cut_of(case: GridCase, name: str, parameter: Tensor) -> Any:
 def record(engine: Any, case: GridCase, axes: Axes) -> dict[str, Any] | None:
     """The whole model's state on rank 0, None on the others."""
     module, optimizer = engine.module, engine.optimizer
-    layout = oracle.read_layout(module, optimizer)
     weights = oracle.gather_weights(module)
     saved = {name for name, _ in module.named_buffers() if not name.endswith("inv_freq")}
     mine = {
         "pp": axes.pp,
         "dp": axes.dp,
         "tp": axes.tp,
-        "states": oracle.local_states(optimizer, layout),
-        "places": layout.places,
-        "groups": layout.groups,
-        "cut_each": layout.cut_each_parameter,
+        **(states_without_zero if case.stage == 0 else partitioned_states)(module, optimizer),
         "weights": weights,
         "cuts": {n: cut_of(case, n, p) for n, p in module.named_parameters()},
         "settings": [
             {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.optimizer.param_groups
+            for group in getattr(optimizer, "optimizer", optimizer).param_groups
         ],
         "trainable": [name for name, p in module.named_parameters() if p.requires_grad],
         "buffers": {n: b.clone() for n, b in module.named_buffers() if n in saved},
@@ -253,6 +249,31 @@ def record(engine: Any, case: GridCase, axes: Axes) -> dict[str, Any] | None:
     if distributed.get_rank() != 0:
         return None
     return joined(ranks, case, engine)
+
+
+def partitioned_states(module: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """What this rank's partitions hold, and where parameters lie in them."""
+    layout = oracle.read_layout(module, optimizer)
+    return {
+        "states": oracle.local_states(optimizer, layout),
+        "places": layout.places,
+        "groups": layout.groups,
+        "cut_each": layout.cut_each_parameter,
+    }
+
+
+def states_without_zero(module: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """What every data rank of a model rank holds whole."""
+    tensors, steps, _, groups = oracle.whole_states(module, optimizer)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    listed = [
+        names[id(each)]
+        for group in getattr(optimizer, "fp16_groups", None) or [
+            group["params"] for group in optimizer.param_groups
+        ]
+        for each in group
+    ]  # fmt: skip
+    return {"whole": tensors, "whole_steps": steps, "groups": groups, "listed": listed}
 
 
 def joined(ranks: list[dict[str, Any]], case: GridCase, engine: Any) -> dict[str, Any]:
@@ -288,12 +309,17 @@ def joined(ranks: list[dict[str, Any]], case: GridCase, engine: Any) -> dict[str
             else:
                 place["params"] += [name for name in names if name not in place["params"]]
             for name in names:
-                steps[name] = stage["states"][stage["places"][name].flat]["scalars"].get("step")
+                steps[name] = (
+                    stage["whole_steps"][name]
+                    if case.stage == 0
+                    else stage["states"][stage["places"][name].flat]["scalars"].get("step")
+                )
                 held["scalars"].setdefault(name, {})
         held["buffers"] |= stage["buffers"]
     order = {0.1: 0, 0.0: 1}
     groups.sort(key=lambda group: (order[group["weight_decay"]], group["lr"]))
-    return {**held, "tensors": tensors, "steps": steps, "groups": groups}
+    listed = by_place[0, 0, 0].get("listed")  # what --param-names asks for, in stage 0
+    return {**held, "tensors": tensors, "steps": steps, "groups": groups, "listed": listed}
 
 
 def same_settings(group: dict[str, Any], settings: dict[str, Any]) -> bool:
@@ -307,6 +333,13 @@ def of_model_rank(
     column = [ranks[pp, dp, tp] for dp in range(case.dp)]
     weight = column[0]["weights"][name]
     found = {"param": weight}
+    if case.stage == 0:
+        for full, tensor in column[0]["whole"].items():
+            owner, _, slot = full.rpartition("/")
+            if owner == name:
+                assert all(torch.equal(tensor, rank["whole"][full]) for rank in column), full
+                found[slot] = tensor
+        return found
     place = column[0]["places"].get(name)
     if place is not None:
         layout = oracle.Layout([], {}, [], column[0]["cut_each"], {})

@@ -34,6 +34,7 @@ from ...engines.grids import CASES
 from ..contract import FormatContract
 from ..equality import assert_is_what_the_engine_held, same_bits
 
+NAMED = [name for name in CASES if not name.endswith("z0_fp32")]  # others need --param-names
 BOTH = "pipe_pp2_tp2_dp1"  # the one training of the default run
 RULES = r"""
 # the model of tests/engines/grid_models.py as a pipeline
@@ -78,7 +79,7 @@ def rules(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=first if name == BOTH else [pytest.mark.engines]) for name in CASES],
+    [pytest.param(name, marks=first if name == BOTH else [pytest.mark.engines]) for name in NAMED],
 )
 def test_universal_is_what_all_ranks_held(name: str, grid_trained: Trained, tmp_path: Path) -> None:
     root = grid_trained(name)
@@ -91,10 +92,11 @@ def test_universal_is_what_all_ranks_held(name: str, grid_trained: Trained, tmp_
         found = zckpt.verify(*words)
         assert found["equal"], found
         assert found.get("only_a", []) == found.get("only_b", []) == []
-    gathered = zckpt.verify(root / "run", tmp_path / "universal", gather=True, device="cpu")
-    assert gathered["equal"], gathered
-    assert gathered["tensors"] == found["tensors"]
     case, manifest = CASES[name], zckpt.read(root / "run")
+    if case.stage:  # without ZeRO the engine loads by number
+        gathered = zckpt.verify(root / "run", tmp_path / "universal", gather=True, device="cpu")
+        assert gathered["equal"], gathered
+        assert gathered["tensors"] == found["tensors"]
     is_grid = case.model == "pipe" or case.tp > 1
     sizes = [case.pp, case.tp] if is_grid else [None, None]
     assert [manifest.source.get(key) for key in ("pp", "tp")] == sizes
@@ -407,7 +409,7 @@ class TestRules:
         with pytest.raises(MissingData, match=r"nothing says how 24 parameters are cut") as raised:
             zckpt.convert(bare, tmp_path / "out")
         lines = raised.value.hint.splitlines()[1:]
-        assert r"  \d+\.fused\.weight = ?  # [15, 14] on each rank" in lines
+        assert r"  \d+\.fused\.weight = ?  # [14, 14] on each rank" in lines
         completed = tmp_path / "completed.txt"  # the lines are a file of rules, once completed
         completed.write_text("\n".join(lines).replace("= ?", "= replicated"))
         with pytest.raises(InconsistentCheckpoint, match="different copies"):
@@ -427,7 +429,7 @@ class TestRules:
             ("0:16,4,8", "0:17,4,7", WrongOption, "cannot share"),
             ("0:16,4,8", "2", WrongOption, "which has the shape"),
             ("0:16,4,8", "x", WrongOption, "not of the form REGEX = RULE"),
-            ("0:2x", "0:4x", WrongOption, "cannot be cut into 4"),
+            ("0:2x", "0:3x", WrongOption, "cannot be cut into 3"),
             ("vocab:31", "vocab:37", WrongOption, "hold 36 rows"),
             (r"5\.gain = replicated", r"5\.gain = 0", InconsistentCheckpoint, "hold the same"),
             ("weight = 1", "weight = replicated", InconsistentCheckpoint, "different copies"),

@@ -267,7 +267,7 @@ def test_inspect_draws_which_model_rank_has_what(run: Path, zckpt: Callable[...,
     ranks = [re.search(r"mp_rank_(\d+)", piece["file"])[1] for piece in tensor["fragments"]]  # type: ignore[index]
     bounds = [(piece["start"], piece["stop"]) for piece in tensor["fragments"]]
     assert ranks == ["00", "01", "00", "01"]  # two fused halves, each cut in two
-    assert bounds == [(0, 154), (154, 308), (308, 462), (462, 616)]
+    assert bounds == [(0, 140), (140, 280), (280, 420), (420, 560)]
     assert re.search(r"0{12}[12]{12}0{12}[12]{12}", zckpt(*words).out)
 
 

@@ -44,6 +44,20 @@ class RankFiles:
     experts: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
 
+@valueclass
+class Numbered:
+    """What the user says of an optimizer that knows its parameters by number, as in stage 0.
+
+    `param_names` are the names in its order. For the weights alone they are not needed.
+    """
+
+    param_names: Sequence[str] | None = None
+    weights_only: bool = False
+
+
+NAMED = Numbered()
+
+
 def detect(path: str) -> list[str]:
     """Tags of the checkpoints at `path`; a tag directory's own is its name."""
     return KIND.detect(path)

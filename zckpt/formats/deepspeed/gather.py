@@ -22,6 +22,7 @@ from typing import Any
 
 from ...core.manifest import slot_name
 from ...core.partition import FlatMember, Partition, Partitioned, Whole
+from ...errors import MissingData
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .stage_0 import gather_whole
 from .stage_0.gather_whole import whole
@@ -53,6 +54,12 @@ def _of_grid(directory: str, tp_rules: str | None) -> list[Partition]:
 
     numbers = {int(m[1]) for n in os.listdir(directory) if (m := MODEL_RANK.search(n))}
     engines = [_EngineFiles(directory, number) for number in sorted(numbers)]
+    if not engines[0].optimizers:
+        raise MissingData(
+            f"{directory} was saved by several model ranks without ZeRO (stage 0): the engine "
+            "loads the optimizer's tensors by number, and no name says which slices are of one",
+            hint="verify without --gather",
+        )
     ranks = [
         gather_grid.RankParts(
             list(engine.partitions()), [name for group in engine.param_shapes() for name in group]

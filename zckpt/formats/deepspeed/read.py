@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...core.manifest import Manifest
-from ...errors import MALFORMED, listed, not_understood
+from ...errors import MALFORMED, not_understood
 from ...files.torchfile import Parsed
 from ...training.steps import KEEP
 from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.manifest import manifest_of
 from ..deepspeed_states.states import EngineStates, open_files
-from .files import RankFiles, locate
+from .files import NAMED, Numbered, locate
 from .flats import flat_buffers
 from .model_ranks.apart import ModelGrid, of_rank, open_apart, stacked
 from .model_ranks.grid import GridFiles, check_grid, grid_files
@@ -45,14 +45,10 @@ def read(
     directory = locate(path, tag)
     try:
         files = grid_files(directory)
-        if not files.ranks[0].optimizers:
-            # not the ds_config: bf16 before 0.17.6 has some in stage 0 too
-            if not files.is_plain:
-                refuse(directory, "several model ranks and without optimizer files (ZeRO stage 0)")
-            return _read_whole(directory, files.ranks[0], step_policy, param_names, weights_only)
+        numbered = Numbered(param_names, weights_only)
         if apart and not files.is_plain:
-            return _apart(directory, files, step_policy)
-        models = tensor_ranks(directory, files, step_policy)
+            return _apart(directory, files, step_policy, numbered)
+        models = tensor_ranks(directory, files, step_policy, numbered)
         if slices or files.tp > 1:
             return _joined(models, tp_rules, step_policy)
         return models[0]
@@ -101,20 +97,24 @@ def check_slices(manifest: Manifest) -> None:
         from .model_ranks.copies import refuse_equal_slices
 
         directory = locate(manifest.root, None)
-        ranks = tensor_ranks(directory, grid_files(directory), KEEP)
+        weights = Numbered(weights_only=True)
+        ranks = tensor_ranks(directory, grid_files(directory), KEEP, weights)
         refuse_equal_slices(manifest.root, ranks, manifest.state["tensor_parallel"]["rules"])
 
 
-def _apart(directory: TagDirectory, files: GridFiles, step_policy: str | None) -> Manifest:
+def _apart(
+    directory: TagDirectory, files: GridFiles, step_policy: str | None, numbered: Numbered
+) -> Manifest:
     """The model ranks apart, once the joined reading has found the same grid in their contents."""
-    grid = ModelGrid.of(files, tensor_ranks(directory, files, KEEP)[0])
-    return stacked(open_apart(directory, files.ranks, grid, step_policy))
+    grid = ModelGrid.of(files, tensor_ranks(directory, files, KEEP, numbered)[0])
+    return stacked(open_apart(directory, files.ranks, grid, step_policy, numbered))
 
 
 def tensor_ranks(
     directory: TagDirectory,
     files: GridFiles,
     step_policy: str | None,
+    numbered: Numbered = NAMED,
     tied: Mapping[int, str] | None = None,
 ) -> list[Manifest]:
     """The model of each tensor rank by itself: its slices of all stages of the pipeline.
@@ -123,6 +123,8 @@ def tensor_ranks(
     """
     parsed = Parsed()
     staged = bool(files.layers)
+    if not files.ranks[0].optimizers:  # not the ds_config: bf16 before 0.17.6 has some in stage 0
+        return _without_zero(directory, files, step_policy, numbered)
     ranks = [open_ranks(directory, each, parsed, staged) for each in files.ranks]
     grid = check_grid(directory, files, ranks)
     with_experts = any(each.model.get("num_experts") for each in ranks)
@@ -149,30 +151,22 @@ def tensor_ranks(
     return models
 
 
-def _read_whole(
-    directory: TagDirectory,
-    files: RankFiles,
-    step_policy: str | None,
-    param_names: Sequence[str] | None,
-    weights_only: bool,
-) -> Manifest:
-    """The manifest of stage 0: the model file has the optimizer too."""
-    from .stage_0 import whole_states
+def _without_zero(
+    directory: TagDirectory, files: GridFiles, step_policy: str | None, numbered: Numbered
+) -> list[Manifest]:
+    """The manifest of each tensor rank in stage 0."""
     from .stage_0.whole import open_whole
+    from .stage_0.whole_manifest import manifest_of_whole
 
-    whole = open_whole(directory, files, param_names, weights_only)
-    states, units = whole_states.with_states(whole)
-    buffers = list(whole_states.buffers(states, units, step_policy))
-    manifest = manifest_of(states, buffers, "deepspeed", states.config, states.module_dtype)
-    warnings = list(manifest.warnings)
-    if whole.inferred:
-        warnings.append(
-            "the optimizer knows its parameters by number: the names of "
-            f"{listed(whole.inferred, 4)} are inferred from the order of the module"
-        )
-    return replace(
-        manifest, inferred=tuple(whole.inferred), warnings=tuple(warnings), zero_padding=True
-    )
+    if files.layers:
+        refuse(directory, "a pipeline without optimizer files (ZeRO stage 0)")
+    wholes = [open_whole(directory, each, numbered) for each in files.ranks]
+    check_grid(directory, files, [whole.states for whole in wholes])
+    manifests = [manifest_of_whole(whole, step_policy) for whole in wholes]
+    if files.is_plain:
+        return manifests
+    sizes = {"tp": files.tp, "pp": files.pp}
+    return [replace(each, source={**each.source, **sizes}) for each in manifests]
 
 
 def _with_experts(

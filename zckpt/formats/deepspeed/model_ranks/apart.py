@@ -20,7 +20,7 @@ from ....files.torchfile import Parsed
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates
-from ..files import RankFiles
+from ..files import NAMED, Numbered, RankFiles
 from ..flats import flat_buffers
 from ..ranks import open_ranks
 from .grid import GridFiles
@@ -74,13 +74,21 @@ def open_apart(
     files: Sequence[RankFiles],
     grid: ModelGrid,
     step_policy: str | None,
+    numbered: Numbered = NAMED,
 ) -> list[Manifest]:
     """The manifest of each model rank; its `source` has a ModelRank, under `model_rank`."""
     parsed = Parsed()
     manifests = []
     for number, each in enumerate(files):
-        ranks = open_ranks(directory, each, parsed, grid.staged)
-        manifest = of_rank(ranks, step_policy)
+        if each.optimizers:
+            ranks = open_ranks(directory, each, parsed, grid.staged)
+            manifest = of_rank(ranks, step_policy)
+        else:
+            from ..stage_0.whole import open_whole  # most runs have ZeRO
+            from ..stage_0.whole_manifest import manifest_of_whole
+
+            whole = open_whole(directory, each, numbered)
+            ranks, manifest = whole.states, manifest_of_whole(whole, step_policy)
         buffers = tuple(ranks.model.get("buffer_names") or ())
         rank = ModelRank(number, grid, buffers)
         assert isinstance(manifest.engine, FlatBufferEngine)

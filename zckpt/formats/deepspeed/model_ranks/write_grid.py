@@ -13,24 +13,23 @@ from ....core.manifest import Manifest
 from ....core.staging import Layout, Shell
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....training import objects
-from ....training.options import ALLOW_OBJECT, DP, DTYPE, Options
+from ....training.options import ALLOW_OBJECT, DP, DTYPE, PARAM_NAMES, Options
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
-from ...deepspeed_states.model_files import model_files
 from ...deepspeed_states.options import PP, PP_BOUNDS, PP_PARTITION, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
 from .. import elastic, read
-from ..files import locate, rank_files, recovery_scripts
-from ..optimizer_files import optimizer_files
+from ..files import Numbered, locate, rank_files, recovery_scripts
 from .apart import ModelGrid, layer_siblings, open_apart, stacked
 from .copies import compare_copies
 from .grid import GridFiles, grid_files
+from .rank_shells import rank_shells
 from .recut import recut, under_names_of
 
 OF_WEIGHTS = frozenset({STAGE.name, DTYPE.name})  # they change files of layers too
 STAGES = (PP, PP_BOUNDS, PP_PARTITION)
-TAKEN = frozenset({DP.name, PP.name, PP_BOUNDS.name, PP_PARTITION.name, ALLOW_OBJECT.name})
+TAKEN = frozenset(option.name for option in (DP, *STAGES, ALLOW_OBJECT, PARAM_NAMES))
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -44,7 +43,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     files = grid_files(directory)
     _refuse_options(source.root, files, options)
     grid = before = ModelGrid.of(files, source)
-    apart = open_apart(directory, files.ranks, grid, None)
+    numbered = Numbered(options[PARAM_NAMES])
+    apart = open_apart(directory, files.ranks, grid, None, numbered)
     models: list[Manifest] = []
     inferred: Sequence[str] = ()
     if _cuts_again(source.root, files, options):
@@ -53,10 +53,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         apart, grid, inferred = [*pipeline.ranks], pipeline.grid, pipeline.inferred
     targets = [_target(manifest, options) for manifest in apart]
     first = targets[0]
-    if first.engine.whole or any(map(elastic.is_elastic, targets)):
+    if any(map(elastic.is_elastic, targets)):
         raise UnsupportedCheckpoint(
-            f"{source.root}: zckpt writes stage 0 and elastic files for one model rank alone",
-            hint="choose --stage 1, 2 or 3",
+            f"{source.root}: zckpt writes elastic files for one model rank alone"
         )
     for target in targets:
         slots = {slot for buffer in target.buffers for slot in buffer.slots}
@@ -66,9 +65,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         pointer = tag.encode()
         yield Shell("latest", len(pointer), ((0, pointer),))
         for number, target in enumerate(targets):
-            for shell in (*optimizer_files(target, False), *model_files(target, derives=True)):
-                name = shell.name.replace("mp_rank_00", f"mp_rank_{number:02d}")
-                yield Shell(name, shell.size, shell.parts)
+            yield from rank_shells(target, number)
 
     def read_back(path: str) -> Manifest:
         """Files of layers are not there yet."""

@@ -25,14 +25,14 @@ from ....training.order import need_order
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
-from ...deepspeed_states.model_files import model_files, module_weights
+from ...deepspeed_states.model_files import module_weights
 from ...deepspeed_states.options import CONFIG, PP, PP_BOUNDS, PP_PARTITION, TP
 from ...deepspeed_states.target import DeepSpeedTarget
 from .. import elastic, read
 from ..files import locate, recovery_scripts
-from ..optimizer_files import optimizer_files
 from .apart import ModelGrid, ModelRank
 from .grid import TIED, grid_files
+from .rank_shells import rank_shells
 from .recut import Stage, new_stages, of_stage
 from .tensor_ranks import joined_slices
 from .write_tensor_ranks import (
@@ -86,16 +86,14 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         pointer = tag.encode()
         yield Shell("latest", len(pointer), ((0, pointer),))
         for number, target in enumerate(targets):
-            for each in (*optimizer_files(target, False), *model_files(target, derives=True)):
-                name = each.name.replace("mp_rank_00", f"mp_rank_{number:02d}")
-                yield Shell(name, each.size, each.parts)
+            yield from rank_shells(target, number)
         for number in pipeline.layers:
             for rank, whole in enumerate(wholes):
                 yield _layer_file(whole, pipeline, number, rank, tp)
 
     def read_back(path: str) -> Manifest:
         directory = TagDirectory(locate(path, tag).path, tag, None)
-        ranks = read.tensor_ranks(directory, grid_files(directory), None, pipeline.tied)
+        ranks = read.tensor_ranks(directory, grid_files(directory), None, tied=pipeline.tied)
         model = joined_slices(ranks, [cuts], None) if cuts.rules else ranks[0]
         return shared(model, before)
 

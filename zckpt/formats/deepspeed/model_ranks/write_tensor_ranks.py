@@ -36,14 +36,13 @@ from ....training.options import ALLOW_OBJECT, WEIGHTS_ONLY, Options
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
-from ...deepspeed_states.model_files import model_files
 from ...deepspeed_states.options import CONFIG, PP, PP_BOUNDS, PP_PARTITION, VOCAB_SIZE
 from ...deepspeed_states.target import DeepSpeedTarget
 from .. import elastic, read
 from ..files import locate, recovery_scripts
-from ..optimizer_files import optimizer_files
 from .apart import ModelGrid, ModelRank
 from .grid import grid_files
+from .rank_shells import rank_shells
 from .tensor_ranks import INFO, joined_slices
 from .tensor_rules import Rules, Shapes, Sliced, stated_rule
 from .universal_info import UniversalInfo, info_for
@@ -56,7 +55,7 @@ def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
     """The files of all tensor ranks; `source` has the whole model.
 
     Raises MissingData if nothing says how a parameter is cut, UnsupportedCheckpoint for what cannot
-    be cut evenly, for experts, stage 0 and elastic files, and WrongOption.
+    be cut evenly, for experts and elastic files, and WrongOption.
     """
     _refuse(source, options)
     rows = rows_of(source, tp, options)
@@ -64,11 +63,10 @@ def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
     cuts = cuts_of(model, tp)
     targets = [target_of(slices_of(model, number, cuts, tp), options) for number in range(tp)]
     first = targets[0]
-    if first.engine.whole or elastic.is_elastic(first) or first.experts:
+    if elastic.is_elastic(first) or first.experts:
         raise UnsupportedCheckpoint(
-            f"{source.root}: zckpt writes stage 0, elastic files and experts for one tensor rank "
-            "alone",
-            hint="leave out --tp, or choose --stage 1, 2 or 3",
+            f"{source.root}: zckpt writes elastic files and experts for one tensor rank alone",
+            hint="leave out --tp",
         )
     for target in targets:
         check_states(
@@ -80,9 +78,7 @@ def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
         pointer = tag.encode()
         yield Shell("latest", len(pointer), ((0, pointer),))
         for number, target in enumerate(targets):
-            for shell in (*optimizer_files(target, False), *model_files(target, derives=True)):
-                name = shell.name.replace("mp_rank_00", f"mp_rank_{number:02d}")
-                yield Shell(name, shell.size, shell.parts)
+            yield from rank_shells(target, number)
 
     def read_back(path: str) -> Manifest:
         directory = locate(path, tag)

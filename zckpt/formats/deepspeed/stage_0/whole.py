@@ -33,7 +33,7 @@ from ...deepspeed_states.states import (
 )
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.names import ELEMENTWISE
-from ..files import RankFiles
+from ..files import Numbered, RankFiles
 from ..ranks import check_kind, without_optimizer
 from . import naming
 
@@ -61,16 +61,11 @@ class WholeOptimizer:
         return self.states.models[0]
 
 
-def open_whole(
-    directory: TagDirectory,
-    files: RankFiles,
-    param_names: Sequence[str] | None,
-    weights_only: bool,
-) -> WholeOptimizer:
+def open_whole(directory: TagDirectory, files: RankFiles, numbered: Numbered) -> WholeOptimizer:
     """The model file with its optimizer, whose parameters have names.
 
     Raises IncompleteCheckpoint if there is no optimizer, and MissingData if nothing shows the names
-    of its parameters; with `weights_only` not where the weights need none.
+    of its parameters; for the weights alone not where the weights need none.
     """
     (file, *_) = models = open_files(files.models, Parsed())
     model = dictionary(file, file.value)
@@ -100,9 +95,9 @@ def open_whole(
     )
     weights = _weights(states)
     try:
-        members, inferred = _members(states, weights, param_names)
+        members, inferred = _members(states, weights, numbered.param_names)
     except MissingData:
-        if not weights_only or wrapper is not None:  # masters are weights
+        if not numbered.weights_only or wrapper is not None:  # masters are weights
             raise
         shapes = [{name: tensor.shape for name, tensor in weights.items()}]
         return WholeOptimizer(_with_shapes(states, shapes), [], [], named=False)

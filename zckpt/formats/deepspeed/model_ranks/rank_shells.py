@@ -1,0 +1,23 @@
+"""The files of one model rank of a target, as shells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ....core.staging import Shell
+from ...deepspeed_states.model_files import model_files
+from ...deepspeed_states.target import DeepSpeedTarget
+from ..optimizer_files import optimizer_files
+from ..stage_0 import whole_files
+
+
+def rank_shells(target: DeepSpeedTarget, number: int) -> Iterator[Shell]:
+    """Model and optimizer files under the names of model rank `number`."""
+    if target.engine.whole:
+        shells = [*model_files(target, True, whole_files.optimizer)]
+    else:
+        shells = [*optimizer_files(target, False), *model_files(target, derives=True)]
+    for shell in shells:
+        yield Shell(
+            shell.name.replace("mp_rank_00", f"mp_rank_{number:02d}"), shell.size, shell.parts
+        )
