@@ -229,12 +229,14 @@ def record(engine: Any, case: GridCase, axes: Axes) -> dict[str, Any] | None:
     """The whole model's state on rank 0, None on the others."""
     module, optimizer = engine.module, engine.optimizer
     weights = oracle.gather_weights(module)
+    # a pipeline in bf16 has BF16_Optimizer in stage 0 too (0.19.8)
+    is_cut = case.stage > 0 or hasattr(optimizer, "fp32_groups_flat_partition")
     saved = {name for name, _ in module.named_buffers() if not name.endswith("inv_freq")}
     mine = {
         "pp": axes.pp,
         "dp": axes.dp,
         "tp": axes.tp,
-        **(states_without_zero if case.stage == 0 else partitioned_states)(module, optimizer),
+        **(partitioned_states if is_cut else states_without_zero)(module, optimizer),
         "weights": weights,
         "cuts": {n: cut_of(case, n, p) for n, p in module.named_parameters()},
         "settings": [
@@ -311,7 +313,7 @@ def joined(ranks: list[dict[str, Any]], case: GridCase, engine: Any) -> dict[str
             for name in names:
                 steps[name] = (
                     stage["whole_steps"][name]
-                    if case.stage == 0
+                    if "whole_steps" in stage
                     else stage["states"][stage["places"][name].flat]["scalars"].get("step")
                 )
                 held["scalars"].setdefault(name, {})
@@ -333,7 +335,7 @@ def of_model_rank(
     column = [ranks[pp, dp, tp] for dp in range(case.dp)]
     weight = column[0]["weights"][name]
     found = {"param": weight}
-    if case.stage == 0:
+    if "whole" in column[0]:
         for full, tensor in column[0]["whole"].items():
             owner, _, slot = full.rpartition("/")
             if owner == name:

@@ -126,6 +126,9 @@ def tensor_ranks(
     if not files.ranks[0].optimizers:  # not the ds_config: bf16 before 0.17.6 has some in stage 0
         return _without_zero(directory, files, step_policy, numbered)
     ranks = [open_ranks(directory, each, parsed, staged) for each in files.ranks]
+    if staged and any(rank.model.get("param_shapes") is None for rank in ranks):
+        # DeepSpeed 0.19.8 in bf16: BF16_Optimizer's files, without the names that ZeRO lists
+        refuse(directory, "a pipeline in ZeRO stage 0 (its files have no names of parameters)")
     grid = check_grid(directory, files, ranks)
     with_experts = any(each.model.get("num_experts") for each in ranks)
     if with_experts and not files.is_plain:
@@ -159,7 +162,7 @@ def _without_zero(
     from .stage_0.whole_manifest import manifest_of_whole
 
     if files.layers:
-        refuse(directory, "a pipeline without optimizer files (ZeRO stage 0)")
+        refuse(directory, "a pipeline in ZeRO stage 0")
     wholes = [open_whole(directory, each, numbered) for each in files.ranks]
     check_grid(directory, files, [whole.states for whole in wholes])
     manifests = [manifest_of_whole(whole, step_policy) for whole in wholes]

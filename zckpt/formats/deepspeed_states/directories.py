@@ -153,8 +153,7 @@ def refuse(directory: TagDirectory, what: str) -> NoReturn:
     """Raises UnsupportedCheckpoint."""
     raise UnsupportedCheckpoint(
         f"{directory.path} was saved with {what}, which zckpt does not read yet",
-        hint="what is read: stage 0, 1, 2 and 3; of pipelines and tensor parallelism 1, 2 and 3; "
-        "see `zckpt formats`",
+        hint="what is read: stage 0, 1, 2 and 3, and of pipelines stage 1; see `zckpt formats`",
     )
 
 
