@@ -23,7 +23,7 @@ from .errors import TargetExists, WrongOption, counted, literal
 from .reading import Reading, read
 from .training import objects, steps, ties
 from .training.names import called_as, canonical, former, renamed
-from .training.options import ALLOW_OBJECT, PARAM_NAMES, RENAME, TIE, Options
+from .training.options import ALLOW_OBJECT, DP, PARAM_NAMES, RENAME, TIE, Options
 from .training.order import in_order_of
 from .version import __version__
 
@@ -227,7 +227,7 @@ def _report(
             f"the source has no output layer: if the model ties {tie[0]} to {tie[1]}, add --tie "
             f"{tie[0]}={tie[1]}"
         )
-    if command == "reshard" and not options.given:
+    if command == "reshard" and not options.given and DP in format.options:
         ranks = counted(manifest.dp, "rank")
         warnings.append(f"no --dp was given: the target is for {ranks}, as the source")
     return {

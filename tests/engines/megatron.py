@@ -35,6 +35,7 @@ USUAL: dict[str, Any] = {
     "moe": False,
     "distributed": True,
     "sharding": "fully_reshardable",
+    "load": None,
 }
 
 
@@ -56,11 +57,51 @@ READABLE = [
     case("not_distributed_tp2", world=2, tp=2, distributed=False),
     case("not_distributed_fp32", distributed=False, bf16=False, adam="torch"),
 ]
+# name of a source in READABLE, options of the conversion, and the run that loads
+RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("dp3", {}, {"world": 1}),
+    ("dp3", {}, {"world": 2, "tp": 2}),
+    ("tp2", {}, {"world": 2, "tp": 2}),  # the same grid, which asks for random states
+    ("tp2_pp2", {}, {"world": 2}),
+    ("not_distributed_fp32", {}, {"world": 2, "pp": 2, "adam": "fused"}),
+    ("moe_ep2", {"ep": 1}, {"world": 2}),
+    ("moe_dp2", {"ep": 2}, {"world": 2, "ep": 2}),
+]
+MORE_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("dp1", {}, {"world": 4, "tp": 2}),
+    ("tp2", {}, {"world": 1}),
+    ("tp2", {}, {"world": 4, "tp": 2}),
+    ("tp2", {}, {"world": 4, "pp": 4}),
+    ("pp2", {}, {"world": 1}),
+    ("pp2", {}, {"world": 2, "pp": 2}),
+    ("tp2_dp2_torch_adam", {}, {"world": 2, "pp": 2, "adam": "fused"}),
+    ("not_distributed_tp2", {}, {"world": 2}),
+    ("not_distributed_tp2", {}, {"world": 3}),
+    ("moe_ep2", {}, {"world": 4, "ep": 2}),
+    ("moe_ep2_dp4", {"ep": 4}, {"world": 4, "ep": 4}),
+    ("moe_ep2_dp4", {"ep": 1}, {"world": 2, "tp": 2}),
+    ("moe_dp2", {"ep": 2}, {"world": 4, "ep": 2, "pp": 2}),
+    ("moe_dp2", {}, {"world": 1}),
+]
 CORRUPT = case("corrupt", world=3, bucket=700)
 OTHERS = [
     case("dp_reshardable", world=2, sharding="dp_reshardable"),
     case("dp_zero_gather_scatter", world=2, sharding="dp_zero_gather_scatter"),
 ]
+
+
+def name_of(resumed: tuple[str, dict[str, Any], dict[str, Any]]) -> str:
+    """A folder's name for a source, its options, and the run that loads."""
+    source, options, run = resumed
+    return "-".join([source, *(f"{key}{value}" for key, value in (*options.items(), *run.items()))])
+
+
+def loading(resumed: tuple[str, dict[str, Any], dict[str, Any]], path: Path) -> dict[str, Any]:
+    """The case of a run that loads `path`, which was written from the source: the same model."""
+    source, _, run = resumed
+    like = next(case for case in READABLE if case["name"] == source)
+    model = {key: like[key] for key in ("sizes", "gated", "tied", "bf16", "moe", "adam")}
+    return case(name_of(resumed), **{**model, **run, "load": str(path)})
 
 
 def site() -> Path:
@@ -93,15 +134,17 @@ def train(cases: Sequence[dict[str, Any]], root: Path) -> None:
     assert ended.returncode == 0, log.read_text()[-3000:]
 
 
-def expected(folder: Path) -> tuple[dict[str, torch.Tensor], set[float]]:
+def expected(folder: Path, when: str = "rank") -> tuple[dict[str, torch.Tensor], set[float]]:
     """What all ranks held, as whole tensors by `name/slot`, and the steps that they counted.
+
+    `when` is "next" for what they held one update later.
 
     Tensor-parallel parts are joined along the axis that Megatron-Core states for them; the two
     halves of a gated `linear_fc1` are joined apart. An element that no rank held is NaN.
     """
     parts = [
         part
-        for file in sorted(folder.glob("rank-*.pt"))
+        for file in sorted(folder.glob(f"{when}-*.pt"))
         for part in torch.load(file, weights_only=True)
     ]
     gated = json.loads((folder.parent / "cases.json").read_text())
@@ -111,11 +154,15 @@ def expected(folder: Path) -> tuple[dict[str, torch.Tensor], set[float]]:
     for part in parts:
         rank = part["tp_rank"] if part["axis"] >= 0 else 0
         axes[part["name"]] = part["axis"]
-        locals_.setdefault((part["name"], "param"), {})[rank] = part["weight"]
+        weights = locals_.setdefault((part["name"], "param"), {})
+        known = weights.setdefault(rank, part["weight"])
+        assert torch.equal(known, part["weight"]), f"copies of {part['name']} differ"
         for key, values in part["tensors"].items():
             ranks = locals_.setdefault((part["name"], SLOTS[key]), {})
             whole = ranks.setdefault(rank, torch.full(part["shape"], torch.nan))
-            whole.view(-1)[part["start"] : part["start"] + values.numel()] = values
+            own = whole.view(-1)[part["start"] : part["start"] + values.numel()]
+            assert torch.equal(own[~own.isnan()], values[~own.isnan()]), f"{part['name']}: {key}"
+            own.copy_(values)
     tensors = {}
     for (name, slot), ranks in locals_.items():
         pieces, axis = [ranks[rank] for rank in sorted(ranks)], max(axes[name], 0)

@@ -11,6 +11,10 @@ Megatron-Core's own.
 
 ROOT/CASE/iter_0000003      the checkpoint
 ROOT/CASE/rank-R.pt         what the optimizer of rank R holds, by the model's global names
+ROOT/CASE/next-R.pt         the same after one more update
+
+A case that has the key `load` does not train: it loads the run at that path, as Megatron-LM's own
+`load_checkpoint` does.
 
 Stubs: a CPU has no torch.cuda, and Megatron-Core asks for its streams, its devices and its types.
 """
@@ -191,8 +195,9 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         if case["tied"] and whole == "output_layer.weight":
             whole = "embedding.word_embeddings.weight"
         names[parameter] = whole
-        cut = getattr(parameter, "tensor_model_parallel", False)
-        parameter.data.copy_(drawn(whole, tp_rank if cut else 0, parameter.shape) / 4)
+        salt = tp_rank if getattr(parameter, "tensor_model_parallel", False) else 0
+        salt += 10_000 if case["load"] else 0  # nothing is right before it is loaded
+        parameter.data.copy_(drawn(whole, salt, parameter.shape) / 4)
     buckets = {"overlap_grad_reduce": True, "bucket_size": case["bucket"]} if case["bucket"] else {}
     wrapped = DistributedDataParallel(
         config,
@@ -213,6 +218,21 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         ),
         [wrapped],
     )
+    rng_state = ShardedObject(
+        "rng_state",
+        [{"random_rng_state": (3, (1, 2), None)}],
+        (pp, tp),
+        (stage, tp_rank),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    own = root / case["name"]
+    if case["load"]:
+        load(Path(case["load"]), wrapped, steps, (tp, pp), rng_state)
+        record(steps, names, own / f"rank-{rank}.pt", tp_rank)
+        update_by_weights(steps, names)
+        record(steps, names, own / f"next-{rank}.pt", tp_rank)
+        torch.distributed.barrier()
+        return
     for step in range(STEPS):
         steps.zero_grad()
         for parameter, whole in names.items():
@@ -232,7 +252,6 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         "singleton_local_shards": False,
     }
     saved = wrapped.module.sharded_state_dict(metadata=content)
-    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     state = {
         "args": argparse.Namespace(
             tensor_model_parallel_size=tp,
@@ -253,19 +272,50 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         "opt_param_scheduler": {"max_lr": 0.01, "num_steps": STEPS * 8},
         "model": saved,
         "optimizer": steps.sharded_state_dict(saved, metadata=content),
-        "rng_state": ShardedObject(
-            "rng_state",
-            [{"random_rng_state": (3, (1, 2), None)}],
-            (pp, tp),
-            (stage, tp_rank),
-            replica_id=replica,
-        ),
+        "rng_state": rng_state,
     }
     dist_checkpointing.save(state, str(folder), content_metadata=content)
-    record(steps, names, root / case["name"] / f"rank-{rank}.pt", tp_rank)
+    record(steps, names, own / f"rank-{rank}.pt", tp_rank)
     if rank == 0:
-        (folder.parent / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+        (own / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+    update_by_weights(steps, names)
+    record(steps, names, own / f"next-{rank}.pt", tp_rank)
     torch.distributed.barrier()
+
+
+def load(run: Path, wrapped: Any, steps: Any, sizes: tuple[int, int], rng_state: Any) -> None:
+    """Loads a run's latest iteration as `load_checkpoint` of Megatron-LM (core 0.16) does.
+
+    The file's metadata decides the template; `rng_state` is asked for if the sizes of tp and pp are
+    those of the file, and the file does not say that it has none.
+    """
+    from megatron.core import dist_checkpointing
+
+    number = int((run / "latest_checkpointed_iteration.txt").read_text())
+    folder = str(run / f"iter_{number:07d}")
+    common = dist_checkpointing.load_common_state_dict(folder)
+    content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+    args = common["args"]
+    saved = wrapped.module.sharded_state_dict(metadata=content)
+    optimizer = steps.sharded_state_dict(saved, is_loading=True, metadata=content)
+    template = {"model": saved, "optimizer": optimizer}
+    of_file = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    asks = of_file == sizes and not getattr(args, "no_save_rng", False)
+    if asks:
+        template["rng_state"] = rng_state
+    state = dist_checkpointing.load(template, folder)
+    assert not asks or state["rng_state"] == [{"random_rng_state": (3, (1, 2), None)}]
+    wrapped.module.load_state_dict(state["model"])
+    steps.load_state_dict(state["optimizer"])
+
+
+def update_by_weights(steps: Any, names: dict[Any, str]) -> None:
+    """One more update. Each gradient is a function of its own weight, so it is so on all ranks."""
+    steps.zero_grad()
+    for parameter in names:
+        parameter.main_grad.copy_(parameter.detach().float() * 0.75 + 0.125)
+    done, _, _ = steps.step()
+    assert done
 
 
 def record(steps: Any, names: dict[Any, str], file: Path, tp_rank: int) -> None:

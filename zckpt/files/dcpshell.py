@@ -1,12 +1,86 @@
-"""What does zckpt write as `.metadata`: the object that torch.distributed.checkpoint pickles."""
+"""What does zckpt write as a directory of torch.distributed.checkpoint: item files, `.metadata`.
+
+An item file is a sequence of aligned items. `.metadata` is the object that torch pickles.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..core.fileio import align
+from ..core.fragments import Extent
 from ..core.inert import Foreign, Global, Size
-from .dcpfile import VERSION, ItemKey, ItemLocation, Items, TensorItem
+from ..core.staging import Shell
+from ..core.values import valueclass
+from .dcpfile import VERSION, ItemBox, ItemKey, ItemLocation, Items, TensorItem, read_table
+from .torchshell import ALIGNMENT, state_checksums
+
+
+@valueclass
+class ItemShell:
+    """What is saved under a key: one box of a tensor, or a value without a box; and its shell."""
+
+    key: str
+    box: ItemBox | None
+    shell: Shell
+
+
+@valueclass
+class SavedItem:
+    """An item and where it lies; the file is relative to the folder of `.metadata`."""
+
+    item: ItemShell
+    location: ItemLocation
+
+    @property
+    def key(self) -> ItemKey:
+        """What `.metadata` calls it."""
+        box = self.item.box
+        return self.item.key, None if box is None else box.offsets
+
+
+def in_files(items: Iterable[ItemShell], limit: int) -> Iterator[list[ItemShell]]:
+    """The items of every file; a file of several items has about `limit` bytes at most."""
+    chosen: list[ItemShell] = []
+    size = 0
+    for item in items:
+        if chosen and size + item.shell.size > limit:
+            yield chosen
+            chosen, size = [], 0
+        chosen.append(item)
+        size += align(item.shell.size, ALIGNMENT)
+    if chosen:
+        yield chosen
+
+
+def item_file(name: str, items: Sequence[ItemShell]) -> tuple[Shell, list[SavedItem]]:
+    """The file `name` with these items, and where each of them lies."""
+    size, parts, saved = 0, [], []
+    for item in items:
+        start = align(size, ALIGNMENT)
+        parts += [(start + offset, data) for offset, data in item.shell.parts]
+        size = start + item.shell.size
+        saved.append(SavedItem(item, ItemLocation(name, start, item.shell.size)))
+    return Shell(name, size, tuple(parts)), saved
+
+
+def seal_items(folder: str, crcs: Mapping[str, Mapping[int, int]]) -> None:
+    """Writes the CRC-32 of every record into the zip directory of its item.
+
+    `crcs` go by the path of a file, then by the offset of the record's data.
+    """
+    for location in read_table(folder).locations.values():
+        item = Extent(location.file, location.offset, location.length)
+        state_checksums(item, crcs.get(item.file, {}))
+
+
+def crcs_of(outcome: Any) -> dict[str, dict[int, int]]:
+    """The CRC-32s of the records that a copy has filled, by file and offset."""
+    crcs: dict[str, dict[int, int]] = {}
+    for extent, crc in outcome.records.items():
+        crcs.setdefault(extent.file, {})[extent.offset] = crc
+    return crcs
 
 
 def metadata(

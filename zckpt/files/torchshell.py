@@ -180,7 +180,12 @@ def seal_records(manifest: Manifest, outcome: Any) -> None:
             crc = record.crc or crc_of_zeros(extent.length)
         by_file.setdefault(extent.file, {})[extent.offset] = crc
     for file, crcs in by_file.items():
-        state_checksums(Extent(file, 0, os.path.getsize(file)), crcs)
+        seal_whole(file, crcs)
+
+
+def seal_whole(file: str, crcs: Mapping[int, int]) -> None:
+    """Writes the CRC-32s of members into a file that is one zip, as `state_checksums` does."""
+    state_checksums(Extent(file, 0, os.path.getsize(file)), crcs)
 
 
 def state_checksums(within: Extent, crcs: Mapping[int, int]) -> None:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
     from .hf import write as hf_write
     from .megatron import files as megatron_files
     from .megatron import read as megatron_read
+    from .megatron import write as megatron_write
     from .onnxruntime import files as onnxruntime_files
     from .onnxruntime import gather as onnxruntime_gather
     from .onnxruntime import read as onnxruntime_read
@@ -82,6 +83,7 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
         deepspeed_universal_write,
         gathered_write,
         hf_write,
+        megatron_write,
         onnxruntime_write,
         universal_write,
     )

@@ -55,10 +55,15 @@ def _merged(variants: Mapping[str, Option[Any]], targets: Sequence[str]) -> Opti
     others = [name for name in targets if name not in variants]
     if len(variants) < len(others):
         text = first.help[0].lower() + first.help[1:]
-        return replace(first, help=f"For {' and '.join(variants)}: {text}")
+        return replace(first, help=f"For {_joined([*variants])}: {text}")
     if others:
-        return replace(first, help=f"{first.help}. Not for {' and '.join(others)}")
+        return replace(first, help=f"{first.help}. Not for {_joined(others)}")
     return first
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Names as a sentence has them: `a, b and c`."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
 def _listed(option: Option[Any]) -> str:

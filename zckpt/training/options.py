@@ -60,6 +60,11 @@ def _check_dp(dp: int) -> None:
         raise WrongOption(f"--dp cannot be {dp}", hint=f"give a number of ranks, at most {MAX_DP}")
 
 
+def _check_ep(ep: int) -> None:
+    if ep < 1:
+        raise WrongOption(f"--ep cannot be {ep}", hint="give a number of ranks, at least 1")
+
+
 def _by_group(given: GroupDefaults) -> dict[Any, Any]:
     """`given` as a dictionary; the keys of a list are the groups' numbers."""
     return dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
@@ -94,6 +99,17 @@ DP: Option[int | None] = Option(
     kind="integer",
     usual="the source's",
     check=_check_dp,
+)
+EP: Option[int | None] = Option(
+    "ep",
+    "--ep",
+    None,
+    "Number of ranks that share the experts of a MoE layer",
+    kind="integer",
+    usual="the source's",
+    check=_check_ep,
+    rare=True,
+    reason="whole experts are written",
 )
 WEIGHTS_ONLY: Option[bool] = Option(
     "weights_only", "--weights-only", False, "Write no optimizer state", kind="switch"
@@ -183,6 +199,7 @@ class Keywords(TypedDict, total=False):
     """The options of this module as keyword arguments, for type checkers and editors."""
 
     dp: int | None
+    ep: int | None
     weights_only: bool
     dtype: str | None
     dialect: str | None

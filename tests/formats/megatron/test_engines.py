@@ -1,4 +1,8 @@
-"""What Megatron-Core's optimizers held is what zckpt reads, bit for bit, at every layout."""
+"""Megatron-Core as the judge, at every layout: what zckpt reads, and what it writes.
+
+What zckpt reads is what the optimizers held, bit for bit. From what zckpt writes, optimizers of
+other sizes get the same state, and the next update makes the same weights.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import zckpt as package
+
 from ...engines import megatron
 
-pytestmark = pytest.mark.engines
+Resumed = tuple[str, dict[str, Any], dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.engines
 @pytest.mark.parametrize("name", [case["name"] for case in megatron.READABLE])
 def test_state_is_the_optimizers(
     runs: Path, tmp_path: Path, zckpt: Callable[..., Any], name: str
@@ -50,6 +57,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
+@pytest.mark.engines
 def test_corruption_is_found(runs: Path, tmp_path: Path, zckpt: Callable[..., Any]) -> None:
     """Megatron-Core's file of several buckets has other masters than its optimizer had."""
     source, target = runs / "corrupt", tmp_path / "target"
@@ -69,6 +77,7 @@ def test_corruption_is_found(runs: Path, tmp_path: Path, zckpt: Callable[..., An
     assert len(weights) == 36
 
 
+@pytest.mark.engines
 @pytest.mark.parametrize("name", [case["name"] for case in megatron.OTHERS])
 def test_other_types_are_refused(
     runs: Path, tmp_path: Path, zckpt: Callable[..., Any], name: str
@@ -77,3 +86,64 @@ def test_other_types_are_refused(
     assert ended.document["error"] == "UnsupportedCheckpoint"
     assert name in ended.document["message"]
     assert zckpt("convert", runs / name, tmp_path / "target", "--weights-only").code == 0
+
+
+def _resume(cases: list[Resumed], runs: Path, root: Path) -> Path:
+    """Writes and loads every case; returns the folder of the runs that loaded."""
+    (root / "loaded").mkdir()
+    loading = []
+    for resumed in cases:
+        source, options, _ = resumed
+        target = root / megatron.name_of((source, options, {}))
+        if not target.exists():
+            package.convert(runs / source, target, to="megatron", **options)
+        loading.append(megatron.loading(resumed, target))
+    megatron.train(loading, root / "loaded")
+    return root / "loaded"
+
+
+@pytest.fixture(scope="session")
+def loaded(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _resume(megatron.RESUMED, runs, tmp_path_factory.mktemp("resumed"))
+
+
+@pytest.fixture(scope="session")
+def more_loaded(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _resume(megatron.MORE_RESUMED, runs, tmp_path_factory.mktemp("resumed"))
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("resumed", megatron.RESUMED, ids=megatron.name_of)
+def test_runs_resume(runs: Path, loaded: Path, resumed: Resumed) -> None:
+    _assert_resumed(runs / resumed[0], loaded, resumed)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("resumed", megatron.MORE_RESUMED, ids=megatron.name_of)
+def test_more_runs_resume(runs: Path, more_loaded: Path, resumed: Resumed) -> None:
+    _assert_resumed(runs / resumed[0], more_loaded, resumed)
+
+
+def _assert_resumed(source: Path, loaded: Path, resumed: Resumed) -> None:
+    """All ranks hold the source's state; and after one more update that of the source's ranks."""
+    expected, steps = megatron.expected(source)
+    state, loaded_steps = megatron.expected(loaded / megatron.name_of(resumed))
+    assert loaded_steps == steps == {3}
+    assert state.keys() == expected.keys()
+    assert [key for key in expected if not _same(expected[key], state[key])] == []
+    expected, steps = megatron.expected(source, "next")
+    state, loaded_steps = megatron.expected(loaded / megatron.name_of(resumed), "next")
+    assert loaded_steps == steps == {4}
+    if "adam" in resumed[2]:  # another Adam, which adds in another order
+        for key, tensor in expected.items():
+            torch.testing.assert_close(state[key], tensor, rtol=1e-2, atol=1e-6)
+    else:
+        assert [key for key in expected if not _same(expected[key], state[key])] == []
+
+
+@pytest.mark.matrix
+def test_torchs_adam_loads_no_file(runs: Path, tmp_path: Path) -> None:
+    """Megatron-Core 0.16.1 does not load its own file either, with torch's Adam."""
+    resumed: Resumed = ("tp2_dp2_torch_adam", {}, {"world": 4, "tp": 2})
+    with pytest.raises(AssertionError, match="a rank of"):
+        megatron.train([megatron.loading(resumed, runs / resumed[0])], tmp_path)

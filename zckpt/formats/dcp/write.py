@@ -15,18 +15,23 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES, TORCH_NAMES
-from ...core.fileio import align
-from ...core.fragments import Extent
 from ...core.inert import Foreign, Scalar, TensorName, map_values
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
-from ...core.values import valueclass
 from ...errors import MissingData, UnsupportedCheckpoint, listed, literal
 from ...files import dcpseal
-from ...files.dcpfile import ItemBox, ItemLocation, Items, TensorItem, read_table
-from ...files.dcpshell import metadata
+from ...files.dcpfile import ItemBox, Items, TensorItem
+from ...files.dcpshell import (
+    ItemShell,
+    SavedItem,
+    crcs_of,
+    in_files,
+    item_file,
+    metadata,
+    seal_items,
+)
 from ...files.pickling import dumps
-from ...files.torchshell import ALIGNMENT, Storages, shell, state_checksums, thawed
+from ...files.torchshell import Storages, shell, thawed
 from ...training import peft, trainers
 from ...training.options import DIALECT, DP, Options
 from ...training.trainers import TRANSFORMERS, program_of
@@ -61,23 +66,6 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         about=about,
         loading=trainers.resuming(source.siblings, loading) if of_trainer else loading,
     )
-
-
-@valueclass
-class RankItem:
-    """What one rank saves under a key: one box of a tensor, or a value; and its shell."""
-
-    key: str
-    box: ItemBox | None
-    shell: Shell
-
-
-@valueclass
-class SavedItem:
-    """An item and where it lies."""
-
-    item: RankItem
-    location: ItemLocation
 
 
 class DcpWriter:
@@ -145,43 +133,27 @@ class DcpWriter:
     def _folder(self, folder: str, values: Sequence[PathValue]) -> Iterator[Shell]:
         saved: list[SavedItem] = []
         for rank in range(self.world):
-            for number, items in enumerate(self._files(values, rank)):
-                name = f"__{rank}_{number}.distcp"
-                size, parts = 0, []
-                for item in items:
-                    start = align(size, ALIGNMENT)
-                    parts += [(start + offset, data) for offset, data in item.shell.parts]
-                    size = start + item.shell.size
-                    saved.append(SavedItem(item, ItemLocation(name, start, item.shell.size)))
-                yield Shell(name, size, tuple(parts))
+            of_rank = (
+                item for path, value in values for item in self._of_rank(dotted(path), value, rank)
+            )
+            for number, items in enumerate(in_files(of_rank, self.options.file_size)):
+                file, placed = item_file(f"__{rank}_{number}.distcp", items)
+                saved += placed
+                yield file
         if folder not in self._metadata:  # it is the same the second time
             text = dumps(self._describe(values, saved), lambda _: None)
             self._metadata[folder] = dcpseal.sealed(text)
         text = self._metadata[folder]
         yield Shell(".metadata", len(text), ((0, text),))
 
-    def _files(self, values: Sequence[PathValue], rank: int) -> Iterator[list[RankItem]]:
-        """A rank's items, in files of at most `--max-file-size`."""
-        items: list[RankItem] = []
-        size = 0
-        for path, value in values:
-            for item in self._of_rank(dotted(path), value, rank):
-                if items and size + item.shell.size > self.options.file_size:
-                    yield items
-                    items, size = [], 0
-                items.append(item)
-                size += align(item.shell.size, ALIGNMENT)
-        if items:
-            yield items
-
-    def _of_rank(self, key: str, value: Any, rank: int) -> Iterator[RankItem]:
+    def _of_rank(self, key: str, value: Any, rank: int) -> Iterator[ItemShell]:
         """What a rank saves of a value: its rows of a tensor; rank 0 everything that is not cut."""
         tensor = self._tensor_of(value)
         if isinstance(value, Scalar):
             if not rank:
                 storages = Storages()
                 box = ItemBox((0,) * len(value.shape), value.shape)
-                yield RankItem(key, box, _shell(storages.scalar(value), storages))
+                yield ItemShell(key, box, _shell(storages.scalar(value), storages))
         elif tensor is not None:
             shape, rows = tensor.shape, self._rows(tensor)
             count = shape[0] if shape else 1
@@ -190,11 +162,11 @@ class DcpWriter:
                 return
             sizes = shape and (min(rows, count - start), *shape[1:])
             offsets = shape and (start, *(0 for _ in shape[1:]))
-            yield RankItem(key, ItemBox(offsets, sizes), self._tensor_shell(tensor.dtype, sizes))
+            yield ItemShell(key, ItemBox(offsets, sizes), self._tensor_shell(tensor.dtype, sizes))
         elif not rank:
             storages = Storages()
             frozen = thawed(value, self.source.entries, storages)
-            yield RankItem(key, None, _shell(frozen, storages))
+            yield ItemShell(key, None, _shell(frozen, storages))
 
     def _tensor_of(self, value: Any) -> BlankTensor | None:
         """The tensor that a value is, or stands for."""
@@ -242,13 +214,7 @@ class DcpWriter:
             "names": names,
             "numbers": list(self.dicts.numbers),  # the optimizer's parameters, in its order
         }
-        locations = [
-            (
-                (each.item.key, None if each.item.box is None else each.item.box.offsets),
-                each.location,
-            )
-            for each in saved
-        ]
+        locations = [(each.key, each.location) for each in saved]
         return metadata(items, paths, locations, zckpt=stated)
 
 
@@ -267,10 +233,5 @@ def _shell(value: Any, storages: Storages) -> Shell:
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the zip directory of its item."""
-    crcs: dict[str, dict[int, int]] = {}
-    for extent, crc in outcome.records.items():
-        crcs.setdefault(extent.file, {})[extent.offset] = crc
     for folder in folders(root):
-        for location in read_table(folder).locations.values():
-            item = Extent(location.file, location.offset, location.length)
-            state_checksums(item, crcs.get(item.file, {}))
+        seal_items(folder, crcs_of(outcome))

@@ -8,12 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 from ...errors import WrongOption
-from ...training.options import ALLOW_OBJECT, DP, DTYPE, GROUP_DEFAULTS, WEIGHTS_ONLY, Option
-
-
-def _check_ep(ep: int) -> None:
-    if ep < 1:
-        raise WrongOption(f"--ep cannot be {ep}", hint="give a number of ranks, at least 1")
+from ...training.options import ALLOW_OBJECT, DP, DTYPE, EP, GROUP_DEFAULTS, WEIGHTS_ONLY, Option
 
 
 def _check_group_size(size: int) -> None:
@@ -73,17 +68,6 @@ OPTIMIZER: Option[str | None] = Option(
     metavar="CLASS",
     group="Optimizer and steps",
     rare=True,
-)
-EP: Option[int | None] = Option(
-    "ep",
-    "--ep",
-    None,
-    "Number of ranks that share the experts of a MoE layer",
-    kind="integer",
-    usual="the source's",
-    check=_check_ep,
-    rare=True,
-    reason="whole experts are written",
 )
 MAX_GROUP_SIZE: Option[int | None] = Option(
     "max_group_size",
@@ -173,7 +157,6 @@ class Keywords(TypedDict, total=False):
     """The options of this module as keyword arguments, for type checkers and editors."""
 
     stage: int | None
-    ep: int | None
     max_group_size: int | None
     tp: int | None
     vocab_size: int | None

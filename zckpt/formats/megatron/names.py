@@ -13,7 +13,7 @@ calls them like the keys.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 LAYERS = re.compile(r"(?P<stack>(?:decoder|encoder)\.layers)\.(?P<rest>(?!\d+\.).+)")
@@ -34,7 +34,7 @@ def places(shape: tuple[int, ...], axes: int) -> Iterator[tuple[int, ...]]:
     return product(*map(range, shape[:axes]))
 
 
-def named(key: str, place: tuple[int, ...]) -> str:
+def named(key: str, place: tuple[int | str, ...]) -> str:
     """The name of the parameter at a place on the axes of layers and experts."""
     numbers, name = list(place), key
     if match := LAYERS.fullmatch(key):
@@ -44,3 +44,45 @@ def named(key: str, place: tuple[int, ...]) -> str:
     for fused, plain in NORMS.items():
         name = name.replace(fused, plain)
     return name
+
+
+LAYER = re.compile(r"(?P<before>(?:decoder|encoder)\.layers\.)(?P<number>\d+)(?P<rest>\..+)")
+EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<number>\d+)(?P<rest>\..+)")
+PLACE = "*"  # instead of a number
+
+
+def keys_of(
+    names: Iterable[str], keys: Iterable[str]
+) -> tuple[dict[str, dict[tuple[int, ...], str]], list[str]]:
+    """The parameters under every key, by their places: the inverse of `named`.
+
+    Also the names that no key has.
+    """
+    by_name = {named(key, (PLACE,) * axes_of(key)): key for key in keys}
+    parts: dict[str, dict[tuple[int, ...], str]] = {}
+    strangers = []
+    for name in names:
+        for general, place in _generalized(name):
+            if general in by_name:
+                parts.setdefault(by_name[general], {})[place] = name
+                break
+        else:
+            strangers.append(name)
+    return parts, strangers
+
+
+def _generalized(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name itself, and with a sign instead of the numbers of its layer, expert, or both."""
+    yield name, ()
+    layer, expert = LAYER.fullmatch(name), EXPERT.fullmatch(name)
+    for matches in ([expert], [layer], [layer, expert]):
+        general = name
+        for match in matches:
+            if match is None:
+                break
+            start, stop = match.span("number")
+            if match is expert and len(matches) > 1:  # the sign before it may be shorter
+                start, stop = start - len(name) + len(general), stop - len(name) + len(general)
+            general = f"{general[:start]}{PLACE}{general[stop:]}"
+        else:
+            yield general, tuple(int(match["number"]) for match in matches if match)

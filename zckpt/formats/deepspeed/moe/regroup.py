@@ -19,9 +19,9 @@ from ....core.staging import Shell
 from ....core.values import valueclass
 from ....errors import InconsistentCheckpoint, MissingData, WrongOption, listed
 from ....training.groups import regrouped
-from ....training.options import DP, Options
+from ....training.options import DP, EP, Options
 from ...deepspeed_states.experts import ExpertLayers, expert_name
-from ...deepspeed_states.options import EP, MAX_GROUP_SIZE
+from ...deepspeed_states.options import MAX_GROUP_SIZE
 from ...deepspeed_states.target import DeepSpeedTarget
 
 GROUP_SIZE = 178_956_971  # elements, the engine's default of `max_group_size`

@@ -1,0 +1,229 @@
+"""Writing Megatron-Core's directories: keys, common state, experts, refusals, checksums."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+import zckpt as package
+from zckpt import errors
+from zckpt.core.inert import TensorName
+from zckpt.core.manifest import Parameter
+from zckpt.formats.megatron import names, optimizers
+from zckpt.formats.megatron.write import MegatronWriter, _boxes
+from zckpt.training.options import EP, Options
+
+from ...conftest import ROOT
+
+SOURCE = ROOT / "tests" / "data" / "megatron-0.16.1-tp2"
+ITERATION = "iter_0000003"
+GROUP = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "lr": 0.01, "betas": (0.9, 0.95)}
+
+
+def _loaded(folder: Path) -> dict[str, Any]:
+    """All items of a directory, as torch's own loader reads them."""
+    reader = dcp.FileSystemReader(folder)
+    items = reader.read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(item.size, dtype=item.properties.dtype) if hasattr(item, "size") else None
+        for key, item in items.items()
+    }
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    return state
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_reads_the_same_items(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
+    """By way of a universal checkpoint: every tensor and every object of the source."""
+    assert zckpt("convert", SOURCE, tmp_path / "u").code == 0
+    ended = zckpt("reshard", tmp_path / "u", tmp_path / "new", "--json", "--max-file-size", "40kB")
+    assert ended.code == 0, ended.err
+    assert ended.document["left_out"] == ended.document["warnings"] == []
+    assert (tmp_path / "new" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    folder = tmp_path / "new" / ITERATION
+    before, after = _loaded(SOURCE / ITERATION), _loaded(folder)
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        same = torch.equal(value, after[key]) if torch.is_tensor(value) else value == after[key]
+        assert same, key
+    assert len(list(folder.glob("*.distcp"))) > 1
+    assert json.loads((folder / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    old = torch.load(SOURCE / ITERATION / "common.pt", weights_only=False)
+    new = torch.load(folder / "common.pt", weights_only=False)
+    assert vars(new.pop("args")) == {**vars(old.pop("args")), "no_save_optim": False}
+    assert new == old
+    assert zckpt("verify", SOURCE, "--against", tmp_path / "new").code == 0
+    assert zckpt("verify", tmp_path / "new").code == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_piece_for_every_layer(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
+    """And every record has its checksum: torch's zips are checked by Python's."""
+    assert zckpt("reshard", SOURCE, tmp_path / "new").code == 0
+    folder = tmp_path / "new" / ITERATION
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    item: Any = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"]
+    assert [tuple(chunk.offsets) for chunk in item.chunks] == [(0, 0, 0), (1, 0, 0)]
+    for place in metadata.storage_data.values():
+        data = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
+        (tmp_path / "item").write_bytes(data)
+        with zipfile.ZipFile(tmp_path / "item") as item_file:
+            assert item_file.testzip() is None
+
+
+def test_large_tensors_are_cut_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zckpt.formats.megatron.write.LARGEST", 200)
+    writer = MegatronWriter(package.read(SOURCE), Options())
+    for tensor in writer.tensors:
+        covered = torch.zeros(tensor.shape, dtype=torch.int64)
+        for box in _boxes(tensor):
+            covered[
+                tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
+            ] += 1
+        assert covered.eq(1).all(), tensor.key
+    embedding = next(t for t in writer.tensors if t.key == "embedding.word_embeddings.weight")
+    assert len(list(_boxes(embedding))) > 1
+
+
+def test_weights_alone(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
+    options = ["--to", "megatron", "--weights-only", "--dtype", "fp32", "--json"]
+    ended = zckpt("convert", SOURCE, tmp_path / "new", *options)
+    assert ended.code == 0, ended.err
+    assert "rng_state" in ended.document["left_out"][0]
+    manifest = package.read(tmp_path / "new")
+    assert {(e.slot, e.dtype) for e in manifest.entries.values()} == {("param", "F32")}
+    common = torch.load(tmp_path / "new" / ITERATION / "common.pt", weights_only=False)
+    assert "optimizer" not in common
+    args = common["args"]
+    assert (args.no_save_optim, args.no_save_rng, args.params_dtype) == (True, True, torch.float32)
+
+
+def test_random_states_of_another_grid_stay_behind() -> None:
+    source = package.read(SOURCE)
+    kept = source.state["megatron"]
+    objects = dict(kept["objects"])
+    objects["rng_state/shard_0.0.0_1.2.1"] = objects.pop("rng_state/shard_0.0_1.2")
+    del objects["rng_state/shard_0.1_1.2"]
+    source = replace(source, state={"megatron": {**kept, "objects": objects}})
+    writer = MegatronWriter(source, Options())
+    assert "rng_state/shard_0.0.0_1.2.1" in writer.left_out[-1]
+    assert writer.common["args"].state["no_save_rng"] is True
+    assert all("_extra_state" in key for key in writer.objects)
+
+
+def test_tensors_of_the_common_state_move_with_it() -> None:
+    """The loss scale of fp16 is a tensor in the state of every optimizer."""
+    source = package.read(SOURCE)
+    kept = source.state["megatron"]
+    old = "megatron.common.optimizer.0.grad_scaler.scale"
+    entry = next(iter(source.entries.values()))
+    entries = {**source.entries, f"{old}/state": replace(entry, name=f"{old}/state")}
+    dense = {**kept["common"]["optimizer"], "grad_scaler": {"scale": TensorName(old)}}
+    groups = [{**group, "is_expert_parallel": True} for group in source.groups or ()]
+    spread = {"optimizer": {"param_groups": groups}}
+    common = {**kept["common"], "optimizer": {0: dense, 1: spread}}
+    state = {"megatron": {**kept, "common": common}}
+    writer = MegatronWriter(replace(source, state=state, entries=entries), Options(((EP, 1),)))
+    scaler = writer.common["optimizer"]["grad_scaler"]
+    new = "megatron.common.optimizer.grad_scaler.scale"
+    assert scaler["scale"].name == new
+    assert writer.moved[f"{new}/state"].fragments is entry.fragments
+
+
+def test_refusals(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
+    ended = zckpt("convert", ROOT / "examples" / "run", tmp_path / "new", "--to", "megatron")
+    assert (ended.code, "only from a checkpoint of Megatron-Core" in ended.err) == (1, True)
+    ended = zckpt("reshard", SOURCE, tmp_path / "new", "--dp", "2")
+    assert (ended.code, "any tp, pp and dp" in ended.err) == (2, True)
+    ended = zckpt("reshard", SOURCE, tmp_path / "new", "--ep", "2")
+    assert (ended.code, "no parameters of experts" in ended.err) == (1, True)
+    ended = zckpt("reshard", SOURCE, tmp_path / "new", "--rename", "linear_fc1=fc1")
+    assert (ended.code, "no key of the source" in ended.err) == (1, True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_layers_that_differ_are_refused() -> None:
+    source = package.read(SOURCE)
+    frozen = "decoder.layers.1.mlp.linear_fc2.weight"
+    lost = {f"{frozen}/{slot}" for slot in ("master", "exp_avg", "exp_avg_sq")}
+    entries = {name: entry for name, entry in source.entries.items() if name not in lost}
+    with pytest.raises(errors.UnsupportedCheckpoint, match=r"layers\.1\.mlp\.linear_fc2"):
+        MegatronWriter(replace(source, entries=entries), Options())
+    del entries[f"{frozen}/param"]
+    with pytest.raises(errors.MissingData, match=r"layers\.1\.mlp\.linear_fc2"):
+        MegatronWriter(replace(source, entries=entries), Options())
+    parameters = {name: item for name, item in source.parameters.items() if ".1." not in name}
+    first = "decoder.layers.0.mlp.linear_fc2.weight"
+    parameters["decoder.layers.2.mlp.linear_fc2.weight"] = parameters[first]
+    entries |= {
+        f"decoder.layers.2.mlp.linear_fc2.weight/{entry.slot}": entry
+        for entry in source.entries.values()
+        if entry.parameter == first
+    }
+    with pytest.raises(errors.MissingData, match="lacks layers or experts"):
+        MegatronWriter(replace(source, parameters=parameters, entries=entries), Options())
+
+
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        ("decoder.final_layernorm.weight", ()),
+        ("decoder.layers.mlp.linear_fc2.weight", (13,)),
+        ("decoder.layers.7.mlp.router.weight", ()),
+        ("decoder.layers.self_attention.linear_qkv.layer_norm_bias", (0,)),
+        ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (12, 5)),
+        ("decoder.layers.4.mlp.experts.experts.linear_fc1.weight", (11,)),
+    ],
+)
+def test_names_and_back(key: str, place: tuple[int, ...]) -> None:
+    name = names.named(key, place)
+    keys = [key, "decoder.layers.3.mlp.router.weight", "decoder.layers.mlp.linear_fc1.weight"]
+    assert names.keys_of([name, "a.b"], keys) == ({key: {place: name}}, ["a.b"])
+
+
+class TestExperts:
+    """The list of optimizers that a run with another `--ep` expects."""
+
+    DENSE = ({**GROUP, "is_expert_parallel": False}, {**GROUP, "wd_mult": 0.0})
+
+    def _optimizers(self, optimizer: Any, ep: int | None, *, grouped: bool = True) -> Any:
+        shape = (2, 2)
+        parameters = {
+            name: Parameter(shape, group=number if grouped else None, step=3)
+            for number, name in enumerate(["mlp.experts.local_experts.0.weight", "a.bias"])
+        }
+        source = replace(package.read(SOURCE), parameters=parameters)
+        return optimizers.optimizers(source, {"optimizer": optimizer}, ep)
+
+    def _plain(self) -> dict[str, Any]:
+        return {"optimizer": {"param_groups": [dict(group) for group in self.DENSE]}}
+
+    def test_spread_and_joined(self) -> None:
+        spread = self._optimizers(self._plain(), 4)
+        assert list(spread) == [0, 1]
+        assert spread[0]["optimizer"]["param_groups"] == [{**g, "step": 3} for g in self.DENSE]
+        expected = [{**GROUP, "is_expert_parallel": True, "step": 3}]
+        assert spread[1]["optimizer"]["param_groups"] == expected
+        assert self._optimizers(spread, None) == spread
+        joined = self._optimizers(spread, 1)
+        assert joined == self._optimizers(self._plain(), None)
+        assert joined["param_state_sharding_type"] == "fully_reshardable"
+
+    def test_groups_without_members_are_not_spread(self) -> None:
+        with pytest.raises(errors.UnsupportedCheckpoint, match="in which group the experts are"):
+            self._optimizers(self._plain(), 2, grouped=False)
+
+    def test_experts_of_another_learning_rate_are_not_joined(self) -> None:
+        spread = self._optimizers(self._plain(), 2)
+        spread[1]["optimizer"]["param_groups"][0]["lr"] = 0.5
+        with pytest.raises(errors.InconsistentCheckpoint, match="hyper-parameters differ: lr"):
+            self._optimizers(spread, 1)

@@ -1,0 +1,141 @@
+"""Which optimizers does the target's run have, and with which groups?
+
+    --ep 1      {"optimizer": {"param_groups": [...]}, ...}              experts are as all others
+    --ep 2..    {0: {... groups of the rest}, 1: {... groups of experts}}
+
+Megatron-Core reads the one form or the other, by the run's own expert-parallel size. The tensors
+are the same in both. No file lists the members of a group: a run finds the group of its own that
+has the same `wd_mult`, `lr_mult`, `is_expert_parallel` and `is_decoupled_lr`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...core.inert import Scalar
+from ...core.manifest import Manifest
+from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
+from .common import READABLE, optimizers_of
+from .groups import groups_of
+
+SPREAD = "is_expert_parallel"
+EXPERTS = ".experts."  # in the names of the parameters of experts
+Group = dict[str, Any]
+
+
+def optimizers(source: Manifest, common: Mapping[Any, Any], ep: int | None) -> dict[Any, Any]:
+    """The value of `optimizer` in the common state, for runs with the distributed optimizer.
+
+    `common` is the source's common state; without `ep` the target has as many optimizers. Raises
+    MissingData and InconsistentCheckpoint.
+    """
+    step = _step(source)
+    groups = [_with_step(group, step) for group in groups_of(dict(common))]
+    if not groups:
+        raise MissingData("the source has no parameter groups", hint="add --weights-only")
+    spread = [group for group in groups if group.get(SPREAD)]
+    dense = [group for group in groups if not group.get(SPREAD)]
+    scaler = {
+        key: state[key]
+        for state in reversed(optimizers_of(dict(common)))  # the first one's counts
+        for key in ("grad_scaler",)
+        if key in state
+    }
+    if ep is not None and ep > 1 and not spread:
+        spread = _spread(source, groups)
+    elif ep == 1 and spread:
+        dense, spread = _joined(dense, spread), []
+    if not spread:
+        return _optimizer(dense, scaler)
+    return {0: _optimizer(dense, scaler), 1: _optimizer(spread, scaler)}
+
+
+def _optimizer(groups: Sequence[Group], others: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "optimizer": {"param_groups": list(groups)},
+        **others,
+        "param_state_sharding_type": READABLE,
+    }
+
+
+def _step(source: Manifest) -> float | int:
+    """The completed updates, which groups have as a whole number; torch's Adam takes that too."""
+    step = source.step
+    if step is None:
+        raise InconsistentCheckpoint(
+            "Megatron-Core has one step for all parameters, but the source has none, or several",
+            hint="choose one: --step-policy max|min|N; or add --weights-only",
+        )
+    return int(step) if step == int(step) else step
+
+
+def _with_step(group: Mapping[str, Any], step: float | int) -> Group:
+    """A group without its members' numbers, and with the step."""
+    rest = {key: value for key, value in group.items() if key not in ("params", "step")}
+    return {**rest, "step": step}
+
+
+def _spread(source: Manifest, groups: Sequence[Group]) -> list[Group]:
+    """The groups that have experts, as those of the experts' own optimizer."""
+    numbers = {
+        parameter.group
+        for name, parameter in source.parameters.items()
+        if EXPERTS in name and parameter.trainable
+    }
+    if not numbers:
+        raise MissingData(
+            "--ep spreads experts over ranks, but the source has no parameters of experts",
+            hint="leave --ep out",
+        )
+    if None in numbers:
+        raise UnsupportedCheckpoint(
+            "no file lists the members of the parameter groups, so zckpt does not know in which "
+            "group the experts are",
+            hint="leave --ep out: the target keeps the source's expert-parallel size",
+        )
+    return [{**group, SPREAD: True} for number, group in enumerate(groups) if number in numbers]
+
+
+def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
+    """The groups of a run whose experts are not spread; those of experts must be equal to them."""
+    joined = list(dense)
+    for group in spread:
+        plain = {**group, SPREAD: False}
+        same = [other for other in joined if _multipliers(other) == _multipliers(plain)]
+        if not same:
+            joined.append(plain)
+        elif any(not _equal(other, plain) for other in same):
+            different = sorted(
+                str(key)
+                for key in {*plain, *same[0]}
+                if not _equal({0: plain.get(key)}, {0: same[0].get(key)})
+            )
+            raise InconsistentCheckpoint(
+                "--ep 1 makes one group of experts and other parameters, but their "
+                f"hyper-parameters differ: {', '.join(different)}",
+                hint="leave --ep out: the target keeps the source's expert-parallel size",
+            )
+    return joined
+
+
+def _multipliers(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """By what Megatron-Core 0.16.1 tells groups apart; NeMo writes `pre_` before two of them."""
+    return (
+        group.get("wd_mult", group.get("pre_wd_mult")),
+        group.get("lr_mult", group.get("pre_lr_mult")),
+        group.get("is_decoupled_lr"),
+    )
+
+
+def _equal(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
+    return bool(_plain(a) == _plain(b))
+
+
+def _plain(value: Any) -> Any:
+    """A value whose equality means what the numbers say: a 0-d tensor as its number."""
+    if isinstance(value, Scalar):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,345 @@
+"""A directory of Megatron-Core from a manifest of Megatron-Core's, as shells.
+
+    DST/latest_checkpointed_iteration.txt
+    DST/iter_0000006/metadata.json, common.pt, .metadata, __0_K.distcp
+
+All releases since 0.14 read it: 0.19 prefers `common.pt` too, if there is one. The optimizer's
+state is `fully_reshardable`, so a run of any tp, pp, vpp and dp resumes. Every layer and every
+expert is a piece of its own, since torch reads whole pieces.
+
+Keys, axes and objects are those of the source: which of them a run asks for depends on its
+specification, which no file has. So a source must come from Megatron-Core, directly or through a
+universal checkpoint.
+
+Turned down: files for the optimizer that is not distributed. It knows parameters by number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from math import prod
+from typing import Any
+
+from ...core.dtypes import SIZES, TORCH_NAMES
+from ...core.inert import Foreign, Global, TensorName, inside, map_values
+from ...core.manifest import Entry, Manifest, slot_key
+from ...core.staging import Layout, Shell
+from ...core.values import valueclass
+from ...core.weights import is_optimizers, weight_of
+from ...errors import MissingData, UnsupportedCheckpoint, listed, literal
+from ...files import dcpseal
+from ...files.dcpfile import ItemBox, Items, TensorItem
+from ...files.dcpshell import (
+    ItemShell,
+    SavedItem,
+    crcs_of,
+    in_files,
+    item_file,
+    metadata,
+    seal_items,
+)
+from ...files.pickling import dumps
+from ...files.torchshell import Storages, seal_whole, shell, thawed
+from ...training.options import EP, Options
+from .common import FILE, READABLE, SHARDING, arguments
+from .files import BACKEND, LATEST, MARKER, OF_ITERATION
+from .names import keys_of
+from .optimizers import optimizers
+
+LARGEST = 64 << 20  # bytes of a piece: a rank that needs a slice of it reads it as a whole
+OF_MODULES = re.compile(r".*\._extra_state/shard_.*")
+OF_RANKS = re.compile(r"rng_state/shard_[\d.]+_(?P<grid>[\d.]+)")
+FORMATS = {  # of 0.16.1; 0.19 reads it as well
+    "sharded_backend": BACKEND,
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def lay_out(source: Manifest, options: Options) -> Layout:
+    """The files of the target, and what it cannot take along.
+
+    Raises before anything is written: MissingData (the source is not of Megatron-Core, or lacks a
+    tensor), UnsupportedCheckpoint (layers of one key differ), InconsistentCheckpoint (parameters
+    have several steps; with `--ep 1`, experts have hyper-parameters of their own).
+    """
+    writer = MegatronWriter(source, options)
+    return Layout(
+        writer.shells,
+        [(item.name, item) for item in source.siblings],
+        writer.left_out,
+        writer.warnings,
+        about="a directory of Megatron-Core, from which runs of any tp, pp and dp resume",
+        loading=lambda path: f"--load {literal(path)[1:-1]} --ckpt-format torch_dist",
+        source=replace(source, entries={**source.entries, **writer.moved}),
+    )
+
+
+def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+    """Writes the CRC-32 of every record into the zip directory of its item, or of `common.pt`."""
+    folder, crcs = manifest.root, crcs_of(outcome)
+    seal_items(folder, crcs)
+    common = os.path.join(folder, FILE)
+    seal_whole(common, crcs.get(common, {}))
+
+
+@valueclass
+class TargetTensor:
+    """A tensor of the target; `names` are the parameters of `slot`, by layer and expert."""
+
+    key: str
+    slot: str
+    dtype: str
+    shape: tuple[int, ...]
+    names: Mapping[tuple[int, ...], str]
+
+
+class MegatronWriter:
+    """One conversion to Megatron-Core's files; the constructor decides everything."""
+
+    def __init__(self, source: Manifest, options: Options) -> None:
+        self.source = source
+        self.options = options
+        self.left_out = list(source.left_out)
+        self.warnings = list(source.warnings)
+        kept = source.state.get("megatron")
+        self.kept: dict[str, Any] = kept if isinstance(kept, dict) else {}
+        keys, common = self.kept.get("keys"), self.kept.get("common")
+        if not isinstance(keys, dict) or not isinstance(common, dict):
+            raise MissingData(
+                "zckpt writes Megatron-Core's files only from a checkpoint of Megatron-Core, or "
+                "from a universal checkpoint of one",
+                hint="the source lacks the keys and the arguments of such a run",
+            )
+        self.states = not options.weights_only and any(
+            is_optimizers(entry.slot) for entry in source.entries.values()
+        )
+        self.tensors = self._tensors(keys)
+        self.objects = self._objects(common)
+        self.moved: dict[str, Entry] = {}
+        self.common = self._moved(self._common(common), "megatron.common")
+        self.folder = self._folder(common)
+        self._text: bytes | None = None
+        self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
+        others = {key for key, value in source.state.items() if key != "megatron" and value}
+        self.left_out += [f"{key}: Megatron-Core has no place for it" for key in sorted(others)]
+
+    # -- tensors
+
+    def _tensors(self, keys: Mapping[str, Any]) -> list[TargetTensor]:
+        source = self.source
+        names = [*source.parameters, *source.buffers]
+        parts, strangers = keys_of(names, keys)
+        if strangers:
+            raise MissingData(
+                f"no key of the source's Megatron-Core files has {listed(strangers)}",
+                hint="leave --rename out: Megatron-Core needs its own names",
+            )
+        if lost := [key for key in keys if key not in parts]:
+            raise MissingData(f"the source lacks the weights of {listed(lost)}")
+        tensors = []
+        slots = dict.fromkeys(e.slot for e in source.entries.values() if is_optimizers(e.slot))
+        for slot in ("param", "master", *slots) if self.states else ("param",):
+            for key in keys:
+                tensor = self._tensor(key, slot, parts[key])
+                if tensor is not None:
+                    tensors.append(tensor)
+        return tensors
+
+    def _tensor(
+        self, key: str, slot: str, names: Mapping[tuple[int, ...], str]
+    ) -> TargetTensor | None:
+        """What a key has in a slot; None if its parameters are not trained."""
+        entries = self.source.entries
+        if slot == "param":
+            weights = [weight_of(entries, name).stored for name in names.values()]
+        else:
+            trained = [name for name in names.values() if self._is_trained(name)]
+            if not trained:
+                return None
+            if len(trained) < len(names):
+                frozen = [name for name in names.values() if name not in trained]
+                raise UnsupportedCheckpoint(
+                    f"{listed(frozen)} has no state of the optimizer, but other layers of {key} "
+                    "have: Megatron-Core's files have one tensor for all layers"
+                )
+            if slot == "master":
+                weights = [weight_of(entries, name).trained for name in names.values()]
+            else:
+                weights = [self._state(name, slot) for name in names.values()]
+        sizes = tuple(1 + max(place) for place in zip(*names, strict=True))
+        if prod(sizes) > len(names):
+            raise MissingData(f"the source lacks layers or experts of {key}")
+        shapes, dtypes = {entry.shape for entry in weights}, {entry.dtype for entry in weights}
+        if len(shapes) > 1 or len(dtypes) > 1:
+            raise UnsupportedCheckpoint(
+                f"layers of {key} have different shapes or types: Megatron-Core's files have one "
+                "tensor for all layers"
+            )
+        dtype = "F32" if slot == "master" else dtypes.pop()
+        if slot == "param" and not {*names.values()} & {*self.source.buffers}:
+            dtype = self.options.module_dtype or dtype
+        if slot != "param":
+            name = "param" if slot == "master" else slot_key(slot)
+            key = f"optimizer.state.{name}.{key}"
+        return TargetTensor(key, slot, dtype, (*sizes, *shapes.pop()), names)
+
+    def _is_trained(self, name: str) -> bool:
+        return any(
+            is_optimizers(slot) and f"{name}/{slot}" in self.source.entries
+            for slot in self.source.slots
+        )
+
+    def _state(self, name: str, slot: str) -> Entry:
+        entry = self.source.entries.get(f"{name}/{slot}")
+        if entry is None:
+            raise MissingData(f"the source holds no {slot} of {name}")
+        return entry
+
+    # -- what is not a tensor
+
+    def _objects(self, common: dict[Any, Any]) -> dict[str, Any]:
+        """Objects of modules and ranks, by key, without those that other ranks could not load."""
+        kept = self.kept.get("objects")
+        kept = kept if isinstance(kept, dict) else {}
+        args = arguments(common)
+        sizes = args.get("pipeline_model_parallel_size"), args.get("tensor_model_parallel_size")
+        # if experts are spread over ranks, 0.16.1's trainer adds an axis for dp
+        own = ".".join(map(str, sizes)) if self.options[EP] is None else None
+        objects, lost = {}, []
+        for key, value in kept.items():
+            match = OF_RANKS.fullmatch(key)
+            resumes = not self.options.weights_only and (match is None or match["grid"] == own)
+            if resumes or OF_MODULES.fullmatch(key):
+                objects[key] = value
+            else:
+                lost.append(key)
+        self.without_rng = not any(map(OF_RANKS.fullmatch, objects))
+        if lost:
+            self.left_out.append(
+                f"{listed(lost)}: states of single ranks, which a run of other sizes could not load"
+            )
+        return objects
+
+    def _common(self, common: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The common state as runs with the distributed optimizer load it."""
+        result = dict(common)
+        if self.states:
+            result["optimizer"] = optimizers(self.source, common, self.options[EP])
+        else:
+            for key in ("optimizer", "opt_param_scheduler"):
+                if result.pop(key, None):
+                    self.left_out.append(f"{key}: only the weights are written")
+        content = common.get("content_metadata")
+        result["content_metadata"] = {
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "singleton_local_shards": False,
+            **(content if isinstance(content, dict) else {}),
+            SHARDING: READABLE,
+            "chained_optim_avoid_prefix": True,
+        }
+        args = common.get("args")
+        if isinstance(args, Foreign) and isinstance(args.state, dict):
+            changes: dict[str, Any] = {"no_save_optim": not self.states}
+            if self.without_rng:
+                changes["no_save_rng"] = True
+            if self.states and "use_distributed_optimizer" in args.state:
+                changes["use_distributed_optimizer"] = True
+            if dtype := self.options.module_dtype:
+                changes |= {"bf16": dtype == "BF16", "fp16": dtype == "F16"}
+                changes["params_dtype"] = Global(f"torch.{TORCH_NAMES[dtype]}")
+            if self.options[EP] is not None:
+                changes["expert_model_parallel_size"] = self.options[EP]
+            result["args"] = replace(args, state={**args.state, **changes})
+        return result
+
+    def _moved(self, value: Any, path: str) -> Any:
+        """The value with the names that its tensors have where they stand now."""
+        if isinstance(value, TensorName):
+            entry = self.source.entries[f"{value.name}/state"]
+            self.moved[f"{path}/state"] = replace(entry, name=f"{path}/state")
+            return TensorName(path)
+        return map_values(value, lambda item, key: self._moved(item, inside(path, key)))
+
+    def _folder(self, common: Mapping[Any, Any]) -> str:
+        """The name of the iteration's directory: that of the source, if it has one."""
+        tag, iteration = self.source.source.get("tag"), common.get("iteration")
+        if isinstance(tag, str) and OF_ITERATION.fullmatch(tag):
+            return tag
+        if type(iteration) is not int or iteration < 0:
+            raise MissingData("the common state of the source has no iteration")
+        return f"iter_{iteration:07d}"
+
+    # -- files
+
+    def shells(self) -> Iterator[Shell]:
+        """Every file, one at a time; the one that names the iteration last."""
+        saved: list[SavedItem] = []
+        for number, items in enumerate(in_files(self._items(), self.options.file_size)):
+            file, placed = item_file(f"__0_{number}.distcp", items)
+            saved += placed
+            yield self._inside(file)
+        if self._text is None:  # it is the same the second time
+            self._text = dcpseal.sealed(dumps(self._describe(saved), lambda _: None))
+        yield self._inside(_known(".metadata", self._text))
+        storages = Storages()
+        common = thawed(self.common, {**self.source.entries, **self.moved}, storages)
+        yield self._inside(shell(FILE, common, storages))
+        yield self._inside(_known(MARKER, json.dumps(FORMATS).encode()))
+        iteration = self.folder.removeprefix("iter_")
+        latest = str(int(iteration)) if iteration.isdecimal() else iteration
+        yield _known(LATEST, latest.encode())
+
+    def _inside(self, file: Shell) -> Shell:
+        return replace(file, name=os.path.join(self.folder, file.name))
+
+    def _items(self) -> Iterator[ItemShell]:
+        for tensor in self.tensors:
+            for box in _boxes(tensor):
+                yield ItemShell(tensor.key, box, self._tensor_shell(tensor.dtype, box.sizes))
+        for key, value in self.objects.items():
+            storages = Storages()
+            yield ItemShell(
+                key, None, shell("archive", thawed(value, self.source.entries, storages), storages)
+            )
+
+    def _tensor_shell(self, dtype: str, sizes: tuple[int, ...]) -> Shell:
+        """Equal tensors have equal shells."""
+        if (dtype, sizes) not in self._shells:
+            storages = Storages()
+            value = storages.tensor(dtype, sizes)
+            self._shells[dtype, sizes] = shell("archive", value, storages)
+        return self._shells[dtype, sizes]
+
+    def _describe(self, saved: list[SavedItem]) -> Foreign:
+        """The content of `.metadata`."""
+        items: Items = {
+            tensor.key: TensorItem(TORCH_NAMES[tensor.dtype], tensor.shape, tuple(_boxes(tensor)))
+            for tensor in self.tensors
+        }
+        items |= dict.fromkeys(self.objects)
+        return metadata(items, {}, [(each.key, each.location) for each in saved])
+
+
+def _boxes(tensor: TargetTensor) -> Iterator[ItemBox]:
+    """The pieces of a tensor: one for each layer and expert; rows of it if it is larger."""
+    axes = len(next(iter(tensor.names)))
+    own = tensor.shape[axes:]
+    rows = own[0] if own else 1
+    length = prod(own[1:]) * SIZES[tensor.dtype]
+    most = max(1, LARGEST // max(1, length))
+    for place in product(*map(range, tensor.shape[:axes])):
+        for start in range(0, rows, most):
+            inner = (min(most, rows - start), *own[1:]) if own else ()
+            offsets = (start, *(0 for _ in own[1:])) if own else ()
+            yield ItemBox((*place, *offsets), (*(1 for _ in place), *inner))
+
+
+def _known(name: str, data: bytes) -> Shell:
+    return Shell(name, len(data), ((0, data),))
