@@ -36,6 +36,7 @@ USUAL: dict[str, Any] = {
     "distributed": True,
     "sharding": "fully_reshardable",
     "load": None,
+    "prefix": False,
 }
 
 
@@ -52,6 +53,7 @@ READABLE = [
     case("tp2_dp2_torch_adam", world=4, tp=2, adam="torch"),
     case("moe_dp2", world=2, moe=True),
     case("moe_ep2", world=2, ep=2, moe=True),
+    case("moe_ep2_prefix", world=2, ep=2, moe=True, prefix=True),
     case("moe_ep2_dp4", world=4, ep=2, moe=True, tied=False),
     case("buckets_without_padding", world=2, bucket=700),
     case("not_distributed_tp2", world=2, tp=2, distributed=False),
@@ -64,7 +66,7 @@ RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("tp2", {}, {"world": 2, "tp": 2}),  # the same grid, which asks for random states
     ("tp2_pp2", {}, {"world": 2}),
     ("not_distributed_fp32", {}, {"world": 2, "pp": 2, "adam": "fused"}),
-    ("moe_ep2", {"ep": 1}, {"world": 2}),
+    ("moe_ep2_prefix", {"ep": 1}, {"world": 2}),
     ("moe_dp2", {"ep": 2}, {"world": 2, "ep": 2}),
 ]
 MORE_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -77,9 +79,10 @@ MORE_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("tp2_dp2_torch_adam", {}, {"world": 2, "pp": 2, "adam": "fused"}),
     ("not_distributed_tp2", {}, {"world": 2}),
     ("not_distributed_tp2", {}, {"world": 3}),
+    ("moe_ep2", {"ep": 1}, {"world": 2}),
     ("moe_ep2", {}, {"world": 4, "ep": 2}),
     ("moe_ep2_dp4", {"ep": 4}, {"world": 4, "ep": 4}),
-    ("moe_ep2_dp4", {"ep": 1}, {"world": 2, "tp": 2}),
+    ("moe_ep2_dp4", {"ep": 1}, {"world": 4, "pp": 2}),
     ("moe_dp2", {"ep": 2}, {"world": 4, "ep": 2, "pp": 2}),
     ("moe_dp2", {}, {"world": 1}),
 ]

@@ -248,7 +248,7 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
     content = {
         "distrib_optim_sharding_type": case["sharding"],
         "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
+        "chained_optim_avoid_prefix": not case["prefix"],
         "singleton_local_shards": False,
     }
     saved = wrapped.module.sharded_state_dict(metadata=content)

@@ -59,7 +59,6 @@ def test_torch_reads_the_same_items(tmp_path: Path, zckpt: Callable[..., Any]) -
     assert json.loads((folder / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
     old = torch.load(SOURCE / ITERATION / "common.pt", weights_only=False)
     new = torch.load(folder / "common.pt", weights_only=False)
-    assert vars(new.pop("args")) == {**vars(old.pop("args")), "no_save_optim": False}
     assert new == old
     assert zckpt("verify", SOURCE, "--against", tmp_path / "new").code == 0
     assert zckpt("verify", tmp_path / "new").code == 0

@@ -7,6 +7,7 @@ since 0.19    the item common_state/shard_0_1: a list of one dictionary
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from ...core import sources
@@ -22,6 +23,7 @@ ITEM = "common_state/shard_0_1"
 SHARDING = "distrib_optim_sharding_type"
 READABLE = "fully_reshardable"
 NOT_DISTRIBUTED = "none"
+PREFIX = re.compile(r"chained_\d+\.(?=optimizer\.)")
 HINTS = {
     "dp_reshardable": "save with --dist-ckpt-optim-fully-reshardable",
     "dp_zero_gather_scatter": "load it in Megatron-Core and save with "
@@ -61,16 +63,16 @@ def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
         for item in optimizers_of(common)
         if isinstance(item.get("param_state_sharding_type"), str)
     }
-    keys = [key for key in table.items if key.startswith("optimizer.")]
-    if not stated and any(key.startswith("optimizer.distributed.") for key in keys):
+    keys = {key: own for key in table.items if (own := of_optimizer(key))}
+    if not stated and any(own.startswith("optimizer.distributed.") for own in keys.values()):
         content = common.get("content_metadata")
         kind = content.get(SHARDING) if isinstance(content, dict) else None
         stated = {kind if isinstance(kind, str) else "dp_zero_gather_scatter"}
-    for key in keys:
+    for key, own in keys.items():
         item = table.items[key]
-        name = key.split(".", 3)[-1]
+        name = own.split(".", 3)[-1]
         model = table.items.get(name)
-        if key.startswith("optimizer.state.") and item is not None and model is not None:
+        if own.startswith("optimizer.state.") and item is not None and model is not None:
             if item.shape != model.shape:
                 stated = {"fully_sharded_model_space"}
             break
@@ -84,6 +86,16 @@ def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
             "weights alone",
         )
     return READABLE
+
+
+def of_optimizer(key: str) -> str | None:
+    """The key of something that an optimizer saved; None for a key of the model.
+
+    If experts have an optimizer of their own, a program may put `chained_N.` before these keys:
+    0.16.1 does so unless the metadata of the save has `chained_optim_avoid_prefix`.
+    """
+    own = PREFIX.sub("", key, count=1) if key.startswith("chained_") else key
+    return own if own.startswith("optimizer.") else None
 
 
 def optimizers_of(common: dict[Any, Any]) -> list[dict[Any, Any]]:

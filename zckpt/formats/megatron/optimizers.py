@@ -36,12 +36,8 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], ep: int | None) -> d
         raise MissingData("the source has no parameter groups", hint="add --weights-only")
     spread = [group for group in groups if group.get(SPREAD)]
     dense = [group for group in groups if not group.get(SPREAD)]
-    scaler = {
-        key: state[key]
-        for state in reversed(optimizers_of(dict(common)))  # the first one's counts
-        for key in ("grad_scaler",)
-        if key in state
-    }
+    first = optimizers_of(dict(common))[0]
+    scaler = {key: first[key] for key in ("grad_scaler",) if key in first}
     if ep is not None and ep > 1 and not spread:
         spread = _spread(source, groups)
     elif ep == 1 and spread:
@@ -59,21 +55,21 @@ def _optimizer(groups: Sequence[Group], others: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _step(source: Manifest) -> float | int:
+def _step(source: Manifest) -> float | int | None:
     """The completed updates, which groups have as a whole number; torch's Adam takes that too."""
     step = source.step
-    if step is None:
+    if step is None and any(parameter.step is not None for parameter in source.parameters.values()):
         raise InconsistentCheckpoint(
-            "Megatron-Core has one step for all parameters, but the source has none, or several",
-            hint="choose one: --step-policy max|min|N; or add --weights-only",
+            "Megatron-Core has one step for all parameters, but the source has several",
+            hint="choose one: --step-policy max|min|N",
         )
-    return int(step) if step == int(step) else step
+    return int(step) if step is not None and step == int(step) else step
 
 
-def _with_step(group: Mapping[str, Any], step: float | int) -> Group:
-    """A group without its members' numbers, and with the step."""
+def _with_step(group: Mapping[str, Any], step: float | int | None) -> Group:
+    """A group without its members' numbers, and with the step, if there is one."""
     rest = {key: value for key, value in group.items() if key not in ("params", "step")}
-    return {**rest, "step": step}
+    return rest if step is None else {**rest, "step": step}
 
 
 def _spread(source: Manifest, groups: Sequence[Group]) -> list[Group]:

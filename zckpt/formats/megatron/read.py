@@ -39,7 +39,15 @@ from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor
 from ...training.steps import infer_optimizer
 from ..statedict.tree import TensorPiece, assembled
-from .common import ITEM, NOT_DISTRIBUTED, arguments, kept, read_common, sharding_of
+from .common import (
+    ITEM,
+    NOT_DISTRIBUTED,
+    arguments,
+    kept,
+    of_optimizer,
+    read_common,
+    sharding_of,
+)
 from .files import MARKER, located
 from .groups import groups_of, members, stated_step
 from .names import axes_of, named, places
@@ -199,7 +207,7 @@ class _Reader:
         """Enters every weight of the model; returns the shapes by name."""
         shapes = {}
         for key, item in self.table.items.items():
-            if item is None or key.startswith("optimizer."):
+            if item is None or of_optimizer(key):
                 continue
             if key.startswith(("mtp.", "model.")):
                 raise UnsupportedCheckpoint(
@@ -218,16 +226,18 @@ class _Reader:
 
     def _trained(self) -> set[str]:
         """The keys of weights that have a state of the optimizer."""
-        matches = (OF_OPTIMIZER.fullmatch(key) for key, item in self.table.items.items() if item)
+        keys = (of_optimizer(key) for key, item in self.table.items.items() if item)
+        matches = (OF_OPTIMIZER.fullmatch(key) for key in keys if key)
         return {match["key"] for match in matches if match}
 
     def _states(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
         """Enters masters and moments; returns the optimizer's own slots."""
         slots = set()
         for key, item in self.table.items.items():
-            if not key.startswith("optimizer.") or item is None:
+            own = of_optimizer(key)
+            if own is None or item is None:
                 continue
-            match = OF_OPTIMIZER.fullmatch(key)
+            match = OF_OPTIMIZER.fullmatch(own)
             if match is None or match["key"] not in self.keys:
                 raise UnsupportedCheckpoint(
                     f"{self.folder} has {key}, which is no state of a weight that zckpt knows",
@@ -298,7 +308,7 @@ class _Reader:
                 continue
             if not VALUE.fullmatch(key):
                 raise UnsupportedCheckpoint(f"{self.folder} has {key}, which is no sharded object")
-            if self.weights_only and key.startswith("optimizer."):
+            if self.weights_only and of_optimizer(key):
                 continue
             file = self.files.torch_file(self.table.location(key))
             self.records += file.records.values()

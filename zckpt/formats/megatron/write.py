@@ -3,9 +3,9 @@
     DST/latest_checkpointed_iteration.txt
     DST/iter_0000006/metadata.json, common.pt, .metadata, __0_K.distcp
 
-All releases since 0.14 read it: 0.19 prefers `common.pt` too, if there is one. The optimizer's
-state is `fully_reshardable`, so a run of any tp, pp, vpp and dp resumes. Every layer and every
-expert is a piece of its own, since torch reads whole pieces.
+The optimizer's state is `fully_reshardable`, so a run of any tp, pp, vpp and dp resumes. Every
+layer and every expert is a piece of its own, since torch reads whole pieces. `common.pt` is the
+form of 0.14 to 0.18; 0.19, which writes an item instead, prefers it if it is there (by its source).
 
 Keys, axes and objects are those of the source: which of them a run asks for depends on its
 specification, which no file has. So a source must come from Megatron-Core, directly or through a
@@ -76,7 +76,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         writer.left_out,
         writer.warnings,
         about="a directory of Megatron-Core, from which runs of any tp, pp and dp resume",
-        loading=lambda path: f"--load {literal(path)[1:-1]} --ckpt-format torch_dist",
+        loading=writer.loading,
         source=replace(source, entries={**source.entries, **writer.moved}),
     )
 
@@ -117,9 +117,8 @@ class MegatronWriter:
                 "from a universal checkpoint of one",
                 hint="the source lacks the keys and the arguments of such a run",
             )
-        self.states = not options.weights_only and any(
-            is_optimizers(entry.slot) for entry in source.entries.values()
-        )
+        self.trained = {e.parameter for e in source.entries.values() if is_optimizers(e.slot)}
+        self.states = bool(self.trained) and not options.weights_only
         self.tensors = self._tensors(keys)
         self.objects = self._objects(common)
         self.moved: dict[str, Entry] = {}
@@ -160,11 +159,10 @@ class MegatronWriter:
         if slot == "param":
             weights = [weight_of(entries, name).stored for name in names.values()]
         else:
-            trained = [name for name in names.values() if self._is_trained(name)]
-            if not trained:
+            frozen = [name for name in names.values() if name not in self.trained]
+            if len(frozen) == len(names):
                 return None
-            if len(trained) < len(names):
-                frozen = [name for name in names.values() if name not in trained]
+            if frozen:
                 raise UnsupportedCheckpoint(
                     f"{listed(frozen)} has no state of the optimizer, but other layers of {key} "
                     "have: Megatron-Core's files have one tensor for all layers"
@@ -190,12 +188,6 @@ class MegatronWriter:
             key = f"optimizer.state.{name}.{key}"
         return TargetTensor(key, slot, dtype, (*sizes, *shapes.pop()), names)
 
-    def _is_trained(self, name: str) -> bool:
-        return any(
-            is_optimizers(slot) and f"{name}/{slot}" in self.source.entries
-            for slot in self.source.slots
-        )
-
     def _state(self, name: str, slot: str) -> Entry:
         entry = self.source.entries.get(f"{name}/{slot}")
         if entry is None:
@@ -210,7 +202,7 @@ class MegatronWriter:
         kept = kept if isinstance(kept, dict) else {}
         args = arguments(common)
         sizes = args.get("pipeline_model_parallel_size"), args.get("tensor_model_parallel_size")
-        # if experts are spread over ranks, 0.16.1's trainer adds an axis for dp
+        # if experts are spread, a trainer may add an axis for dp: no other dp loads such items
         own = ".".join(map(str, sizes)) if self.options[EP] is None else None
         objects, lost = {}, []
         for key, value in kept.items():
@@ -246,10 +238,12 @@ class MegatronWriter:
         }
         args = common.get("args")
         if isinstance(args, Foreign) and isinstance(args.state, dict):
-            changes: dict[str, Any] = {"no_save_optim": not self.states}
+            changes: dict[str, Any] = {}
             if self.without_rng:
                 changes["no_save_rng"] = True
-            if self.states and "use_distributed_optimizer" in args.state:
+            if not self.states:
+                changes["no_save_optim"] = True
+            elif "use_distributed_optimizer" in args.state:
                 changes["use_distributed_optimizer"] = True
             if dtype := self.options.module_dtype:
                 changes |= {"bf16": dtype == "BF16", "fp16": dtype == "F16"}
@@ -277,6 +271,11 @@ class MegatronWriter:
         return f"iter_{iteration:07d}"
 
     # -- files
+
+    def loading(self, path: str) -> str:
+        """The options of Megatron-LM that resume from the target."""
+        states = "--use-distributed-optimizer" if self.states else "--no-load-optim --no-load-rng"
+        return f"among the options of Megatron-LM: --load {literal(path)[1:-1]} {states}"
 
     def shells(self) -> Iterator[Shell]:
         """Every file, one at a time; the one that names the iteration last."""
