@@ -147,3 +147,22 @@ def test_torchs_adam_loads_no_file(runs: Path, tmp_path: Path) -> None:
     resumed: Resumed = ("tp2_dp2_torch_adam", {}, {"world": 4, "tp": 2})
     with pytest.raises(AssertionError, match="a rank of"):
         megatron.train([megatron.loading(resumed, runs / resumed[0])], tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("rows", [80, 112])
+def test_vocabularies_of_other_sizes(runs: Path, tmp_path: Path, rows: int) -> None:
+    """Megatron-Core copies the rows that both have, in every slot; the others are zeros."""
+    package.convert(runs / "tp2", tmp_path / "target", to="megatron")
+    (tmp_path / "loaded").mkdir()
+    sizes = [*megatron.SIZES[:-1], rows]
+    resumed: Resumed = ("tp2", {}, {"world": 2, "tp": 2, "sizes": sizes})
+    megatron.train([megatron.loading(resumed, tmp_path / "target")], tmp_path / "loaded")
+    before, _ = megatron.expected(runs / "tp2")
+    after, _ = megatron.expected(tmp_path / "loaded" / megatron.name_of(resumed))
+    embedding = "embedding.word_embeddings.weight/"
+    for key, tensor in before.items():
+        shared = min(rows, len(tensor)) if key.startswith(embedding) else len(tensor)
+        assert torch.equal(after[key][:shared], tensor[:shared]), key
+        assert after[key][shared:].eq(0).all(), key
+    assert len(after[f"{embedding}master"]) == rows
