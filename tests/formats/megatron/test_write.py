@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import random
+import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
@@ -33,11 +37,11 @@ def _loaded(folder: Path) -> dict[str, Any]:
     reader = dcp.FileSystemReader(folder)
     items = reader.read_metadata().state_dict_metadata
     state = {
-        key: torch.empty(item.size, dtype=item.properties.dtype) if hasattr(item, "size") else None
+        key: torch.empty(item.size, dtype=item.properties.dtype) if hasattr(item, "size") else "?"
         for key, item in items.items()
     }
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert "?" not in [value for value in state.values() if isinstance(value, str)]
     return state
 
 
@@ -77,6 +81,42 @@ def test_a_piece_for_every_layer(tmp_path: Path, zckpt: Callable[..., Any]) -> N
         (tmp_path / "item").write_bytes(data)
         with zipfile.ZipFile(tmp_path / "item") as item_file:
             assert item_file.testzip() is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_objects_of_trainers(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
+    """What Megatron-LM saves of ranks and modules: arrays, tensors and buffers in objects."""
+    rng = {
+        "random_rng_state": random.Random(3).getstate(),
+        "np_rng_state": np.random.RandomState(3).get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "rng_tracker_states": {"model-parallel-rng": torch.arange(16, dtype=torch.uint8)},
+    }
+    state = _loaded(SOURCE / ITERATION)
+    state["rng_state/shard_0.0_1.2"] = [rng]
+    state["decoder.final_layernorm._extra_state/shard_0_1"] = [io.BytesIO(b"scales")]
+    folder = tmp_path / "old" / ITERATION
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id=folder, planner=planner, no_dist=True)
+    shutil.copy(SOURCE / ITERATION / "metadata.json", folder)
+    common = torch.load(SOURCE / ITERATION / "common.pt", weights_only=False)
+    common["optimizer"]["grad_scaler"] = {"scale": torch.tensor([1024.0]), "growth_tracker": 7}
+    common["args"].rank_of_gpu, common["args"].params_dtype = np.int64(3), torch.bfloat16
+    torch.save(common, folder / "common.pt")
+    assert zckpt("convert", tmp_path / "old", tmp_path / "u").code == 0
+    ended = zckpt("reshard", tmp_path / "u", tmp_path / "new", "--json")
+    assert ended.document["left_out"] == [], ended.document
+    loaded = _loaded(tmp_path / "new" / ITERATION)
+    (same,) = loaded["rng_state/shard_0.0_1.2"]
+    assert repr(same) == repr(rng)
+    assert (same["np_rng_state"][1] == rng["np_rng_state"][1]).all()
+    assert torch.equal(same["torch_rng_state"], rng["torch_rng_state"])
+    (buffer,) = loaded["decoder.final_layernorm._extra_state/shard_0_1"]
+    assert buffer.getvalue() == b"scales"
+    new = torch.load(tmp_path / "new" / ITERATION / "common.pt", weights_only=False)
+    assert new == common
+    with zipfile.ZipFile(tmp_path / "new" / ITERATION / "common.pt") as file:
+        assert file.testzip() is None
 
 
 def test_large_tensors_are_cut_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
