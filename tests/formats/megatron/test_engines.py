@@ -85,7 +85,10 @@ def test_other_types_are_refused(
     ended = zckpt("convert", runs / name, tmp_path / "target", "--json")
     assert ended.document["error"] == "UnsupportedCheckpoint"
     assert name in ended.document["message"]
-    assert zckpt("convert", runs / name, tmp_path / "target", "--weights-only").code == 0
+    target, weights = tmp_path / "target", tmp_path / "weights"
+    assert zckpt("convert", runs / name, target, "--weights-only").code == 0
+    assert zckpt("convert", runs / name, weights, "--weights-only", "--to", "megatron").code == 0
+    assert zckpt("verify", weights, "--against", target).code == 0
 
 
 def _resume(cases: list[Resumed], runs: Path, root: Path) -> Path:

@@ -18,6 +18,9 @@ from itertools import product
 
 LAYERS = re.compile(r"(?P<stack>(?:decoder|encoder)\.layers)\.(?P<rest>(?!\d+\.).+)")
 EXPERTS = re.compile(r"(?P<before>.*\bmlp\.experts)\.experts\.(?P<rest>(?!\d+\.).+)")
+LAYER = re.compile(r"(?P<before>(?:decoder|encoder)\.layers\.)(?P<number>\d+)(?P<rest>\..+)")
+EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<number>\d+)(?P<rest>\..+)")
+PLACE = "*"  # instead of a number
 NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -46,11 +49,6 @@ def named(key: str, place: tuple[int | str, ...]) -> str:
     return name
 
 
-LAYER = re.compile(r"(?P<before>(?:decoder|encoder)\.layers\.)(?P<number>\d+)(?P<rest>\..+)")
-EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<number>\d+)(?P<rest>\..+)")
-PLACE = "*"  # instead of a number
-
-
 def keys_of(
     names: Iterable[str], keys: Iterable[str]
 ) -> tuple[dict[str, dict[tuple[int, ...], str]], list[str]]:
@@ -72,17 +70,15 @@ def keys_of(
 
 
 def _generalized(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The name itself, and with a sign instead of the numbers of its layer, expert, or both."""
+    """The name itself, and with PLACE for the numbers of its expert, its layer, and both."""
     yield name, ()
-    layer, expert = LAYER.fullmatch(name), EXPERT.fullmatch(name)
-    for matches in ([expert], [layer], [layer, expert]):
-        general = name
-        for match in matches:
+    for patterns in ((EXPERT,), (LAYER,), (LAYER, EXPERT)):
+        general, place = name, []
+        for pattern in patterns:
+            match = pattern.fullmatch(general)
             if match is None:
                 break
-            start, stop = match.span("number")
-            if match is expert and len(matches) > 1:  # the sign before it may be shorter
-                start, stop = start - len(name) + len(general), stop - len(name) + len(general)
-            general = f"{general[:start]}{PLACE}{general[stop:]}"
+            general = f"{match['before']}{PLACE}{match['rest']}"
+            place.append(int(match["number"]))
         else:
-            yield general, tuple(int(match["number"]) for match in matches if match)
+            yield general, tuple(place)
