@@ -214,9 +214,10 @@ class MegatronWriter:
                 lost.append(key)
         self.without_rng = not any(map(OF_RANKS.fullmatch, objects))
         if lost:
-            self.left_out.append(
-                f"{listed(lost)}: states of single ranks, which a run of other sizes could not load"
-            )
+            reason = "states of single ranks, which a run of other sizes could not load"
+            if self.options.weights_only:
+                reason = "only the weights are written"
+            self.left_out.append(f"{listed(lost)}: {reason}")
         return objects
 
     def _common(self, common: Mapping[Any, Any]) -> dict[Any, Any]:
