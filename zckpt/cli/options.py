@@ -79,7 +79,7 @@ _tp_rules = grouped(
     rare=True,
     metavar="FILE|FAMILY",
     help="How tensor-parallel ranks cut parameters, if the checkpoint does not say it: a file of "
-    "lines REGEX = RULE, or megatron, megatron-swiglu, neox, bloom or llama.",
+    "lines REGEX = RULE, or megatron, megatron-swiglu, neox, neox-parallel, bloom or llama.",
 )
 replicas = grouped(
     "Source",

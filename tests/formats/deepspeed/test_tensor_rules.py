@@ -320,7 +320,8 @@ def test_files_of_rules(tmp_path: Path) -> None:
     }
     found = decide("run", shapes, [rules_of(str(path))], 2)
     assert [sliced.shape for sliced in found.values()] == [(4, 8), (8, 4)]
-    assert set(FAMILIES) == {"megatron", "megatron-swiglu", "bloom", "neox", "llama"}
+    families = {"megatron", "megatron-swiglu", "bloom", "neox", "neox-parallel", "llama"}
+    assert set(FAMILIES) == families
     for text, said in (
         ("a = 0:", "line 1"), ("a", "line 1"), ("( = 0", "line 1"), ("x = 0\na = -1", "line 2"),
         ("include nothing", "line 1"), ("a = 0:0x", "line 1"), ("{", "JSON"),

@@ -70,12 +70,13 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
 
     Called before a conversion writes anything. Raises InconsistentCheckpoint if copies of tensor
     ranks differ and `replicas` (rank0, mean) does not say what is taken, or if all ranks hold the
-    same of a parameter that a rule cuts.
+    same of a parameter that a rule cuts; UnsupportedCheckpoint for parts of a sum.
     """
     if "model_ranks" in manifest.source:  # each keeps its own copy
         return []
-    from .model_ranks.copies import compare_copies
+    from .model_ranks.copies import compare_copies, refuse_sums
 
+    refuse_sums(manifest.root, (manifest.state.get("tensor_parallel") or {}).get("rules") or {})
     check_slices(manifest)
     tp = int(manifest.source.get("tp") or 0)
     return compare_copies(manifest, tp, replicas) if tp else []

@@ -13,6 +13,7 @@ gather_grid.py      what model ranks have together, by the engine's own rule: ve
 slices_by_engine.py where slices belong, by that rule
 write_grid.py       those of several model ranks for another data-parallel size
 write_tensor_ranks.py  for another number of tensor ranks
+arguments.py        what Megatron's programs save of the grid
 recut.py            a pipeline at other bounds of its stages
 stage_bounds.py     which bounds: --pp-bounds, --pp-partition
 """

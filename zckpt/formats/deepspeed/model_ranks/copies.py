@@ -21,10 +21,11 @@ from ....core.dtypes import FLOATS
 from ....core.manifest import Entry, Manifest
 from ....core.plan import Match
 from ....core.weights import is_optimizers
-from ....errors import InconsistentCheckpoint, counted, listed
+from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, listed
 from ..files import model_rank_of
 from .grid import LAYER
 from .pipeline import head
+from .tensor_rules import SUM
 
 SAMPLE = 1 << 14  # elements of each slice
 
@@ -59,8 +60,8 @@ def compare_copies(manifest: Manifest, tp: int, replicas: str | None) -> list[st
             f"{counted(len(drifted), 'parameter')} ({listed(list(drifted), 4)}): {name}: "
             f"{listed(lines, 3)}",
             hint="if these copies drifted in training, take those of tensor rank 0 with --replicas "
-            "rank0, or their mean with --replicas mean; if they are slices, correct the rule "
-            "(--tp-rules)",
+            "rank0, or their mean with --replicas mean; if they are slices, or parts of a sum, "
+            "correct the rule (--tp-rules)",
         )
     chosen = "their mean" if replicas == "mean" else "rank 0's"
     warnings += [
@@ -119,13 +120,25 @@ def refuse_equal_slices(root: str, ranks: Sequence[Manifest], rules: Mapping[str
     wrong = [
         name
         for name, rule in rules.items()
-        if rule != "replicated" and any(map(_are_equal, moments.get(name, ())))
+        if rule not in ("replicated", SUM) and any(map(_are_equal, moments.get(name, ())))
     ]
     if wrong:
         raise InconsistentCheckpoint(
             f"{root}: the rule `{rules[wrong[0]]}` cuts {listed(wrong)} over tensor ranks, but all "
             "ranks hold the same values",
             hint="give the rule `replicated` for such a parameter with --tp-rules FILE",
+        )
+
+
+def refuse_sums(root: str, rules: Mapping[str, str]) -> None:
+    """Raises UnsupportedCheckpoint if the whole of a parameter is a sum of the ranks' parts."""
+    sums = [name for name, rule in rules.items() if rule == SUM]
+    if sums:
+        raise UnsupportedCheckpoint(
+            f"{root}: each tensor rank has a part of {listed(sums, 4)}, and the whole is the sum "
+            "of the parts; zckpt does not add tensors",
+            hint="`reshard --dp` and `--pp` keep the parts. With the rule `replicated` "
+            "(--tp-rules) and --replicas rank0 you get the part of tensor rank 0",
         )
 
 

@@ -4,6 +4,9 @@ Each family is a file of rules, as --tp-rules reads it: `REGEX = RULE`, the firs
 rules of Megatron-DeepSpeed are those of its `universal_checkpoint_info` (gpt_model.py, 2023), GPT-
 NeoX's of its converter (tools/ckpts/convert_neox_to_hf.py), those of `llama` what AutoTP of
 DeepSpeed 0.19.8 does. A rule `replicated` is proven when tensors are copied: all ranks must agree.
+
+If a GPT-NeoX model has `gpt_j_residual`, each rank adds its bias of a row-parallel layer before the
+ranks' outputs are added (ParallelTransformerLayer of transformer.py). No file says if it has.
 """
 
 from __future__ import annotations
@@ -23,18 +26,21 @@ _MEGATRON = r"""
 
 _ATTENTION = _MEGATRON.replace(r"attention\.dense", r"(self_)?attention\.dense")
 
-FAMILIES: Mapping[str, str] = {
-    "megatron": _ATTENTION.format(fused="0"),
-    "megatron-swiglu": _ATTENTION.format(fused="0:2x"),
-    "bloom": _ATTENTION.format(fused="0"),
-    "neox": r"""
+_NEOX = r"""
 .*\battention\.query_key_value\.(weight|bias) = 0
 .*\bmlp\.(dense_h_to_4h|w1|w3)\.(weight|bias) = 0
 .*\b(word_embeddings|final_linear)\.weight = 0
 .*\b(attention\.dense|mlp\.dense_4h_to_h|mlp\.linear2|mlp\.w2)\.weight = 1
-.*\b(attention\.dense|mlp\.dense_4h_to_h|mlp\.linear2|mlp\.w2)\.bias = replicated
+.*\b(attention\.dense|mlp\.dense_4h_to_h|mlp\.linear2|mlp\.w2)\.bias = {biases}
 .*norm[^.]*\.(weight|bias|scale) = replicated
-""",
+"""
+
+FAMILIES: Mapping[str, str] = {
+    "megatron": _ATTENTION.format(fused="0"),
+    "megatron-swiglu": _ATTENTION.format(fused="0:2x"),
+    "bloom": _ATTENTION.format(fused="0"),
+    "neox": _NEOX.format(biases="replicated"),
+    "neox-parallel": _NEOX.format(biases="sum"),
     "llama": r"""
 .*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias) = 0
 .*\.gate_up_proj\.(weight|bias) = 0:2x
@@ -45,6 +51,15 @@ FAMILIES: Mapping[str, str] = {
 """,
 }
 """By name; a file of rules may `include` one."""
+
+DOUBTS: Mapping[str, tuple[str, str]] = {
+    "neox": (
+        r".*\b(attention\.dense|mlp\.(dense_4h_to_h|linear2|w2))\.bias",
+        "--tp-rules neox takes {names} as whole on each rank. If the model has gpt_j_residual, "
+        "they are parts of a sum: use --tp-rules neox-parallel",
+    ),
+}
+"""By family: names for which files cannot show whether its rule is right, and what to say."""
 
 WIDTHS: tuple[tuple[str, str], ...] = (
     ("dense_h_to_4h.weight", "dense_4h_to_h.weight"),

@@ -26,6 +26,7 @@ from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.groups import without_empty_groups
 from ....training.options import Options
 from ...deepspeed_states.options import PP_PARTITION
+from . import arguments
 from .apart import ModelGrid, ModelRank
 from .grid import LAYER, TIED
 from .stage_bounds import Uses, bounds_of
@@ -236,6 +237,8 @@ def _parameters(model: Manifest, uses: Uses, start: int, stop: int) -> tuple[str
 def of_stage(model: Manifest, rank: ModelRank, names: Sequence[str]) -> Manifest:
     """One model rank of the target, as the part of a whole pipeline that has the parameters."""
     kept = frozenset(names)
+    sizes = dict.fromkeys(arguments.STAGES, rank.grid.pp)
+    client = arguments.with_sizes(model.state.get("client_state") or {}, sizes)
     assert isinstance(model.engine, FlatBufferEngine)
     manifest = replace(
         model,
@@ -245,6 +248,7 @@ def of_stage(model: Manifest, rank: ModelRank, names: Sequence[str]) -> Manifest
         parameters={name: model.parameters[name] for name in names},
         buffers=(),
         replicas=(),
+        state={**model.state, "client_state": client},
     )
     return without_empty_groups(manifest)[0]
 

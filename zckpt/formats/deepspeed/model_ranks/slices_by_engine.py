@@ -218,8 +218,9 @@ class Text:
 
 def _by_line(rule: str, shapes: Shapes) -> Cut:
     dim, _, about = rule.partition(":")
-    if rule == "replicated":
-        return Cut.replicated(shapes)
+    if rule in ("replicated", "sum"):
+        cut = Cut.replicated(shapes)
+        return cut if rule == "replicated" else Cut(cut.shape, cut.copies[:1])
     if dim == "vocab" or not about:
         return Cut.along(shapes, int(dim) if dim.isdecimal() else 0)
     axis, ranks = int(dim), len(shapes)

@@ -6,6 +6,7 @@ cut. What all ranks have is taken from the first one, and the others are copies 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -16,7 +17,9 @@ from ....core.dtypes import SIZES
 from ....core.fragments import Fragments
 from ....core.inert import to_json
 from ....core.manifest import Entry, Manifest
+from ....core.weights import WEIGHTS
 from ....errors import InconsistentCheckpoint, listed
+from .families import DOUBTS
 from .tensor_rules import RuleFile, Rules, Shapes, Sliced, decide
 from .together import MIXED, common, same_parameter
 from .universal_info import UniversalInfo
@@ -52,7 +55,8 @@ def joined_slices(
             slices = [each.get(name, {}).get(slot) for each in by_rank]
             whole = _whole(f"{name}/{slot}", sliced, slices, first.root)
             entries[whole[0].name] = whole[0]
-            replicas += whole[1:]
+            if not (sliced.is_sum and slot in WEIGHTS):  # other parts are no copies
+                replicas += whole[1:]
     replicas += _joined_replicas(ranks, {**cut, **buffers}, first.root)
     entries |= {name: e for name, e in first.entries.items() if e.slot == "state"}
     together = common(ranks)
@@ -76,10 +80,19 @@ def joined_slices(
         records=together.records,
         steps=together.steps,
         left_out=together.left_out,
-        warnings=together.warnings,
+        warnings=(*together.warnings, *_doubts(given, cut)),
         inferred=together.inferred,
         state={**first.state, "tensor_parallel": _facts(cut)},
     )
+
+
+def _doubts(given: Sequence[Rules], cut: Mapping[str, Sliced]) -> Iterator[str]:
+    """What no file shows of the families that the user gave."""
+    for rules in given:
+        if isinstance(rules, RuleFile) and rules.source in DOUBTS:
+            pattern, sentence = DOUBTS[rules.source]
+            if names := [name for name in cut if re.fullmatch(pattern, name)]:
+                yield sentence.format(names=listed(names, 4))
 
 
 def _facts(cut: Mapping[str, Sliced]) -> dict[str, Any]:
@@ -176,7 +189,9 @@ def _joined_replicas(
         sliced = cut.get(name.rpartition("/")[0])
         if sliced is None:
             continue
-        if sliced.is_replicated:
+        if sliced.is_sum and name.rpartition("/")[2] in WEIGHTS:
+            continue
+        if sliced.is_replicated or sliced.is_sum:
             for own in by_name:
                 yield from own.get(name, ())
             continue

@@ -12,6 +12,7 @@ against the shapes that the ranks state; a file of rules has lines such as
     .*\\.qkv\\.weight = 0:64,16,16   rows; sub-parameters of these widths in the whole tensor
     .*\\.gate_up\\.weight = 0:2x     rows; two sub-parameters of equal widths
     .*norm.* = replicated          all ranks have the whole tensor
+    .*dense\\.bias = sum            each rank has a part, and the whole is the sum of the parts
     embed\\.weight = vocab:50257    rows; those from 50257 on are padding
     include llama                  the rules of a family
 """
@@ -40,8 +41,9 @@ from .families import FAMILIES, WIDTHS
 
 Shapes = Sequence[tuple[int, ...] | None]
 """A parameter's shape on every tensor rank; None where the rank has none of it."""
+SUM = "sum"
 HELP = (
-    "a rule is `replicated`, `0` or `1` (the dimension that is cut), `0:64,16,16` or `0:2x` "
+    "a rule is `replicated`, `sum`, `0` or `1` (the dimension that is cut), `0:64,16,16` or `0:2x` "
     "(sub-parameters) or `vocab:N`"
 )
 
@@ -62,6 +64,11 @@ class Sliced:
     def is_replicated(self) -> bool:
         return self.rule == "replicated"
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether each rank has a part of its own, of the whole shape."""
+        return self.rule == SUM
+
 
 class Rules(Protocol):
     """What decides how parameters are cut."""
@@ -72,7 +79,7 @@ class Rules(Protocol):
 
 @valueclass
 class Rule:
-    """One line: `axis` is None for a replicated parameter, `parts` are widths in the whole.
+    """One line: `axis` is None if ranks have the whole shape, `parts` are widths in the whole.
 
     `equal` is the number of equal sub-parameters, if the widths are not stated.
     """
@@ -115,7 +122,7 @@ def by_rule(rule: Rule, name: str, shapes: Shapes) -> Sliced:
     if rule.axis is None:
         if len(set(known)) > 1:
             raise InconsistentCheckpoint(f"{says}, whose shapes differ: {_on_ranks(known)}")
-        return Sliced(known[0], slicing.replicated(known[0], len(known)), "replicated")
+        return Sliced(known[0], slicing.replicated(known[0], len(known)), rule.text)
     axis = rule.axis
     if axis >= len(known[0]):
         raise InconsistentCheckpoint(f"{says}, which has the shape {list(known[0])}")
@@ -206,7 +213,7 @@ def _parsed(text: str, source: str) -> list[Rule]:
 
 def _rule(pattern: str, text: str) -> Rule | None:
     """The rule that a line states; None if it states none."""
-    if text == "replicated":
+    if text in ("replicated", SUM):
         return Rule(pattern, text, None)
     if match := re.fullmatch(r"vocab:(\d+)", text):
         return Rule(pattern, text, 0, vocabulary=int(match[1]))

@@ -13,12 +13,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any, TypeGuard
+from typing import Any
 
 from ....core.dtypes import SIZES
 from ....core.facts import FlatBufferEngine
 from ....core.fragments import Fragment, Runs
-from ....core.inert import Foreign
 from ....core.manifest import Entry, Manifest
 from ....core.staging import Layout, Shell
 from ....core.values import valueclass
@@ -41,6 +40,7 @@ from ...deepspeed_states.target import DeepSpeedTarget
 from .. import elastic, read
 from ..files import locate, recovery_scripts
 from .apart import ModelGrid, ModelRank
+from .arguments import TENSOR_RANKS, VOCABULARY, arguments, with_sizes
 from .grid import grid_files
 from .rank_shells import rank_shells
 from .tensor_ranks import INFO, joined_slices
@@ -215,8 +215,7 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
     Megatron rounds up to a multiple of the tensor ranks times `make_vocab_size_divisible_by`. If no
     `args` state that number, the rows stay as they are, unless the ranks cannot share them.
     """
-    args = (source.state.get("client_state") or {}).get("args")
-    stated = args.state.get("make_vocab_size_divisible_by") if _has_state(args) else None
+    stated = arguments(source.state.get("client_state")).get("make_vocab_size_divisible_by")
     unit = stated if isinstance(stated, int) and stated > 0 else None
     given = options[VOCAB_SIZE]
     facts = (source.state.get("tensor_parallel") or {}).get("vocabulary") or {}
@@ -340,20 +339,12 @@ def _state(source: Manifest, tp: int) -> dict[str, Any]:
         client[INFO] = info_for(client[INFO], tp, whole)
         if padded and "padded_vocab_size" in client[INFO]:
             client[INFO]["padded_vocab_size"] = padded
-    if _has_state(client.get("args")):
-        args = client["args"]
-        sizes = {"tensor_model_parallel_size": tp, "padded_vocab_size": padded}
-        known = {key: value for key, value in sizes.items() if value and key in args.state}
-        client["args"] = replace(args, state={**args.state, **known})
-    return {**state, "client_state": client}
+    sizes = dict.fromkeys(TENSOR_RANKS, tp) | (dict.fromkeys(VOCABULARY, padded) if padded else {})
+    return {**state, "client_state": with_sizes(client, sizes)}
 
 
 def _is_auto(config: Mapping[str, Any] | None) -> bool:
     return isinstance((config or {}).get("tensor_parallel"), Mapping)
-
-
-def _has_state(value: Any) -> TypeGuard[Foreign]:
-    return isinstance(value, Foreign) and isinstance(value.state, dict)
 
 
 def target_of(source: Manifest, options: Options) -> DeepSpeedTarget:
