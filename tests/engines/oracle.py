@@ -57,7 +57,8 @@ def record(engine: Any) -> dict[str, Any] | None:
             assert all(state["scalars"] == kept for state in states), f"ranks differ: {name}"
             steps[name] = kept.get("step", plain(group.get("step")))
             scalars[name] = {key: value for key, value in kept.items() if key != "step"}
-            check_rounding(name, tensors[f"{name}/master"], weights[name])
+            if not getattr(engine, "zenflow", False):  # its weights are newer than its masters
+                check_rounding(name, tensors[f"{name}/master"], weights[name])
     return described(engine, {}, tensors, steps, scalars, layout.groups)
 
 

@@ -60,15 +60,6 @@ def test_a_loss_scale_at_its_minimum(trained: Trained) -> None:
             assert any("loss scale is at its minimum, 256" in line for line in lines) == is_warned
 
 
-def test_moments_that_zenflow_does_not_save(example: Path) -> None:
-    assert not any("ZenFlow" in line for line in zckpt.read(example).warnings)
-    for path in example.glob("*/*_states.pt"):
-        state = torch.load(path, weights_only=False)
-        state["ds_config"]["zero_optimization"]["zenflow"] = {"topk_ratio": 0.1}
-        torch.save(state, path)
-    assert ["moments DeepSpeed does not save" in w for w in zckpt.read(example).warnings] == [True]
-
-
 def test_a_second_name_of_a_weight_that_was_left_out(example: Path, tmp_path: Path) -> None:
     """`exclude_frozen_parameters` keeps the second name of a tied frozen weight (LoRA, 0.19.8)."""
     run = shutil.copytree(example, tmp_path / "lora")

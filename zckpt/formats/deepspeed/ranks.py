@@ -92,6 +92,21 @@ def check_kind(
         )
     if nested(config, "zero_optimization", "offload_optimizer", "device") == "nvme":
         refuse(directory, "optimizer states offloaded to NVMe")
+    if nested(config, "zero_optimization", "zenflow"):
+        _check_zenflow(directory, version, nested(config, "zero_optimization", "stage"))
+
+
+def _check_zenflow(directory: TagDirectory, version: str, stage: Any) -> None:
+    """Refuses ZenFlow where the files have matrices transposed, under shapes that do not show it.
+
+    Its `_flatten_dense_tensors` (runtime/zenflow/zenflow_utils.py) transposes. Before 0.19.7 stage
+    1 and 2 transpose the weights of the module back, and from then on they do not. Stage 3
+    transposes the parameters themselves (engine_stage3.py).
+    """
+    if stage == 3:
+        refuse(directory, "ZenFlow in ZeRO stage 3, whose files have matrices transposed")
+    if version_numbers(version) < (0, 19, 7):
+        refuse(directory, f"ZenFlow of DeepSpeed {version}, whose files have matrices transposed")
 
 
 def _check_world(

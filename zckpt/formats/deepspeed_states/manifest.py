@@ -295,11 +295,12 @@ def _buffer_warnings(differing: Sequence[str]) -> list[str]:
 
 
 def _config_warnings(ranks: EngineStates) -> list[str]:
-    """ZenFlow: DeepSpeed 0.19.8, runtime/zenflow; its own Adam keeps moments on parameters."""
+    """ZenFlow: DeepSpeed 0.19.8, runtime/zenflow; its own Adam updates 16-bit weights alone."""
     if nested(ranks.config, "zero_optimization", "zenflow"):
         return [
-            "ZenFlow updates the columns that it selects with an Adam of its own, whose moments "
-            "DeepSpeed does not save: those columns have older moments in this checkpoint"
+            "ZenFlow updates the columns that it selects with an Adam of its own: there, masters "
+            "and moments are older than the weights of the module. DeepSpeed resumes from the "
+            "older masters too; `verify` lists these weights"
         ]
     if ranks.config_path is None:
         return []
