@@ -13,14 +13,17 @@ import torch
 
 import zckpt
 from zckpt.errors import (
+    IncompleteCheckpoint,
     InconsistentCheckpoint,
     MissingData,
     UnsupportedCheckpoint,
+    ZckptError,
 )
 
 from ...engines import megatron_layouts as layouts
 from ...engines.megatron_layouts import Numbers, Run
 from ..equality import load, same_bits
+from .test_grid import edit
 
 RUNS = {
     "bloom": layouts.BLOOM,
@@ -271,3 +274,142 @@ def test_another_family_is_refused(family: str | None, laid: Laid, tmp_path: Pat
         zckpt.convert(root, tmp_path / "out", tp_rules=family)
     assert "--tp-rules" in raised.value.hint
     assert not (tmp_path / "out").exists()
+
+
+# -- planted faults; nothing may be written
+
+Change = Callable[[Path], None]
+
+
+def swap(folder: Path, one: str, other: str) -> None:
+    """Swaps all files whose names differ in this."""
+    for path in sorted(folder.glob(f"*{one}*")):
+        second, between = folder / path.name.replace(one, other), folder / "between"
+        path.rename(between)
+        second.rename(path)
+        between.rename(second)
+
+
+def copy(one: str, other: str) -> Change:
+    def change(folder: Path) -> None:
+        shutil.copy(folder / one, folder / other)
+
+    return change
+
+
+def edited(pattern: str, change: Callable[[Any], object]) -> Change:
+    def edit_all(folder: Path) -> None:
+        for path in folder.glob(pattern):
+            with layouts.under_engine_names():
+                edit(path, change)
+
+    return edit_all
+
+
+def with_step(value: Any) -> None:
+    for group in value["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+        group["step"] += 1
+
+
+def forget(pattern: str) -> Change:
+    def change(folder: Path) -> None:
+        for path in folder.glob(pattern):
+            path.unlink()
+
+    return change
+
+
+def both(one: Change, other: Change) -> Change:
+    def change(folder: Path) -> None:
+        one(folder)
+        other(folder)
+
+    return change
+
+
+def writers(*ranks: int) -> Change:
+    """Megatron-DeepSpeed's arguments have the global rank of the writer."""
+
+    def change(folder: Path) -> None:
+        for number, rank in enumerate(ranks):
+            edited(f"mp_rank_{number:02d}_*", lambda m, r=rank: setattr(m["args"], "rank", r))(
+                folder
+            )
+
+    return change
+
+
+LAYER_4 = "layer_04-model_01-model_states.pt"
+RANK_1 = "mp_rank_01_model_states.pt"
+FAULTS: dict[str, tuple[Change, type[ZckptError], str]] = {
+    "layers of swapped tensor ranks": (
+        lambda d: swap(d, "model_00-", "model_01-"), IncompleteCheckpoint, "has the weights of"),
+    "optimizers of swapped tensor ranks": (
+        lambda d: swap(d, "rank_00_optim", "rank_01_optim"), ZckptError, "has the weights of"),
+    "swapped stages": (
+        lambda d: swap(d, "mp_rank_00", "mp_rank_02"), InconsistentCheckpoint, "are of stage 0"),
+    "swapped data ranks": (
+        lambda d: swap(d, "pp_rank_0_", "pp_rank_1_"), IncompleteCheckpoint, "has the weights of"),
+    "swapped by their arguments": (writers(0, 2, 5, 4), InconsistentCheckpoint, "0, 2, 5, 4 wrote"),
+    "a lost model rank": (forget("*mp_rank_01_*"), IncompleteCheckpoint, "none of model rank 1"),
+    "a lost stage": (forget("*mp_rank_0[23]_*"), IncompleteCheckpoint, "2 of 4 model ranks"),
+    "a layer twice": (
+        copy(LAYER_4, "layer_004-model_01-model_states.pt"), InconsistentCheckpoint, "same number"),
+    "a layer of one tensor rank": (
+        copy(LAYER_4, "layer_04-model_states.pt"), InconsistentCheckpoint, "same number"),
+    "a model rank twice": (
+        copy(RANK_1, "mp_rank_001_model_states.pt"), InconsistentCheckpoint, "same number"),
+    "an optimizer twice": (
+        copy("bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt",
+             "bf16_zero_pp_rank_01_mp_rank_01_optim_states.pt"),
+        InconsistentCheckpoint, "same number"),
+    "a file beyond the last": (
+        copy(RANK_1, "mp_rank_100_model_states.pt"), IncompleteCheckpoint, "none of model rank 4"),
+    "a whole module": (
+        edited("mp_rank_*", lambda m: m.update(module={"a": torch.ones(2)})),
+        InconsistentCheckpoint, "which only pipelines have"),
+    "an empty file": (lambda d: (d / LAYER_4).write_bytes(b""), ZckptError, "is empty"),
+    "a file cut short": (
+        lambda d: (d / LAYER_4).write_bytes((d / LAYER_4).read_bytes()[:999]),
+        ZckptError, "ends early"),
+    "a lost weight": (
+        edited(LAYER_4, lambda v: v.pop("mlp.dense_4h_to_h.bias")),
+        IncompleteCheckpoint, "lacks the weight of 4.mlp.dense_4h_to_h.bias"),
+    "another save's counters": (
+        edited(RANK_1, lambda m: m.update(global_steps=9)), InconsistentCheckpoint, "its counters"),
+    "another save's optimizer": (
+        edited("*mp_rank_03_optim*", with_step), InconsistentCheckpoint, "optimizer's step"),
+    "two faults": (
+        both(edited(LAYER_4, lambda v: v["input_layernorm.weight"].add_(1)), forget("*_05-*1-*")),
+        IncompleteCheckpoint, "layer 5 of tensor rank 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_planted_faults(what: str, bloom: Path, tmp_path: Path) -> None:
+    """Whether slices are joined or each rank is kept."""
+    change, error, said = FAULTS[what]
+    change(bloom / f"global_step{layouts.STEP + 1}")
+    for call in (
+        lambda: zckpt.convert(bloom, tmp_path / "out", tp_rules="bloom"),
+        lambda: zckpt.reshard(bloom, tmp_path / "out", dp=1),
+    ):
+        with pytest.raises(error, match=said) as raised:
+            call()
+        assert raised.value.hint
+        assert not (tmp_path / "out").exists()
+
+
+def test_writers_in_their_order_are_no_fault(bloom: Path) -> None:
+    writers(0, 1, 4, 5)(bloom / f"global_step{layouts.STEP + 1}")
+    assert zckpt.read(bloom, tp_rules="bloom").source["pp"] == 2
+
+
+@pytest.mark.engines
+def test_a_hundred_layers(laid: Laid, tmp_path: Path) -> None:
+    """Files of layers from 100 on have three digits, as model ranks have."""
+    run = Run("neox", tp=1, dp=1, bounds=(0, 60, 105), layers=100)
+    root, numbers = laid(run)
+    assert (root / "global_step6" / "layer_101-model_00-model_states.pt").exists()
+    zckpt.convert(root, tmp_path / "out", tp_rules="neox")
+    assert different(of(tmp_path / "out"), everything(numbers)) == []

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import zckpt
+from zckpt.errors import UnsupportedCheckpoint
 
 from ...engines.cases import CASES, Case
 from ..contract import FormatContract
@@ -58,6 +59,26 @@ def test_a_loss_scale_at_its_minimum(trained: Trained) -> None:
         problems = [line["message"] for line in zckpt.stats(run)["problems"]]
         for lines in (zckpt.read(run).warnings, problems):
             assert any("loss scale is at its minimum, 256" in line for line in lines) == is_warned
+
+
+@pytest.mark.parametrize("what", ["MiCS", "NVMe, by its config", "NVMe, by its files"])
+def test_what_is_refused_by_name(what: str, example: Path, tmp_path: Path) -> None:
+    (tag,) = (path for path in example.iterdir() if path.is_dir())
+    if "files" in what:
+        (tag / "offloaded_tensors" / "rank00").mkdir(parents=True)
+    for path in tag.glob("*_states.pt"):
+        state = torch.load(path, weights_only=False)
+        if what == "MiCS" and "optim" in path.name:
+            counts = state["optimizer_state_dict"]["partition_count"]
+            state["optimizer_state_dict"]["partition_count"] = [2] * len(counts)
+        if "config" in what:
+            offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "/mnt"}}
+            state["ds_config"]["zero_optimization"] |= offload
+        torch.save(state, path)
+    with pytest.raises(UnsupportedCheckpoint, match=what.partition(",")[0]) as raised:
+        zckpt.convert(example, tmp_path / "out")
+    assert raised.value.hint
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_second_name_of_a_weight_that_was_left_out(example: Path, tmp_path: Path) -> None:

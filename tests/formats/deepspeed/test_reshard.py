@@ -124,6 +124,8 @@ MOVES = [
     Move("offload", "z2_dp2_offload", 3),
     Move("offload", "z3_dp2_offload", 1),
     Move("persistent", "z3_dp2_persistent", 3),
+    Move("stage 3", "z3_dp4_hpz", 2),
+    Move("stage 3", "z3_dp2_plain", 4, config=zero(zero_hpz_partition_size=2)),
     Move("dtype", "z2_dp2_bf16", 3, dtype="fp32"),
     Move("dtype", "z3_dp2_bf16", 2, dtype="fp32"),
     Move("dtype", "z2_dp2_fp32", 2, dtype="bf16"),

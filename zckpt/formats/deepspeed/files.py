@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from ...core import sources
 from ...core.expected import missing_ranks
@@ -28,6 +29,7 @@ from ..deepspeed_states.directories import (
 )
 
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
+Place = TypeVar("Place", int, tuple[int, int])
 OLD_EXPERT = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
 OF_EXPERTS = re.compile(r"expp_rank_\d+_.*")
 
@@ -89,15 +91,15 @@ def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 
     for name in names:
         full = os.path.join(directory.path, name)
         if match := EXPERT.fullmatch(name):
-            experts[int(match[1]), int(match[2])] = full
+            add_file(experts, (int(match[1]), int(match[2])), full)
         if model_rank_of(name) != model_rank:
             continue
         if MODEL.fullmatch(name):
-            models[0] = full
+            add_file(models, 0, full)
         elif match := MODEL_3.fullmatch(name):
-            models_3[int(match[1])] = full
+            add_file(models_3, int(match[1]), full)
         elif match := OPTIMIZER.fullmatch(name):
-            optimizers[int(match[2])] = full
+            add_file(optimizers, int(match[2]), full, is_second=match[1] in prefixes)
             prefixes.add(match[1])
     if len(prefixes) > 1 or (models and models_3):
         raise InconsistentCheckpoint(
@@ -132,6 +134,19 @@ def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 
         [optimizers[rank] for rank in sorted(optimizers)],
         experts,
     )
+
+
+def add_file(files: dict[Place, str], place: Place, path: str, *, is_second: bool = True) -> None:
+    """Adds the file of a place; raises InconsistentCheckpoint if `is_second` and it has one.
+
+    Names such as mp_rank_01 and mp_rank_001 have the same number.
+    """
+    if is_second and place in files:
+        raise InconsistentCheckpoint(
+            f"{path} has the same number as {os.path.basename(files[place])}",
+            hint="remove the one that DeepSpeed did not write: it writes mp_rank_01 and layer_08",
+        )
+    files[place] = path
 
 
 def model_rank_of(name: str) -> int | None:

@@ -24,7 +24,7 @@ from ..files import NAMED, Numbered, RankFiles
 from ..flats import flat_buffers
 from ..ranks import open_ranks
 from .grid import GridFiles
-from .together import common
+from .together import check_equal, common
 
 
 def of_rank(ranks: EngineStates, step_policy: str | None) -> Manifest:
@@ -76,7 +76,10 @@ def open_apart(
     step_policy: str | None,
     numbered: Numbered = NAMED,
 ) -> list[Manifest]:
-    """The manifest of each model rank; its `source` has a ModelRank, under `model_rank`."""
+    """The manifest of each model rank; its `source` has a ModelRank, under `model_rank`.
+
+    Raises InconsistentCheckpoint if they are of different saves.
+    """
     parsed = Parsed()
     manifests = []
     for number, each in enumerate(files):
@@ -95,6 +98,7 @@ def open_apart(
         engine = replace(manifest.engine, dtype=grid.dtype)
         source = {**manifest.source, "model_rank": rank}
         manifests.append(replace(manifest, source=source, engine=engine))
+    check_equal(manifests)
     return manifests
 
 

@@ -25,7 +25,8 @@ from ....core.values import valueclass
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
 from ...deepspeed_states.directories import EXPERT, MODEL_3, OPTIMIZER, TagDirectory, refuse
 from ...deepspeed_states.states import EngineStates
-from ..files import RankFiles, model_rank_of, rank_files
+from ..files import RankFiles, add_file, model_rank_of, rank_files
+from .arguments import arguments
 
 LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 TIED = "tied_modules."
@@ -69,11 +70,11 @@ def grid_files(directory: TagDirectory) -> GridFiles:
             )
         ranks = [rank_files(directory, names, rank) for rank in sorted(numbers)]
         _alike(directory, ranks)
-    layers = {
-        (int(match[1]), int(match[2] or 0)): os.path.join(directory.path, name)
-        for name in names
-        if (match := LAYER.fullmatch(name))
-    }
+    layers: dict[tuple[int, int], str] = {}
+    for name in names:
+        if match := LAYER.fullmatch(name):
+            place = int(match[1]), int(match[2] or 0)
+            add_file(layers, place, os.path.join(directory.path, name))
     pp, tp = _sizes(directory, len(ranks), layers)
     of_experts = {int(match[3]) for name in names if (match := EXPERT.fullmatch(name))}
     if of_experts and (layers or of_experts | numbers != {0}):
@@ -133,6 +134,12 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
     """The grid, once its contents agree with the names; raises InconsistentCheckpoint."""
     for number, rank in enumerate(ranks):
         path = rank.models[0].path
+        if files.layers and rank.model.get("module"):
+            raise InconsistentCheckpoint(
+                f"{path} has the weights of a run without a pipeline, but there are files of "
+                "layers, which only pipelines have",
+                hint="keep only the files of one save",
+            )
         world = rank.model.get("mp_world_size")
         if isinstance(world, int) and world > len(ranks):
             raise IncompleteCheckpoint(
@@ -156,7 +163,21 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
                 )
         else:
             _check_names(directory, files, ranks, number)
+    _check_writers(directory, ranks)
     return Grid(ranks[0].dp, files.tp, files.pp)
+
+
+def _check_writers(directory: TagDirectory, ranks: Sequence[EngineStates]) -> None:
+    """Megatron-DeepSpeed saves the global rank of each writer, which grows with the model rank."""
+    writers = [arguments(rank.model).get("rank") for rank in ranks]
+    known = [writer for writer in writers if isinstance(writer, int)]
+    if len(set(known)) == len(writers) and known != sorted(known):
+        numbers = ", ".join(map(str, known))
+        raise InconsistentCheckpoint(
+            f"{directory.path}: the files of model ranks are swapped: by their arguments, rank "
+            f"{numbers} wrote them, in the order of their names",
+            hint="copy all files again; the names must have the order of the ranks",
+        )
 
 
 def _check_names(
@@ -166,10 +187,17 @@ def _check_names(
     stage, tensor_rank = divmod(number, files.tp)
     ours = _names(ranks[number])
     if tensor_rank and ours != _names(ranks[stage * files.tp]):
-        odd = sorted(ours ^ _names(ranks[stage * files.tp]))
+        odd = listed(sorted(ours ^ _names(ranks[stage * files.tp])), 4)
+        first = f"model rank {stage * files.tp}"
+        if files.layers:
+            raise InconsistentCheckpoint(
+                f"{directory.path}: model rank {number} must have the parameters of {first}, as "
+                f"both are of stage {stage}, but they differ in {odd}",
+                hint="files of two ranks may be swapped, or of another save: copy all files again",
+            )
         raise InconsistentCheckpoint(
             f"{directory.path} has no files of layers, so model rank {number} must be a tensor "
-            f"rank, but it has other parameters than rank {stage * files.tp}: {listed(odd, 4)}",
+            f"rank, but it has other parameters than {first}: {odd}",
             hint="the files of a pipeline's layers may be missing: layer_NN-model_states.pt",
         )
     if stage and not tensor_rank:

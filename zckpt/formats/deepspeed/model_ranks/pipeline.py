@@ -67,7 +67,7 @@ def joined_stages(
     shapes = {name: parameter.shape for name, (parameter, _) in trained.items()}
     stated = {name for names in buffers for name in names}
     masters = {name: item[1] for name, item in trained.items()}
-    layers = _layers(files, shapes, stated, masters, tied)
+    layers = _layers(stages[0].root, files, shapes, stated, masters, tied)
     weights, replicas = _weights(stages[0].root, layers)
     _check_weights(stages[0].root, files, shapes, weights)
     parameters = {name: parameter for name, (parameter, _) in trained.items()}
@@ -145,6 +145,7 @@ def _trained(
 
 
 def _layers(
+    root: str,
     files: Mapping[int, TorchFile],
     shapes: Mapping[str, tuple[int, ...]],
     buffers: Collection[str],
@@ -187,8 +188,9 @@ def _layers(
     if lacking:
         names = sorted(TIED + key for key in lacking)
         raise IncompleteCheckpoint(
-            f"no file of a layer has the weights of {listed(names)}",
-            hint="the file of a tied layer is missing, or its weights are not the rounded masters",
+            f"{root}: no file of a layer has the weights of {listed(names)}",
+            hint="the file of a tied layer is missing, or its weights are not the rounded masters: "
+            "then files of two ranks may be swapped, or of another save",
         )
     return layers
 

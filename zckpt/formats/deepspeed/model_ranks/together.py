@@ -178,6 +178,31 @@ def with_agreed_steps(manifest: Manifest, policy: str | None) -> Manifest:
     )
 
 
+def check_equal(manifests: Sequence[Manifest]) -> None:
+    """All model ranks of one save have the same groups, and one step in each of them.
+
+    Raises InconsistentCheckpoint.
+    """
+    renumbered, groups = joined_groups(manifests)
+    if groups is None:
+        return
+    places: dict[int | None, dict[Any, str]] = {}
+    for manifest in renumbered:
+        for parameter in manifest.parameters.values():
+            if parameter.step is not None:
+                places.setdefault(parameter.group, {}).setdefault(
+                    parameter.step, _file_of(manifest)
+                )
+    for of_step in places.values():
+        if len(of_step) > 1:
+            (one, first), (other, second) = sorted(of_step.items())[:2]
+            raise InconsistentCheckpoint(
+                f"the optimizer's step is {one} in the model rank of {first}, and {other} in that "
+                f"of {second}",
+                hint=MIXED,
+            )
+
+
 def same_parameter(name: str, copies: Mapping[str, Parameter], policy: str | None) -> Parameter:
     """What model ranks say of one parameter, beside its shape; `copies` are by where they are."""
     first = next(iter(copies.values()))
