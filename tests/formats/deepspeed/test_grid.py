@@ -237,6 +237,22 @@ class TestFiles:
         assert raised.value.hint
         assert not (tmp_path / "out").exists()
 
+    @pytest.mark.parametrize(
+        ("kind", "said"), [("*", "rank 2 has layer 1, but"), ("*optim*", "3 parameters in flat")]
+    )
+    def test_swapped_stages(self, kind: str, said: str, run: Path, tmp_path: Path) -> None:
+        for path in [*run.glob(f"*/*mp_rank_0[01]_{kind}")]:
+            other = path.with_name(
+                re.sub(r"rank_0([01])_", lambda m: f"rank_0{int(m[1]) + 2}_", path.name)
+            )
+            path.rename(tmp_path / "between")
+            other.rename(path)
+            (tmp_path / "between").rename(other)
+        for call in (zckpt.convert, zckpt.reshard):
+            with pytest.raises(InconsistentCheckpoint, match=said):
+                call(run, tmp_path / "out", **({"dp": 2} if call is zckpt.reshard else {}))
+        assert not (tmp_path / "out").exists()
+
     def test_surplus_model_rank(self, run: Path) -> None:
         for path in [*run.glob("*/*mp_rank_03_*")]:
             shutil.copy(path, path.with_name(path.name.replace("rank_03", "rank_04")))

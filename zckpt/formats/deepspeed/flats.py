@@ -47,6 +47,13 @@ def flat_buffers(
     buffers = []
     for place, names in enumerate(shapes):
         paddings = alignment[place] or [0] * len(names)
+        if len(paddings) != len(names):
+            raise InconsistentCheckpoint(
+                f"{ranks.directory.path}: the optimizer files have {len(paddings)} parameters in "
+                f"flat group {place}, but shapes are listed for {len(names)}: "
+                f"{listed(list(names), 4)}",
+                hint="model and optimizer files of different ranks or saves seem to be mixed",
+            )
         for sharers, own_names in [(ranks, names)] if sharing is None else sharing(place, names):
             partitions = [masters[number][place] for number in sharers.numbers or range(ranks.dp)]
             buffers.append(_RankedBuffer(sharers, place, own_names, paddings, partitions))

@@ -164,6 +164,8 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
         else:
             _check_names(directory, files, ranks, number)
     _check_writers(directory, ranks)
+    if files.layers:
+        _check_stages(directory, files, ranks)
     return Grid(ranks[0].dp, files.tp, files.pp)
 
 
@@ -178,6 +180,22 @@ def _check_writers(directory: TagDirectory, ranks: Sequence[EngineStates]) -> No
             f"{numbers} wrote them, in the order of their names",
             hint="copy all files again; the names must have the order of the ranks",
         )
+
+
+def _check_stages(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> None:
+    """The layers of a stage come after those of the stage before it; tied ones have no number."""
+    before: tuple[int, int] | None = None  # the last layer so far, and its model rank
+    for number in range(0, len(ranks), files.tp):
+        heads = {name.partition(".")[0] for name in _names(ranks[number])}
+        layers = sorted(int(head) for head in heads if head.isdecimal())
+        if layers and before is not None and layers[0] <= before[0]:
+            raise InconsistentCheckpoint(
+                f"{directory.path}: model rank {number} has layer {layers[0]}, but model rank "
+                f"{before[1]} has layer {before[0]}",
+                hint="the files of two stages may be swapped: copy all files again",
+            )
+        if layers:
+            before = layers[-1], number
 
 
 def _check_names(
