@@ -87,7 +87,12 @@ def joined_slices(
 
 
 def _doubts(given: Sequence[Rules], cut: Mapping[str, Sliced]) -> Iterator[str]:
-    """What no file shows of the families that the user gave."""
+    """What the whole lacks by the user's rules, and what no file shows of them."""
+    if sums := [name for name, sliced in cut.items() if sliced.is_sum]:
+        yield (
+            f"each tensor rank has a part of {listed(sums, 4)}: what is shown is the part of "
+            "tensor rank 0, not the sum"
+        )
     for rules in given:
         if isinstance(rules, RuleFile) and rules.source in DOUBTS:
             pattern, sentence = DOUBTS[rules.source]
