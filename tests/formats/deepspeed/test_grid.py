@@ -26,7 +26,7 @@ from zckpt.errors import (
 )
 from zckpt.formats.deepspeed import read as deepspeed_read
 from zckpt.formats.deepspeed.model_ranks.grid import grid_files
-from zckpt.formats.deepspeed.model_ranks.together import joined_groups
+from zckpt.formats.deepspeed.model_ranks.together import check_equal, joined_groups
 from zckpt.formats.deepspeed_states.directories import TagDirectory
 
 from ...engines import grids
@@ -525,3 +525,20 @@ def test_groups_of_stages_are_known_by_their_settings() -> None:
         joined_groups([stage("0", 4.0), stage("1", 1.0, 2.0)])
     with pytest.raises(UnsupportedCheckpoint, match="do not tell which"):
         joined_groups([stage("0", 1.0), stage("1", 1.0, 1.0)])
+
+
+def counted(name: str, *steps: int) -> Manifest:
+    """A model rank with one group, whose parameters have these steps."""
+    parameters = {f"{name}.{n}": Parameter((2,), True, 0, step) for n, step in enumerate(steps)}
+    return Manifest("run", "deepspeed", {}, {}, parameters, groups=({"lr": 1.0},))
+
+
+def test_model_ranks_of_one_save_have_one_step() -> None:
+    check_equal([counted("0", 3, 3), counted("1", 3)])
+    check_equal([counted("0", 3, 2), counted("1", 3)])  # in stage 0 each parameter has its own
+    check_equal([counted("0", 3, 2), counted("0", 3, 2)])
+    for other in (counted("1", 4), counted("0", 4, 4)):
+        with pytest.raises(InconsistentCheckpoint, match=r"step is 3 in .* and 4 in"):
+            check_equal([counted("0", 3, 3), other])
+    with pytest.raises(InconsistentCheckpoint, match=r"step is 2 in .* and 3 in"):
+        check_equal([counted("0", 3, 2), counted("0", 3, 3)])

@@ -179,22 +179,27 @@ def with_agreed_steps(manifest: Manifest, policy: str | None) -> Manifest:
 
 
 def check_equal(manifests: Sequence[Manifest]) -> None:
-    """All model ranks of one save have the same groups, and one step in each of them.
+    """All model ranks of one save have the same groups and steps.
 
-    Raises InconsistentCheckpoint.
+    A parameter has one step wherever it is. So has a group, unless a rank counts each parameter by
+    itself (stage 0). Raises InconsistentCheckpoint.
     """
     renumbered, groups = joined_groups(manifests)
     if groups is None:
         return
-    places: dict[int | None, dict[Any, str]] = {}
+    places: dict[str | int, dict[Any, str]] = {}
+    counts_each: set[int] = set()
     for manifest in renumbered:
-        for parameter in manifest.parameters.values():
-            if parameter.step is not None:
-                places.setdefault(parameter.group, {}).setdefault(
-                    parameter.step, _file_of(manifest)
-                )
-    for of_step in places.values():
-        if len(of_step) > 1:
+        of_rank: dict[int, set[Any]] = {}
+        for name, parameter in manifest.parameters.items():
+            if parameter.step is None or parameter.group is None:
+                continue
+            of_rank.setdefault(parameter.group, set()).add(parameter.step)
+            for key in (name, parameter.group):
+                places.setdefault(key, {}).setdefault(parameter.step, _file_of(manifest))
+        counts_each |= {group for group, values in of_rank.items() if len(values) > 1}
+    for key, of_step in places.items():
+        if len(of_step) > 1 and key not in counts_each:
             (one, first), (other, second) = sorted(of_step.items())[:2]
             raise InconsistentCheckpoint(
                 f"the optimizer's step is {one} in the model rank of {first}, and {other} in that "
