@@ -112,6 +112,7 @@ def convert(
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     replicas: str | None = None,
+    masters_from_weights: bool = False,
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
     begin: Begin | None = None,
@@ -127,14 +128,22 @@ def convert(
     called with the number of bytes to come and returns a function that is called with the number of
     bytes of every piece. `tell` is called with the warnings before the first byte is written.
     `resume` continues an interrupted run of the same source and options. `replicas` ("rank0",
-    "mean") says what to take where tensor-parallel ranks hold different copies. `before_rename` is
+    "mean") says what to take where tensor-parallel ranks hold different copies. With
+    `masters_from_weights` wrong masters of Megatron-Core are widened weights. `before_rename` is
     called before the last check. `sharing` is `zckpt.Part(k, n)` in a process that writes part
     k of n; the last one completes `target`. Raises a ZckptError; then there is no `target`.
     """
     from .writing import Running, read_for, write
 
     wanted = options_of(options)
-    reading = Reading(format, tag, step_policy, tp_rules=tp_rules, replicas=replicas)
+    reading = Reading(
+        format,
+        tag,
+        step_policy,
+        tp_rules=tp_rules,
+        replicas=replicas,
+        masters_from_weights=masters_from_weights,
+    )
     running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
     manifest = read_for(target, source, reading, wanted, running)
     return write("convert", manifest, os.fspath(target), to, reading, wanted, running)

@@ -30,7 +30,9 @@ class Reading:
     and its replacement. `tp_rules` is a family or a file that says how tensor ranks cut
     parameters. `replicas` says what is taken of their copies of one tensor, if these differ. With
     `apart` ranks that share a model are not joined: a target for the same ranks needs no whole
-    tensors. With `slices` it is said too how one rank's tensors would be cut over several.
+    tensors. With `slices` it is said too how one rank's tensors would be cut over several. With
+    `masters_from_weights` masters that do not round to their weights are given up, with the states
+    beside them: that reads all masters.
     """
 
     format: str | None = None
@@ -43,6 +45,7 @@ class Reading:
     replicas: str | None = None
     apart: bool = False
     slices: bool = False
+    masters_from_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.replicas not in (None, *REPLICAS):
@@ -78,6 +81,8 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
         siblings = (item.path for item in manifest.siblings)
         fingerprints = watch.of((*manifest.files, *siblings))
     _check_names(manifest)
+    if reading.masters_from_weights:
+        manifest = format.rebuilt(replace(manifest, fingerprints=fingerprints))
     if reading.replicas == "mean":
         manifest = format.averaged(manifest)
     manifest = replace(manifest, fingerprints=fingerprints, objects=frozenset(watch.objects))

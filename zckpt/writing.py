@@ -204,6 +204,7 @@ def identity(
     asked = {option.flag: value for option, value in options.given}
     asked |= {"--to": to, "--from": reading.format, "--tag": reading.tag}
     asked |= {"--step-policy": reading.step_policy, "--replicas": reading.replicas}
+    asked |= {"--masters-from-weights": reading.masters_from_weights or None}
     rules = reading.tp_rules
     asked |= {"--tp-rules": None if rules is None else os.fspath(rules)}
     given = {flag: value for flag, value in asked.items() if value is not None}

@@ -20,6 +20,8 @@ import torch
 ROOT = Path(__file__).parent.parent.parent
 VERSION = "0.16.1"  # the last for Python 3.10 and 3.11
 SIZES = [4, 16, 4, 2, 24, 96]  # layers, hidden, heads, query groups, ffn, vocabulary
+ODD = [3, 20, 4, 2, 28, 66]
+WIDE = [2, 16, 4, 4, 32, 96]
 SLOTS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 USUAL: dict[str, Any] = {
     "world": 1,
@@ -35,6 +37,7 @@ USUAL: dict[str, Any] = {
     "moe": False,
     "distributed": True,
     "sharding": "fully_reshardable",
+    "legacy": False,
     "load": None,
     "prefix": False,
 }
@@ -59,6 +62,7 @@ READABLE = [
     case("not_distributed_tp2", world=2, tp=2, distributed=False),
     case("not_distributed_fp32", distributed=False, bf16=False, adam="torch"),
 ]
+REFUSED = case("buckets_ep2", world=2, ep=2, moe=True, sharding="dp_reshardable")
 # name of a source in READABLE, options of the conversion, and the run that loads
 RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dp3", {}, {"world": 1}),
@@ -87,9 +91,46 @@ MORE_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("moe_dp2", {}, {"world": 1}),
 ]
 CORRUPT = case("corrupt", world=3, bucket=700)
-OTHERS = [
-    case("dp_reshardable", world=2, sharding="dp_reshardable"),
-    case("dp_zero_gather_scatter", world=2, sharding="dp_zero_gather_scatter"),
+OLD_VERSION = "0.13.1"  # the last that saves in this way
+SPACE = "fully_sharded_model_space"
+OLD = [
+    case("space_dp3", world=3, sharding=SPACE, bucket=700, sizes=ODD, tied=False, gated=False),
+    case("space_tp2_pp2", world=4, tp=2, pp=2, sharding=SPACE, tied=False),
+    case("space_tp2_dp2", world=4, tp=2, sharding=SPACE, sizes=ODD, bf16=False),
+    case("space_pp2", world=2, pp=2, sharding=SPACE, adam="torch"),
+    case("space_moe_dp2", world=2, sharding=SPACE, moe=True),
+    case("space_moe_ep2_dp4", world=4, ep=2, sharding=SPACE, moe=True),
+]
+BUCKETS = "dp_reshardable"
+BUFFERS = "dp_zero_gather_scatter"
+FLAT = [
+    case("buckets_dp3", world=3, sharding=BUCKETS, bucket=700, tied=False, gated=False),
+    case("buckets_tp2_pp2", world=4, tp=2, pp=2, sharding=BUCKETS),
+    case("buffers_tp2_dp2", world=4, tp=2, sharding=BUFFERS, bucket=700, adam="torch", sizes=ODD),
+]
+LEGACY = [
+    case("legacy_dp3", world=3, legacy=True, bucket=700, sizes=ODD, tied=False, gated=False),
+    case("legacy_tp2_pp2", world=4, tp=2, pp=2, legacy=True),
+    case("legacy_not_distributed_tp2", world=2, tp=2, legacy=True, distributed=False, adam="torch"),
+]
+TRAINED = [*READABLE, *FLAT, *LEGACY]
+MATRIX = [
+    case("legacy_dp1", legacy=True, bf16=False),
+    case("legacy_tp2_dp2", world=4, tp=2, legacy=True, bucket=700, adam="torch", gated=False),
+    case("legacy_tp4", world=4, tp=4, legacy=True, sizes=WIDE, tied=False),
+    case("legacy_pp4", world=4, pp=4, legacy=True),
+    case("legacy_moe_dp2", world=2, legacy=True, moe=True),
+    case("legacy_not_distributed_fp32", legacy=True, distributed=False, bf16=False),
+    case("legacy_not_distributed_pp2", world=2, pp=2, legacy=True, distributed=False),
+    case("buckets_dp1", sharding=BUCKETS, gated=False),
+    case("buckets_dp4", world=4, sharding=BUCKETS, bucket=1100, sizes=ODD),
+    case("buckets_tp2_dp2", world=4, tp=2, sharding=BUCKETS, bucket=700, adam="torch", tied=False),
+    case("buckets_tp4_fp32", world=4, tp=4, sharding=BUCKETS, sizes=WIDE, bf16=False),
+    case("buckets_pp4", world=4, pp=4, sharding=BUCKETS, tied=False),
+    case("buckets_moe_dp2", world=2, sharding=BUCKETS, moe=True),
+    case("buffers_dp3", world=3, sharding=BUFFERS, bucket=700, sizes=[3, 20, 4, 2, 28, 61]),
+    case("buffers_tp2_pp2", world=4, tp=2, pp=2, sharding=BUFFERS, bf16=False),
+    case("buffers_moe_dp2", world=2, sharding=BUFFERS, moe=True, bucket=900),
 ]
 
 
@@ -107,21 +148,21 @@ def loading(resumed: tuple[str, dict[str, Any], dict[str, Any]], path: Path) -> 
     return case(name_of(resumed), **{**model, **run, "load": str(path)})
 
 
-def site() -> Path:
+def site(version: str = VERSION) -> Path:
     """The folder with Megatron-Core, which is installed there if it is missing."""
-    folder = ROOT / ".venv-megatron" / "site"
-    if not (folder / f"megatron_core-{VERSION}.dist-info").is_dir():
+    folder = ROOT / ".venv-megatron" / ("site" if version == VERSION else version)
+    if not (folder / f"megatron_core-{version}.dist-info").is_dir():
         install = ["install", "--quiet", "--no-deps", "--target", str(folder)]
-        package = f"megatron-core=={VERSION}"
+        package = f"megatron-core=={version}"
         subprocess.run([sys.executable, "-m", "pip", *install, package], check=True)
     return folder
 
 
-def train(cases: Sequence[dict[str, Any]], root: Path) -> None:
+def train(cases: Sequence[dict[str, Any]], root: Path, version: str = VERSION) -> None:
     """Trains every case, and saves it into a folder of `root`."""
     listed, log = root / "cases.json", root / "log"
     listed.write_text(json.dumps(list(cases)))
-    paths = os.pathsep.join([str(ROOT), str(site())])
+    paths = os.pathsep.join([str(ROOT), str(site(version))])
     environment = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     code = "from tests.engines.megatron_rank import main; main()"
     command = [sys.executable, "-W", "ignore", "-c", code]
@@ -131,7 +172,7 @@ def train(cases: Sequence[dict[str, Any]], root: Path) -> None:
             env=environment,
             stdout=output,
             stderr=output,
-            timeout=500,
+            timeout=60 * len(cases),
             check=False,
         )
     assert ended.returncode == 0, log.read_text()[-3000:]

@@ -260,6 +260,8 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
             world_size=world,
             data_parallel_size=world // tp // pp,
             swiglu=case["gated"],
+            use_distributed_optimizer=case["distributed"],
+            num_query_groups=queries,
             num_layers=layers,
             padded_vocab_size=vocabulary,
             vocab_size=vocabulary - 5,
@@ -274,13 +276,42 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         "optimizer": steps.sharded_state_dict(saved, metadata=content),
         "rng_state": rng_state,
     }
-    dist_checkpointing.save(state, str(folder), content_metadata=content)
+    if case["legacy"]:
+        save_legacy(folder, state, wrapped.module, steps)
+    else:
+        dist_checkpointing.save(state, str(folder), content_metadata=content)
     record(steps, names, own / f"rank-{rank}.pt", tp_rank)
     if rank == 0:
         (own / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
     update_by_weights(steps, names)
     record(steps, names, own / f"next-{rank}.pt", tp_rank)
     torch.distributed.barrier()
+
+
+def save_legacy(folder: Path, state: dict[str, Any], module: Any, steps: Any) -> None:
+    """Saves as Megatron-LM's `save_checkpoint` does with --ckpt-format torch.
+
+    The first data-parallel rank of each model-parallel rank writes a folder.
+    """
+    from megatron.core import parallel_state
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{stage:03d}"
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        name += f"_{parallel_state.get_expert_model_parallel_rank():03d}"
+    (folder / name).mkdir(exist_ok=True)
+    if state["args"].use_distributed_optimizer:
+        steps.save_parameter_state(str(folder / name / "distrib_optim.pt"))
+    if parallel_state.get_data_parallel_rank() == 0:
+        whole = {
+            **state,
+            "model": module.state_dict_for_save_checkpoint(),
+            "optimizer": steps.state_dict(),
+            "rng_state": [{"random_rng_state": (3, (1, 2), None)}],
+        }
+        torch.save(whole, folder / name / "model_optim_rng.pt")
 
 
 def load(run: Path, wrapped: Any, steps: Any, sizes: tuple[int, int], rng_state: Any) -> None:
@@ -366,8 +397,11 @@ def held_by(each: Any, names: dict[Any, str]) -> Iterator[tuple[Any, int, dict[s
 
 def main() -> None:
     cases, root = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    import numpy
     import torch._dynamo  # noqa: F401
 
+    if not hasattr(numpy, "product"):  # Megatron-Core 0.13 calls it so
+        numpy.product = numpy.prod  # type: ignore[attr-defined]
     stub_cuda()
 
     for case in cases:

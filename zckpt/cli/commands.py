@@ -20,6 +20,7 @@ from .options import (
     copying,
     exporting,
     grouped,
+    masters_from_weights,
     reading,
     replicas,
     source_and_target,
@@ -93,6 +94,7 @@ def inspect(**words: Any) -> None:
 )
 @writing
 @replicas
+@masters_from_weights
 @copying
 @common
 def convert(source: str, target: str, to: str, **words: Any) -> None:

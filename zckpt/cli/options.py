@@ -91,6 +91,15 @@ replicas = grouped(
     "[default: an error]",
 )
 """For commands that write a checkpoint."""
+masters_from_weights = grouped(
+    "Source",
+    "--masters-from-weights",
+    rare=True,
+    is_flag=True,
+    help="Where fp32 masters of Megatron-Core do not round to their weights: widen the weights, "
+    "and leave out the optimizer states beside such masters.",
+)
+"""For `convert`."""
 _quiet = grouped("Output", "-q", "--quiet", is_flag=True, help="Print no progress and no warnings.")
 as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print one JSON document.")
 

@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..core.values import valueclass
+from ..errors import WrongOption
 
 if TYPE_CHECKING:
     from ..core.copy import CopyOutcome
@@ -103,6 +104,13 @@ class CheckingReader(Reader, Protocol):
         """Raises if the bytes contradict each other. Reads all of them."""
 
 
+class RebuildingReader(CheckingReader, Protocol):
+    """`read.py` of a format whose wrong masters may be given up."""
+
+    def rebuilt(self, manifest: Manifest) -> Manifest:
+        """Without wrong masters and their states; its warnings name them."""
+
+
 class Writer(Protocol):
     """`write.py` of a format."""
 
@@ -149,6 +157,8 @@ class Format:
     """`read.py` takes `tp_rules`, and its `check` takes `replicas`."""
     checks: bool = False
     """`read.py` has `check`."""
+    rebuilds: bool = False
+    """`read.py` has `rebuilt`."""
     gathers: bool = False
     """There is a `gather.py`."""
     keeps_steps: bool = False
@@ -213,6 +223,19 @@ class Format:
         if not self.slices:
             return manifest
         return cast(SlicesReader, self._module("read")).averaged(manifest)
+
+    def rebuilt(self, manifest: Manifest) -> Manifest:
+        """Without masters that do not round to their weights, and without the states beside them.
+
+        A target gets masters that are widened weights. Reads all masters. Raises WrongOption for a
+        format that has no such check.
+        """
+        if not self.rebuilds:
+            raise WrongOption(
+                f"--masters-from-weights does not apply to {self.name}",
+                hint="it mends masters that Megatron-Core mixed up; leave it out",
+            )
+        return cast(RebuildingReader, self._module("read")).rebuilt(manifest)
 
     def refuse(self, options: Options) -> None:
         """Raises WrongOption for an option that the writer does not understand."""

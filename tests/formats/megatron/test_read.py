@@ -127,9 +127,19 @@ def test_wrong_masters_are_named(run: Path, tmp_path: Path, zckpt: Callable[...,
     assert not (tmp_path / "out").exists()
     assert zckpt("verify", tmp_path / "new").code == 3
     assert zckpt("convert", tmp_path / "new", tmp_path / "out", "--weights-only").code == 0
+    option = "--masters-from-weights"
+    ended = zckpt("convert", tmp_path / "new", tmp_path / "rebuilt", option, "--json")
+    assert "the masters of 2 do not round" in ended.document["warnings"][0]
+    kept, lost = "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.weight"
+    manifest = package.read(tmp_path / "rebuilt")
+    assert {f"{kept}/master", f"{kept}/exp_avg", f"{lost}/param"} <= manifest.entries.keys()
+    assert not {f"{lost}/master", f"{lost}/exp_avg"} & manifest.entries.keys()
+    assert manifest.parameters[lost].step == 3
+    ended = zckpt("convert", tmp_path / "rebuilt", tmp_path / "other", option, "--json")
+    assert ended.document["error"] == "WrongOption"
 
 
-@pytest.mark.parametrize("kind", ["dp_reshardable", "dp_zero_gather_scatter", "fsdp_dtensor"])
+@pytest.mark.parametrize("kind", ["fully_sharded_bucket_space", "fsdp_dtensor"])
 def test_other_types_are_refused(run: Path, kind: str) -> None:
     common = torch.load(run / ITERATION / "common.pt", weights_only=False)
     common["optimizer"]["param_state_sharding_type"] = kind
@@ -138,14 +148,22 @@ def test_other_types_are_refused(run: Path, kind: str) -> None:
         package.read(run)
 
 
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [("optimizer", "dist_muon", "state of Muon"), ("num_query_groups", 1, "1 query group")],
+)
+def test_other_models_are_refused(run: Path, argument: str, value: Any, message: str) -> None:
+    common = torch.load(run / ITERATION / "common.pt", weights_only=False)
+    setattr(common["args"], argument, value)
+    torch.save(common, run / ITERATION / "common.pt")
+    with pytest.raises(errors.UnsupportedCheckpoint, match=message):
+        package.read(run)
+
+
 def test_other_kinds_are_refused(run: Path) -> None:
     marker = run / ITERATION / "metadata.json"
     marker.write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
     with pytest.raises(errors.UnsupportedCheckpoint, match="zarr"):
-        package.read(run)
-    (run / ITERATION / "mp_rank_00").mkdir()
-    (run / ITERATION / "mp_rank_00" / "model_optim_rng.pt").touch()
-    with pytest.raises(errors.UnsupportedCheckpoint, match="mp_rank"):
         package.read(run)
 
 

@@ -1,12 +1,20 @@
-"""Megatron-Core's checkpoints of the kind `torch_dist`, 0.14 and later.
+"""Megatron-Core's checkpoints: `torch_dist`, and the older `mp_rank_*` directories.
 
-    files.py        which directory is meant; the kinds that are refused
-    common.py       what the ranks share: arguments, hyper-parameters, the step
-    names.py        names of parameters, from keys under which layers are stacked; and back
-    groups.py       which group each parameter is in, and its step
-    read.py         the manifest, and the check of masters against weights
-    optimizers.py   the optimizers and groups that a target's run has
-    write.py        an iteration's directory, from which any tp, pp and dp resumes
+    files.py     which directory is meant; the kinds that are refused
+    common.py    what the ranks share: arguments, hyper-parameters, the step
+    names.py     names of parameters, from keys under which layers are stacked
+    groups.py    which group each parameter is in, and its step
+    read.py      a torch_dist directory, item by item
+    contents.py  the manifest of what a reader has collected
+    masters.py   the check of masters against weights, and what is left if it fails
+    spaces.py    fully_sharded_model_space: fragments that are flat
+    flats.py     dp_reshardable and dp_zero_gather_scatter: flat buffers
+    stages.py    which parameters a flat buffer has
+    placing.py   where in it they begin
+    order.py     the order of a GPTModel's parameters
+    legacy.py    mp_rank_* directories; with cuts.py and legacy_states.py
+    optimizers.py  the optimizers and groups that a target's run has
+    write.py     an iteration's directory, from which any tp, pp and dp resumes
 
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.
 """
@@ -19,12 +27,13 @@ ANY_SIZES = "runs of any tp, pp and dp resume from the same files"
 FORMAT = Format(
     name="megatron",
     folder="megatron",
-    about="Megatron-Core torch_dist: fully_reshardable, not distributed",
+    about="Megatron-Core: torch_dist and mp_rank_* directories",
     family="megatron",
     options=(WEIGHTS_ONLY, DTYPE, MAX_FILE_SIZE, ALLOW_OBJECT, EP),
     reasons={"dp": ANY_SIZES, "tp": ANY_SIZES, "pp": ANY_SIZES},
     numbers=True,
     checks=True,
+    rebuilds=True,
     objects=frozenset(
         (
             # megatron.core.safe_globals, 0.16.1; the others are zckpt's own list

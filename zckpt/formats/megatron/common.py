@@ -18,19 +18,15 @@ from ...files.dcpfile import ItemTable
 from ...files.dcpitems import ItemFiles
 from ...files.torchfile import Tensor, TorchFile
 
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.(?P<rest>.+)")
+"""Keys of the optimizer. Experts that are spread over ranks may have one under a prefix."""
 FILE = "common.pt"
 ITEM = "common_state/shard_0_1"
 SHARDING = "distrib_optim_sharding_type"
 READABLE = "fully_reshardable"
+MODEL_SPACE = "fully_sharded_model_space"
+FLAT = ("dp_reshardable", "dp_zero_gather_scatter")
 NOT_DISTRIBUTED = "none"
-PREFIX = re.compile(r"chained_\d+\.(?=optimizer\.)")
-HINTS = {
-    "dp_reshardable": "save with --dist-ckpt-optim-fully-reshardable",
-    "dp_zero_gather_scatter": "load it in Megatron-Core and save with "
-    "--dist-ckpt-optim-fully-reshardable",
-    "fully_sharded_model_space": "Megatron-Core 0.14 and 0.15 load it and save "
-    "with --dist-ckpt-optim-fully-reshardable",
-}
 
 
 def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any, Any]]:
@@ -58,44 +54,44 @@ def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
     Raises UnsupportedCheckpoint for a type that zckpt does not read. The optimizer's own state says
     it (0.14 and later). `content_metadata` alone does not tell whether it is distributed.
     """
-    stated = {
+    stated: set[str] = {
         item["param_state_sharding_type"]
         for item in optimizers_of(common)
         if isinstance(item.get("param_state_sharding_type"), str)
     }
-    keys = {key: own for key in table.items if (own := of_optimizer(key))}
-    if not stated and any(own.startswith("optimizer.distributed.") for own in keys.values()):
+    keys = {key: match["rest"] for key in table.items if (match := OPTIMIZER.fullmatch(key))}
+    if not stated and any(rest.startswith("distributed.") for rest in keys.values()):
         content = common.get("content_metadata")
         kind = content.get(SHARDING) if isinstance(content, dict) else None
         stated = {kind if isinstance(kind, str) else "dp_zero_gather_scatter"}
-    for key, own in keys.items():
+    for key, rest in keys.items():
         item = table.items[key]
-        name = own.split(".", 3)[-1]
-        model = table.items.get(name)
-        if own.startswith("optimizer.state.") and item is not None and model is not None:
+        model = table.items.get(rest.split(".", 2)[-1])
+        if rest.startswith("state.") and item is not None and model is not None:
             if item.shape != model.shape:
-                stated = {"fully_sharded_model_space"}
+                stated = {MODEL_SPACE}
             break
     if not stated:
         return NOT_DISTRIBUTED
     kind = min(stated)
-    if stated != {READABLE}:
+    if len(stated) > 1 or kind not in (READABLE, MODEL_SPACE, *FLAT):
         raise UnsupportedCheckpoint(
             f"{table.folder} has an optimizer state of type {kind[:80]}, which zckpt does not read",
-            hint=f"{HINTS.get(kind, 'save it as fully_reshardable')}; --weights-only takes the "
+            hint="save it with --dist-ckpt-optim-fully-reshardable; --weights-only takes the "
             "weights alone",
         )
-    return READABLE
+    return kind
 
 
-def of_optimizer(key: str) -> str | None:
-    """The key of something that an optimizer saved; None for a key of the model.
-
-    If experts have an optimizer of their own, a program may put `chained_N.` before these keys:
-    0.16.1 does so unless the metadata of the save has `chained_optim_avoid_prefix`.
-    """
-    own = PREFIX.sub("", key, count=1) if key.startswith("chained_") else key
-    return own if own.startswith("optimizer.") else None
+def with_groups(common: dict[Any, Any], listed: list[list[Any]]) -> dict[Any, Any]:
+    """The common state with the groups that the ranks of flat buffers saved; equal ones once."""
+    groups: list[Any] = []
+    for group in (group for each in listed for group in each):
+        if group not in groups:
+            groups.append(group)
+    optimizer = common.get("optimizer")
+    optimizer = optimizer if isinstance(optimizer, dict) else {}
+    return {**common, "optimizer": {**optimizer, "optimizer": {"param_groups": groups}}}
 
 
 def optimizers_of(common: dict[Any, Any]) -> list[dict[Any, Any]]:

@@ -5,7 +5,7 @@ RUN/iter_0000006/, RUN/release/           one checkpoint each
     metadata.json                         {"sharded_backend": "torch_dist", ...}
     .metadata, __R_I.distcp               the items of torch.distributed.checkpoint
     common.pt                             what ranks share; since 0.19 an item of its own
-    mp_rank_TT[_PPP][_EEE]/               the older kind, which zckpt does not read
+    mp_rank_TT[_PPP][_EEE]/               the older kind: a folder for each model-parallel rank
 """
 
 from __future__ import annotations
@@ -44,22 +44,19 @@ def is_checkpoint(path: str) -> bool:
     """Whether a folder has files of Megatron-Core, of a kind that zckpt reads or of another."""
     if not sources.is_folder(path):
         return False
-    return "sharded_backend" in _marker(path) or _is_legacy(path)
+    return "sharded_backend" in _marker(path) or is_legacy(path)
 
 
 def located(path: str, tag: str | None) -> str:
     """The directory of one checkpoint, whose kind zckpt reads.
 
-    Raises NotACheckpoint, and UnsupportedCheckpoint for zarr and `mp_rank_*` directories.
+    Raises NotACheckpoint, and UnsupportedCheckpoint for zarr.
     """
     folder = os.path.join(path, tag) if tag else path
     if not is_checkpoint(folder) and not tag and len(tags := detect(path)) == 1:
         folder = os.path.join(path, tags[0])
-    if _is_legacy(folder):
-        raise UnsupportedCheckpoint(
-            f"{folder} has mp_rank_* directories, which Megatron's --ckpt-format torch writes",
-            hint="zckpt reads --ckpt-format torch_dist: load it in Megatron and save it so",
-        )
+    if is_legacy(folder):
+        return folder
     backend = _marker(folder).get("sharded_backend")
     if backend is None:
         raise NotACheckpoint(f"{folder} has no {MARKER} of Megatron-Core")
@@ -96,7 +93,8 @@ def _latest(path: str) -> str | None:
     return f"iter_{int(word):07d}" if re.fullmatch(r"\d{1,18}", word) else word
 
 
-def _is_legacy(path: str) -> bool:
+def is_legacy(path: str) -> bool:
+    """Whether a folder has the folders of model-parallel ranks: Megatron's --ckpt-format torch."""
     if not sources.is_folder(path):
         return False
     with os.scandir(path) as entries:

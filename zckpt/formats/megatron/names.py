@@ -44,6 +44,11 @@ def named(key: str, place: tuple[int | str, ...]) -> str:
         name = f"{match['stack']}.{numbers.pop(0)}.{match['rest']}"
     if match := EXPERTS.fullmatch(name):
         name = f"{match['before']}.local_experts.{numbers.pop(0)}.{match['rest']}"
+    return with_plain_norms(name)
+
+
+def with_plain_norms(name: str) -> str:
+    """A name whose norm is called as in the local spec."""
     for fused, plain in NORMS.items():
         name = name.replace(fused, plain)
     return name

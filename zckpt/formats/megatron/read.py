@@ -8,54 +8,53 @@
 All have the global shape of the key, so no size of tp, pp or ep matters. The rows of a gated
 `linear_fc1` are [gate; up], whatever tp was.
 
-`fully_reshardable` files of several buckets have wrong masters and moments if a bucket has padding
-at its end: Megatron-Core 0.14 to 0.19.2 gathers without the padding, and then uses offsets that
-count it. `check` finds it: the masters do not round to their weights.
+States in flat buffers (flats.py) become whole tensors in the same way.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from ...core.facts import GraphEngine
-from ...core.manifest import Entry, Manifest, Parameter, slot_name
-from ...core.plan import Match
-from ...core.resources import Copying
-from ...core.weights import weight_of
+from ...core.manifest import Entry, Manifest, slot_name
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
-    listed,
     not_understood,
 )
 from ...files.dcpfile import ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor
-from ...training.steps import infer_optimizer
 from ..statedict.tree import TensorPiece, assembled
 from .common import (
+    FLAT,
     ITEM,
-    NOT_DISTRIBUTED,
+    MODEL_SPACE,
+    OPTIMIZER,
     arguments,
     kept,
-    of_optimizer,
     read_common,
     sharding_of,
+    with_groups,
 )
-from .files import MARKER, located
-from .groups import groups_of, members, stated_step
+from .contents import BUFFERS, Content, manifest_of, require_groups, size_of
+from .files import MARKER, is_legacy, located
+from .flats import FlatItems, local_parts, read_bytes, slicing_of, states
+from .legacy import read_legacy
+from .masters import check as check
+from .masters import rebuilt as rebuilt
 from .names import axes_of, named, places
+from .placing import Local
+from .spaces import FlatFragments
+from .stages import HINT, placed
 
-CHECKING = Copying(memory=64 << 20)
-OF_OPTIMIZER = re.compile(r"optimizer\.state\.(?P<slot>[^.]+)\.(?P<key>.+)")
+OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<key>.+)")
 MASTERS = ("param", "fp32_param")
-BUFFERS = re.compile(r".*\.router\.expert_bias")
 VALUE = re.compile(r"(?P<key>.+)/shard_(?P<place>\d+(?:\.\d+)*)_(?P<grid>\d+(?:\.\d+)*)")
 
 
@@ -75,37 +74,11 @@ def read(
     """
     folder = located(path, tag)
     try:
+        if is_legacy(folder):
+            return read_legacy(folder, step_policy, weights_only)
         return _Reader(folder, weights_only).manifest(step_policy)
     except MALFORMED as error:
         raise not_understood(folder, error) from error
-
-
-def check(manifest: Manifest) -> None:
-    """Compares every master with its weight, before a conversion writes anything.
-
-    Raises InconsistentCheckpoint, which names the tensors, if masters do not round to them.
-    """
-    from ...core.compare import compare
-
-    matches = []
-    for name in manifest.parameters:
-        weight = weight_of(manifest.entries, name)
-        if weight.master is not None and weight.param is not None:
-            how = "bits" if weight.master.dtype == weight.param.dtype else "rounded"
-            matches.append(Match(weight.master, weight.param, how))
-    outcome = compare(matches, manifest, manifest, CHECKING, measure="first")
-    wrong = [
-        result.match.a.parameter
-        for result in outcome.results
-        if result.difference is not None and result.difference.count
-    ]
-    if wrong:
-        raise InconsistentCheckpoint(
-            f"{manifest.root}: the fp32 masters of {len(wrong)} of {len(matches)} parameters do "
-            f"not round to their weights: {listed(wrong, 4)}",
-            hint="Megatron-Core up to 0.19.2 writes fully_reshardable files of several buckets "
-            "wrongly, and the moments with them; --weights-only takes the weights alone",
-        )
 
 
 class _Reader:
@@ -122,77 +95,37 @@ class _Reader:
         self.entries: dict[str, Entry] = {}
         self.keys: dict[str, int] = {}
         self.key_of: dict[str, str] = {}
+        self.pieces: dict[str, list[TensorPiece]] = {}  # of weights
+        self.replicas: list[Entry] = []
 
     def manifest(self, step_policy: str | None) -> Manifest:
         sharding = None if self.weights_only else sharding_of(self.table, self.common)
-        shapes, trained = self._weights(), self._trained()
-        slots = {} if self.weights_only else self._states(shapes)
-        values = self._values()
-        step, place, sightings = stated_step(self.common, self.file, step_policy)
-        groups = groups_of(self.common) if slots else []
-        known = {name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)}
-        trainable = {name for name in known if not trained or self.key_of[name] in trained}
-        group_of = members(groups, {name: known[name] for name in known if name in trainable})
-        has_states = bool(slots)
-        warnings = []
-        if groups and group_of is None:
-            warnings.append(
-                "no file lists the members of the parameter groups, and Megatron-Core's usual rule "
-                "does not give them: the groups are kept in the state alone"
-            )
         args = arguments(self.common)
-        tied = args.get("untie_embeddings_and_output_weights") is False
-        parameters = {
-            name: Parameter(
-                shape,
-                name in trainable,
-                group=(group_of or {}).get(name) if groups else None,
-                step=step if name in trainable and has_states else None,
-                aliases=_aliases(name, tied, shapes),
-            )
-            for name, shape in known.items()
-        }
-        parameters = dict(sorted(parameters.items(), key=lambda item: not item[1].trainable))
-        state = {
-            "megatron": {
-                "common": kept(self.file, self.common, "megatron.common", self.entries),
-                "keys": self.keys,
-                "gated": args.get("swiglu") if isinstance(args.get("swiglu"), bool) else None,
-                "vocabulary": _vocabulary(args, shapes),
-                "objects": values,
-            }
-        }
-        strangers = self._strangers()
-        dtype = _usual_dtype(self.entries, known)
-        return Manifest(
-            root=self.folder,
-            format="megatron",
-            source={
-                "format": "megatron",
-                "version": None,  # no file states it
-                "zero_stage": None if self.weights_only else int(sharding != NOT_DISTRIBUTED),
-                "dp": _size(args, "data_parallel_size"),
-                "tag": os.path.basename(self.folder),
-            },
+        require_groups(self.folder, args, size_of(args, "tensor_model_parallel_size") or 1)
+        shapes, trained = self._weights(), self._trained()
+        slots: set[str] = set()
+        if sharding in FLAT:
+            slots = self._flat_states(shapes)
+        elif sharding is not None:
+            slots = self._states(shapes, sharding == MODEL_SPACE)
+        values = self._values(not self.weights_only and sharding not in FLAT)
+        content = Content(
+            folder=self.folder,
+            file=self.file,
+            common=self.common,
             entries=self.entries,
-            parameters=parameters,
-            buffers=tuple(name for name in shapes if name not in known),
-            groups=_hyper_parameters(groups) if groups and group_of is not None else None,
-            optimizer=infer_optimizer(slots, groups[0] if groups else None) if slots else None,
-            engine=GraphEngine("megatron", None, sharding, dtype, "F32" if slots else None),
-            step_place=place if slots else None,
-            state=state,
-            steps=tuple(sightings) if slots else (),
-            records=tuple(self.records),
-            files=tuple(
-                dict.fromkeys(
-                    [*self.table.files, *sorted(self.files.sizes), self.file.path, self.marker]
-                )
-            ),
-            left_out=tuple(f"{name}, a file of the directory" for name in strangers),
-            warnings=tuple(warnings),
-            states_inferred=False,
+            shapes=shapes,
+            frozen={name for name in shapes if trained and self.key_of[name] not in trained},
+            slots=slots,
+            sharding=sharding,
+            files=(*self.table.files, *sorted(self.files.sizes), self.file.path, self.marker),
+            records=self.records,
+            replicas=self.replicas,
+            keys=self.keys,
+            objects=values,
+            left_out=[f"{name}, a file of the directory" for name in self._strangers()],
         )
+        return manifest_of(content, step_policy)
 
     def _strangers(self) -> list[str]:
         """Names in the directory that are none of its own files."""
@@ -207,7 +140,7 @@ class _Reader:
         """Enters every weight of the model; returns the shapes by name."""
         shapes = {}
         for key, item in self.table.items.items():
-            if item is None or of_optimizer(key):
+            if item is None or OPTIMIZER.fullmatch(key):
                 continue
             if key.startswith(("mtp.", "model.")):
                 raise UnsupportedCheckpoint(
@@ -226,25 +159,30 @@ class _Reader:
 
     def _trained(self) -> set[str]:
         """The keys of weights that have a state of the optimizer."""
-        keys = (of_optimizer(key) for key, item in self.table.items.items() if item)
-        matches = (OF_OPTIMIZER.fullmatch(key) for key in keys if key)
+        matches = (OF_OPTIMIZER.fullmatch(key) for key, item in self.table.items.items() if item)
         return {match["key"] for match in matches if match}
 
-    def _states(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-        """Enters masters and moments; returns the optimizer's own slots."""
+    def _states(self, shapes: Mapping[str, tuple[int, ...]], is_flat: bool) -> set[str]:
+        """Enters masters and moments; returns the optimizer's own slots.
+
+        `is_flat` says whether keys have fragments that are flat (spaces.py).
+        """
         slots = set()
         for key, item in self.table.items.items():
-            own = of_optimizer(key)
-            if own is None or item is None:
+            if not OPTIMIZER.fullmatch(key) or item is None:
                 continue
-            match = OF_OPTIMIZER.fullmatch(own)
+            match = OF_OPTIMIZER.fullmatch(key)
             if match is None or match["key"] not in self.keys:
                 raise UnsupportedCheckpoint(
                     f"{self.folder} has {key}, which is no state of a weight that zckpt knows",
                     hint="--weights-only takes the weights alone",
                 )
             slot = "master" if match["slot"] in MASTERS else slot_name(match["slot"])
-            for name, entry in self._parts(key, item, match["key"], slot):
+            if is_flat:
+                parts = self._flat_parts(key, item, match["key"], slot, shapes)
+            else:
+                parts = self._parts(key, item, match["key"], slot)
+            for name, entry in parts:
                 if entry.shape != shapes.get(name):
                     raise InconsistentCheckpoint(
                         f"{self.folder}: {key} has the shape {list(entry.shape)} for {name}, the "
@@ -252,7 +190,47 @@ class _Reader:
                     )
             if slot != "master":
                 slots.add(slot)
+        stated = str(arguments(self.common).get("optimizer"))
+        if "muon" in stated or {"momentum_buffer", "exp_avg"} <= slots:
+            raise UnsupportedCheckpoint(
+                f"{self.folder} has the state of Muon, of which every rank has whole parameters",
+                hint=HINT,
+            )
         return slots
+
+    def _flat_states(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+        """Enters masters and moments that are in flat buffers; returns the optimizer's own slots.
+
+        The common state gets the groups that stand beside the buffers.
+        """
+        items = FlatItems(self.table, self.files)
+        self.records += items.records
+        self.common = with_groups(self.common, list(items.groups.values()))
+        names = [name for name in shapes if not BUFFERS.fullmatch(name)]
+        tp = self._tensor_ranks()
+        slicings = {name: slicing_of(name, shapes[name], self.pieces[name], tp) for name in names}
+        parts: list[dict[str, Local]] = [{} for _ in range(tp)]
+        for name in names:
+            entry = self.entries[f"{name}/param"]
+            locals_ = local_parts(entry, slicings[name], self.pieces[name], tp)
+            for known, local in zip(parts, locals_, strict=True):
+                known[name] = local
+        found = placed(items.ranks(tp), parts, read_bytes, self.folder)
+        slots = set()
+        for entry, is_copy in states(names, shapes, slicings, found):
+            if is_copy:
+                self.replicas.append(entry)
+                continue
+            self.entries[entry.name] = entry
+            if entry.slot != "master":
+                slots.add(entry.slot)
+        return slots
+
+    def _tensor_ranks(self) -> int:
+        """The size of tensor parallelism: as the arguments state it, else by the pieces."""
+        stated = size_of(arguments(self.common), "tensor_model_parallel_size")
+        seen = [len(pieces) for name, pieces in self.pieces.items() if "linear_fc1" not in name]
+        return stated or max(seen, default=1)
 
     def _parts(
         self, key: str, item: TensorItem, stacked: str, slot: str
@@ -297,10 +275,34 @@ class _Reader:
             if entry.name in self.entries:
                 raise InconsistentCheckpoint(f"{self.folder}: two keys hold {entry.name}")
             self.entries[entry.name] = entry
+            if slot == "param":
+                self.pieces[name] = pieces[place]
             result.append((name, entry))
         return result
 
-    def _values(self) -> dict[str, Any]:
+    def _flat_parts(
+        self,
+        key: str,
+        item: TensorItem,
+        stacked: str,
+        slot: str,
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> list[tuple[str, Entry]]:
+        """Enters the states under a key, whose fragments are flat."""
+        fragments = FlatFragments(self.table, self.files, key, item)
+        self.records += fragments.records
+        result = []
+        for place in places(item.shape, axes_of(stacked)):
+            name = named(stacked, place)
+            if name not in shapes:
+                raise InconsistentCheckpoint(f"{self.folder}: {key} has a state of no weight")
+            whole = fragments.whole(place, shapes[name])
+            entry = Entry(f"{name}/{slot}", item.dtype, shapes[name], whole)
+            self.entries[entry.name] = entry
+            result.append((name, entry))
+        return result
+
+    def _values(self, takes_optimizers: bool) -> dict[str, Any]:
         """Objects of modules and ranks (`_extra_state`, `rng_state`), by key, as inert values."""
         values: dict[str, Any] = {}
         for key, item in self.table.items.items():
@@ -308,41 +310,9 @@ class _Reader:
                 continue
             if not VALUE.fullmatch(key):
                 raise UnsupportedCheckpoint(f"{self.folder} has {key}, which is no sharded object")
-            if self.weights_only and of_optimizer(key):
+            if OPTIMIZER.fullmatch(key) and not takes_optimizers:
                 continue
             file = self.files.torch_file(self.table.location(key))
             self.records += file.records.values()
             values[key] = kept(file, file.value, f"megatron.objects.{key}", self.entries)
         return values
-
-
-def _aliases(name: str, tied: bool, shapes: Mapping[str, Any]) -> tuple[str, ...]:
-    """The output layer is the embedding, if the arguments say so and no key has it."""
-    embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
-    return (output,) if tied and name == embedding and output not in shapes else ()
-
-
-def _hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Groups without their members and their step."""
-    rest = {"params", "step"}
-    return tuple({k: value for k, value in group.items() if k not in rest} for group in groups)
-
-
-def _vocabulary(args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """The rows of the embedding, with padding, and those of the tokenizer if it is stated."""
-    shape = shapes.get("embedding.word_embeddings.weight")
-    if shape is None:
-        return None
-    return {"rows": shape[0], "used": _size(args, "vocab_size")}
-
-
-def _size(args: Mapping[str, Any], key: str) -> int | None:
-    value = args.get(key)
-    return value if type(value) is int and value > 0 else None
-
-
-def _usual_dtype(entries: Mapping[str, Entry], names: Mapping[str, Any]) -> str | None:
-    """The type of the largest weight."""
-    weights = (entries[f"{name}/param"] for name in names)
-    largest = max(weights, key=lambda entry: entry.numel, default=None)
-    return None if largest is None else largest.dtype

@@ -134,6 +134,11 @@ class MegatronWriter:
     def _tensors(self, keys: Mapping[str, Any]) -> list[TargetTensor]:
         source = self.source
         names = [*source.parameters, *source.buffers]
+        if not keys:
+            raise MissingData(
+                "the source is of mp_rank_* directories, which have no keys for torch_dist",
+                hint="load it in Megatron-LM and save it with --ckpt-format torch_dist",
+            )
         parts, strangers = keys_of(names, keys)
         if strangers:
             raise MissingData(

@@ -1,0 +1,279 @@
+"""Flat buffers and fragments: `dp_zero_gather_scatter`, 0.13, and the older kind of directories."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zckpt as package
+from zckpt import errors
+from zckpt.core.fragments import Extent, Fragment, Runs
+from zckpt.formats.megatron.flats import read_bytes
+from zckpt.formats.megatron.order import orders
+from zckpt.formats.megatron.placing import Flat, Local, places
+from zckpt.formats.megatron.stages import Rank, placed
+
+from ...conftest import ROOT
+
+DATA = ROOT / "tests" / "data"
+EXPECTED = DATA / "megatron-0.16.1-tp2" / "expected.safetensors"
+ITERATION = "iter_0000003"
+RANKS = ("mp_rank_00", "mp_rank_01")
+Change = Callable[[dict[Any, Any]], object]
+
+
+@pytest.fixture
+def legacy(tmp_path: Path) -> Path:
+    shutil.copytree(DATA / "megatron-0.16.1-legacy-tp2" / ITERATION, tmp_path / "run" / ITERATION)
+    return tmp_path / "run" / ITERATION
+
+
+def _changed(folder: Path, change: Change, file: str = "model_optim_rng.pt") -> None:
+    """Writes a file of every rank again."""
+    for rank in RANKS:
+        value = torch.load(folder / rank / file, weights_only=False)
+        change(value)
+        torch.save(value, folder / rank / file)
+
+
+@pytest.mark.parametrize("kind", ["0.16.1-legacy", "0.16.1-buffers", "0.13.1"])
+def test_tensors_are_the_optimizers(tmp_path: Path, zckpt: Callable[..., Any], kind: str) -> None:
+    """The same training as that of the other directory, saved in other forms."""
+    source = DATA / f"megatron-{kind}-tp2" / ITERATION
+    assert zckpt("convert", source, tmp_path / "out").code == 0
+    expected = load_file(EXPECTED)
+    files = {"param": "model", "master": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    read = {
+        f"{name}/{slot}": tensor
+        for slot, file in files.items()
+        for name, tensor in load_file(tmp_path / "out" / f"{file}.safetensors").items()
+    }
+    assert read.keys() == expected.keys()
+    assert [name for name in read if not torch.equal(read[name], expected[name])] == []
+    manifest = package.read(source)
+    assert manifest.step == 3
+    assert manifest.groups is not None
+    assert [group["wd_mult"] for group in manifest.groups] == [1.0, 0.0]
+    assert "rng_state/shard_0.1_1.2" in manifest.state["megatron"]["objects"]
+    assert zckpt("verify", source).code == 0
+
+
+def _without_model(value: dict[Any, Any]) -> None:
+    value["model0"] = value.pop("model")
+
+
+def _old_rows(value: dict[Any, Any]) -> None:
+    value["checkpoint_version"] = 1.0
+
+
+def _shared_groups(value: dict[Any, Any]) -> None:
+    value["args"].num_query_groups = 1
+
+
+def _spread(value: dict[Any, Any]) -> None:
+    value["args"].expert_model_parallel_size = 2
+
+
+def _stranger(value: dict[Any, Any]) -> None:
+    value["model"]["decoder.layers.0.mlp.adapter.weight"] = torch.zeros(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without_model, "several model chunks"),
+        (_old_rows, "order of rows"),
+        (_shared_groups, "1 query group on 2 tensor ranks"),
+        (_spread, "experts that are spread"),
+        (_stranger, "how tensor ranks cut decoder.layers.0.mlp.adapter.weight"),
+    ],
+)
+def test_other_models_are_refused(legacy: Path, change: Change, message: str) -> None:
+    _changed(legacy, change)
+    with pytest.raises(errors.UnsupportedCheckpoint, match=message):
+        package.read(legacy)
+
+
+def test_names_of_transformer_engine(legacy: Path, zckpt: Callable[..., Any]) -> None:
+    """Its linear modules have the norms, which are called as those of other directories."""
+
+    def change(value: dict[Any, Any]) -> None:
+        fused = {
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        }
+        for plain, other in fused.items():
+            value["model"] = {
+                key.replace(plain, other): item for key, item in value["model"].items()
+            }
+
+    _changed(legacy, change)
+    other = DATA / "megatron-0.16.1-tp2" / ITERATION
+    assert zckpt("verify", legacy, "--against", other, "--tensors", "*").code == 0
+
+
+def test_no_target_of_the_other_kind(
+    legacy: Path, zckpt: Callable[..., Any], tmp_path: Path
+) -> None:
+    ended = zckpt("reshard", legacy, tmp_path / "out", "--json")
+    assert ended.document["error"] == "MissingData"
+    assert "mp_rank_*" in ended.document["message"]
+    source = DATA / "megatron-0.16.1-buffers-tp2" / ITERATION
+    assert zckpt("reshard", source, tmp_path / "out").code == 0
+    assert zckpt("verify", source, "--against", tmp_path / "out").code == 0
+
+
+def test_one_group_of_a_model_without_groups(legacy: Path) -> None:
+    """Megatron's own default, which says nothing about the model."""
+
+    def change(value: dict[Any, Any]) -> None:
+        value["args"].num_query_groups, value["args"].group_query_attention = 1, False
+
+    _changed(legacy, change)
+    assert package.read(legacy).step == 3
+
+
+def test_lost_folders_and_files(legacy: Path) -> None:
+    (legacy / RANKS[1] / "distrib_optim.pt").unlink()
+    with pytest.raises(errors.IncompleteCheckpoint, match=r"distrib_optim\.pt"):
+        package.read(legacy)
+    assert package.read(legacy, weights_only=True).step is None
+    shutil.rmtree(legacy / RANKS[1])
+    with pytest.raises(errors.IncompleteCheckpoint, match="1 tensor ranks"):
+        package.read(legacy)
+
+
+def test_wrong_masters(legacy: Path, zckpt: Callable[..., Any], tmp_path: Path) -> None:
+    """One late element: reading places parameters by their first ones, and `verify` has them all.
+
+    The position embeddings are the last but one in the buffer, before 64 elements.
+    """
+
+    def change(value: dict[Any, Any], element: int = -65) -> None:
+        (tensors,) = value[0].values()
+        tensors["param"][element] += 1
+
+    _changed(legacy, change, "distrib_optim.pt")
+    assert package.read(legacy).step == 3
+    assert zckpt("verify", legacy).code == 3
+    ended = zckpt("convert", legacy, tmp_path / "out", "--masters-from-weights", "--json")
+    assert ended.document["error"] == "InconsistentCheckpoint"
+    assert "embedding.position_embeddings.weight" in ended.document["message"]
+    _changed(legacy, lambda value: change(value, 0), "distrib_optim.pt")
+    with pytest.raises(errors.UnsupportedCheckpoint, match="no range of layers"):
+        package.read(legacy)
+
+
+def test_copies_that_differ(legacy: Path, zckpt: Callable[..., Any], tmp_path: Path) -> None:
+    """Tensor rank 1 has another moment of the last norm, which is the first in the buffer."""
+    path = legacy / RANKS[1] / "distrib_optim.pt"
+    value = torch.load(path, weights_only=False)
+    (tensors,) = value[0].values()
+    tensors["exp_avg"][0] += 1
+    torch.save(value, path)
+    ended = zckpt("convert", legacy, tmp_path / "out", "--json")
+    assert ended.document["error"] == "InconsistentCheckpoint"
+    assert "different copies of decoder.final_layernorm.bias" in ended.document["message"]
+
+
+# -- the rule that places parameters
+
+
+class Written:
+    """A file of fp32 masters, in which weights are looked up too."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.values = path, torch.zeros(0)
+
+    def add(self, values: torch.Tensor) -> Extent:
+        start = self.values.numel() * 4
+        self.values = torch.cat([self.values, values])
+        self.path.write_bytes(self.values.numpy().tobytes())
+        return Extent(str(self.path), start, values.numel() * 4)
+
+    def local(self, name: str, values: torch.Tensor) -> Local:
+        return Local(name, values.numel(), "F32", self.add(values[:64]))
+
+    def flat(self, *buckets: torch.Tensor, coalesced: bool = False) -> Flat:
+        runs = [Runs([Fragment(0, len(b), self.add(b))]) for b in buckets]
+        sizes = tuple(len(bucket) for bucket in buckets)
+        return Flat("buffer", "F32", sizes, {"master": runs}, coalesced)
+
+
+def _buffer(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Each tensor at a multiple of 64 elements."""
+    whole = torch.zeros(0)
+    for tensor in tensors:
+        whole = torch.cat([whole, torch.full((-len(whole) % 64,), torch.nan), tensor])
+    return whole
+
+
+def test_buckets_without_their_boundaries(tmp_path: Path) -> None:
+    """In one tensor, a bucket may begin right behind each parameter: the bytes say where."""
+    written = Written(tmp_path / "file")
+    tensors = [torch.randn(size) for size in (10, 70, 64, 3)]
+    locals_ = [written.local(str(number), tensor) for number, tensor in enumerate(tensors)]
+    whole = torch.cat([_buffer(tensors[:2]), _buffer(tensors[2:])])
+    flat = written.flat(whole, coalesced=True)
+    assert places(locals_, flat, read_bytes) == [((0, 0), (0, 64), (0, 134), (0, 198))]
+    apart = written.flat(_buffer(tensors[:2]), _buffer(tensors[2:]))
+    assert places(locals_, apart, read_bytes) == [((0, 0), (0, 64), (1, 0), (1, 64))]
+    longer = written.flat(torch.cat([whole, torch.zeros(64)]), coalesced=True)
+    assert places(locals_, longer, read_bytes) == []
+
+
+def test_boundaries_that_bytes_do_not_tell(tmp_path: Path) -> None:
+    written = Written(tmp_path / "file")
+    locals_ = [written.local(str(number), torch.ones(10)) for number in range(2)]
+    flat = written.flat(torch.ones(74), coalesced=True)
+    assert len(places(locals_, flat, read_bytes)) == 1  # the end is that of the second
+    locals_.append(written.local("2", torch.ones(54)))
+    assert len(places(locals_, written.flat(torch.ones(128), coalesced=True), read_bytes)) == 2
+
+
+def _layers(count: int) -> list[str]:
+    return [f"decoder.layers.{layer}.mlp.linear_fc2.weight" for layer in range(count)]
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_layers_of_stages(tmp_path: Path, equal: bool) -> None:
+    """The stages have three layers and one; equal layers may be on either."""
+    written = Written(tmp_path / "file")
+    tensors = [torch.ones(80) if equal else torch.randn(80) for _ in range(4)]
+    parts = {name: written.local(name, t) for name, t in zip(_layers(4), tensors, strict=True)}
+    buffers = [written.flat(_buffer(tensors[2::-1])), written.flat(_buffer(tensors[3:]))]
+    ranks = [Rank(0, stage, (flat,)) for stage, flat in enumerate(buffers)]
+    if equal:  # the first stage begins with layer 0, and the last one ends with layer 3
+        buffers.insert(1, written.flat(_buffer(tensors[:1])))
+        ranks = [Rank(0, stage, (flat,)) for stage, flat in enumerate(buffers)]
+        with pytest.raises(errors.UnsupportedCheckpoint, match="in several ways"):
+            placed(ranks, [parts], read_bytes, "run")
+        return
+    (found,) = placed(ranks, [parts], read_bytes, "run")
+    starts = [(0, 256), (0, 128), (0, 0), (0, 0)]
+    assert found == {
+        name: [(buffers[layer // 3], starts[layer])] for layer, name in enumerate(_layers(4))
+    }
+
+
+def test_orders_of_specs() -> None:
+    names = [
+        "decoder.layers.0.input_layernorm.weight",
+        "decoder.layers.0.self_attention.linear_proj.weight",
+        "decoder.layers.0.self_attention.linear_qkv.weight",
+        "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight",
+        "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight",
+        "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight",
+    ]
+    local, grouped, fused, both = orders(reversed(names))
+    assert local == names
+    assert grouped == [*names[:4], names[5], names[4]]
+    assert fused == [names[1], names[0], *names[2:]]
+    assert both == [names[1], names[0], names[2], *grouped[3:]]
+    assert list(orders(["decoder.layers.0.mamba.weight"])) == []

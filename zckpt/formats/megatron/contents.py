@@ -1,0 +1,161 @@
+"""The manifest of what a reader has collected, whichever kind of directory it read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from os.path import basename
+from typing import Any
+
+from ...core.facts import GraphEngine
+from ...core.fragments import Record
+from ...core.manifest import Entry, Manifest, Parameter
+from ...errors import UnsupportedCheckpoint, counted
+from ...files.torchfile import TorchFile
+from ...training.steps import infer_optimizer
+from .common import NOT_DISTRIBUTED, arguments, kept
+from .groups import groups_of, members, stated_step
+
+BUFFERS = re.compile(r".*\.router\.expert_bias")
+TIED = "untie_embeddings_and_output_weights"
+
+
+@dataclass(slots=True)
+class Content:
+    """What a reader has collected of a directory.
+
+    `file` is that of the `common` state, whose tensors become entries. `shapes` are those of all
+    weights and buffers, `frozen` are weights without a state of the optimizer although others have
+    one, `slots` the optimizer's own. `sharding` says how its state was sharded; None if it was not
+    read. `keys` are those of the directory, with the number of axes in front of a parameter's own.
+    """
+
+    folder: str
+    file: TorchFile
+    common: dict[Any, Any]
+    entries: dict[str, Entry]
+    shapes: dict[str, tuple[int, ...]]
+    frozen: set[str]
+    slots: set[str]
+    sharding: str | None
+    files: Sequence[str]
+    records: list[Record]
+    replicas: list[Entry] = field(default_factory=list)
+    keys: dict[str, int] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+
+def manifest_of(content: Content, step_policy: str | None) -> Manifest:
+    """The manifest of a directory; raises InconsistentCheckpoint if steps differ."""
+    common, shapes, slots = content.common, content.shapes, content.slots
+    step, place, sightings = stated_step(common, content.file, step_policy)
+    groups = groups_of(common) if slots else []
+    known = {name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)}
+    trainable = known.keys() - content.frozen
+    group_of = members(groups, {name: known[name] for name in known if name in trainable})
+    warnings = []
+    if groups and group_of is None:
+        warnings.append(
+            "no file lists the members of the parameter groups, and Megatron-Core's usual rule "
+            "does not give them: the groups are kept in the state alone"
+        )
+    args = arguments(common)
+    tied = args.get(TIED) is False
+    parameters = {
+        name: Parameter(
+            shape,
+            name in trainable,
+            group=(group_of or {}).get(name) if groups else None,
+            step=step if name in trainable and slots else None,
+            aliases=_aliases(name, tied, shapes),
+        )
+        for name, shape in known.items()
+    }
+    parameters = dict(sorted(parameters.items(), key=lambda item: not item[1].trainable))
+    state = {
+        "megatron": {
+            "common": kept(content.file, common, "megatron.common", content.entries),
+            "keys": content.keys,
+            "gated": args.get("swiglu") if isinstance(args.get("swiglu"), bool) else None,
+            "vocabulary": _vocabulary(args, shapes),
+            "objects": content.objects,
+        }
+    }
+    dtype = _usual_dtype(content.entries, known)
+    sharding = content.sharding
+    return Manifest(
+        root=content.folder,
+        format="megatron",
+        source={
+            "format": "megatron",
+            "version": None,  # no file states it
+            "zero_stage": None if sharding is None else int(sharding != NOT_DISTRIBUTED),
+            "dp": size_of(args, "data_parallel_size"),
+            "tag": basename(content.folder),
+        },
+        entries=content.entries,
+        parameters=parameters,
+        buffers=tuple(name for name in shapes if name not in known),
+        groups=_hyper_parameters(groups) if groups and group_of is not None else None,
+        optimizer=infer_optimizer(slots, groups[0] if groups else None) if slots else None,
+        engine=GraphEngine("megatron", None, sharding, dtype, "F32" if slots else None),
+        step_place=place if slots else None,
+        state=state,
+        steps=tuple(sightings) if slots else (),
+        records=tuple(content.records),
+        replicas=tuple(content.replicas),
+        files=tuple(dict.fromkeys(content.files)),
+        left_out=tuple(content.left_out),
+        warnings=tuple(warnings),
+        states_inferred=False,
+    )
+
+
+def size_of(args: Mapping[str, Any], key: str) -> int | None:
+    """A positive number of Megatron's command line; None if it is not stated."""
+    value = args.get(key)
+    return value if type(value) is int and value > 0 else None
+
+
+def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
+    """Raises UnsupportedCheckpoint if tensor ranks share the keys and values of one group.
+
+    Then every rank holds a copy of them in `linear_qkv`. `num_query_groups` is 1 without grouped
+    queries, where it says nothing.
+    """
+    queries = size_of(args, "num_query_groups")
+    if queries is not None and queries < tp and args.get("group_query_attention") is not False:
+        raise UnsupportedCheckpoint(
+            f"{folder} has {counted(queries, 'query group')} on {tp} tensor ranks, which hold "
+            "copies of keys and values",
+            hint="zckpt reads linear_qkv if every rank has groups of its own",
+        )
+
+
+def _aliases(name: str, tied: bool, shapes: Mapping[str, Any]) -> tuple[str, ...]:
+    """The output layer is the embedding, if the arguments say so and no key has it."""
+    embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
+    return (output,) if tied and name == embedding and output not in shapes else ()
+
+
+def _hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Groups without their members and their step."""
+    rest = {"params", "step"}
+    return tuple({k: value for k, value in group.items() if k not in rest} for group in groups)
+
+
+def _vocabulary(args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    """The rows of the embedding, with padding, and those of the tokenizer if it is stated."""
+    shape = shapes.get("embedding.word_embeddings.weight")
+    if shape is None:
+        return None
+    return {"rows": shape[0], "used": size_of(args, "vocab_size")}
+
+
+def _usual_dtype(entries: Mapping[str, Entry], names: Mapping[str, Any]) -> str | None:
+    """The type of the largest weight."""
+    weights = (entries[f"{name}/param"] for name in names)
+    largest = max(weights, key=lambda entry: entry.numel, default=None)
+    return None if largest is None else largest.dtype

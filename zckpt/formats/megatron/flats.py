@@ -1,0 +1,269 @@
+"""Optimizer states that Megatron-Core saves as flat buffers, joined to whole tensors.
+
+    optimizer.distributed.dp_group_idx_G.                      G = tp + size of tp * stage
+        gbuf_idx_B.dtype_(TYPES).bucket_idx_K.SLOT             dp_reshardable: one bucket
+        param_state/shard_0_1                                  dp_zero_gather_scatter: all buffers
+        optimizer/shard_0_1                                    the groups, with the step
+
+A bucket is stored without the padding at its end. What lies between parameters is not initialized.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ...core import sources
+from ...core.dtypes import SIZES
+from ...core.fragments import Extent, Fragment, Record, Runs
+from ...core.inert import Global
+from ...core.manifest import Entry, slot_name
+from ...core.slicing import Slicing, cut, joined, replicated
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
+from ...files.dcpfile import ItemTable
+from ...files.dcpitems import ItemFiles, require_same
+from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile
+from ..statedict.tree import TensorPiece
+from .common import OPTIMIZER
+from .placing import SAMPLE, Flat, Local
+from .stages import HINT, Place, Rank
+
+GROUP = r"optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
+BUCKET = re.compile(
+    GROUP + r"gbuf_idx_(?P<buffer>\d+)\.dtype_\((?P<type>[\w.]+), [\w.]+\)"
+    r"\.bucket_idx_(?P<bucket>\d+)\.(?P<slot>[^.]+)"
+)
+WHOLE = re.compile(GROUP + r"param_state/shard_0_1")
+GROUPS = re.compile(GROUP + r"optimizer/shard_0_1")
+NUMBERS = re.compile(GROUP + r"per_bucket_numel(_unpadded)?/shard_0_1")
+MASTER = "param"
+
+
+def slicing_of(name: str, shape: Sequence[int], pieces: Sequence[TensorPiece], tp: int) -> Slicing:
+    """How tensor ranks cut a weight, by the pieces in which they saved it.
+
+    There is one piece for each of the `tp` ranks, or two (a gated `linear_fc1`), or one in all.
+    Raises UnsupportedCheckpoint for anything else.
+    """
+    axes = {
+        axis for piece in pieces for axis, size in enumerate(piece.sizes) if size != shape[axis]
+    }
+    if not axes and len(pieces) == 1:
+        return replicated(shape, tp)
+    if len(axes) != 1 or len(pieces) not in (tp, 2 * tp):
+        raise UnsupportedCheckpoint(
+            f"{name} was saved in {len(pieces)} pieces, which {tp} tensor ranks do not give",
+            hint=HINT,
+        )
+    (axis,) = axes
+    ordered = sorted(pieces, key=lambda piece: piece.offsets[axis])
+    widths = [piece.sizes[axis] for piece in ordered]
+    listed = [widths[start : start + tp] for start in range(0, len(widths), tp)]
+    return cut(prod(shape[:axis]), prod(shape[axis + 1 :]), listed)
+
+
+def local_parts(
+    entry: Entry, slicing: Slicing, pieces: Sequence[TensorPiece], tp: int
+) -> list[Local]:
+    """Every rank's part of a weight, with the first elements of it."""
+    ordered = sorted(pieces, key=lambda piece: piece.offsets)
+    result = []
+    for rank in range(tp):
+        piece = ordered[rank] if len(ordered) >= tp else ordered[0]
+        result.append(
+            Local(entry.parameter, prod(slicing.slices[rank]), entry.dtype, _first(piece, entry))
+        )
+    return result
+
+
+def _first(piece: TensorPiece, entry: Entry) -> Extent:
+    """The bytes of a piece's first elements, as far as they follow each other."""
+    count, size = 1, SIZES[entry.dtype]
+    for axis in range(len(piece.sizes) - 1, -1, -1):
+        if piece.sizes[axis] != 1 and piece.strides[axis] != count:
+            break
+        count *= piece.sizes[axis]
+    start = piece.first * size
+    return piece.extent.part(start, start + min(count, SAMPLE) * size)
+
+
+def read_bytes(extent: Extent) -> bytes:
+    """The bytes of a small extent; raises CorruptCheckpoint if the file ends before."""
+    with sources.opened(extent.file) as file:
+        data = sources.pread(file.fileno(), extent.length, extent.offset)
+    if len(data) != extent.length:
+        raise CorruptCheckpoint(f"{extent.file} ends early", hint="take another copy of it")
+    return data
+
+
+def states(
+    names: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    slicings: Mapping[str, Slicing],
+    places: Sequence[Mapping[str, Sequence[Place]]],
+) -> Iterator[tuple[Entry, bool]]:
+    """Whole masters and moments; True for a further copy, which another rank has."""
+    for name in names:
+        slicing = slicings[name]
+        for slot in places[0][name][0][0].tensors:
+            for copy in range(max(slicing.copies, *(len(ranks[name]) for ranks in places))):
+                slices = []
+                for rank, known in enumerate(places):
+                    flat, place = known[name][min(copy, len(known[name]) - 1)]
+                    slices.append(flat.part(slot, place, prod(slicing.slices[rank])))
+                whole = joined(slicing, slices, SIZES["F32"], copy)
+                yield Entry(f"{name}/{slot}", "F32", shapes[name], whole), copy > 0
+
+
+class FlatItems:
+    """The flat buffers and groups of a torch_dist directory, which is read item by item.
+
+    Raises UnsupportedCheckpoint for an item of the optimizer that is none of these.
+    """
+
+    def __init__(self, table: ItemTable, files: ItemFiles) -> None:
+        self.table, self.files = table, files
+        self.records: list[Record] = []
+        self.groups: dict[int, list[Any]] = {}
+        self.flats: dict[int, dict[tuple[int, str], Flat]] = {}
+        buckets: dict[tuple[int, int, str], dict[int, dict[str, Runs]]] = {}
+        for key, item in table.items.items():
+            if not OPTIMIZER.fullmatch(key):
+                continue
+            if item is not None and (match := BUCKET.fullmatch(key)):
+                place = int(match["group"]), int(match["buffer"]), _dtype_of(match["type"])
+                slots = buckets.setdefault(place, {}).setdefault(int(match["bucket"]), {})
+                slots[_slot(match["slot"])] = self._bucket(key)
+            elif item is None and (match := WHOLE.fullmatch(key)):
+                for number, flat in buffers_of(*self._value(key)):
+                    self.flats.setdefault(int(match["group"]), {})[number, flat.dtype] = flat
+            elif item is None and (match := GROUPS.fullmatch(key)):
+                self.groups[int(match["group"])] = param_groups(*self._value(key))
+            elif item is not None or not NUMBERS.fullmatch(key):
+                raise UnsupportedCheckpoint(
+                    f"{table.folder} has {key}: zckpt reads flat buffers of one optimizer, not of "
+                    "experts that are spread over ranks",
+                    hint=HINT,
+                )
+        for (group, number, dtype), of_buffer in buckets.items():
+            self.flats.setdefault(group, {})[number, dtype] = _joined_buckets(
+                f"buffer {number} of rank {group}", dtype, of_buffer
+            )
+
+    def ranks(self, tp: int) -> list[Rank]:
+        """The buffers of every model-parallel rank."""
+        if sorted(self.flats) != list(range(len(self.flats))) or len(self.flats) % tp:
+            raise InconsistentCheckpoint(
+                f"{self.table.folder} has buffers of the model-parallel ranks "
+                f"{sorted(self.flats)}, and {tp} tensor ranks"
+            )
+        return [
+            Rank(group % tp, group // tp, tuple(flats[key] for key in sorted(flats)))
+            for group, flats in sorted(self.flats.items())
+        ]
+
+    def _value(self, key: str) -> tuple[TorchFile, Any]:
+        """A value in its list of one."""
+        file = self.files.torch_file(self.table.location(key))
+        self.records += file.records.values()
+        value = file.value
+        if not isinstance(value, list) or len(value) != 1:
+            raise CorruptCheckpoint(f"{file.path}: {key} is not a list of one value")
+        return file, value[0]
+
+    def _bucket(self, key: str) -> Runs:
+        """One slot of a bucket: every rank's parts in the order of the bucket."""
+        item = self.table.items[key]
+        assert item is not None
+        parts = []
+        for box in item.boxes:
+            if box.is_empty:
+                continue
+            location = self.table.location(key, box)
+            file = self.files.torch_file(location)
+            tensor = file.value
+            described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
+            require_same(location, key, described, ("F32", box.sizes))
+            self.records += file.records.values()
+            if len(box.sizes) != 1 or not tensor.contiguous:
+                raise CorruptCheckpoint(f"{file.path}: a part of {key} is not flat")
+            start = box.offsets[0]
+            parts.append(Fragment(start, start + box.sizes[0], file.extent(tensor)))
+        parts.sort(key=lambda part: part.start)
+        ends = [0, *(part.stop for part in parts)]
+        if len(item.shape) != 1 or [*(part.start for part in parts), item.shape[0]] != ends:
+            raise InconsistentCheckpoint(f"{self.table.folder}: parts of {key} leave gaps")
+        return Runs(parts)
+
+
+def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
+    """The buffers of `distrib_optim.pt`, or of a `param_state` item, by their numbers."""
+    if not isinstance(value, dict):
+        raise CorruptCheckpoint(f"{file.path}: the optimizer's buffers are not a dictionary")
+    if value.get("buckets_coalesced") is not True:
+        raise UnsupportedCheckpoint(
+            f"{file.path} has the buffers of a Megatron-LM before March 2024", hint=HINT
+        )
+    for number, kinds in value.items():
+        if type(number) is not int:
+            continue
+        for types, tensors in kinds.items():
+            dtype = TORCH_DTYPES.get(types[0].name) if isinstance(types[0], Global) else None
+            if dtype is None:
+                raise UnsupportedCheckpoint(f"{file.path}: weights of an unknown type", hint=HINT)
+            runs = {}
+            for key, tensor in tensors.items():
+                if not isinstance(tensor, Tensor):
+                    continue
+                if tensor.dtype != "F32" or len(tensor.shape) != 1 or not tensor.contiguous:
+                    raise CorruptCheckpoint(f"{file.path}: {key} is not a flat tensor of float32")
+                runs[_slot(key)] = Runs([Fragment(0, tensor.numel, file.extent(tensor))])
+            name = f"buffer {number} of {file.path}"
+            yield number, _joined_buckets(name, dtype, {0: runs}, coalesced=True)
+
+
+def _joined_buckets(
+    name: str, dtype: str, buckets: Mapping[int, Mapping[str, Runs]], coalesced: bool = False
+) -> Flat:
+    slots = list(buckets[min(buckets)])
+    if sorted(buckets) != list(range(len(buckets))) or "master" not in slots:
+        raise InconsistentCheckpoint(f"{name} lacks buckets or masters: {sorted(buckets)}")
+    sizes: list[int] = []
+    for number in range(len(buckets)):
+        ends = {_end(runs) for runs in buckets[number].values()}
+        if list(buckets[number]) != slots or len(ends) != 1:
+            raise InconsistentCheckpoint(f"{name}: the states of bucket {number} differ in size")
+        sizes += ends
+    tensors = {slot: [buckets[number][slot] for number in range(len(buckets))] for slot in slots}
+    return Flat(name, dtype, tuple(sizes), tensors, coalesced)
+
+
+def _end(runs: Runs) -> int:
+    return runs.listed[-1].stop if runs.listed else 0
+
+
+def _slot(key: str) -> str:
+    return "master" if key == MASTER else slot_name(key)
+
+
+def _dtype_of(name: str) -> str:
+    dtype = TORCH_DTYPES.get(name)
+    if dtype is None:
+        raise UnsupportedCheckpoint(f"zckpt does not read weights of type {name}", hint=HINT)
+    return dtype
+
+
+def param_groups(file: TorchFile, value: Any) -> list[Any]:
+    """Hyper-parameters; 0-d tensors in them by value. Raises CorruptCheckpoint."""
+    listed = value.get("param_groups") if isinstance(value, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
+        raise CorruptCheckpoint(f"{file.path}: param_groups are not a list of dictionaries")
+    return [
+        {
+            key: file.scalar(item) if isinstance(item, Tensor) and item.numel == 1 else item
+            for key, item in group.items()
+        }
+        for group in listed
+    ]

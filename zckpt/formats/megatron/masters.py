@@ -1,0 +1,105 @@
+"""Do the masters round to their weights, and are copies equal? What is left if they do not?
+
+`fully_reshardable` files of several buckets have wrong masters and moments if a bucket has padding
+at its end: Megatron-Core 0.14 to 0.19.2 gathers without the padding, and then uses offsets that
+count it. The weights are right, so the masters do not round to them. Flat buffers are read by a
+rule that this proves (placing.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...core.facts import GraphEngine
+from ...core.manifest import Manifest
+from ...core.plan import Match
+from ...core.resources import Copying
+from ...core.weights import is_optimizers, weight_of
+from ...errors import InconsistentCheckpoint, counted, listed
+from .common import READABLE
+
+CHECKING = Copying(memory=64 << 20)
+MIXED_UP = (
+    "Megatron-Core up to 0.19.2 writes fully_reshardable files of several buckets wrongly, and the "
+    "moments with them; --masters-from-weights gives these up, and --weights-only takes the "
+    "weights alone"
+)
+OTHERS = (
+    "the model is no GPTModel, or its weights were changed; --weights-only takes the weights alone"
+)
+
+
+def check(manifest: Manifest) -> None:
+    """Compares every master with its weight, before a conversion writes anything.
+
+    Raises InconsistentCheckpoint, which names the tensors, if masters do not round to them, or if
+    ranks hold different copies of a tensor.
+    """
+    wrong, count = _wrong_masters(manifest)
+    if wrong:
+        raise InconsistentCheckpoint(
+            f"{manifest.root}: the fp32 masters of {len(wrong)} of {count} parameters do "
+            f"not round to their weights: {listed(wrong, 4)}",
+            hint=MIXED_UP if _sharding(manifest) == READABLE else OTHERS,
+        )
+    copies = [Match(entry, manifest.entries[entry.name]) for entry in manifest.replicas]
+    different = dict.fromkeys(_different(manifest, copies))
+    if different:
+        raise InconsistentCheckpoint(
+            f"{manifest.root}: ranks hold different copies of {listed(list(different), 4)}",
+            hint="Megatron-Core keeps copies equal: take an earlier checkpoint, or the weights "
+            "alone with --weights-only",
+        )
+
+
+def rebuilt(manifest: Manifest) -> Manifest:
+    """Without masters that do not round to their weights, and without the moments beside them.
+
+    Then those of vectors are given up too: norms are often constant, so that a wrong master rounds
+    to its weight by chance. A warning names the parameters.
+    """
+    wrong, _ = _wrong_masters(manifest)
+    if not wrong or _sharding(manifest) != READABLE:  # `check` refuses others
+        return manifest
+    vectors = {name for name, item in manifest.parameters.items() if len(item.shape) < 2}
+    lost = [name for name in manifest.parameters if name in {*vectors, *wrong}]
+    slots = {entry.slot for entry in manifest.entries.values() if is_optimizers(entry.slot)}
+    given_up = {f"{name}/{slot}" for name in lost for slot in ("master", *slots)}
+    line = (
+        f"{counted(len(lost), 'parameter')} of {len(manifest.parameters)} have widened weights for "
+        f"masters and no {listed(sorted(slots))}: the masters of {len(wrong)} do not round to "
+        f"their weights, and vectors prove nothing: {', '.join(lost)}"
+    )
+    return replace(
+        manifest,
+        entries={name: item for name, item in manifest.entries.items() if name not in given_up},
+        warnings=(*manifest.warnings, line),
+    )
+
+
+def _sharding(manifest: Manifest) -> str | None:
+    """How the optimizer's state was sharded."""
+    return manifest.engine.dialect if isinstance(manifest.engine, GraphEngine) else None
+
+
+def _wrong_masters(manifest: Manifest) -> tuple[list[str], int]:
+    """The parameters whose masters do not round to their weights, and how many were compared."""
+    matches = []
+    for name in manifest.parameters:
+        weight = weight_of(manifest.entries, name)
+        if weight.master is not None and weight.param is not None:
+            how = "bits" if weight.master.dtype == weight.param.dtype else "rounded"
+            matches.append(Match(weight.master, weight.param, how))
+    return _different(manifest, matches), len(matches)
+
+
+def _different(manifest: Manifest, matches: list[Match]) -> list[str]:
+    """The parameters of the matches that differ."""
+    from ...core.compare import compare
+
+    outcome = compare(matches, manifest, manifest, CHECKING, measure="first")
+    return [
+        result.match.a.parameter
+        for result in outcome.results
+        if result.difference is not None and result.difference.count
+    ]

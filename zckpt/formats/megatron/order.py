@@ -1,0 +1,96 @@
+"""In which order does a model of Megatron-Core have its parameters?
+
+Flat buffers hold parameters in the reverse order of `named_parameters()`, and no file lists it. A
+GPTModel has the embedding, its layers, the last norm, and the output layer. Inside of a layer two
+things depend on the spec:
+
+    norms      modules of their own before attention and MLP (local spec), or a part of the linear
+               module behind them (Transformer Engine's spec)
+    experts    one after the other, or grouped: all of linear_fc1 before all of linear_fc2
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import product
+
+LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
+BEFORE = ("embedding.word_embeddings", "embedding.position_embeddings")
+BEHIND = ("decoder.final_layernorm", "output_layer")
+NORMS = ("input_layernorm", "pre_mlp_layernorm")
+MODULES = (
+    "input_layernorm",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "pre_mlp_layernorm",
+    "mlp.router",
+    "mlp.experts",
+    "mlp.shared_experts",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+FUSED = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
+KINDS = ("weight", "bias", "gate_weight")
+
+Key = tuple[int | str, ...]
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a parameter is in; None outside of layers."""
+    match = LAYER.fullmatch(name)
+    return int(match["layer"]) if match else None
+
+
+def is_before(name: str) -> bool:
+    """Whether a parameter stands before the layers: only the first stage of a pipeline has it."""
+    return name.startswith("embedding.")
+
+
+def orders(names: Iterable[str]) -> Iterator[list[str]]:
+    """The orders that the parameters have under each spec; none if a name is not a GPTModel's."""
+    listed = list(names)
+    known = frozenset(listed)
+    given: list[list[str]] = []
+    for fused, grouped in product((False, True), repeat=2):
+        keys = {name: _key(name, fused, grouped, known) for name in listed}
+        if None in keys.values():
+            return
+        order = sorted(listed, key=lambda name: keys[name] or ())
+        if order not in given:
+            given.append(order)
+            yield order
+
+
+def _key(name: str, fused: bool, grouped: bool, names: frozenset[str]) -> Key | None:
+    """What sorts a parameter; None for a module that this rule does not know."""
+    module, _, kind = name.rpartition(".")
+    if kind not in KINDS:
+        return None
+    last = KINDS.index(kind)
+    for side, modules in ((0, BEFORE), (2, BEHIND)):
+        if module in modules:
+            return side, modules.index(module), last
+    match = LAYER.fullmatch(module)
+    if match is None:
+        return None
+    start: Key = 1, int(match["layer"])
+    rest = match["rest"]
+    if expert := EXPERT.fullmatch(rest):
+        inner: Key = int(expert["expert"]), expert["rest"], last
+        if grouped:
+            inner = expert["rest"], last, int(expert["expert"])
+        return (*start, MODULES.index("mlp.experts"), *inner)
+    if rest.startswith("mlp.shared_experts"):
+        # linear_fc1, linear_fc2; the gate's weight is a parameter of the module around them
+        inside = rest.removeprefix("mlp.shared_experts").lstrip(".")
+        return (*start, MODULES.index("mlp.shared_experts"), inside, last)
+    if rest not in MODULES:
+        return None
+    place = MODULES.index(rest)
+    if fused and rest in FUSED and f"{match[0][: -len(rest)]}{FUSED[rest]}.weight" in names:
+        return (*start, MODULES.index(FUSED[rest]), -1, last)
+    return (*start, place, 0, last)

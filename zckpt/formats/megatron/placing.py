@@ -1,0 +1,142 @@
+"""At which elements of a flat buffer does each parameter begin?
+
+A buffer has the parameters of one model part and one type, in the reverse of the model's order.
+Each begins at a multiple of 64 elements of its bucket. Buckets follow each other; the padding at
+the end of a bucket is not stored. `dp_reshardable` has one tensor for each bucket. In
+`distrib_optim.pt` the buckets are one tensor, and no file says where they end.
+
+So Megatron-Core's rule gives a place, and the bytes prove it: there the fp32 master rounds to the
+weight. Here this is done for the first elements of each parameter; `read.check` does it for all.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+
+from ...core.difference import rounds_to
+from ...core.dtypes import SIZES
+from ...core.fragments import Extent, Fragment, Runs
+from ...core.values import valueclass
+
+ALIGNMENT = 64  # elements
+SAMPLE = 64  # elements
+
+ReadBytes = Callable[[Extent], bytes]
+
+
+@valueclass(eq=False)
+class Local:
+    """One rank's part of a parameter: its elements, and where the first of its weight lie."""
+
+    name: str
+    numel: int
+    dtype: str
+    first: Extent
+
+
+@valueclass(eq=False)
+class Flat:
+    """One flat buffer of a model-parallel rank, or the buckets of it.
+
+    `dtype` is that of the weights. `tensors` has for every slot the elements of each bucket, whose
+    sizes are `sizes`. If `coalesced`, the one bucket is all buckets of the buffer in sequence.
+    """
+
+    name: str
+    dtype: str
+    sizes: tuple[int, ...]
+    tensors: dict[str, list[Runs]]
+    coalesced: bool = False
+
+    def part(self, slot: str, place: tuple[int, int], numel: int) -> Runs:
+        """The `numel` elements of a slot that begin at a place (bucket, element)."""
+        bucket, start = place
+        runs, stop = self.tensors[slot][bucket], start + numel
+        parts = []
+        for run in runs.overlapping(start, stop):
+            low, high = max(start, run.start), min(stop, run.stop)
+            size = run.extent.length // (run.stop - run.start)
+            extent = run.extent.part((low - run.start) * size, (high - run.start) * size)
+            parts.append(Fragment(low - start, high - start, extent))
+        return Runs(parts)
+
+
+Places = tuple[tuple[int, int], ...]
+
+
+def places(locals_: Sequence[Local], flat: Flat, read: ReadBytes) -> list[Places]:
+    """All ways to place parameters, in the order of the buffer, so that nothing is left over.
+
+    A place is (bucket, element). Up to two ways are given: with more than one the bytes do not
+    decide.
+    """
+    if flat.coalesced:
+        return _coalesced(locals_, flat, read)
+    bucket = end = 0
+    result = []
+    for local in locals_:
+        start = _aligned(end)
+        if start + local.numel > flat.sizes[bucket]:
+            # a copy of a tied embedding begins a bucket, and the one before is filled up
+            if flat.sizes[bucket] not in (end, start) or bucket + 1 == len(flat.sizes):
+                return []
+            bucket, start = bucket + 1, 0
+        if not _fits(local, flat, (bucket, start), read):
+            return []
+        result.append((bucket, start))
+        end = start + local.numel
+    is_full = bucket + 1 == len(flat.sizes) and flat.sizes[bucket] == end
+    return [tuple(result)] if is_full else []
+
+
+def _coalesced(locals_: Sequence[Local], flat: Flat, read: ReadBytes) -> list[Places]:
+    """Behind each parameter a new bucket may begin, at once; the bytes tell whether it does.
+
+    A state is where the last parameter ended, and where its bucket began, modulo the alignment.
+    """
+    states: dict[tuple[int, int], list[Places]] = {(0, 0): [()]}
+    for local in locals_:
+        following: dict[tuple[int, int], list[Places]] = {}
+        for (end, base), ways in states.items():
+            for start in sorted({base + _aligned(end - base), end}):
+                at = (start + local.numel, start % ALIGNMENT)
+                if at[0] > flat.sizes[0] or not _fits(local, flat, (0, start), read):
+                    continue
+                known = following.setdefault(at, [])
+                known += [(*way, (0, start)) for way in ways]
+                del known[2:]
+        states = following
+    ways = [way for (end, _), ways in states.items() if end == flat.sizes[0] for way in ways]
+    return ways[:2]
+
+
+def _aligned(element: int) -> int:
+    return -(-element // ALIGNMENT) * ALIGNMENT
+
+
+def _fits(local: Local, flat: Flat, place: tuple[int, int], read: ReadBytes) -> bool:
+    """Whether the first masters round to the first weights."""
+    if not local.numel:
+        return True
+    count = local.first.length // SIZES[local.dtype]
+    runs = flat.part("master", place, count)
+    wide = b"".join(read(run.extent) for run in runs)
+    return _rounds(wide, read(local.first), local.dtype)
+
+
+def _rounds(wide: bytes, narrow: bytes, dtype: str) -> bool:
+    """Whether float32 numbers, rounded to another type, are these."""
+    if len(wide) // SIZES["F32"] != len(narrow) // SIZES[dtype]:
+        return False
+    if dtype == "F32":
+        return wide == narrow
+    if dtype == "BF16":
+        return rounds_to(memoryview(wide), memoryview(narrow))
+    if dtype == "F16":
+        values = struct.unpack(f"<{len(wide) // 4}f", wide)
+        try:
+            return struct.pack(f"<{len(values)}e", *values) == narrow
+        except OverflowError:  # Python has no rounding to infinity
+            return False
+    return False

@@ -1,0 +1,141 @@
+"""Which parameters does each flat buffer have, and where?
+
+A model-parallel rank has the layers of its stage: one range of them for each model chunk. It has a
+buffer for each chunk and type of weights. The first chunk of the first stage has the embedding too,
+the last chunk of the last stage the last norm and the output layer. No file states the ranges. A
+range is that of a buffer if its parameters fill the buffer, and if the bytes agree (placing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ...core.values import valueclass
+from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from .order import is_before, layer_of, orders
+from .placing import ALIGNMENT, Flat, Local, ReadBytes, places
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+HINT = "--weights-only takes the weights alone"
+
+Place = tuple[Flat, tuple[int, int]]
+"""A buffer, and where in it a parameter begins: (bucket, element)."""
+
+
+@valueclass(eq=False)
+class Rank:
+    """The flat buffers of one model-parallel rank, in the order of its model chunks."""
+
+    tp: int
+    pp: int
+    flats: tuple[Flat, ...]
+
+
+def placed(
+    ranks: Sequence[Rank], parts: Sequence[Mapping[str, Local]], read: ReadBytes, where: str
+) -> list[dict[str, list[Place]]]:
+    """The places of all parameters, for every tensor rank; `parts` are its parts of parameters.
+
+    A tied embedding has a second place, where the last stage keeps its copy. Raises
+    UnsupportedCheckpoint if no parameters fit into a buffer, or several ways do, and
+    InconsistentCheckpoint for a parameter that no buffer has, or two.
+    """
+    last = max(rank.pp for rank in ranks)
+    result: list[dict[str, list[Place]]] = [{} for _ in parts]
+    for rank in ranks:
+        kinds: dict[str, list[Flat]] = {}
+        for flat in rank.flats:
+            kinds.setdefault(flat.dtype, []).append(flat)
+        for flats in kinds.values():
+            for number, flat in enumerate(flats):
+                is_first = rank.pp == 0 and number == 0
+                is_last = rank.pp == last and number == len(flats) - 1
+                ways = _ways(flat, parts[rank.tp], is_first, is_last, read)
+                require_one(ways, flat, where)
+                for name, place in ways[0]:
+                    result[rank.tp].setdefault(name, []).append((flat, place))
+    for tp, known in enumerate(result):
+        lost = [name for name in parts[tp] if name not in known]
+        if lost:
+            raise InconsistentCheckpoint(
+                f"{where}: no buffer of tensor rank {tp} has {listed(lost, 4)}", hint=HINT
+            )
+        twice = [name for name in known if len(known[name]) > 1 and name != EMBEDDING]
+        if twice:
+            raise InconsistentCheckpoint(
+                f"{where}: two buffers of tensor rank {tp} have {listed(twice, 4)}", hint=HINT
+            )
+    return result
+
+
+Way = tuple[tuple[str, tuple[int, int]], ...]
+
+
+def require_one(ways: Sequence[object], flat: Flat, where: str) -> None:
+    """Raises UnsupportedCheckpoint unless there is exactly one way to fill a buffer."""
+    if not ways:
+        raise UnsupportedCheckpoint(
+            f"{where}: the parameters of no range of layers fill {flat.name} of "
+            f"{sum(flat.sizes)} elements with masters that round to the weights",
+            hint=f"zckpt knows the order of a GPTModel's parameters, none of them frozen; {HINT}",
+        )
+    if len(ways) > 1:
+        raise UnsupportedCheckpoint(
+            f"{where}: parameters fill {flat.name} in several ways, and the weights do not tell "
+            "which one is right",
+            hint=f"the weights of several layers are equal; {HINT}",
+        )
+
+
+def _ways(
+    flat: Flat, parts: Mapping[str, Local], is_first: bool, is_last: bool, read: ReadBytes
+) -> list[Way]:
+    """The ways in which a range of layers fills a buffer."""
+    of_type = {name: part for name, part in parts.items() if part.dtype == flat.dtype}
+    known = [of_type]
+    if is_last and not is_first and OUTPUT not in parts and EMBEDDING in of_type:
+        known.append({**of_type, OUTPUT: of_type[EMBEDDING]})  # the copy of a tied embedding
+    ways: list[Way] = []
+    for each in known:
+        for order in orders(each):
+            for names in _ranges(order, each, flat, is_first, is_last):
+                locals_ = [each[name] for name in reversed(names)]
+                for found in places(locals_, flat, read):
+                    way = tuple(
+                        (local.name, place) for local, place in zip(locals_, found, strict=True)
+                    )
+                    if way not in ways:
+                        ways.append(way)
+    return ways
+
+
+def _ranges(
+    order: Sequence[str], parts: Mapping[str, Local], flat: Flat, is_first: bool, is_last: bool
+) -> Iterator[list[str]]:
+    """The parameters of each range of layers that could fill a buffer, by their sizes."""
+    layers: dict[int, list[str]] = {}
+    before, behind = [], []
+    for name in order:
+        layer = layer_of(name)
+        if layer is not None:
+            layers.setdefault(layer, []).append(name)
+        elif is_before(name):
+            before += [name] * is_first
+        else:
+            behind += [name] * is_last
+    count = max(layers, default=-1) + 1
+    outside = [*before, *behind]
+    # of the layers up to each one: elements, and parameters
+    sums = [(sum(parts[name].numel for name in outside), len(outside))]
+    for layer in range(count):
+        inside = layers.get(layer, [])
+        numel = sum(parts[name].numel for name in inside)
+        sums.append((sums[-1][0] + numel, sums[-1][1] + len(inside)))
+    total = sum(flat.sizes)
+    for start in [0] if is_first else range(count + 1):
+        for stop in [count] if is_last else range(start, count + 1):
+            numel = sums[stop][0] - sums[start][0] + sums[0][0]
+            number = sums[stop][1] - sums[start][1] + sums[0][1]
+            if number and numel <= total < numel + (number + len(flat.sizes)) * ALIGNMENT:
+                inside = [name for layer in range(start, stop) for name in layers.get(layer, ())]
+                yield [*before, *inside, *behind]
