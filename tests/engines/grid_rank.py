@@ -54,6 +54,10 @@ class Axes:
     def get_model_parallel_world_size(self) -> int:
         return distributed.get_world_size(self.tensor)
 
+    # the universal loader asks by these names
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
     def get_model_parallel_group(self) -> Any:
         return self.tensor
 
@@ -81,7 +85,14 @@ def train(rank: int, store: Path, case: GridCase, root: Path) -> None:
     finish(engine, case, axes, root / "oracle.pt")
 
 
-def resume(rank: int, store: Path, case: GridCase, directory: Path, output: Path) -> None:
+def resume(
+    rank: int,
+    store: Path,
+    case: GridCase,
+    directory: Path,
+    output: Path,
+    universal: Path | None,
+) -> None:
     """Loads `directory` into an engine with other first weights, writes what it then holds."""
     join(rank, case.pp * case.tp * case.dp, store)
     axes = Axes(case)
@@ -89,7 +100,19 @@ def resume(rank: int, store: Path, case: GridCase, directory: Path, output: Path
     loaded, _ = engine.load_checkpoint(str(directory))
     if loaded is None:
         raise FileNotFoundError(f"the engine found no checkpoint in {directory}")
+    if universal is not None:
+        set_the_rest(engine.module, torch.load(universal, weights_only=False))
     finish(engine, case, axes, output)
+
+
+def set_the_rest(module: torch.nn.Module, expected: dict[str, Any]) -> None:
+    """Gives a module the frozen weights and buffers of a record, which no rank cuts."""
+    for name, buffer in module.named_buffers():
+        if name in expected["buffers"]:
+            buffer.copy_(expected["buffers"][name])
+    for name, parameter in module.named_parameters():
+        if name in expected["frozen"]:
+            parameter.data.copy_(expected["tensors"][f"{name}/param"])
 
 
 def finish(engine: Any, case: GridCase, axes: Axes, output: Path) -> None:

@@ -78,13 +78,25 @@ def train(case: GridCase, root: Path) -> Path:
 
 
 def resume(
-    case: GridCase, directory: Path, root: Path, dp: int, pp: int | None = None
+    case: GridCase,
+    directory: Path,
+    root: Path,
+    dp: int,
+    pp: int | None = None,
+    universal: Path | None = None,
 ) -> dict[str, Any]:
-    """What all ranks of a new engine of `case`, at other sizes, hold after `load_checkpoint`."""
+    """What all ranks of a new engine of `case`, at other sizes, hold after `load_checkpoint`.
+
+    `universal` is the record of the source's engine if `directory` is for `load_universal`: frozen
+    weights and buffers, which that loader leaves alone, are set from there.
+    """
     root.mkdir(parents=True, exist_ok=True)
-    resumed = replace(case, dp=dp, pp=pp or case.pp)
+    config = case.config
+    if universal is not None:
+        config = {**config, "checkpoint": {"load_universal": True}}
+    resumed = replace(case, dp=dp, pp=pp or case.pp, config=config)
     output = root.resolve() / "resumed.pt"
-    arguments = (resumed, directory.resolve(), output)
+    arguments = (resumed, directory.resolve(), output, universal)
     submit("grid_rank", "resume", resumed.pp * case.tp * dp, arguments, root)
     held: dict[str, Any] = torch.load(output, weights_only=False)
     return held

@@ -40,6 +40,7 @@ KIND = TagKind("universal checkpoint of DeepSpeed", POINTER, holds_universal, un
 ZERO = "zero"
 COMMON = "optimizer_state.pt"
 MARK = "zckpt"  # in optimizer_state.pt: these files are not the converter's
+CUTS = "zckpt_tensor_parallel"  # there too: by which rules the source's tensor ranks were joined
 MASTER = "fp32"
 VIEW = "sub_param_shape"  # beside a tensor: a view of several parts, maybe of more dimensions
 

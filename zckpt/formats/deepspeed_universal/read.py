@@ -8,9 +8,10 @@ from ...core.manifest import Manifest
 from ...errors import MALFORMED, not_understood
 from ..deepspeed_states.directories import TagDirectory
 from ..deepspeed_states.manifest import manifest_of
-from .files import locate
+from .files import CUTS, locate
 from .folders import ParameterFolders
 from .merged import MergedStates
+from .slicing import facts_of, stated_patterns
 
 
 def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
@@ -41,6 +42,10 @@ def _manifest(directory: TagDirectory, step_policy: str | None) -> Manifest:
     if folders.infos or not merged.is_whole:
         slicing = {"model_parallel": len(merged.tops), "files": folders.infos}
         state = {**state, "universal": slicing}
+    shapes = {name: parameter.shape for name, parameter in manifest.parameters.items()}
+    facts = facts_of(merged.states.first.get(CUTS), stated_patterns(manifest), shapes)
+    if facts is not None:
+        state = {**state, "tensor_parallel": facts}
     files = [*merged.other_models, *folders.files]
     return replace(
         manifest,

@@ -1,22 +1,49 @@
-"""How the engine cuts a whole tensor for tensor parallelism: what stands beside it in its file."""
+"""How the engine cuts a whole tensor for tensor parallelism: what stands beside it in its file.
+
+    rule of the source    beside the tensor (DeepSpeed 0.19.8, ds_to_universal.py `merge_tp_slices`)
+
+    replicated            nothing
+    0, 1                  cat_dim
+    0:2x                  cat_dim, param_n_sub_params
+    0:64,16,16            sub_param_shape
+    a vocabulary          vocab_tensor too; its rows of padding are not there
+
+The loader of AutoTP's engines has its own map of the pieces, and does not look at this.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...core.inert import Foreign, Global
-from ...errors import InconsistentCheckpoint
+from ...core.manifest import Manifest
+from ...errors import (
+    CorruptCheckpoint,
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+)
+from ..deepspeed_states.patterns import INFO, check_patterns, fields_of
 from ..deepspeed_states.target import DeepSpeedTarget
 from .files import VIEW, SliceInfo
+
+VOCABULARY = "vocab_tensor"
+CUT = re.compile(r"(\d)(?::(?:(\d+)x|(\d+(?:,\d+)*)))?")
+PIECES = ("view", "affine_map")  # rules whose text does not say what the pieces are
+
+Shape = tuple[int, ...]
+Facts = Mapping[str, Any]
+"""`rules` by parameter; `vocabulary` by parameter: its `rows`, and how many are `used`."""
 
 
 def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
     """What a parameter's files say beside the tensor: what they said, or what DeepSpeed makes.
 
     DeepSpeed makes it from the `universal_checkpoint_info` in the client state. None for the flat
-    tensor alone, as stage 3 has it if nothing is cut. Raises InconsistentCheckpoint.
+    tensor alone, as stage 3 has it if nothing is cut. Raises InconsistentCheckpoint, MissingData if
+    no rule says how a parameter is cut, UnsupportedCheckpoint if no file of DeepSpeed can say it.
     """
     kept = target.source.state.get("universal")
     if isinstance(kept, dict):
@@ -24,10 +51,43 @@ def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
         default = None if alone else {"cat_dim": 0}
         info: SliceInfo | None = (kept.get("files") or {}).get(name, default)
         return info
-    if target.engine.partitioned:
-        return None
+    info = _info_of_patterns(stated_patterns(target.source), name, target.trainable[name].shape)
+    if facts := target.source.state.get("tensor_parallel"):
+        return _info_of_rule(target, facts, name, info)
+    return None if target.engine.partitioned else info
+
+
+def keeps_padding(target: DeepSpeedTarget, name: str, info: SliceInfo | None) -> bool:
+    """Whether a vocabulary has more rows than `original_vocab_size`."""
+    rows = target.trainable[name].shape[:1]
+    stated = stated_patterns(target.source).get("original_vocab_size")
+    vocabulary = (info or {}).get(VOCABULARY)
+    return bool(vocabulary and rows and isinstance(stated, int) and rows[0] > stated)
+
+
+def stated_patterns(source: Manifest) -> Mapping[str, Any]:
+    """What the user's program, or AutoTP, says to DeepSpeed's converter."""
+    client_state = source.state.get("client_state") or {}
+    info = client_state.get(INFO)
+    return info if isinstance(info, dict) else {}
+
+
+def used_rows(source: Manifest) -> dict[str, int]:
+    """The rows with a meaning of each vocabulary that has more, by the rules of tensor ranks."""
+    facts = source.state.get("tensor_parallel") or {}
+    return {
+        name: about["used"]
+        for name, about in (facts.get("vocabulary") or {}).items()
+        if name in source.parameters and about["used"] < source.parameters[name].shape[0]
+    }
+
+
+# -- by patterns
+
+
+def _info_of_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceInfo:
     try:
-        return _by_patterns(_patterns(target), name, target.trainable[name].shape)
+        return _by_patterns(patterns, name, shape)
     except (ArithmeticError, AttributeError, LookupError, TypeError, re.error) as error:
         raise InconsistentCheckpoint(
             f"universal_checkpoint_info in the client state does not fit {name}: {error!r}",
@@ -35,29 +95,14 @@ def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
         ) from error
 
 
-def keeps_padding(target: DeepSpeedTarget, name: str, info: SliceInfo | None) -> bool:
-    """Whether a vocabulary has more rows than `original_vocab_size`."""
-    rows = target.trainable[name].shape[:1]
-    stated = _patterns(target).get("original_vocab_size")
-    vocabulary = (info or {}).get("vocab_tensor")
-    return bool(vocabulary and rows and isinstance(stated, int) and rows[0] > stated)
-
-
-def _patterns(target: DeepSpeedTarget) -> Mapping[str, Any]:
-    """What the user's program says to DeepSpeed's converter."""
-    client_state = target.source.state.get("client_state") or {}
-    info = client_state.get("universal_checkpoint_info")
-    return info if isinstance(info, dict) else {}
-
-
-def _by_patterns(patterns: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> SliceInfo:
+def _by_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceInfo:
     """How a parameter is cut, by the patterns that its name matches."""
 
     def matches(expressions: Any) -> bool:
         return any(re.match(expression, name) for expression in expressions or ())
 
     info: SliceInfo = {"cat_dim": 0}
-    parted = patterns.get("parameter_with_sub_params") or ()
+    parted = [fields_of(stated) for stated in patterns.get("parameter_with_sub_params") or ()]
     parts = next((parts for parts in parted if matches(parts["patterns"])), None)
     if matches(patterns.get("tp_replicated_parameter_patterns")) or matches(
         patterns.get("parameter_to_average_patterns")
@@ -70,17 +115,136 @@ def _by_patterns(patterns: Mapping[str, Any], name: str, shape: tuple[int, ...])
     elif matches(patterns.get("parameter_with_row_parallelism_patterns")):
         info["cat_dim"] = 1
     if matches(patterns.get("vocabulary_parameter_patterns")):
-        info["vocab_tensor"] = True
+        info[VOCABULARY] = True
     return info
 
 
 def _sub_param_shape(
-    patterns: Mapping[str, Any], parts: Mapping[str, Any], shape: tuple[int, ...]
+    patterns: Mapping[str, Any], parts: Mapping[str, Any], shape: Shape
 ) -> Foreign:
     """A SubparamShape; before version 0.4 a plain number was how many equal parts there are."""
     sizes, axis = list(parts["shape"]), parts["partition_dim"]
     if isinstance(sizes[axis], int) and (patterns.get("universal_checkpoint_version") or 0.0) < 0.4:
         sizes[axis] = (shape[axis] // sizes[axis],) * sizes[axis]
-    state = {"patterns": parts["patterns"], "shape": tuple(sizes), "partition_dim": axis}
+    return _view(parts["patterns"], sizes, axis)
+
+
+def _view(patterns: Iterable[str], sizes: Iterable[Any], axis: int) -> Foreign:
+    state = {"patterns": [*patterns], "shape": tuple(sizes), "partition_dim": axis}
     named = Global("deepspeed.checkpoint.universal_checkpoint.SubparamShape")
     return Foreign(named, (), state, "new")
+
+
+# -- by rules
+
+
+def _info_of_rule(target: DeepSpeedTarget, facts: Facts, name: str, stated: SliceInfo) -> SliceInfo:
+    """How a parameter of tensor ranks is cut, by the rule that joined them.
+
+    `stated` is what the checkpoint's own patterns say. It is taken if it means the same.
+    """
+    text = (facts.get("rules") or {}).get(name)
+    shape = target.trainable[name].shape
+    if text is None:
+        raise MissingData(
+            f"no rule says how {name} of {target.source.root} is cut over tensor ranks",
+            hint="convert without --rename: the rules are for the names that the run has",
+        )
+    text = "0" if text.startswith("vocab:") else text
+    patterns = stated_patterns(target.source)
+    is_same = text == rule_of(stated, shape) or (
+        text in PIECES and _cuts_alike(patterns, name, stated)
+    )
+    info = stated if patterns and is_same else _by_text(text, name, shape)
+    if info is None:
+        raise UnsupportedCheckpoint(
+            f"{name} of {target.source.root} is cut by an {text}, which no file of a universal "
+            "directory can say",
+            hint="give a rule for it with --tp-rules FILE, or write --to universal",
+        )
+    info = {key: value for key, value in info.items() if key != VOCABULARY}
+    return {**info, VOCABULARY: True} if name in (facts.get("vocabulary") or {}) else info
+
+
+def _by_text(text: str, name: str, shape: Shape) -> SliceInfo | None:
+    """What stands for a rule; None if its text does not say what the pieces are."""
+    if text == "replicated":
+        return {}
+    if (rule := CUT.fullmatch(text)) is None:
+        return None
+    axis = int(rule[1])
+    if rule[3]:
+        sizes: list[Any] = list(shape)
+        sizes[axis] = tuple(map(int, rule[3].split(",")))
+        return {VIEW: _view([f"{re.escape(name)}$"], sizes, axis)}
+    parts = {} if int(rule[2] or 1) == 1 else {"param_n_sub_params": int(rule[2])}
+    return {"cat_dim": axis, **parts}
+
+
+def rule_of(info: SliceInfo, shape: Shape) -> str:
+    """The rule that says the same as what stands beside a tensor."""
+    view = info.get(VIEW)
+    if view is not None:
+        fields = fields_of(view)
+        axis, sizes = fields["partition_dim"], fields["shape"]
+        widths = sizes[axis] if isinstance(sizes[axis], (tuple, list)) else (sizes[axis],)
+        before = [sum(size) if isinstance(size, (tuple, list)) else size for size in sizes[:axis]]
+        is_axis = axis < len(shape) and shape[axis] == sum(widths)
+        is_row = (
+            is_axis
+            and len(sizes) == len(shape)
+            and all(size in (-1, own) for size, own in zip(before, shape, strict=False))
+        )
+        return f"{axis}:{','.join(map(str, widths))}" if is_row else "view"
+    if "cat_dim" not in info:
+        return "replicated"
+    parts = info.get("param_n_sub_params", 1)
+    return f"{info['cat_dim']}:{parts}x" if parts > 1 else str(info["cat_dim"])
+
+
+def _cuts_alike(patterns: Mapping[str, Any], name: str, stated: SliceInfo) -> bool:
+    """Whether patterns cut along the same dimension as the map of pieces, if there is one."""
+    maps = (patterns.get("affine_map") or {}).get("params") or {}
+    mapped = next((maps[pattern] for pattern in maps if re.match(pattern, name)), None)
+    if mapped is None or VIEW in stated:
+        return VIEW in stated
+    whole = mapped["logical_shape"]
+    slices = [each["shard_shape"] for each in mapped["ranks"].values()]
+    cut = {axis for own in slices for axis, size in enumerate(own) if size != whole[axis]}
+    return cut == {stated.get("cat_dim")}
+
+
+# -- what a directory says
+
+
+def facts_of(stated: Any, patterns: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Facts | None:
+    """How the parameters of a directory are cut over tensor ranks; None if nothing says it.
+
+    `stated` are the rules that zckpt has put there. DeepSpeed's converter puts the program's
+    patterns there. The files of tensors do not say enough: those of AutoTP name no dimension.
+    """
+    if stated is not None:
+        return _checked(stated)
+    if not any(key.endswith("_patterns") or key.startswith("parameter_") for key in patterns):
+        return None
+    check_patterns(patterns)
+    infos = {name: _info_of_patterns(patterns, name, shape) for name, shape in shapes.items()}
+    padded = patterns.get("padded_vocab_size")
+    used = {name: shapes[name][0] for name, info in infos.items() if info.get(VOCABULARY)}
+    rows = padded if isinstance(padded, int) else 0
+    return {
+        "rules": {name: rule_of(info, shapes[name]) for name, info in infos.items()},
+        "vocabulary": {n: {"rows": max(rows, own), "used": own} for n, own in used.items()},
+    }
+
+
+def _checked(stated: Any) -> Facts:
+    """Rules from a file, if they have the form that the writer gives them."""
+    rules, vocabulary = stated.get("rules"), stated.get("vocabulary")
+    texts = [*rules, *rules.values(), *vocabulary]
+    numbers = [about[key] for about in vocabulary.values() for key in ("rows", "used")]
+    if not all(isinstance(text, str) for text in texts) or not all(
+        isinstance(number, int) for number in numbers
+    ):
+        raise CorruptCheckpoint("the rules of tensor ranks are not in the form that zckpt writes")
+    return {"rules": rules, "vocabulary": vocabulary}

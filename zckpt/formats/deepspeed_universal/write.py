@@ -7,9 +7,11 @@ buffers that DeepSpeed puts below zero/ as fp32.pt; nothing reads them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
+from ...core.facts import FlatBufferEngine
 from ...core.manifest import Manifest, slot_key
 from ...core.staging import Layout, Shell
 from ...errors import (
@@ -36,8 +38,9 @@ from ..deepspeed_states.optimizer_values import (
 )
 from ..deepspeed_states.states import version_numbers
 from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
-from .files import COMMON, MARK, MASTER, POINTER, ZERO, SliceInfo, is_name
-from .slicing import keeps_padding, slice_info
+from ..deepspeed_states.vocabulary import resized, shared
+from .files import COMMON, CUTS, MARK, MASTER, POINTER, ZERO, SliceInfo, is_name
+from .slicing import keeps_padding, slice_info, used_rows
 
 ADAM = {"exp_avg", "exp_avg_sq"}  # the only states that the loader of stage 3 looks for
 
@@ -47,13 +50,15 @@ SliceInfos = Mapping[str, SliceInfo | None]
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of a directory that the engine loads at any data-parallel size.
 
-    The form is that of the target's stage. Raises before anything is written, as deepspeed/write.py
-    does, and UnsupportedCheckpoint for what the engine's loader cannot take: numbers that an
-    optimizer keeps per parameter (NAdam), in stage 3 any optimizer but Adam; names that cannot be
-    the names of folders.
+    Of a grid too, and for any other one: the model is whole, and its one model file has what all
+    model ranks read. The form is that of the target's stage. Raises before anything is written, as
+    deepspeed/write.py does, and UnsupportedCheckpoint for what the engine's loader cannot take:
+    numbers that an optimizer keeps per parameter (NAdam), in stage 3 any optimizer but Adam; names
+    that cannot be the names of folders.
     """
     refuse_experts(source)
-    target = DeepSpeedTarget(source, options)
+    rows = used_rows(source)
+    target = DeepSpeedTarget(_as_one_rank(resized(source, rows)), options)
     if target.engine.stage == 0:
         raise WrongOption(
             "DeepSpeed loads its universal checkpoints with ZeRO alone, and this one is of stage 0",
@@ -69,6 +74,10 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     if not options.weights_only:
         _check_loader(target)
     warnings += [*_warnings_of_loading(target), *_warnings_of_layout(target, infos)]
+    warnings += _warnings_of_grid(source, target)
+    target.left_out += [
+        f"rows of {name} that fill up the vocabulary, from {row}" for name, row in rows.items()
+    ]
 
     def shells() -> Iterator[Shell]:
         pointer = target.tag.encode()
@@ -88,12 +97,35 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         return call + ', with {"checkpoint": {"load_universal": true}} in the ds_config'
 
     siblings = target.take_siblings()
-    return Layout(shells, siblings, target.left_out, warnings, about=about, loading=loading)
+    return Layout(
+        shells,
+        siblings,
+        target.left_out,
+        warnings,
+        about=about,
+        loading=loading,
+        source=shared(source, rows),
+    )
 
 
 def seal(root: str, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the files' zip directories."""
     seal_records(manifest, outcome)
+
+
+def _as_one_rank(source: Manifest) -> Manifest:
+    """The whole model, without the sizes of the grid that it was trained on."""
+    facts = {key: value for key, value in source.source.items() if key not in ("tp", "pp")}
+    engine = source.engine
+    if isinstance(engine, FlatBufferEngine) and _is_auto(engine.config):
+        config = dict(engine.config or {})
+        config["tensor_parallel"] = {**config["tensor_parallel"], "autotp_size": 1}
+        engine = replace(engine, config=config)
+    return replace(source, source=facts, engine=engine)
+
+
+def _is_auto(config: Mapping[str, Any] | None) -> bool:
+    return isinstance((config or {}).get("tensor_parallel"), Mapping)
 
 
 # -- checks and warnings
@@ -206,6 +238,23 @@ def _warnings_of_layout(target: DeepSpeedTarget, infos: SliceInfos) -> list[str]
     return warnings
 
 
+def _warnings_of_grid(source: Manifest, target: DeepSpeedTarget) -> list[str]:
+    """What the engine's loader cannot do for some grids (0.19.8)."""
+    warnings = []
+    pp, tp = source.source.get("pp") or 1, source.source.get("tp") or 1
+    if pp > 1 and any(group != target.groups[0] for group in target.groups):
+        warnings.append(
+            "DeepSpeed's universal loader counts groups by their place: a stage of a pipeline that "
+            "has no parameter of a group gives its other groups wrong hyper-parameters"
+        )
+    if tp > 1 and target.engine.partitioned and not _is_auto(target.engine.config):
+        warnings.append(
+            "at stage 3 DeepSpeed's universal loader cuts tensors for AutoTP alone: other programs "
+            "load this with one tensor rank only; for more write --stage 2"
+        )
+    return warnings
+
+
 # -- files below zero/
 
 
@@ -223,6 +272,8 @@ def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
         }
     else:
         value |= clipping(target)
+    if facts := target.source.state.get("tensor_parallel"):
+        value[CUTS] = facts
     base = base_state(target, states, storages)
     value["param_groups"] = base["param_groups"]
     if target.engine.partitioned:

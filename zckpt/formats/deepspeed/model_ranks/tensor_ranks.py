@@ -19,12 +19,11 @@ from ....core.inert import to_json
 from ....core.manifest import Entry, Manifest
 from ....core.weights import WEIGHTS
 from ....errors import InconsistentCheckpoint, listed
+from ...deepspeed_states.patterns import INFO
 from .families import DOUBTS
 from .tensor_rules import RuleFile, Rules, Shapes, Sliced, decide
 from .together import MIXED, common, same_parameter
 from .universal_info import UniversalInfo
-
-INFO = "universal_checkpoint_info"
 
 
 def joined_slices(

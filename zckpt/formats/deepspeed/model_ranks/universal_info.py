@@ -23,11 +23,11 @@ from typing import Any
 from ....core import slicing
 from ....core.slicing import Piece, Slicing
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
+from ...deepspeed_states.patterns import check_patterns, fields_of
 from .tensor_rules import Rule, Shapes, Sliced, by_rule
 
 NEWEST_MAP = 1
 MOST_AXES = 8
-REPETITIONS = 4  # `*`, `+` and `{}` in one pattern
 
 
 class UniversalInfo:
@@ -35,8 +35,7 @@ class UniversalInfo:
 
     def __init__(self, info: Mapping[str, Any]) -> None:
         self.info = info
-        for pattern in _patterns(info):
-            _check_pattern(pattern)
+        check_patterns(info)
         affine = info.get("affine_map") or {}
         if affine and affine.get("version", NEWEST_MAP) > NEWEST_MAP:
             raise UnsupportedCheckpoint(
@@ -63,7 +62,7 @@ class UniversalInfo:
         for pattern in self._matching("parameter_with_2_sub_params_cat_dim_0", name):
             return by_rule(Rule(pattern, "0:2x", 0, equal=2), name, shapes)
         for stated in self.info.get("parameter_with_sub_params") or ():
-            stated = _fields(stated)
+            stated = fields_of(stated)
             for pattern in stated["patterns"]:
                 if re.match(pattern, name):
                     return self._of_view(name, pattern, stated, shapes)
@@ -159,46 +158,6 @@ def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[
             if None not in (widths := [slicing.even(sum(part), ranks) for part in parts])
         }
     return changed
-
-
-def _patterns(info: Mapping[str, Any]) -> Iterator[Any]:
-    """All regular expressions of an info."""
-    for key, value in info.items():
-        if key.endswith("_patterns") or key == "parameter_with_2_sub_params_cat_dim_0":
-            yield from value or ()
-        elif key == "parameter_with_sub_params":
-            for stated in value or ():
-                yield from _fields(stated)["patterns"]
-    yield from (info.get("affine_map") or {}).get("params") or ()
-
-
-def _check_pattern(pattern: Any) -> None:
-    """Refuses a regular expression of a file that could take hours to match a name.
-
-    That takes a repeated group, or many repetitions after each other.
-    """
-    text = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "a", pattern) if isinstance(pattern, str) else ")*"
-    if len(re.findall(r"[*+{]", text)) > REPETITIONS or re.search(r"\)[*+{]", text):
-        raise UnsupportedCheckpoint(
-            f"universal_checkpoint_info has the pattern {brief(pattern)}, which zckpt does not run",
-            hint="give rules with --tp-rules FILE",
-        )
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise InconsistentCheckpoint(
-            f"universal_checkpoint_info has the pattern {brief(pattern)}, which is no regular "
-            "expression",
-            hint="give rules with --tp-rules FILE",
-        ) from error
-
-
-def _fields(stated: Any) -> Mapping[str, Any]:
-    """An item of `parameter_with_sub_params`: a dictionary, or an object with the same fields."""
-    value = getattr(stated, "state", stated)
-    if not isinstance(value, Mapping):
-        raise InconsistentCheckpoint(f"parameter_with_sub_params has {brief(stated)}")
-    return value
 
 
 def _text(widths: Sequence[Sequence[int]]) -> str:

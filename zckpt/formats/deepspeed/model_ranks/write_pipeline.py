@@ -28,6 +28,7 @@ from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.model_files import module_weights
 from ...deepspeed_states.options import CONFIG, PP, PP_BOUNDS, PP_PARTITION, TP
 from ...deepspeed_states.target import DeepSpeedTarget
+from ...deepspeed_states.vocabulary import resized, shared
 from .. import elastic, read
 from ..files import locate, recovery_scripts
 from .apart import ModelGrid, ModelRank
@@ -38,9 +39,7 @@ from .tensor_ranks import joined_slices
 from .write_tensor_ranks import (
     Cuts,
     cuts_of,
-    resized,
     rows_of,
-    shared,
     slices_of,
     target_of,
 )

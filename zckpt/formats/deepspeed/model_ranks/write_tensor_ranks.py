@@ -12,12 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from math import prod
 from typing import Any
 
-from ....core.dtypes import SIZES
 from ....core.facts import FlatBufferEngine
-from ....core.fragments import Fragment, Runs
+from ....core.fragments import Runs
 from ....core.manifest import Entry, Manifest
 from ....core.staging import Layout, Shell
 from ....core.values import valueclass
@@ -36,14 +34,16 @@ from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.options import CONFIG, PP, PP_BOUNDS, PP_PARTITION, VOCAB_SIZE
+from ...deepspeed_states.patterns import INFO
 from ...deepspeed_states.target import DeepSpeedTarget
+from ...deepspeed_states.vocabulary import resized, shared
 from .. import elastic, read
 from ..files import locate, recovery_scripts
 from .apart import ModelGrid, ModelRank
 from .arguments import TENSOR_RANKS, VOCABULARY, arguments, with_sizes
 from .grid import grid_files
 from .rank_shells import rank_shells
-from .tensor_ranks import INFO, joined_slices
+from .tensor_ranks import joined_slices
 from .tensor_rules import Rules, Shapes, Sliced, stated_rule
 from .universal_info import UniversalInfo, info_for
 
@@ -234,60 +234,6 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
         used = given or about["used"]
         rows[name] = about["rows"] if keeps else -(-used // multiple) * multiple
     return rows
-
-
-def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
-    """The model with so many rows; bytes of rows that the source lacks are in no file."""
-
-    def shape(name: str, own: tuple[int, ...]) -> tuple[int, ...]:
-        is_resized = name in rows and own == source.parameters[name].shape
-        return (rows[name], *own[1:]) if is_resized else own
-
-    return replace(
-        source,
-        parameters={
-            name: replace(parameter, shape=shape(name, parameter.shape))
-            for name, parameter in source.parameters.items()
-        },
-        entries={
-            name: entry
-            if entry.slot == "state"
-            else replace(entry, shape=shape(entry.parameter, entry.shape), digest=None)
-            for name, entry in source.entries.items()
-        },
-    )
-
-
-def shared(manifest: Manifest, rows: Mapping[str, int]) -> Manifest:
-    """The manifest with at most so many rows of each vocabulary: those that both sides have.
-
-    The other rows of a target are holes in its files: zeros.
-    """
-    entries = {}
-    for name, entry in manifest.entries.items():
-        few = rows.get(entry.parameter)
-        is_whole = few is not None and entry.shape == manifest.parameters[entry.parameter].shape
-        entries[name] = _first_rows(entry, few) if few is not None and is_whole else entry
-    return replace(manifest, entries=entries)
-
-
-def _first_rows(entry: Entry, rows: int) -> Entry:
-    if rows >= entry.shape[0]:
-        return entry
-    stop, size = rows * prod(entry.shape[1:]), SIZES[entry.dtype]
-    runs = [
-        Fragment(run.start, end, run.extent.part(0, (end - run.start) * size))
-        for fragment in entry.fragments.overlapping(0, stop)
-        for run in fragment.runs(0, stop)
-        if run.start < (end := min(run.stop, stop))
-    ]
-    return replace(
-        entry,
-        shape=(rows, *entry.shape[1:]),
-        fragments=Runs(sorted(runs, key=lambda run: run.start)),
-        digest=None,
-        mean=tuple(_first_rows(each, rows) for each in entry.mean),
-    )
 
 
 # -- the manifest of one rank
