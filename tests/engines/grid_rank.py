@@ -112,7 +112,8 @@ def set_the_rest(module: torch.nn.Module, expected: dict[str, Any]) -> None:
             buffer.copy_(expected["buffers"][name])
     for name, parameter in module.named_parameters():
         if name in expected["frozen"]:
-            parameter.data.copy_(expected["tensors"][f"{name}/param"])
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(expected["tensors"][f"{name}/param"])
 
 
 def finish(engine: Any, case: GridCase, axes: Axes, output: Path) -> None:

@@ -64,6 +64,7 @@ CASES = {
         GridCase("llama_tp2_dp1_z3", "llama", tp=2, stage=3),
         GridCase("llama_tp4_dp1", "llama", tp=4),
         GridCase("pipe_pp2_tp2_dp1", "pipe", pp=2, tp=2),
+        GridCase("pipe_pp2_tp2_dp1_fp32", "pipe", pp=2, tp=2, dtype="fp32"),
         GridCase("pipe_pp2_tp2_dp2", "pipe", pp=2, tp=2, dp=2, groups=3),
         GridCase("pipe_pp2_tp2_dp1_fp32", "pipe", pp=2, tp=2, dtype="fp32"),
     )

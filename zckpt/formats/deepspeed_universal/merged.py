@@ -9,9 +9,10 @@ from typing import Any
 from ...core import sources
 from ...core.expected import missing_file
 from ...errors import IncompleteCheckpoint, listed
-from ...files.torchfile import Parsed, TorchFile
+from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero
 from ..deepspeed_states.directories import MODEL_3, TagDirectory, refuse
+from ..deepspeed_states.patterns import INFO, check_patterns
 from ..deepspeed_states.states import (
     EngineStates,
     ParameterShapes,
@@ -24,13 +25,14 @@ from ..deepspeed_states.states import (
     version_of,
 )
 from .files import COMMON, MARK, ZERO, model_files
+from .slicing import info_of_patterns
 
 
 class MergedStates:
     """The model files and optimizer_state.pt; `states` are what a run's own files would say.
 
-    With tensor or pipeline parallelism the modules in the model files are shards, and none is
-    looked at: then `is_whole` is False.
+    With tensor or pipeline parallelism the modules in the model files are shards: then `is_whole`
+    is False, and only what all ranks have alike is taken of them.
     """
 
     def __init__(self, directory: TagDirectory) -> None:
@@ -72,10 +74,35 @@ class MergedStates:
         aliases = [top.get("shared_params") or {} for top in self.tops]
         return {
             **self.tops[0],
-            "module": {},
+            "module": self._alike(),
             "shared_params": {alias: owner for pairs in aliases for alias, owner in pairs.items()},
             "frozen_param_shapes": {},
         }
+
+    def _alike(self) -> dict[str, Any]:
+        """Buffers, and frozen weights that no rank cuts, if all ranks have the same bytes."""
+        modules = [m for top in self.tops if isinstance(m := top.get("module"), dict)]
+        info = self.tops[0].get(INFO)
+        if len(modules) < max(len(self.tops), 2):
+            return {}
+        info = info if isinstance(info, dict) else {}
+        check_patterns(info)
+        shapes = [top.get("param_shapes") or () for top in self.tops]
+        trained = {name for groups in shapes for group in groups for name in group}
+        trained |= {alias for top in self.tops for alias in top.get("shared_params") or {}}
+        buffers = set(self.tops[0].get("buffer_names") or ())
+        alike = {}
+        for name, value in modules[0].items():
+            each = [t for module in modules if isinstance(t := module.get(name), Tensor)]
+            if name in trained or len(each) < len(modules):
+                continue
+            if name not in buffers and info_of_patterns(info, name, value.shape):
+                continue
+            pairs = zip(self._first_models, each, strict=True)
+            contents = {(tensor.shape, *file.crc(tensor)) for file, tensor in pairs}
+            if len(contents) == 1 and contents.pop()[-1] is not None and value.numel:
+                alike[name] = value
+        return alike
 
     @property
     def module_dtype(self) -> str:
@@ -92,8 +119,8 @@ class MergedStates:
         if self.is_whole or not any(top.get("module") for top in self.tops):
             return []
         return [
-            "the weights, frozen weights and buffers in the modules of "
-            f"{len(self.tops)} model-parallel ranks: masters are whole, these are not"
+            f"the weights in the modules of {len(self.tops)} model-parallel ranks, and frozen "
+            "weights and buffers that differ between ranks: masters are whole, these are not"
         ]
 
     # -- the parameters

@@ -46,6 +46,8 @@ def _manifest(directory: TagDirectory, step_policy: str | None) -> Manifest:
     facts = facts_of(merged.states.first.get(CUTS), stated_patterns(manifest), shapes)
     if facts is not None:
         state = {**state, "tensor_parallel": facts}
+    if not merged.is_whole:
+        state = {**state, "module": []}  # names of a rank's shard
     files = [*merged.other_models, *folders.files]
     return replace(
         manifest,

@@ -51,7 +51,7 @@ def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
         default = None if alone else {"cat_dim": 0}
         info: SliceInfo | None = (kept.get("files") or {}).get(name, default)
         return info
-    info = _info_of_patterns(stated_patterns(target.source), name, target.trainable[name].shape)
+    info = info_of_patterns(stated_patterns(target.source), name, target.trainable[name].shape)
     if facts := target.source.state.get("tensor_parallel"):
         return _info_of_rule(target, facts, name, info)
     return None if target.engine.partitioned else info
@@ -85,7 +85,11 @@ def used_rows(source: Manifest) -> dict[str, int]:
 # -- by patterns
 
 
-def _info_of_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceInfo:
+def info_of_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceInfo:
+    """How a parameter is cut, by the patterns that its name matches; by rows if none does.
+
+    Raises InconsistentCheckpoint if they do not fit.
+    """
     try:
         return _by_patterns(patterns, name, shape)
     except (ArithmeticError, AttributeError, LookupError, TypeError, re.error) as error:
@@ -96,8 +100,6 @@ def _info_of_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> S
 
 
 def _by_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> SliceInfo:
-    """How a parameter is cut, by the patterns that its name matches."""
-
     def matches(expressions: Any) -> bool:
         return any(re.match(expression, name) for expression in expressions or ())
 
@@ -228,7 +230,7 @@ def facts_of(stated: Any, patterns: Mapping[str, Any], shapes: Mapping[str, Shap
     if not any(key.endswith("_patterns") or key.startswith("parameter_") for key in patterns):
         return None
     check_patterns(patterns)
-    infos = {name: _info_of_patterns(patterns, name, shape) for name, shape in shapes.items()}
+    infos = {name: info_of_patterns(patterns, name, shape) for name, shape in shapes.items()}
     padded = patterns.get("padded_vocab_size")
     used = {name: shapes[name][0] for name, info in infos.items() if info.get(VOCABULARY)}
     rows = padded if isinstance(padded, int) else 0
