@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import zckpt
+from zckpt.errors import MissingData, UnsupportedCheckpoint
+from zckpt.formats.deepspeed_universal.files import SliceInfo
+from zckpt.formats.deepspeed_universal.slicing import rule_of, slice_info
 
 from ...engines import deepspeed
 from ...manifests import changed
@@ -43,6 +48,74 @@ def cut(name: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     axis = 1 if name == "down" else 0
     pieces = whole.split(parts) if parts else [whole]
     return torch.cat([piece.chunk(ranks, axis)[rank] for piece in pieces], axis)
+
+
+@pytest.mark.parametrize(
+    ("rule", "info"),
+    [
+        ("replicated", {}),
+        ("0", {"cat_dim": 0}),
+        ("1", {"cat_dim": 1}),
+        ("0:1x", {"cat_dim": 0}),
+        ("0:2x", {"cat_dim": 0, "param_n_sub_params": 2}),
+        ("1:3x", {"cat_dim": 1, "param_n_sub_params": 3}),
+        ("vocab:11", {"cat_dim": 0, "vocab_tensor": True}),
+    ],
+)
+def test_rules_without_patterns(rule: str, info: SliceInfo) -> None:
+    assert by_rule(rule) == info
+    back = rule_of(info, (16, 6))
+    assert back == {"0:1x": "0", "vocab:11": "0"}.get(rule, rule)
+
+
+def test_a_rule_with_widths() -> None:
+    info = by_rule("0:8,4,4")
+    assert info is not None
+    assert info["sub_param_shape"].state == {
+        "patterns": ["a\\.b$"], "shape": ((8, 4, 4), 6), "partition_dim": 0
+    }  # fmt: skip
+    assert rule_of(info, (16, 6)) == "0:8,4,4"
+    assert rule_of(info, (12, 6)) == "view"
+
+
+@pytest.mark.parametrize("rule", ["view", "affine_map"])
+def test_pieces_that_no_file_can_describe(rule: str) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=rf"rule `{rule}`\) that no file") as raised:
+        by_rule(rule)
+    assert "--tp-rules" in raised.value.hint
+
+
+def test_a_map_along_another_dimension() -> None:
+    """Patterns say rows, and the map of the pieces columns: no file says that."""
+    mapped = {
+        "logical_shape": [16, 6],
+        "ranks": {rank: {"shard_shape": [16, 3], "pieces": []} for rank in (0, 1)},
+    }
+    patterns = {"affine_map": {"params": {r"a\.b": mapped}}}
+    with pytest.raises(UnsupportedCheckpoint):
+        by_rule("affine_map", patterns)
+    rows = {"parameter_with_row_parallelism_patterns": [r"a\.b"]}
+    assert by_rule("affine_map", {**patterns, **rows}) == {"cat_dim": 1}
+
+
+def test_a_name_that_no_rule_knows() -> None:
+    with pytest.raises(MissingData, match=r"no rule says how a\.b"):
+        by_rule(None)
+
+
+def by_rule(rule: str | None, patterns: Mapping[str, Any] | None = None) -> SliceInfo | None:
+    """What stands beside a tensor `a.b` of 16 rows that was cut by `rule`."""
+    rules = {} if rule is None else {"a.b": rule}
+    vocabulary = {"a.b": {"rows": 16, "used": 16}} if (rule or "").startswith("vocab") else {}
+    state: dict[str, Any] = {"tensor_parallel": {"rules": rules, "vocabulary": vocabulary}}
+    if patterns is not None:
+        state["client_state"] = {"universal_checkpoint_info": patterns}
+    target: Any = SimpleNamespace(
+        source=SimpleNamespace(state=state, root="run"),
+        trainable={"a.b": SimpleNamespace(shape=(16, 6))},
+        engine=SimpleNamespace(partitioned=False),
+    )
+    return slice_info(target, "a.b")
 
 
 @pytest.mark.engines

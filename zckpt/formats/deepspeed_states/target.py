@@ -60,8 +60,8 @@ def _refuse_grid(source: Manifest) -> None:
         raise UnsupportedCheckpoint(
             f"{source.root} was trained as a pipeline or with tensor parallelism (pp {pp}, tp "
             f"{tp}), and zckpt does not write it in this form yet",
-            hint="--to deepspeed writes the run at any size; universal, dcp and gathered take the "
-            "whole model",
+            hint="--to deepspeed writes the run at any size; universal, deepspeed-universal, dcp "
+            "and gathered take the whole model",
         )
 
 

@@ -160,8 +160,8 @@ def _info_of_rule(target: DeepSpeedTarget, facts: Facts, name: str, stated: Slic
     info = stated if patterns and is_same else _by_text(text, name, shape)
     if info is None:
         raise UnsupportedCheckpoint(
-            f"{name} of {target.source.root} is cut by an {text}, which no file of a universal "
-            "directory can say",
+            f"{name} of {target.source.root} is cut in pieces (rule `{text}`) that no file of a "
+            "universal directory can describe",
             hint="give a rule for it with --tp-rules FILE, or write --to universal",
         )
     info = {key: value for key, value in info.items() if key != VOCABULARY}
