@@ -237,6 +237,17 @@ class TestFaults:
         with pytest.raises(CorruptCheckpoint):
             zckpt.read(tmp_path / "out")
 
+    def test_patterns_that_zckpt_does_not_run(self, grid_trained: Trained, tmp_path: Path) -> None:
+        """Tensors are whole, so that they are read without; nothing cuts them again."""
+        merged(grid_trained(TENSOR) / "run", tmp_path / "universal")
+        for path in tmp_path.glob("universal/*/mp_rank_*"):
+            info = {"tp_replicated_parameter_patterns": ["(a+)+$"]}
+            edit(path, lambda value, info=info: value["universal_checkpoint_info"].update(info))
+        manifest = zckpt.read(tmp_path / "universal")
+        assert any("zckpt does not run" in line for line in manifest.warnings)
+        with pytest.raises(MissingData, match="nothing says how"):
+            zckpt.convert(tmp_path / "universal", tmp_path / "out", to="deepspeed", tp=2)
+
     def test_a_wrong_rule_is_seen_by_the_engine(
         self, grid_trained: Trained, tmp_path: Path
     ) -> None:

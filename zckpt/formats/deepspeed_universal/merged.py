@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...core import sources
 from ...core.expected import missing_file
-from ...errors import IncompleteCheckpoint, listed
+from ...errors import (
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    UnsupportedCheckpoint,
+    listed,
+)
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero
 from ..deepspeed_states.directories import MODEL_3, TagDirectory, refuse
@@ -52,6 +57,7 @@ class MergedStates:
         optimizer = TorchFile(common)
         state = dictionary(optimizer, optimizer.value)
         version = version_of(self.tops[0], state)
+        self.patterns, self.unclear = _patterns(self.tops[0])
         self.is_whole = len(self.tops) == 1 and isinstance(self.tops[0].get("module"), dict)
         model = self.tops[0] if self.is_whole else self._without_module()
         self.states = EngineStates(
@@ -82,11 +88,8 @@ class MergedStates:
     def _alike(self) -> dict[str, Any]:
         """Buffers, and frozen weights that no rank cuts, if all ranks have the same bytes."""
         modules = [m for top in self.tops if isinstance(m := top.get("module"), dict)]
-        info = self.tops[0].get(INFO)
         if len(modules) < max(len(self.tops), 2):
             return {}
-        info = info if isinstance(info, dict) else {}
-        check_patterns(info)
         shapes = [top.get("param_shapes") or () for top in self.tops]
         trained = {name for groups in shapes for group in groups for name in group}
         trained |= {alias for top in self.tops for alias in top.get("shared_params") or {}}
@@ -96,7 +99,7 @@ class MergedStates:
             each = [t for module in modules if isinstance(t := module.get(name), Tensor)]
             if name in trained or len(each) < len(modules):
                 continue
-            if name not in buffers and info_of_patterns(info, name, value.shape):
+            if name not in buffers and info_of_patterns(self.patterns, name, value.shape):
                 continue
             pairs = zip(self._first_models, each, strict=True)
             contents = {(tensor.shape, *file.crc(tensor)) for file, tensor in pairs}
@@ -174,6 +177,21 @@ class MergedStates:
             f"parameters then (0.19.8): masters and states of group {listed(permuted)} are those "
             "of other parameters; convert the run's own directory instead"
         ]
+
+
+def _patterns(model: dict[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """What says how the run's tensors were cut, and a warning if zckpt does not run its patterns.
+
+    Tensors are whole here. It is needed for tensor ranks of a target alone.
+    """
+    info = model.get(INFO)
+    if not isinstance(info, dict):
+        return {}, []
+    try:
+        check_patterns(info)
+    except (InconsistentCheckpoint, UnsupportedCheckpoint) as error:
+        return {}, [f"{error.message}: so nothing says how the parameters are cut for --tp"]
+    return info, []
 
 
 def _base(state: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ..deepspeed_states.manifest import manifest_of
 from .files import CUTS, locate
 from .folders import ParameterFolders
 from .merged import MergedStates
-from .slicing import facts_of, stated_patterns
+from .slicing import facts_of
 
 
 def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
@@ -43,7 +43,7 @@ def _manifest(directory: TagDirectory, step_policy: str | None) -> Manifest:
         slicing = {"model_parallel": len(merged.tops), "files": folders.infos}
         state = {**state, "universal": slicing}
     shapes = {name: parameter.shape for name, parameter in manifest.parameters.items()}
-    facts = facts_of(merged.states.first.get(CUTS), stated_patterns(manifest), shapes)
+    facts = facts_of(merged.states.first.get(CUTS), merged.patterns, shapes)
     if facts is not None:
         state = {**state, "tensor_parallel": facts}
     if not merged.is_whole:
@@ -57,7 +57,9 @@ def _manifest(directory: TagDirectory, step_policy: str | None) -> Manifest:
             *manifest.records, *(record for file in files for record in file.records.values())
         ),
         left_out=(*manifest.left_out, *merged.left_out, *folders.left_out),
-        warnings=(*manifest.warnings, *merged.warnings(), *_lost_steps(manifest)),
+        warnings=(
+            *manifest.warnings, *merged.warnings(), *merged.unclear, *_lost_steps(manifest)
+        ),
     )  # fmt: skip
 
 

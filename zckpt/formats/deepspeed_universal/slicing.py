@@ -25,7 +25,7 @@ from ...errors import (
     MissingData,
     UnsupportedCheckpoint,
 )
-from ..deepspeed_states.patterns import INFO, check_patterns, fields_of
+from ..deepspeed_states.patterns import INFO, fields_of
 from ..deepspeed_states.target import DeepSpeedTarget
 from .files import VIEW, SliceInfo
 
@@ -223,13 +223,12 @@ def facts_of(stated: Any, patterns: Mapping[str, Any], shapes: Mapping[str, Shap
     """How the parameters of a directory are cut over tensor ranks; None if nothing says it.
 
     `stated` are the rules that zckpt has put there. DeepSpeed's converter puts the program's
-    patterns there. The files of tensors do not say enough: those of AutoTP name no dimension.
+    `patterns` there. The files of tensors do not say enough: those of AutoTP name no dimension.
     """
     if stated is not None:
         return _checked(stated)
     if not any(key.endswith("_patterns") or key.startswith("parameter_") for key in patterns):
         return None
-    check_patterns(patterns)
     infos = {name: info_of_patterns(patterns, name, shape) for name, shape in shapes.items()}
     padded = patterns.get("padded_vocab_size")
     used = {name: shapes[name][0] for name, info in infos.items() if info.get(VOCABULARY)}
