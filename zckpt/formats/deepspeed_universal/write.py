@@ -1,7 +1,9 @@
 """DeepSpeed's own universal checkpoints, as shells.
 
-The model files are those of a run's directory. Turned down: the copies of frozen weights and
-buffers that DeepSpeed puts below zero/ as fp32.pt; nothing reads them.
+The model files are those of a run's directory without pipelines and tensor parallelism. Turned
+down: a copy of each model rank's file, as DeepSpeed has them. Its loader takes no weights from
+there, and one file with the whole model serves any grid (0.19.8). Turned down too: the copies of
+frozen weights and buffers that DeepSpeed puts below zero/ as fp32.pt; nothing reads them.
 """
 
 from __future__ import annotations
