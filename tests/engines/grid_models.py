@@ -21,14 +21,6 @@ VOCABULARY, PADDED = 31, 36  # rows with a meaning, and with Megatron's padding
 WIDTH, HIDDEN = 14, 20
 PARTS = (16, 4, 8)  # of the fused projection, as grouped queries have them
 
-
-def fused(parts: tuple[int, ...]) -> list[dict[str, Any]]:
-    return [
-        {"patterns": [r".*\.fused\.weight"], "shape": (parts, -1), "partition_dim": 0},
-        {"patterns": [r".*\.fused\.bias"], "shape": (parts,), "partition_dim": 0},
-    ]
-
-
 INFO: dict[str, Any] = {
     "universal_checkpoint_version": 0.2,
     "original_vocab_size": VOCABULARY,
@@ -43,7 +35,10 @@ INFO: dict[str, Any] = {
     ],
     "parameter_with_row_parallelism_patterns": [r".*\.(dense|down)\.weight"],
     "parameter_with_2_sub_params_cat_dim_0": [r".*\.gate_up\.(weight|bias)"],
-    "parameter_with_sub_params": fused(PARTS),
+    "parameter_with_sub_params": [
+        {"patterns": [r".*\.fused\.weight"], "shape": (PARTS, -1), "partition_dim": 0},
+        {"patterns": [r".*\.fused\.bias"], "shape": (PARTS,), "partition_dim": 0},
+    ],
 }
 """What a program of this model saves in its client state (keys of DeepSpeed 0.19.8)."""
 

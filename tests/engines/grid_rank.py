@@ -127,7 +127,7 @@ def finish(engine: Any, case: GridCase, axes: Axes, output: Path) -> None:
 def info(case: GridCase) -> dict[str, Any]:
     """The patterns of this model; a pipeline's names begin with the layer's number."""
     if case.model == "tensor":
-        return {**models.INFO, "parameter_with_sub_params": models.fused(models.PARTS)}
+        return models.INFO
     return {
         **models.INFO,
         "vocabulary_parameter_patterns": [r"tied_modules\.embed\.weight"],
@@ -143,7 +143,6 @@ def info(case: GridCase) -> dict[str, Any]:
 
 
 def build_engine(case: GridCase, axes: Axes, seed: int = 7) -> Any:
-    vars(models).update(case.sizes)
     torch.manual_seed(seed)
     axis = models.Axis(axes.tensor)
     more: dict[str, Any] = {}

@@ -32,7 +32,6 @@ class GridCase:
     method: str = "uniform"  # partition_method of a pipeline
     info: bool = True  # save universal_checkpoint_info, as Megatron-DeepSpeed does
     config: Mapping[str, Any] = field(default_factory=dict)
-    sizes: Mapping[str, Any] = field(default_factory=dict)  # of grid_models.py, by name
     steps: int = 3
 
 
@@ -41,7 +40,6 @@ SPREAD = {"checkpoint": {"parallel_write": {"pipeline_stage": True}}}  # over th
 SCALE = {"fp16": {"initial_scale_power": 8}}
 ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
 SUB_GROUPS = {"zero_optimization": {"sub_group_size": 150}}
-FOURS = {"PARTS": (16, 8, 12), "HIDDEN": 24}  # which four tensor ranks can share
 
 CASES = {
     case.name: case
@@ -57,7 +55,6 @@ CASES = {
         GridCase("tensor_tp2_dp2_z2", "tensor", tp=2, dp=2, stage=2, dtype="fp32", config=ROBIN),
         GridCase("tensor_tp2_dp1_bf16", "tensor", tp=2, config=BF16_OPTIMIZER),
         GridCase("tensor_tp2_dp2_z3", "tensor", tp=2, dp=2, stage=3, config=SUB_GROUPS),
-        GridCase("tensor_tp2_dp1_fours", "tensor", tp=2, dtype="fp32", sizes=FOURS),
         GridCase("tensor_tp1_dp2", "tensor", dp=2, dtype="fp32", info=False),
         GridCase("tensor_tp2_dp2_z0", "tensor", tp=2, dp=2, stage=0),
         GridCase("tensor_tp2_dp1_z0_fp32", "tensor", tp=2, stage=0, dtype="fp32"),
@@ -67,7 +64,6 @@ CASES = {
         GridCase("llama_tp2_dp1_z3", "llama", tp=2, stage=3),
         GridCase("llama_tp4_dp1", "llama", tp=4),
         GridCase("pipe_pp2_tp2_dp1", "pipe", pp=2, tp=2),
-        GridCase("pipe_pp2_tp2_dp1_fp32", "pipe", pp=2, tp=2, dtype="fp32"),
         GridCase("pipe_pp2_tp2_dp2", "pipe", pp=2, tp=2, dp=2, groups=3),
         GridCase("pipe_pp2_tp2_dp1_fp32", "pipe", pp=2, tp=2, dtype="fp32"),
     )

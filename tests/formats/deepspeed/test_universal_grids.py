@@ -95,7 +95,7 @@ matrix = pytest.mark.matrix
     [
         ("tensor_tp2_dp2_z2", 2, 1, 1, None),
         ("tensor_tp2_dp2_z2", 1, 3, 1, 1),
-        ("tensor_tp2_dp1_fours", 4, 1, 1, None),
+        ("tensor_tp2_dp2_z2", 4, 1, 1, None),
         pytest.param(TENSOR, 2, 2, 1, 2, marks=matrix),
         pytest.param(TENSOR, 1, 2, 1, 3, marks=matrix),
         pytest.param("tensor_tp2_dp1_bf16", 1, 2, 1, None, marks=matrix),
@@ -106,6 +106,7 @@ matrix = pytest.mark.matrix
         pytest.param("llama_tp2_dp1_z3", 2, 2, 1, None, marks=matrix),
         (f"{BOTH}_fp32", 1, 1, 2, None),
         pytest.param(f"{BOTH}_fp32", 2, 1, 1, None, marks=matrix),
+        pytest.param(f"{BOTH}_fp32", 4, 1, 1, None, marks=matrix),
         pytest.param(f"{BOTH}_fp32", 1, 3, 1, None, marks=matrix),
         pytest.param(BOTH, 2, 1, 2, None, marks=matrix),
         pytest.param("pipe_pp2_dp2_fp32", 1, 3, 1, None, marks=matrix),
