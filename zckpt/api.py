@@ -214,6 +214,7 @@ def export(
     replicas: str | None = None,
     rename: Renames = (),
     tie: Renames = (),
+    family: str | None = None,
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
     begin: Begin | None = None,
@@ -235,7 +236,7 @@ def export(
 
     own: Report = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
     own |= {"model_config": None if config is None else os.fspath(config)}
-    own |= {"tie": tuple(tie), "rename": tuple(rename)}
+    own |= {"tie": tuple(tie), "rename": tuple(rename), "family": family}
     if wrong := sorted(options.keys() & {*own, "param_names"}):
         raise TypeError(f"export() takes no option {wrong[0]!r}")
     wanted = options_of({**own, **options})
@@ -261,6 +262,7 @@ def verify(
     tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
     rename: Renames = (),
+    family: str | None = None,
     jobs: int = 4,
     memory: int = 256 << 20,
     begin: Begin | None = None,
@@ -271,13 +273,16 @@ def verify(
     `gather` rebuilds it as its engine would, by all-gathering the ranks' partitions (needs torch),
     on `device` (cuda, cpu; by default a GPU if there is one). Under torchrun every process gathers,
     and all but rank 0 get a report without findings. `tensors` is a glob that selects. `rename` are
-    pairs of a regular expression and its replacement, for the names of `path`. The report has what
-    was found; a ZckptError is raised only if nothing could be looked at.
+    pairs of a regular expression and its replacement, for the names of `path`; `family` gives it
+    the other program's names and packings. The report has what was found; a ZckptError is raised
+    only if nothing could be looked at.
     """
     from .proving import prove
 
     names = param_names
-    reading = Reading(format, tag, step_policy, names, rename=rename, tp_rules=tp_rules)
+    reading = Reading(
+        format, tag, step_policy, names, rename=rename, family=family, tp_rules=tp_rules
+    )
     means = Means(device, jobs, memory, pool)
     return prove(path, against, gather, reading, tensors, means, begin)
 
@@ -293,6 +298,7 @@ def diff(
     tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
     rename: Renames = (),
+    family: str | None = None,
     jobs: int = 4,
     memory: int = 256 << 20,
     begin: Begin | None = None,
@@ -301,14 +307,16 @@ def diff(
     """Differences between two checkpoints of any two formats: tensors, steps, groups, states.
 
     `tensors` is a glob: only the tensors that match are compared, and equal ones are listed too.
-    `format`, `tag`, `step_policy` and `rename` are for `a`, `param_names` for both.
+    `format`, `tag`, `step_policy`, `rename` and `family` are for `a`, `param_names` for both.
     """
     from .proof import verify as proof
 
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=pool)
     names = param_names
-    reading = Reading(format, tag, step_policy, names, rename=rename, tp_rules=tp_rules)
+    reading = Reading(
+        format, tag, step_policy, names, rename=rename, family=family, tp_rules=tp_rules
+    )
     first = read_manifest(a, reading)
     second = read_other(b, first, reading)
     with sources.unchanged(first, second):

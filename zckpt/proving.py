@@ -35,6 +35,11 @@ def prove(
     """The report of `verify`; see `zckpt.verify`."""
     if gather and reading.rename:
         raise WrongOption("--rename does not work with --gather", hint="leave one of them out")
+    if reading.family is not None and (gather or against is None):
+        raise WrongOption(
+            "verify needs --family only to compare a checkpoint with one of the other program",
+            hint="add --against PATH" if not gather else "leave out --gather",
+        )
     if gather and against is None:
         raise WrongOption("--gather needs a checkpoint to compare with", hint="add --against PATH")
     if means.device is not None and not gather:

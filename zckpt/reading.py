@@ -27,12 +27,12 @@ class Reading:
     `format` and `tag` choose one where the path has several, `step_policy` decides between steps
     that disagree, `param_names` are for an optimizer that knows its parameters by number. With
     `weights_only` such an optimizer may be left unread. `rename` are pairs of a regular expression
-    and its replacement. `tp_rules` is a family or a file that says how tensor ranks cut
-    parameters. `replicas` says what is taken of their copies of one tensor, if these differ. With
-    `apart` ranks that share a model are not joined: a target for the same ranks needs no whole
-    tensors. With `slices` it is said too how one rank's tensors would be cut over several. With
-    `masters_from_weights` masters that do not round to their weights are given up, with the states
-    beside them: that reads all masters.
+    and its replacement. `family` is the value of `--family`. `tp_rules` is a family or a file that
+    says how tensor ranks cut parameters. `replicas` says what is taken of their copies of one
+    tensor, if these differ. With `apart` ranks that share a model are not joined: a target for the
+    same ranks needs no whole tensors. With `slices` it is said too how one rank's tensors would be
+    cut over several. With `masters_from_weights` masters that do not round to their weights are
+    given up, with the states beside them: that reads all masters.
     """
 
     format: str | None = None
@@ -41,6 +41,7 @@ class Reading:
     param_names: Sequence[str] | None = None
     weights_only: bool = False
     rename: Renames = ()
+    family: str | None = None
     tp_rules: str | os.PathLike[str] | None = None
     replicas: str | None = None
     apart: bool = False
@@ -87,6 +88,10 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
         manifest = format.averaged(manifest)
     manifest = replace(manifest, fingerprints=fingerprints, objects=frozenset(watch.objects))
     manifest = renamed(manifest, reading.rename)
+    if reading.family is not None:
+        from .training import families
+
+        manifest = families.translated(manifest, reading.family)
     lost, stateless = lacking(manifest)
     lines = [*manifest.warnings, *lost, *stateless, *_unused(manifest, reading)]
     return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings

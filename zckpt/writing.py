@@ -20,10 +20,12 @@ from .core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from .core.sharing import ALONE, Sharing
 from .core.values import valueclass
 from .errors import TargetExists, WrongOption, counted, literal
+from .formats.hf import MODEL_CONFIG
 from .reading import Reading, read
 from .training import objects, steps, ties
+from .training.families import translated
 from .training.names import called_as, canonical, former, renamed
-from .training.options import ALLOW_OBJECT, DP, PARAM_NAMES, RENAME, TIE, Options
+from .training.options import ALLOW_OBJECT, DP, FAMILY, PARAM_NAMES, RENAME, TIE, Options
 from .training.order import in_order_of
 from .version import __version__
 
@@ -118,6 +120,8 @@ def write(
         shells=staging.remembered(layout.shells),
         from_masters=layout.from_masters or options.module_dtype is not None,
     )
+    own = [line for line in named.left_out if line not in (*manifest.left_out, *layout.left_out)]
+    layout = replace(layout, left_out=[*layout.left_out, *own])
     files = convert.files_of(layout)
     size = sum(files.values())
     report = _report(command, source.manifest, target, format, layout, files, options)
@@ -140,14 +144,8 @@ def write(
             shells = replace(shells, warnings=(*shells.warnings, warning))
         format.seal(path, shells, outcome)
 
-    stage = staging.Staging(
-        target,
-        run,
-        convert.chunk_size_of(source.manifest, running.copying),
-        running.continues,
-        running.before_rename,
-        running.sharing,
-    )
+    chunk, before = convert.chunk_size_of(source.manifest, running.copying), running.before_rename
+    stage = staging.Staging(target, run, chunk, running.continues, before, running.sharing)
     try:
         outcome = convert.convert(
             layout.source or source.manifest,
@@ -259,7 +257,9 @@ def _named_for(format: Format, manifest: Manifest, options: Options) -> Manifest
         manifest = renamed(manifest, options[RENAME])
     elif not format.is_neutral and format.family != origin:
         manifest = canonical(manifest)
-    names = options[PARAM_NAMES]
+    family, names = options[FAMILY], options[PARAM_NAMES]
+    if family is not None:
+        manifest = translated(manifest, family, options[MODEL_CONFIG])
     if names is not None and "model_ranks" not in manifest.source:  # read apart, in this order
         manifest = in_order_of(called_as(manifest, names), names)
     return ties.with_ties(manifest, options[TIE]) if options[TIE] else manifest

@@ -8,7 +8,7 @@ import click
 
 from . import launched
 from .help import ExplainedCommand
-from .options import as_document, common, grouped, moving, renaming, single
+from .options import as_document, common, family, grouped, moving, renaming, single
 from .parameters import PATH
 
 
@@ -51,6 +51,7 @@ from .parameters import PATH
     help="Write the report, with all checksums, to FILE.",
 )
 @renaming
+@family
 @moving
 @single
 @common
@@ -103,6 +104,7 @@ def verify(
     help="Compare only the tensors whose name matches, and list equal ones too.",
 )
 @renaming
+@family
 @moving
 @single
 @common

@@ -13,7 +13,7 @@ import click
 from .. import formats
 from ..formats.format import Format
 from ..formats.options import declared
-from ..training.options import PARAM_NAMES, RENAME, WEIGHTS_ONLY, Option
+from ..training.options import FAMILY, PARAM_NAMES, RENAME, WEIGHTS_ONLY, Option
 from .help import FormatName, GroupedOption
 from .parameters import KINDS, PATH, PartOf, Size
 
@@ -58,6 +58,9 @@ source_and_target = together(
 
 renaming = asked(RENAME)
 """Other names for the parameters of the source, PATH or A."""
+
+family = asked(FAMILY)
+"""The same for the other program's names and packings."""
 
 _format = grouped(
     "Source",

@@ -22,7 +22,7 @@ from types import TracebackType
 
 from ..errors import CorruptCheckpoint
 from .checksum import crc32
-from .fragments import Extent
+from .fragments import ZEROS, Extent
 from .sources import Fingerprints, close, named, naming, open_file
 
 CRC_BLOCK = 1 << 20  # bytes
@@ -81,6 +81,9 @@ class Reader:
 
         An OSError names the file.
         """
+        if extent.file == ZEROS:
+            into[: extent.length] = bytes(extent.length)
+            return
         file = self._file(extent.file)
         done = 0
         while done < extent.length:

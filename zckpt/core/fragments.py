@@ -27,6 +27,9 @@ from typing import Any
 
 from .values import valueclass
 
+ZEROS = ""
+"""The file of an extent that is in no file: its bytes are zeros."""
+
 
 @valueclass
 class Extent:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import cast
 
-from .fragments import Box, Fragments, boxes, range_of_box, tile
+from .fragments import Box, Boxes, Fragments, boxes, range_of_box, tile
 from .values import valueclass
 
 
@@ -121,15 +122,19 @@ def joined(
         whole_slice = len(pieces) == 1 and shape == slicing.whole
         if whole_slice and len(by_rank) == 1 and fragments is not None:
             return fragments
-        for box in _boxes_of(fragments, shape, size):
+        for box in boxes_of(fragments, shape, size):
             for piece in pieces:
                 if (part := _placed(box, piece, slicing.whole)) is not None:
                     parts.append(part)
     return boxes(parts)
 
 
-def _boxes_of(fragments: Fragments | None, shape: Sequence[int], size: int) -> Iterator[Box]:
-    """The elements of a slice, as boxes in the slice."""
+def boxes_of(fragments: Fragments | None, shape: Sequence[int], size: int) -> Iterator[Box]:
+    """The elements of a slice of this shape, as boxes in the slice; `size` is bytes per element."""
+    parts = fragments.parts if isinstance(fragments, Boxes) else (fragments,)
+    if all(isinstance(part, Box) and part.whole == tuple(shape) for part in parts):
+        yield from cast("tuple[Box, ...]", parts)
+        return
     at, numel = (0,) * len(shape), prod(shape)
     for fragment in () if fragments is None else fragments:
         for run in fragment.runs(0, numel):

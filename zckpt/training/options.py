@@ -191,7 +191,17 @@ RENAME: Option[Renames] = Option(
     kind="rules",
     metavar="REGEX=REPL",
 )
-EVERYWHERE: tuple[Option[Any], ...] = (PARAM_NAMES, TIE, RENAME)
+FAMILY: Option[str | None] = Option(
+    "family",
+    "--family",
+    None,
+    "Give the parameters of Hugging Face the names and packings of Megatron-Core, or the way back: "
+    "llama, qwen3, mixtral or gpt2, with sizes that the source does not state",
+    group="Names",
+    rare=True,
+    metavar="NAME[:K=N,...]",
+)
+EVERYWHERE: tuple[Option[Any], ...] = (PARAM_NAMES, TIE, RENAME, FAMILY)
 """Every target takes these."""
 
 
@@ -209,6 +219,7 @@ class Keywords(TypedDict, total=False):
     param_names: Sequence[str] | None
     tie: Renames  # pairs of a second name and the name that the source has
     rename: Renames  # pairs of a regular expression and its replacement
+    family: str | None  # "llama", or "llama:heads=32,kv_heads=8,vocab_size=32000"
 
 
 @valueclass

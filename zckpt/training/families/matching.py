@@ -1,0 +1,158 @@
+"""Which rule of a family knows each name, and to which program does the checkpoint go?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from ...core.values import valueclass
+from ...errors import MissingData, WrongOption, listed
+from ..names import RENAME
+from .rules import HUGGING_FACE, MEGATRON, OTHER, Family, Rule
+
+NUMBER = re.compile(r"\\\{(layer|expert)\\\}")
+
+
+@valueclass
+class Place:
+    """What a name is: the part of a rule, in a layer, of an expert; None where there is none."""
+
+    rule: int
+    part: int
+    layer: int | None
+    expert: int | None
+
+
+@valueclass
+class Group:
+    """Tensors of the source that become tensors of the target together, by their names."""
+
+    rule: Rule
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+class Names:
+    """The names of one program, as the rules of a family spell them."""
+
+    def __init__(self, family: Family, side: str) -> None:
+        self.patterns = [
+            (_pattern(template), number, part)
+            for number, rule in enumerate(family.rules)
+            if rule.only in (None, side)
+            for part, template in enumerate(rule.names(side))
+        ]
+
+    def place(self, name: str) -> Place | None:
+        for pattern, rule, part in self.patterns:
+            if match := pattern.fullmatch(name):
+                numbers = match.groupdict()
+                layer, expert = (
+                    None if (number := numbers.get(axis)) is None else int(number)
+                    for axis in ("layer", "expert")
+                )
+                return Place(rule, part, layer, expert)
+        return None
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile(NUMBER.sub(r"(?P<\1>0|[1-9]\\d{0,5})", re.escape(template)))
+
+
+def places_of(family: Family, text: str, names: Collection[str]) -> tuple[str, dict[str, Place]]:
+    """The program that the names are of, and the place of each.
+
+    Raises WrongOption, which lists names that no rule knows, and if names are of both programs.
+    `text` is the value of `--family`.
+    """
+    by_side: dict[str, dict[str, Place]] = {}
+    for side in (HUGGING_FACE, MEGATRON):
+        spelled = Names(family, side)
+        by_side[side] = {name: at for name in names if (at := spelled.place(name)) is not None}
+    known = [side for side, places in by_side.items() if places]
+    if len(known) > 1:
+        examples = " and ".join(f"{next(iter(by_side[side]))} of {side}" for side in known)
+        raise WrongOption(
+            f"--family {text}: the source has names of both programs: {examples}", hint=RENAME
+        )
+    side = known[0] if known else HUGGING_FACE
+    if unknown := [name for name in names if name not in by_side[side]]:
+        raise WrongOption(
+            f"--family {text} does not know these names: {listed(unknown)}",
+            hint=f"choose the family of the model, or {RENAME}",
+        )
+    return side, by_side[side]
+
+
+def groups_of(
+    family: Family, side: str, places: Mapping[str, Place], experts: Mapping[str, int]
+) -> list[Group]:
+    """What becomes what, in the order of the family's rules, layer by layer.
+
+    `experts` are how many experts a stacked tensor has, by its name. Raises MissingData if a part
+    of a packed tensor is missing.
+    """
+    together: dict[tuple[int, int | None, int | None], dict[tuple[int, int], str]] = {}
+    for name, at in places.items():
+        rule = family.rules[at.rule]
+        joins_experts = rule.packing == "experts" and side == MEGATRON
+        key = at.rule, at.layer, None if joins_experts else at.expert
+        part = at.expert if joins_experts and at.expert is not None else at.part
+        together.setdefault(key, {})[part, at.part] = name
+    groups = []
+    for rule_number, layer, expert in sorted(together, key=lambda at: _place_of(family, *at)):
+        rule, parts = family.rules[rule_number], together[rule_number, layer, expert]
+        sources = tuple(parts[key] for key in sorted(parts))
+        wanted = list(_spelled(rule.names(side), layer, _numbers(rule, side, expert, len(parts))))
+        if lacking := [name for name in wanted if name not in sources]:
+            raise MissingData(
+                f"the source has {listed(sources, 2)}, but not {listed(lacking, 4)}",
+                hint="all parts of a packed tensor are needed",
+            )
+        target = OTHER[side]
+        count = experts.get(sources[0], 0)
+        numbers = _numbers(rule, target, expert, count)
+        groups.append(Group(rule, sources, tuple(_spelled(rule.names(target), layer, numbers))))
+    return groups
+
+
+def _numbers(rule: Rule, side: str, expert: int | None, count: int) -> Sequence[int | None]:
+    """The experts that a rule's names on one side are of; `count` is how many there are."""
+    return range(count) if rule.packing == "experts" and side == MEGATRON else [expert]
+
+
+def _spelled(
+    templates: Iterable[str], layer: int | None, experts: Sequence[int | None]
+) -> Iterable[str]:
+    for expert in experts:
+        for template in templates:
+            yield template.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+
+
+def in_module_order(family: Family, names: Iterable[str]) -> list[str]:
+    """Names of Hugging Face in the order of `named_parameters()`: a bias follows its weight."""
+    spelled = Names(family, HUGGING_FACE)
+    modules: dict[str, int] = {}
+    for rule in family.rules:
+        for template in rule.hugging_face:
+            modules.setdefault(template.rpartition(".")[0], len(modules))
+
+    def key(name: str) -> tuple[int, int, int, int, int]:
+        at = spelled.place(name)
+        assert at is not None, name
+        stage, layer, rule, expert = _place_of(family, at.rule, at.layer, at.expert)
+        module, _, kind = family.rules[at.rule].hugging_face[at.part].rpartition(".")
+        inside = modules[module] if at.layer is not None else rule
+        return stage, layer, inside, expert, kind == "bias"
+
+    return sorted(names, key=key)
+
+
+def _place_of(
+    family: Family, rule: int, layer: int | None, expert: int | None
+) -> tuple[int, int, int, int]:
+    """For sorting as a module has it: what precedes the layers, the layers, what follows them."""
+    if layer is not None:
+        return 1, layer, rule, expert or 0
+    inside = [n for n, item in enumerate(family.rules) if "{layer}" in item.hugging_face[0]]
+    return (0 if rule < inside[0] else 2), 0, rule, 0

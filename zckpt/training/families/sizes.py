@@ -1,0 +1,129 @@
+"""How many heads and which vocabulary has the model that changes its names?
+
+They come from `--family llama:heads=32,kv_heads=8`, from config.json beside the source, and from
+Megatron's arguments in its checkpoint. All that state a size must agree.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ...core import sources
+from ...core.inert import Foreign
+from ...core.manifest import Manifest, Sibling
+from ...core.values import valueclass
+from ...errors import InconsistentCheckpoint, WrongOption
+from ..ties import CONFIG
+from ..trainers import files_to_load_by, json_of
+from .rules import FAMILIES, Family
+
+KEYS = ("heads", "kv_heads", "vocab_size")
+
+
+@valueclass
+class Sizes:
+    """None for what nothing states. `vocab_size` are the rows that the target's vocabulary has."""
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    vocab_size: int | None = None
+
+
+def parsed(text: str) -> tuple[str, dict[str, int]]:
+    """The family and the sizes of `--family`; raises WrongOption."""
+    name, _, rest = text.partition(":")
+    if name not in FAMILIES:
+        raise WrongOption(
+            f"--family {name} is none of {', '.join(FAMILIES)}",
+            hint="for other models, rename parameters with --rename REGEX=REPL",
+        )
+    sizes: dict[str, int] = {}
+    for pair in rest.split(",") if rest else ():
+        key, _, value = pair.partition("=")
+        is_number = value.isascii() and value.isdecimal() and 0 < len(value) < 12
+        if key not in KEYS or key in sizes or not is_number or not int(value):
+            raise WrongOption(
+                f"--family {text}: {pair!r} is not a size",
+                hint=f"write {name}:heads=32,kv_heads=8 or {name}:vocab_size=32000",
+            )
+        sizes[key] = int(value)
+    return name, sizes
+
+
+def sizes_of(
+    manifest: Manifest,
+    family: Family,
+    given: Mapping[str, int],
+    to_hugging_face: bool,
+    path: str | None,
+) -> Sizes:
+    """The sizes that are stated; raises InconsistentCheckpoint if two places differ.
+
+    `path` is that of a config.json, or of its folder, if the user gives one. Otherwise config.json
+    is that beside the source.
+    """
+    siblings = files_to_load_by(manifest.siblings)
+    if path is not None:
+        file = os.path.join(path, CONFIG) if sources.is_folder(path) else path
+        # a missing file is an error of the writer, which needs it
+        siblings = [Sibling(CONFIG, file, sources.size(file))] if sources.is_file(file) else []
+    config = json_of(siblings, CONFIG)
+    stated: dict[str, tuple[str, int]] = {key: ("--family", value) for key, value in given.items()}
+    places = [("config.json", _of_config(config or {}, family, to_hugging_face))]
+    places.append(("Megatron's arguments", _of_arguments(manifest, to_hugging_face)))
+    for place, sizes in places:
+        for key, value in sizes.items():
+            first, known = stated.setdefault(key, (place, value))
+            if known != value and not (key == "vocab_size" and first == "--family"):
+                raise InconsistentCheckpoint(
+                    f"{first} says {key}={known}, {place} says {key}={value}",
+                    hint="give the sizes that are true for the source, or leave them out",
+                )
+    return Sizes(**{key: value for key, (_, value) in stated.items()})
+
+
+def _of_config(config: Mapping[str, Any], family: Family, to_hugging_face: bool) -> dict[str, int]:
+    """What config.json of transformers says; raises WrongOption for a model of another family."""
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind not in family.types:
+        raise WrongOption(
+            f"config.json is of a model {kind[:80]!r}, and this --family is for "
+            f"{', '.join(family.types)}",
+            hint="choose another --family: models with like names may compute otherwise",
+        )
+    sizes = _numbers(
+        heads=config.get("num_attention_heads", config.get("n_head")),
+        kv_heads=config.get("num_key_value_heads"),
+        vocab_size=config.get("vocab_size") if to_hugging_face else None,
+    )
+    if "heads" in sizes and "num_key_value_heads" not in config:
+        sizes["kv_heads"] = sizes["heads"]
+    return sizes
+
+
+def _of_arguments(manifest: Manifest, to_hugging_face: bool) -> dict[str, int]:
+    """What the arguments of Megatron say, where a checkpoint has them."""
+    state = manifest.state
+    own = (state.get("megatron") or {}).get("common")
+    for holder in (own, state.get("client_state"), state):
+        args = holder.get("args") if isinstance(holder, dict) else None
+        values = args.state if isinstance(args, Foreign) else args
+        if isinstance(values, dict) and "num_attention_heads" in values:
+            break
+    else:
+        used = ((state.get("megatron") or {}).get("vocabulary") or {}).get("used")
+        return _numbers(vocab_size=used) if to_hugging_face else {}
+    heads = values["num_attention_heads"]
+    # Megatron's num_query_groups counts only with group_query_attention
+    is_grouped = values.get("group_query_attention", values.get("num_query_groups") is not None)
+    return _numbers(
+        heads=heads,
+        kv_heads=values.get("num_query_groups") if is_grouped else heads,
+        vocab_size=values.get("vocab_size") if to_hugging_face else None,
+    )
+
+
+def _numbers(**values: Any) -> dict[str, int]:
+    return {key: value for key, value in values.items() if type(value) is int and value > 0}

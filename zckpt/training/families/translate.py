@@ -1,0 +1,256 @@
+"""The manifest of a model of Hugging Face as that of the same model of Megatron-Core, and back.
+
+Every tensor of a parameter's shape goes with it: weights, masters, moments. No byte is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...core.dtypes import SIZES
+from ...core.facts import FlatBufferEngine
+from ...core.inert import Scalar
+from ...core.manifest import Entry, Manifest, Parameter
+from ...errors import (
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+    WrongOption,
+    listed,
+)
+from ..names import canonical, names_of
+from .layouts import LAYOUTS, Misfit, Move
+from .matching import Group, groups_of, in_module_order, places_of
+from .rules import FAMILIES, HUGGING_FACE, OTHER, Family
+from .sizes import parsed, sizes_of
+
+
+def translated(manifest: Manifest, text: str, config: str | None = None) -> Manifest:
+    """The manifest with the names, shapes and fragments of the other program.
+
+    `text` is the value of `--family`. `config` is the path of a config.json, or of its folder, if
+    the user gives one. The names say in which direction it goes. Further copies of tensors
+    (`replicas`) do not come along. Raises WrongOption for names that no rule knows and for sizes
+    that do not fit, MissingData for a missing size or a missing part of a packed tensor,
+    InconsistentCheckpoint if parts of one tensor have other steps, hyper-parameters or types.
+    """
+    name, given = parsed(text)
+    family = FAMILIES[name]
+    manifest = canonical(manifest)
+    if any(entry.mean for entry in manifest.entries.values()):
+        raise WrongOption(
+            "--family does not work with --replicas mean",
+            hint="convert with --replicas mean first, and then its result with --family",
+        )
+    if isinstance(manifest.engine, FlatBufferEngine) and manifest.engine.experts:
+        raise UnsupportedCheckpoint(f"{manifest.root} has experts of DeepSpeed's own layers")
+    return _Translation(manifest, text, family, given, config).manifest()
+
+
+class _Translation:
+    def __init__(
+        self,
+        source: Manifest,
+        text: str,
+        family: Family,
+        given: Mapping[str, int],
+        config: str | None,
+    ) -> None:
+        self.source = source
+        self.text = text
+        self.family = family
+        left_out = re.compile("|".join(family.buffers))
+        names = names_of(source)
+        self.buffers = [name for name in names if left_out.fullmatch(name)]
+        known = [name for name in names if name not in self.buffers]
+        self.side, self.places = places_of(family, text, known)
+        if wrong := [name for name in source.buffers if name in self.places]:
+            raise UnsupportedCheckpoint(
+                f"{listed(wrong, 4)} should be weights, but {source.root} has them as buffers"
+            )
+        self.target = OTHER[self.side]
+        self.sizes = sizes_of(source, family, given, self.target == HUGGING_FACE, config)
+        self.aliases = {
+            alias: owner for owner, item in source.parameters.items() for alias in item.aliases
+        }
+        own = {name: at for name, at in self.places.items() if name not in self.aliases}
+        stacked = {name: shape[0] for name in own if (shape := source.parameters[name].shape)}
+        self.groups = groups_of(family, self.side, own, stacked)
+        second = {name: at for name, at in self.places.items() if name in self.aliases}
+        self.second_names = {
+            group.sources[0]: group.targets[0]
+            for group in groups_of(family, self.side, second, {})
+            if len(group.sources) == len(group.targets) == 1
+        }
+        self.dropped: list[str] = []
+
+    def manifest(self) -> Manifest:
+        """The manifest of the target."""
+        source = self.source
+        parameters: dict[str, Parameter] = {}
+        entries: dict[str, Entry] = {}
+        for group in self.groups:
+            shapes, move = self._layout(group)
+            fact = self._fact(group)
+            for name, shape in zip(group.targets, shapes, strict=True):
+                parameters[name] = replace(fact, shape=shape)
+            for entry in self._entries(group, shapes, move):
+                if entry.name in entries:
+                    raise InconsistentCheckpoint(f"two tensors would become {entry.name}")
+                entries[entry.name] = entry
+        kept = {
+            entry.name: entry
+            for entry in source.entries.values()
+            if entry.slot == "state"
+            and not entry.name.startswith(("module_extra.", "optimizer.other."))
+        }
+        order = list(parameters)
+        if self.target == HUGGING_FACE:
+            order = in_module_order(self.family, order)
+        order.sort(key=lambda name: not parameters[name].trainable)
+        of_name = {name: number for number, name in enumerate(order)}
+        listed_entries = sorted(entries.values(), key=lambda entry: of_name[entry.parameter])
+        inferred = [
+            name
+            for group in self.groups
+            if not set(source.inferred).isdisjoint(group.sources)
+            for name in group.targets
+        ]
+        state = {k: v for k, v in source.state.items() if k not in MODULE}
+        extra = source.state.get("module_extra") or {}
+        optimizer = dict(state.get("optimizer") or {})
+        if other := optimizer.pop("other", None):
+            state["optimizer"] = optimizer
+            self.dropped.append(f"{listed(list(other), 4)}: states that are no tensors")
+        return replace(
+            source,
+            entries={entry.name: entry for entry in listed_entries} | kept,
+            parameters={name: parameters[name] for name in order},
+            buffers=(),
+            replicas=(),
+            inferred=tuple(inferred),
+            engine=None if source.engine is None else replace(source.engine, ordered=False),
+            state=state,
+            left_out=(*source.left_out, *self._left_out(list(extra))),
+        )
+
+    def _left_out(self, extra: Sequence[str]) -> Iterator[str]:
+        if self.buffers:
+            yield f"{listed(self.buffers, 4)}: buffers that {self.target} computes itself"
+        if extra:
+            yield f"{listed(extra, 4)}: extra states of {self.side}'s modules"
+        yield from self.dropped
+
+    def _layout(self, group: Group) -> tuple[list[tuple[int, ...]], Move]:
+        """The shapes of the targets, and what moves fragments; raises WrongOption, MissingData."""
+        shapes = [self.source.parameters[name].shape for name in group.sources]
+        try:
+            result, move = LAYOUTS[group.rule.packing, self.target](shapes, self.sizes)
+        except Misfit as error:
+            names = listed(group.sources, 3)
+            if error.needs:
+                sizes = ",".join(f"{key}=N" for key in error.needs)
+                raise MissingData(
+                    f"{self.source.root} does not say how many heads are in {names}",
+                    hint=f"give the numbers: --family {self.text.partition(':')[0]}:{sizes}",
+                ) from None
+            raise WrongOption(
+                f"--family {self.text} does not fit {names}: {error}",
+                hint="check the family, and its sizes heads, kv_heads and vocab_size",
+            ) from None
+        if group.rule.packing == "vocabulary" and result != shapes:
+            (before,), (after,) = shapes, result
+            if after[0] < before[0]:
+                self.dropped.append(
+                    f"{group.sources[0]}: rows {after[0]} to {before[0] - 1}, which only pad the "
+                    "vocabulary"
+                )
+        return result, move
+
+    def _fact(self, group: Group) -> Parameter:
+        """What is said of the parameters of a group, in which they must agree."""
+        source, names = self.source, group.sources
+        parameters = [source.parameters[name] for name in names]
+        first = parameters[0]
+        groups = source.groups
+        for name, other in zip(names, parameters, strict=True):
+            for what, a, b in (
+                ("is trained", first.trainable, other.trainable),
+                ("has made so many steps:", first.step, other.step),
+                ("has the numbers", _numbers(first), _numbers(other)),
+                ("has the hyper-parameters", _of(groups, first), _of(groups, other)),
+            ):
+                if a != b:
+                    raise InconsistentCheckpoint(
+                        f"{names[0]} and {name} would become one tensor, but one {what} {a}, the "
+                        f"other {b}",
+                        hint="a packed tensor has one step and one group",
+                    )
+        aliases = [self.second_names.get(alias) for item in parameters for alias in item.aliases]
+        if aliases and (None in aliases or len(names) > 1 or len(group.targets) > 1):
+            raise UnsupportedCheckpoint(
+                f"{names[0]} is tied to {listed(first.aliases)}, and is packed with others"
+            )
+        return replace(first, aliases=tuple(filter(None, aliases)))
+
+    def _entries(
+        self, group: Group, shapes: Sequence[tuple[int, ...]], move: Move
+    ) -> Iterator[Entry]:
+        """The tensors of the targets, slot by slot."""
+        by_slot: dict[str, dict[str, Entry]] = {}
+        for name in group.sources:
+            for entry in self._of_parameter[name]:
+                by_slot.setdefault(entry.slot, {})[name] = entry
+        moved = group.rule.packing != "same"
+        for slot, parts in by_slot.items():
+            if lacking := [name for name in group.sources if name not in parts]:
+                raise MissingData(
+                    f"{listed(list(parts), 3)} have a state {slot}, but {listed(lacking, 3)} do not"
+                )
+            own = [parts[name] for name in group.sources]
+            first = own[0]
+            if len({entry.dtype for entry in own}) > 1:
+                raise InconsistentCheckpoint(
+                    f"{listed([entry.name for entry in own], 3)} would become one tensor, but have "
+                    f"the types {listed([entry.dtype for entry in own], 3)}"
+                )
+            odd = [e for e in own if e.shape != self.source.parameters[e.parameter].shape]
+            if not moved:
+                yield replace(first, name=f"{group.targets[0]}/{slot}")
+                continue
+            if odd:
+                raise UnsupportedCheckpoint(
+                    f"{odd[0].name} has the shape {list(odd[0].shape)}, which is not that of its "
+                    "weight: --family cannot pack it",
+                    hint="--weights-only leaves the optimizer's states out",
+                )
+            fragments = move([entry.fragments for entry in own], SIZES[first.dtype])
+            for name, shape, part in zip(group.targets, shapes, fragments, strict=True):
+                same = len(own) == 1 and part is first.fragments
+                digest = first.digest if same else None
+                yield Entry(f"{name}/{slot}", first.dtype, shape, part, digest)
+
+    @property
+    def _of_parameter(self) -> Mapping[str, Sequence[Entry]]:
+        if not hasattr(self, "_by_parameter"):
+            self._by_parameter: dict[str, list[Entry]] = {}
+            for entry in self.source.entries.values():
+                if entry.slot != "state":
+                    self._by_parameter.setdefault(entry.parameter, []).append(entry)
+        return self._by_parameter
+
+
+MODULE = frozenset({"module", "module_extra", "module_metadata"})
+"""What a manifest's state says about the modules of the source."""
+
+
+def _numbers(parameter: Parameter) -> dict[str, Scalar]:
+    return parameter.scalars
+
+
+def _of(groups: Any, parameter: Parameter) -> Any:
+    """The hyper-parameters of a parameter's group."""
+    return None if groups is None or parameter.group is None else groups[parameter.group]
