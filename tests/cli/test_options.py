@@ -17,18 +17,18 @@ WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
     "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--ep",
     "--max-group-size", "--tp", "--vocab-size", "--pp", "--pp-bounds", "--pp-partition", "--tie",
-    "--rename",
+    "--rename", "--family",
 ]  # fmt: skip
-EXPORTING = ["--dtype", "--config", "--max-shard-size", "--tie", "--rename"]
+EXPORTING = ["--dtype", "--config", "--max-shard-size", "--tie", "--rename", "--family"]
 
 
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("convert", ["--to", *WRITING, "--replicas", *COPYING, *READING]),
+        ("convert", ["--to", *WRITING, "--replicas", "--masters-from-weights", *COPYING, *READING]),
         ("reshard", ["--checkpoints", *WRITING, "--replicas", *COPYING, *READING]),
         ("export", ["--to", *EXPORTING, "--replicas", *COPYING, *READING]),
-        ("diff", ["--tensors", "--rename", "--jobs", "--memory", "--single", *READING]),
+        ("diff", ["--tensors", "--rename", "--family", "--jobs", "--memory", "--single", *READING]),
     ],
 )
 def test_options_stand_in_one_order(command: str, flags: list[str]) -> None:
