@@ -144,6 +144,32 @@ def test_four_tensor_ranks(
     resumes(root, tmp_path / "run", 4, dp, tmp_path, stage)
 
 
+@pytest.mark.parametrize(
+    ("name", "tp", "dp", "stage", "dtype"),
+    [
+        (FP32, 1, 2, 1, "bf16"),
+        ("tensor_tp2_dp2", 1, 1, 2, "fp32"),
+        ("tensor_tp2_dp2_z3", 1, 1, 3, "fp32"),
+    ],
+)
+def test_another_element_type(
+    name: str, tp: int, dp: int, stage: int, dtype: str, grid_trained: Trained, tmp_path: Path
+) -> None:
+    """Masters and moments stay as they are; the module's weights are the masters, rounded."""
+    root = grid_trained(name)
+    zckpt.reshard(root / "run", tmp_path / "run", tp=tp, dp=dp, stage=stage, dtype=dtype)
+    case = replace(CASES[name], tp=tp, stage=stage, dtype=dtype)
+    held = grids.resume(case, tmp_path / "run", tmp_path / "engine", dp)
+    expected = torch.load(root / "oracle.pt", weights_only=False)
+    assert held["steps"] == expected["steps"]
+    tensors = dict(expected["tensors"])
+    for entry in [entry for entry in tensors if entry.endswith("/param")]:
+        master = tensors.get(f"{entry.removesuffix('/param')}/master", tensors[entry])
+        tensors[entry] = master.to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    assert held["tensors"].keys() == tensors.keys()
+    assert [n for n in tensors if not same_bits(held["tensors"][n], tensors[n])] == []
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_from_a_universal_checkpoint(tp: int, grid_trained: Trained, tmp_path: Path) -> None:
     root = grid_trained(FP32)
