@@ -101,6 +101,10 @@ class Axis:
         self.group = group
         self.rank, self.ranks = distributed.get_rank(group), distributed.get_world_size(group)
 
+    def __deepcopy__(self, memo: Any) -> Axis:
+        """Experts are copies of one, and process groups cannot be copied."""
+        return self
+
     def parameter(self, full: Tensor, dim: int, parts: tuple[int, ...]) -> nn.Parameter:
         made = nn.Parameter(sliced(full, dim, parts, self.rank, self.ranks))
         made.cut = (dim, parts)  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ OF_EXPERTS = re.compile(r"expp_rank_\d+_.*")
 class RankFiles:
     """Paths in rank order; stage 1 and 2 have one model file, stage 3 one per rank.
 
-    Files of experts are by the number of the layer and of the expert in it.
+    Files of experts are by the number of the layer in its model rank, and of the expert in it.
     """
 
     models: Sequence[str]
@@ -90,7 +90,7 @@ def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 
     prefixes = set()
     for name in names:
         full = os.path.join(directory.path, name)
-        if match := EXPERT.fullmatch(name):
+        if (match := EXPERT.fullmatch(name)) and int(match[3]) == model_rank:
             add_file(experts, (int(match[1]), int(match[2])), full)
         if model_rank_of(name) != model_rank:
             continue

@@ -29,7 +29,7 @@ from .stage_0.gather_whole import whole
 
 Shapes = Mapping[str, tuple[int, ...]]
 SEVERAL = re.compile(r"^layer_\d+-.*model_states\.pt$|mp_rank_0*[1-9]\d*_")
-EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt")
+EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_(\d+)_model_states\.pt")
 LOCAL = re.compile(r"(?<=\.deepspeed_moe\.experts\.deepspeed_experts\.)\d+(?=\.)")
 RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?(optim|model)_states\.pt")
 MODEL_RANK = re.compile(r"mp_rank_(\d+)_?(?:optim|model)_states\.pt$")
@@ -67,7 +67,22 @@ def _of_grid(directory: str, tp_rules: str | None) -> list[Partition]:
         for engine in engines
     ]
     rules = slices_by_engine.rules_of(tp_rules, engines[0].model.get("universal_checkpoint_info"))
-    return gather_grid.partitions(directory, ranks, rules, Parsed())
+    return gather_grid.partitions(directory, ranks, rules, Parsed(), _tensor_ranks(engines))
+
+
+def _tensor_ranks(engines: Sequence[_EngineFiles]) -> int:
+    """How many model ranks are tensor ranks, if there are no files of layers.
+
+    With experts the others are stages: these keep their modules in the model files.
+    """
+    first = engines[0]
+    if not first.expert_files:
+        return len(engines)
+    stated = first.model.get("checkpoint_parallel_dimensions")  # since 0.19.7
+    if stated:
+        return int(stated["tp_degree"])
+    names = [[*map(tuple, engine.param_shapes())] for engine in engines]
+    return names.count(names[0])
 
 
 class _EngineFiles:
@@ -77,7 +92,7 @@ class _EngineFiles:
         paths: dict[str, dict[int, str]] = {"optim": {}, "model": {}}
         of_experts = []
         for name in sorted(os.listdir(directory)):
-            if EXPERT.fullmatch(name):
+            if (match := EXPERT.fullmatch(name)) and int(match[1]) == number:
                 of_experts.append(os.path.join(directory, name))
             if (match := RANK.fullmatch(name)) and int(match[2]) == number:
                 paths[match[3]][int(match[1])] = os.path.join(directory, name)

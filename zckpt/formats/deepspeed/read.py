@@ -13,12 +13,10 @@ from ...errors import MALFORMED, not_understood
 from ...files.torchfile import Parsed
 from ...training.steps import KEEP
 from ..deepspeed_states.directories import TagDirectory, refuse
-from ..deepspeed_states.manifest import manifest_of
-from ..deepspeed_states.states import EngineStates, open_files
+from ..deepspeed_states.states import open_files
 from .files import NAMED, Numbered, locate
-from .flats import flat_buffers
 from .model_ranks.apart import ModelGrid, of_rank, open_apart, stacked
-from .model_ranks.grid import GridFiles, check_grid, grid_files
+from .model_ranks.grid import SOME_STAGES, GridFiles, check_grid, grid_files
 from .ranks import open_ranks
 
 
@@ -131,20 +129,24 @@ def tensor_ranks(
         # DeepSpeed 0.19.8 in bf16: BF16_Optimizer's files, without the names that ZeRO lists
         refuse(directory, "a pipeline in ZeRO stage 0 (its files have no names of parameters)")
     grid = check_grid(directory, files, ranks)
-    with_experts = any(each.model.get("num_experts") for each in ranks)
-    if with_experts and not files.is_plain:
-        refuse(directory, "mixture-of-experts layers on several model ranks")
-    if with_experts or files.ranks[0].experts:
-        return [_with_experts(ranks[0], files.ranks[0].experts, step_policy)]
-    manifests = [of_rank(each, step_policy) for each in ranks]
+    with_experts = [bool(each.model.get("num_experts")) for each in ranks]
+    if any(with_experts) and not all(with_experts):
+        refuse(directory, SOME_STAGES)
+    pairs = zip(ranks, files.ranks, strict=True)
+    manifests = [of_rank(each, own, step_policy) for each, own in pairs]
     if files.is_plain:
         return manifests
     sizes = {"dp": grid.dp, "tp": grid.tp, "pp": grid.pp}
     models = []
     for tp in range(files.tp):
         of_stages = [replace(m, source={**m.source, **sizes}) for m in manifests[tp :: files.tp]]
-        if not staged:
+        if files.pp == 1 and not staged:
             models += of_stages
+            continue
+        if not staged:
+            from .moe.stages import joined_stages_with_experts
+
+            models.append(joined_stages_with_experts(of_stages, step_policy))
             continue
         from .model_ranks.pipeline import joined_stages
 
@@ -171,22 +173,3 @@ def _without_zero(
         return manifests
     sizes = {"tp": files.tp, "pp": files.pp}
     return [replace(each, source={**each.source, **sizes}) for each in manifests]
-
-
-def _with_experts(
-    ranks: EngineStates,
-    paths: Mapping[tuple[int, int], str],
-    step_policy: str | None,
-) -> Manifest:
-    """The manifest of a model with experts, whose files are at `paths`."""
-    from .moe.experts import open_experts, with_one_step  # dense models start without
-
-    experts = open_experts(ranks, paths)
-    config = ranks.effective_config(ranks.round_robin)
-    if experts.places.data_first:  # which a ds_config that is saved by its name does not say
-        config = {**config, "use_data_before_expert_parallelism": True}
-    buffers = list(flat_buffers(ranks, step_policy, experts.sharing))
-    buffers = with_one_step(buffers, step_policy)
-    manifest = manifest_of(ranks, buffers, "deepspeed", config, experts.module_dtype)
-    # stages 1 and 2 fill up with zeros
-    return replace(experts.complete(manifest), zero_padding=not ranks.partitioned)

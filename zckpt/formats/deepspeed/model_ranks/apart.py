@@ -27,8 +27,12 @@ from .grid import GridFiles
 from .together import check_equal, common
 
 
-def of_rank(ranks: EngineStates, step_policy: str | None) -> Manifest:
+def of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> Manifest:
     """The manifest of one model rank by itself."""
+    if files.experts or ranks.model.get("num_experts"):
+        from ..moe.experts import with_experts  # dense models start without
+
+        return with_experts(ranks, files.experts, step_policy)
     manifest = manifest_of(
         ranks,
         list(flat_buffers(ranks, step_policy)),
@@ -85,7 +89,7 @@ def open_apart(
     for number, each in enumerate(files):
         if each.optimizers:
             ranks = open_ranks(directory, each, parsed, grid.staged)
-            manifest = of_rank(ranks, step_policy)
+            manifest = of_rank(ranks, each, step_policy)
         else:
             from ..stage_0.whole import open_whole  # most runs have ZeRO
             from ..stage_0.whole_manifest import manifest_of_whole

@@ -53,15 +53,18 @@ class Slice:
 
 
 def partitions(
-    directory: str, ranks: Sequence[RankParts], rules: Rules, parsed: Parsed
+    directory: str, ranks: Sequence[RankParts], rules: Rules, parsed: Parsed, tp: int
 ) -> list[Partition]:
-    """All tensors of all model ranks, each whole; further copies under the same name."""
+    """All tensors of all model ranks, each whole; further copies under the same name.
+
+    There are `tp` tensor ranks, if there are no files of layers; else these files show how many.
+    """
     layers: dict[int, dict[int, str]] = {}
     for name in os.listdir(directory):
         if match := LAYER.fullmatch(name):
             path = os.path.join(directory, name)
             layers.setdefault(int(match[2] or 0), {})[int(match[1])] = path
-    tp = len(layers) or len(ranks)
+    tp = len(layers) or tp
     trained = {name for rank in ranks for name in rank.trained}
     if tp == 1:
         stages = _apart(part for rank in ranks for part in rank.parts)

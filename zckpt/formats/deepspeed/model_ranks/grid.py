@@ -5,7 +5,8 @@ the pipeline and tensor rank MM % tp (DeepSpeed 0.19.8, `PipeModelDataParallelTo
 are found in two ways, which must agree:
 
     names       files of layers exist for pipelines alone, and state the tensor rank
-                (`layer_03-model_01-model_states.pt`, or `layer_03-model_states.pt` for one)
+                (`layer_03-model_01-model_states.pt`, or `layer_03-model_states.pt` for one). A
+                pipeline with experts has none: its stages are known by their parameters
     contents    `checkpoint_parallel_dimensions` (since 0.19.7) and `mp_world_size` of each model
                 file; before 0.19.7 the parameters: tensor ranks have the same names, stages others
 
@@ -23,13 +24,15 @@ from typing import Any
 from ....core.facts import Grid
 from ....core.values import valueclass
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
+from ....files.torchfile import Parsed
 from ...deepspeed_states.directories import EXPERT, MODEL_3, OPTIMIZER, TagDirectory, refuse
-from ...deepspeed_states.states import EngineStates
+from ...deepspeed_states.states import EngineStates, dictionary, open_files, shapes_of_groups
 from ..files import RankFiles, add_file, model_rank_of, rank_files
 from .arguments import arguments
 
 LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 TIED = "tied_modules."
+SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
 
 
 @valueclass
@@ -54,8 +57,8 @@ class GridFiles:
 def grid_files(directory: TagDirectory) -> GridFiles:
     """The files of all ranks. Raises IncompleteCheckpoint if one is missing, as far as names show.
 
-    Raises UnsupportedCheckpoint for what is not read yet: experts on several model ranks, NVMe
-    offload.
+    Raises UnsupportedCheckpoint for what is not read yet: NVMe offload, a pipeline in which only
+    some stages have experts.
     """
     names = sorted(os.listdir(directory.path))
     numbers = {rank for name in names if (rank := model_rank_of(name)) is not None}
@@ -75,10 +78,13 @@ def grid_files(directory: TagDirectory) -> GridFiles:
         if match := LAYER.fullmatch(name):
             place = int(match[1]), int(match[2] or 0)
             add_file(layers, place, os.path.join(directory.path, name))
-    pp, tp = _sizes(directory, len(ranks), layers)
     of_experts = {int(match[3]) for name in names if (match := EXPERT.fullmatch(name))}
-    if of_experts and (layers or of_experts | numbers != {0}):
-        refuse(directory, "mixture-of-experts layers on several model ranks")
+    if of_experts and layers:
+        refuse(directory, SOME_STAGES)
+    if of_experts and len(ranks) > 1:
+        pp, tp = _sizes_with_experts(ranks)
+    else:
+        pp, tp = _sizes(directory, len(ranks), layers)
     return GridFiles(ranks, layers, pp, tp)
 
 
@@ -128,6 +134,16 @@ def _sizes(
             hint=f"expected a multiple of {tp}: copy all files again",
         )
     return ranks // tp, tp
+
+
+def _sizes_with_experts(ranks: Sequence[RankFiles]) -> tuple[int, int]:
+    """The sizes pp and tp, if no file of a layer can be there: stages have other parameters."""
+    members = []
+    for file in open_files([files.models[0] for files in ranks], Parsed()):
+        shapes = dictionary(file, file.value).get("param_shapes")
+        members.append({name for group in shapes_of_groups(shapes, file) for name in group})
+    tp = sum(names == members[0] for names in members)
+    return (1, len(ranks)) if len(ranks) % tp else (len(ranks) // tp, tp)
 
 
 def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> Grid:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ....core.staging import Shell
 from ...deepspeed_states.model_files import model_files
 from ...deepspeed_states.target import DeepSpeedTarget
+from ..moe.expert_shells import expert_files
 from ..optimizer_files import optimizer_files
 from ..stage_0 import whole_files
 
@@ -16,7 +17,11 @@ def rank_shells(target: DeepSpeedTarget, number: int) -> Iterator[Shell]:
     if target.engine.whole:
         shells = [*model_files(target, True, whole_files.optimizer)]
     else:
-        shells = [*optimizer_files(target, False), *model_files(target, derives=True)]
+        shells = [
+            *optimizer_files(target, False),
+            *model_files(target, derives=True),
+            *expert_files(target),
+        ]
     for shell in shells:
         yield Shell(
             shell.name.replace("mp_rank_00", f"mp_rank_{number:02d}"), shell.size, shell.parts

@@ -13,14 +13,15 @@ from ....core.manifest import Manifest
 from ....core.staging import Layout, Shell
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....training import objects
-from ....training.options import ALLOW_OBJECT, DP, DTYPE, PARAM_NAMES, Options
+from ....training.options import ALLOW_OBJECT, DP, DTYPE, EP, PARAM_NAMES, Options
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
-from ...deepspeed_states.options import PP, PP_BOUNDS, PP_PARTITION, STAGE
+from ...deepspeed_states.options import MAX_GROUP_SIZE, PP, PP_BOUNDS, PP_PARTITION, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
 from .. import elastic, read
 from ..files import Numbered, locate, rank_files, recovery_scripts
+from ..moe import regroup
 from .apart import ModelGrid, layer_siblings, open_apart, stacked
 from .copies import compare_copies
 from .grid import GridFiles, grid_files
@@ -29,7 +30,9 @@ from .recut import recut, under_names_of
 
 OF_WEIGHTS = frozenset({STAGE.name, DTYPE.name})  # they change files of layers too
 STAGES = (PP, PP_BOUNDS, PP_PARTITION)
-TAKEN = frozenset(option.name for option in (DP, *STAGES, ALLOW_OBJECT, PARAM_NAMES))
+TAKEN = frozenset(
+    option.name for option in (DP, EP, MAX_GROUP_SIZE, *STAGES, ALLOW_OBJECT, PARAM_NAMES)
+)
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -51,7 +54,12 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         models = read.tensor_ranks(directory, files, None)
         pipeline = recut(apart, models, [*files.layers_of(0)], grid, options)
         apart, grid, inferred = [*pipeline.ranks], pipeline.grid, pipeline.inferred
-    targets = [_target(manifest, options) for manifest in apart]
+    schedulers: list[Shell] = []
+    targets = []
+    for manifest in apart:
+        spread, schedulers = regroup.over_ranks(manifest, options)
+        targets.append(_target(spread, options))
+        regroup.check_target(targets[-1])
     first = targets[0]
     if any(map(elastic.is_elastic, targets)):
         raise UnsupportedCheckpoint(
@@ -66,6 +74,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         yield Shell("latest", len(pointer), ((0, pointer),))
         for number, target in enumerate(targets):
             yield from rank_shells(target, number)
+        yield from schedulers
 
     def read_back(path: str) -> Manifest:
         """Files of layers are not there yet."""
@@ -78,13 +87,17 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     def check() -> list[str]:
         return [line for model in models for line in compare_copies(model, before.tp, None)]
 
-    siblings = [*first.take_siblings(), *layer_siblings(files, tag)]
+    replaced = {item.name for item in schedulers}
+    siblings = [pair for pair in first.take_siblings() if pair[0] not in replaced]
+    siblings += layer_siblings(files, tag)
     left_out = dict.fromkeys(line for target in targets for line in target.left_out)
+    warnings = [*source.warnings, *reports.of_weights(first), *inferred]
+    warnings += regroup.warnings(first, apart[0])
     return Layout(
         shells,
         siblings,
         [*left_out, *recovery_scripts(source.root)],
-        list(dict.fromkeys([*source.warnings, *reports.of_weights(first), *inferred])),
+        list(dict.fromkeys(warnings)),
         about=f"a DeepSpeed run of {counted(first.dp, 'data-parallel rank')}, pp {grid.pp}, tp "
         f"{grid.tp}, ZeRO stage {first.engine.stage}, tag {tag}",
         loading=lambda path: f"model_engine.load_checkpoint({literal(path)})",

@@ -2,8 +2,9 @@
 
     layer_M_expert_N_mp_rank_00_model_states.pt     M counts the layers, N the experts of the layer
 
-The keys are names in the whole model, with the number N. The model file lists how many experts each
-layer has (`num_experts`). DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`.
+The keys are names in the whole model, with the number N. Each model rank counts its own layers; its
+number stands last. The model file lists how many experts each layer has (`num_experts`).
+DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from ....errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentChec
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from ...deepspeed_states.experts import expert_name
 from ...deepspeed_states.states import EngineStates, dictionary, open_files
+from ..files import model_rank_of
 
 
-def file_name(layer: int, expert: int) -> str:
+def file_name(layer: int, expert: int, model_rank: int = 0) -> str:
     """The name of an expert's file."""
-    return f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+    return f"layer_{layer}_expert_{expert}_mp_rank_{model_rank:02d}_model_states.pt"
 
 
 @valueclass
@@ -52,8 +54,10 @@ def layers_of(ranks: EngineStates, paths: Mapping[tuple[int, int], str]) -> list
     # a damaged number may be huge: only a few missing files are listed
     missing = list(islice((place for place in _places(counts) if place not in paths), 4))
     if missing:
+        model_rank = model_rank_of(os.path.basename(ranks.models[0].path)) or 0
+        names = [file_name(*place, model_rank) for place in missing]
         raise IncompleteCheckpoint(
-            f"{directory} lacks {listed([file_name(*place) for place in missing], 3)}",
+            f"{directory} lacks {listed(names, 3)}",
             hint="copy all files of the save again: there is one for every expert",
         )
     wanted = list(_places(counts))

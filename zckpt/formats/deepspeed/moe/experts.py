@@ -14,6 +14,7 @@ DeepSpeed 0.19.8, stage_1_and_2.py `_configure_moe_settings`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,11 +33,14 @@ from ...deepspeed_states.experts import (
     expert_name,
 )
 from ...deepspeed_states.flats import FlatBuffer
+from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates, ParameterShapes
+from ..flats import flat_buffers
 from .expert_files import LayerFiles, layers_of
 from .expert_places import UNKNOWN, places_by_bytes
 
 GATE = ".deepspeed_moe.gate.wg.weight"
+SPREAD = "mixture-of-experts layers whose experts are spread over tensor ranks"
 
 
 @valueclass
@@ -245,7 +249,8 @@ class Experts:
 def open_experts(ranks: EngineStates, paths: Mapping[tuple[int, int], str]) -> Experts:
     """The experts of a checkpoint, whose files are at `paths`.
 
-    Raises UnsupportedCheckpoint (AutoEP, elastic files, an order of ranks that nothing shows),
+    Raises UnsupportedCheckpoint (AutoEP, elastic files, experts that are spread over tensor ranks,
+    an order of ranks that nothing shows),
     IncompleteCheckpoint and InconsistentCheckpoint.
     """
     directory, model = ranks.directory, ranks.model
@@ -256,10 +261,25 @@ def open_experts(ranks: EngineStates, paths: Mapping[tuple[int, int], str]) -> E
         refuse(directory, "mixture-of-experts layers of an old release")
     if ranks.partitioned or ranks.elastic:
         refuse(directory, "mixture-of-experts layers in stage 3 or in elastic files")
+    if _are_spread_over_tensor_ranks(ranks):
+        refuse(directory, SPREAD)
     files = layers_of(ranks, paths)
     _check_order(ranks, [layer.name for layer in files])
     layers = ExpertLayers({layer.name: _spread_over(ranks, layer) for layer in files})
     return Experts(ranks, files, layers, _places(ranks, files, layers))
+
+
+def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
+    """Whether a group of experts is cut over more ranks than there are data ranks.
+
+    Without `enable_expert_tensor_parallelism` tensor ranks have other experts each.
+    """
+    counts = ranks.first.get("partition_count")
+    for number, count in enumerate(counts if isinstance(counts, list) else ()):
+        match = re.fullmatch(r"ep_size_(\d+)", str(ranks.groups(number)[0].get("name")))
+        if match and isinstance(count, int) and count * int(match[1]) > ranks.dp:
+            return int(ranks.model.get("mp_world_size") or 1) > 1
+    return False
 
 
 def _places(ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers) -> ExpertRanks:
@@ -297,6 +317,12 @@ def _spread_over(ranks: EngineStates, layer: LayerFiles) -> ExpertLayer:
     )
     parts = [part for part in map(expert_name, named) if part and part.layer == layer.name]
     local, experts = len({part.number for part in parts}), len(layer.files)
+    if f"{layer.name}{GATE}" not in model["module"]:
+        raise InconsistentCheckpoint(
+            f"{layer.files[0].file.path} has an expert of {layer.name}, a layer that "
+            f"{ranks.models[0].path} does not have",
+            hint="expert files of two stages or saves seem to be mixed; copy all files again",
+        )
     if not local:
         refuse(ranks.directory, f"experts of {layer.name}, none of which is trained")
     ep = experts // local
@@ -315,7 +341,22 @@ def _spread_over(ranks: EngineStates, layer: LayerFiles) -> ExpertLayer:
     return ExpertLayer(layer.name, experts, ep)
 
 
-def with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[FlatBuffer]:
+def with_experts(
+    ranks: EngineStates, paths: Mapping[tuple[int, int], str], step_policy: str | None
+) -> Manifest:
+    """The manifest of one model rank with experts, whose files are at `paths`."""
+    experts = open_experts(ranks, paths)
+    config = ranks.effective_config(ranks.round_robin)
+    if experts.places.data_first:  # which a ds_config that is saved by its name does not say
+        config = {**config, "use_data_before_expert_parallelism": True}
+    buffers = list(flat_buffers(ranks, step_policy, experts.sharing))
+    buffers = _with_one_step(buffers, step_policy)
+    manifest = manifest_of(ranks, buffers, "deepspeed", config, experts.module_dtype)
+    # stages 1 and 2 fill up with zeros
+    return replace(experts.complete(manifest), zero_padding=not ranks.partitioned)
+
+
+def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[FlatBuffer]:
     """The flat buffers of all ep ranks, whose groups have one step each; raises if they differ."""
     result = []
     for buffer in buffers:
