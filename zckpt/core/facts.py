@@ -88,7 +88,8 @@ class StateDictEngine:
     to these state dicts; None if there is none. `layout` is the form of the optimizer's keys.
     `folders` are those of model and optimizer, if each has one. If `guessed`, no file separates
     buffers and frozen weights. If `adapter`, the model's state is an adapter alone. `whole` files
-    have a `dialect`; sharded storage has none.
+    have a `dialect`; sharded storage has none. `experts` are the layers of experts that a writer
+    found in the names; no file states them.
     """
 
     name: str
@@ -103,6 +104,7 @@ class StateDictEngine:
     whole: bool = False
     dialect: str | None = None
     ordered: bool | None = None
+    experts: tuple[ExpertLayer, ...] = ()
 
     def to_state(self, group_step: str | None) -> dict[str, Any]:
         """The value of `state.engine` in a manifest.

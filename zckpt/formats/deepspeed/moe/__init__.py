@@ -5,5 +5,7 @@ group_order.py     the groups of all ranks in one order
 expert_places.py   which ranks have which experts, where no ds_config says it
 expert_files.py    the files of experts
 expert_shells.py   the same of a target
+named_layers.py    the layers that names show, if the source does not state them
+stages.py          stages of a pipeline as one model
 regroup.py         a source for another expert-parallel size
 """

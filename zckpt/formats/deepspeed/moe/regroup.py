@@ -13,16 +13,17 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ....core.facts import FlatBufferEngine
+from ....core.facts import FlatBufferEngine, StateDictEngine
 from ....core.manifest import Manifest
 from ....core.staging import Shell
 from ....core.values import valueclass
-from ....errors import InconsistentCheckpoint, MissingData, WrongOption, listed
+from ....errors import InconsistentCheckpoint, MissingData, WrongOption, counted, listed
 from ....training.groups import regrouped
 from ....training.options import DP, EP, Options
 from ...deepspeed_states.experts import ExpertLayers, expert_name
 from ...deepspeed_states.options import MAX_GROUP_SIZE
 from ...deepspeed_states.target import DeepSpeedTarget
+from .named_layers import with_named_layers
 
 GROUP_SIZE = 178_956_971  # elements, the engine's default of `max_group_size`
 
@@ -46,15 +47,13 @@ def over_ranks(source: Manifest, options: Options) -> tuple[Manifest, list[Shell
     ep, layers = options[EP], ExpertLayers.of_manifest(source)
     strangers = [name for name in source.parameters if expert_name(name) and layers.is_dense(name)]
     if strangers:
-        raise MissingData(
-            f"{source.root} has experts ({listed(strangers, 1)}) and does not state their layers",
-            hint="take the DeepSpeed run, or the universal checkpoint that was made of it",
-        )
+        source = with_named_layers(source, strangers)
+        layers = ExpertLayers.of_manifest(source)
     if not layers:
         if ep not in (None, 1):
             raise WrongOption(f"--ep {ep}, but {source.root} has no experts", hint="leave it out")
         return source, []
-    _check_sizes(layers, ep, options[DP] or source.dp)
+    _check_sizes(layers, ep, options[DP], source.dp)
     if source.groups is None:
         raise MissingData(
             f"{source.root} holds no parameter groups, and DeepSpeed needs those of experts",
@@ -65,8 +64,12 @@ def over_ranks(source: Manifest, options: Options) -> tuple[Manifest, list[Shell
     return _regrouped(source, layers, ep, options[MAX_GROUP_SIZE])
 
 
-def _check_sizes(layers: ExpertLayers, ep: int | None, dp: int) -> None:
-    """Raises WrongOption unless ranks and experts can be shared evenly."""
+def _check_sizes(layers: ExpertLayers, ep: int | None, given: int | None, before: int) -> None:
+    """Raises WrongOption unless ranks and experts can be shared evenly.
+
+    `given` is the --dp of the user; without it the target has as many ranks as `before`.
+    """
+    dp = given or before
     if ep is not None and len(layers.sizes) > 1:
         raise WrongOption(
             f"--ep {ep}, but layers of experts have the expert-parallel sizes "
@@ -77,10 +80,11 @@ def _check_sizes(layers: ExpertLayers, ep: int | None, dp: int) -> None:
         size = ep or layer.ep
         if layer.experts % size or dp % size:
             fitting = [n for n in range(1, dp + 1) if not (layer.experts % n or dp % n)]
+            other = "choose another" if given else "give --dp N, or choose another"
             raise WrongOption(
-                f"{dp} ranks cannot share the {layer.experts} experts of {layer.name} by an "
-                f"expert-parallel size of {size}",
-                hint=f"choose another: --ep {' or '.join(map(str, fitting))}",
+                f"{counted(dp, 'rank')} cannot share the {layer.experts} experts of {layer.name} "
+                f"by an expert-parallel size of {size}",
+                hint=f"{other}: --ep {' or '.join(map(str, fitting))}",
             )
 
 
@@ -106,7 +110,7 @@ def _regrouped(
     source: Manifest, layers: ExpertLayers, ep: int, limit: int | None
 ) -> tuple[Manifest, list[Shell]]:
     assert source.groups is not None
-    assert isinstance(source.engine, FlatBufferEngine)
+    assert isinstance(source.engine, FlatBufferEngine | StateDictEngine)
     spread = layers.with_ep(ep)
     groups: list[dict[str, Any]] = []
     members: dict[str, int] = {}
