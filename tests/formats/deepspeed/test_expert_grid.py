@@ -28,7 +28,7 @@ Trained = Callable[[str], Path]
 FIRST, SLICED = FIRSTS = "pp2_dp2_ep2", "tp2_dp2_sliced"
 RULES = r"""
 (embedding|head)\.weight = 0
-attention\.fused\..* = 0:14,6,10
+attention\.fused\..* = 0:16,4,8
 attention\.dense\.weight = 1
 attention\.dense\.bias = replicated
 .*norm\..* = replicated
