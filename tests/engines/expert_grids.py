@@ -54,9 +54,6 @@ CASES = {
             "tp2_dp2_sliced_z1", 2, (1, 2), model="tensor", stage=1, tp=2, sliced=True, dtype="fp32"
         ),
         ExpertGridCase("tp2_dp2_spread", 2, (2, 2), model="tensor", tp=2),
-        ExpertGridCase("tp2_dp2_spread_ep4", 2, (4, 4), model="tensor", stage=1, tp=2),
-        ExpertGridCase("tp2_dp2_spread_sizes", 2, (4, 2), model="tensor", stage=1, tp=2),
-        ExpertGridCase("tp2_dp4_spread", 4, (4, 2), model="tensor", tp=2),
     )
 }
 
