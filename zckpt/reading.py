@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 
 from . import formats
 from .core import sources
 from .core.manifest import Manifest
 from .core.neighbors import lacking
 from .core.targets import refuse_unfinished
-from .core.values import valueclass
+from .core.values import replace, valueclass
 from .errors import CorruptCheckpoint, WrongOption
 from .training import steps
 from .training.names import Renames, called_as, names_of, renamed

@@ -10,7 +10,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from . import formats
 from .core.manifest import Manifest
 from .core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from .core.sharing import ALONE, Sharing
-from .core.values import valueclass
+from .core.values import replace, valueclass
 from .errors import TargetExists, WrongOption, counted, literal
 from .formats.hf import MODEL_CONFIG
 from .reading import Reading, read

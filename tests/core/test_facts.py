@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from zckpt.core.facts import (
     facts_of,
     with_facts,
 )
+from zckpt.core.values import replace
 
 sizes = st.integers(1, 4)
 

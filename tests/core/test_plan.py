@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +11,7 @@ from zckpt.core.dtypes import SIZES
 from zckpt.core.fragments import Box, Extent, Fragment, Runs, Slices, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.plan import Pair, TargetPiece
+from zckpt.core.values import replace
 from zckpt.errors import MissingData
 
 

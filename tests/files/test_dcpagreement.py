@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zckpt import errors
+from zckpt.core.values import replace
 from zckpt.files.dcpfile import read_table
 from zckpt.files.dcpitems import ItemFiles
 

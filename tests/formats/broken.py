@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import zckpt
 from zckpt.core.fragments import Box, Boxes, Fragment, Fragments, Runs
 from zckpt.core.manifest import Entry
+from zckpt.core.values import replace
 
 Entries = dict[str, Entry]
 Change = Callable[[Entries], Entries]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ def assert_same(value: Any, expected: Any, where: str) -> None:
     """Two states are equal in values, types and order; NaN equals NaN, and -0.0 is not 0.0."""
     assert type(value) is type(expected), where
     if isinstance(expected, Foreign):
-        for attribute in dataclass_fields(Foreign):
-            name = attribute.name
+        for name in Foreign.__match_args__:
             assert_same(getattr(value, name), getattr(expected, name), f"{where}.{name}")
     elif isinstance(expected, dict):
         assert_same([*value.items()], [*expected.items()], where)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 
 import zckpt
 from zckpt import errors
+from zckpt.core.values import replace
 
 from ..engines import finetunes
 from ..engines.finetunes import ENGINES, Run

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import zckpt
 from zckpt import formats
+from zckpt.core.values import replace
 from zckpt.errors import WrongOption
 from zckpt.formats.options import Keywords, declared, options_of
 from zckpt.training.options import DIALECT, DP, DTYPE, EVERYWHERE, WEIGHTS_ONLY, Option

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import zckpt
 from zckpt.core.buckets import buckets, share_of
 from zckpt.core.fragments import Extent, Fragment, Runs, Slices
 from zckpt.core.partition import FlatMember, Partition, Partitioned, Whole
+from zckpt.core.values import replace
 from zckpt.formats import zero
 from zckpt.formats.deepspeed import flats
 from zckpt.formats.deepspeed_states.states import EngineStates

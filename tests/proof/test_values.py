@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from zckpt.core.facts import FlatBufferEngine, StepPlace
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.values import replace
 from zckpt.proof import values
 
 

@@ -16,11 +16,12 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import zckpt
 from zckpt.core.fragments import Extent
+from zckpt.core.values import replace
 
 MEMORY = 4 << 30  # bytes of address space that a conversion may take
 LIMIT = 60.0  # seconds, after which a conversion hangs

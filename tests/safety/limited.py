@@ -30,6 +30,7 @@ FORBIDDEN = (
     *("urllib.Request", "webbrowser.open", "ctypes.dlopen"),
 )
 GENERATORS = (
+    "zckpt/core/values.py",  # classes with fields, as dataclasses.py
     *("dataclasses.py", "collections/__init__.py", "typing.py", "enum.py", "functools.py"),
 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 import zckpt
 from zckpt.core.manifest import Manifest
+from zckpt.core.values import replace
 from zckpt.errors import MissingData, WrongOption
 from zckpt.training import names as naming
 from zckpt.training.names import canonical, matched, renamed

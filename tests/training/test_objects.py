@@ -9,7 +9,6 @@ import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import zckpt
 from zckpt.core.facts import FlatBufferEngine
 from zckpt.core.inert import Foreign, Global, Size
 from zckpt.core.manifest import Manifest
+from zckpt.core.values import replace
 from zckpt.errors import CorruptCheckpoint, WrongOption
 from zckpt.formats.options import options_of
 from zckpt.training.objects import COMMON, others_of, without_others

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from zckpt.core.values import replace
 from zckpt.errors import WrongOption
 from zckpt.training.options import (
     DIALECT,

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate, groupby
 from math import prod
 
 from .dtypes import SIZES
 from .fragments import Extent
 from .partition import BoxPart, FlatMember, Joined, Partitioned
-from .values import valueclass
+from .values import replace, valueclass
 
 
 @valueclass

@@ -8,7 +8,6 @@ The pass also computes the CRC-32 of every tensor, and of every record that it r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from threading import Lock
 
 from .checksum import Cover, crc32
@@ -25,7 +24,7 @@ from .records import Damage, RecordChecker
 from .resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
 from .sources import unchanged
 from .streaming import chunk_size, finish, stream
-from .values import valueclass
+from .values import field, mutable, valueclass
 
 FEW = 1 << 17  # elements; rounding so many here takes less time than importing numpy
 PADDING = 64 << 10  # bytes; more than these beside tensors are not padding
@@ -40,7 +39,7 @@ class Result:
     difference: Difference | None
 
 
-@dataclass(slots=True)
+@mutable
 class ComparisonOutcome:
     """What a comparison knows in the end.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ..errors import CorruptCheckpoint
@@ -30,13 +29,14 @@ from .records import PassedRecord, RecordChecker
 from .resources import DEFAULT_COPYING, Copying, Progress, describe
 from .sharing import ALONE, Portion, Sharing
 from .streaming import chunk_size, finish, in_turns, stream, together
+from .values import field, mutable
 
 UNSYNCED = 64  # small files that are open until they are synced together
 CHECKED = "checked"
 """Of what a CRC-32 is: a record of the source. Others: see `assembling` and `filling`."""
 
 
-@dataclass(slots=True)
+@mutable
 class CopyOutcome:
     """What a copy knows in the end.
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from .dtypes import FLOATS, SIZES
 from .pieces import CAST_BLOCK
+from .values import mutable
 
 
-@dataclass(slots=True)
+@mutable
 class Difference:
     """How many elements of two tensors differ, which is the first, and by how much at most.
 

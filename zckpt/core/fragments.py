@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import field
 from itertools import accumulate, chain, product
 from math import prod
 from typing import Any
@@ -125,7 +124,6 @@ def solid(numel: int, extent: Extent) -> Runs:
     return Runs([Fragment(0, numel, extent)])
 
 
-@valueclass
 class Slices(Fragments):
     """A tensor of `numel` elements that is cut evenly over ranks; the last slices are padded.
 
@@ -133,17 +131,12 @@ class Slices(Fragments):
     of many tensors share. `size` is bytes per element. `filled` ranks own any of them.
     """
 
-    flats: tuple[Extent, ...]
-    offset: int
-    numel: int
-    size: int
-    width: int = field(init=False)
-    filled: int = field(init=False)
+    __slots__ = ("filled", "flats", "numel", "offset", "size", "width")
 
-    def __post_init__(self) -> None:
-        width = -(-self.numel // len(self.flats))
-        object.__setattr__(self, "width", width)
-        object.__setattr__(self, "filled", -(-self.numel // width) if width else 0)
+    def __init__(self, flats: Sequence[Extent], offset: int, numel: int, size: int) -> None:
+        self.flats, self.offset, self.numel, self.size = flats, offset, numel, size
+        self.width = -(-numel // len(flats))
+        self.filled = -(-numel // self.width) if self.width else 0
 
     def __len__(self) -> int:
         return self.filled

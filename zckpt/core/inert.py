@@ -18,13 +18,12 @@ import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from ..errors import MALFORMED, CorruptCheckpoint, brief
 from .dtypes import SIZES
-from .values import valueclass
+from .values import field, mutable, valueclass
 
 MAX_DEPTH = 100
 MAX_NESTING = 150  # of a pickle; functions that walk over it take four frames for each level
@@ -70,7 +69,7 @@ class Global:
             raise CorruptCheckpoint(f"{brief(self.name)} is not the name of a class or function")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@mutable
 class Foreign:
     """An object of a class that is not imported: `function(*arguments)`, then `state`.
 

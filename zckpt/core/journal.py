@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field
 from itertools import chain, islice
 from typing import Any
 
@@ -27,7 +26,7 @@ from .checksum import crc32
 from .fileio import sync_data
 from .sources import close, naming, pread
 from .targets import JOURNAL as NAME
-from .values import valueclass
+from .values import field, valueclass
 
 MARK = "user.zckpt.run"
 """The extended attribute of a complete target, which says of which run it is."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import field
 from math import prod
 from typing import Any
 
@@ -18,7 +17,7 @@ from .facts import Engine, StepPlace
 from .fragments import Extent, Fragments, Record
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json, types_in
 from .sources import Fingerprint
-from .values import valueclass
+from .values import field, valueclass
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
 MAX_STEP = 1 << 63
@@ -38,8 +37,8 @@ class Entry:
     fragments: Fragments
     digest: int | None = None
     mean: tuple[Entry, ...] = ()
-    parameter: str = field(init=False, repr=False, compare=False)
-    slot: str = field(init=False, repr=False, compare=False)
+    parameter: str = field(init=False)
+    slot: str = field(init=False)
 
     def __post_init__(self) -> None:
         parameter, _, slot = self.name.rpartition("/")

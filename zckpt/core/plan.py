@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from ..errors import MissingData
 from .dtypes import NUMBERS, SIZES
 from .fragments import Fragment, Slices
 from .manifest import Entry, Manifest
-from .values import valueclass
+from .values import replace, valueclass
 from .weights import WEIGHTS, WIDE, counterpart, weight_of
 
 

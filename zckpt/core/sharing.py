@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import field
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from ..errors import WrongOption
 from .manifest import Manifest
@@ -123,7 +122,7 @@ class Part:
 
     number: int
     count: int
-    is_alone: bool = field(default=False, init=False)
+    is_alone: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.number <= self.count:

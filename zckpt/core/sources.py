@@ -17,11 +17,10 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO
 
 from ..errors import CorruptCheckpoint, SourceChanged, ZckptError
-from .values import valueclass
+from .values import replace, valueclass
 
 if TYPE_CHECKING:
     from .manifest import Manifest

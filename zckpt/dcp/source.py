@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import field
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..core.dtypes import TORCH_NAMES
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
 from ..core.sources import Fingerprint
-from ..core.values import valueclass
+from ..core.values import field, valueclass
 from ..errors import ZckptError
 from ..files.dcpnames import METADATA
 from ..formats.dcp.files import located

@@ -17,14 +17,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ..core import sources
 from ..core.expected import missing_ranks, path_inside
 from ..core.inert import Foreign, Global
-from ..core.values import valueclass
+from ..core.values import replace, valueclass
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from operator import attrgetter
 
 from ..core import sources
 from ..core.fragments import Extent
@@ -32,7 +33,7 @@ MAX_GAPS = 64 << 20  # bytes beside datasets that are read
 END_OF_LIST = 1
 
 
-@valueclass(order=True)
+@valueclass
 class Block:
     """Bytes [start, stop) of a file, and whose they are."""
 
@@ -84,7 +85,7 @@ class Blocks:
     def require_apart(self) -> None:
         """Refuses blocks that share bytes."""
         before = Block(0, 0, "")
-        for block in sorted(self.blocks):
+        for block in self._in_order():
             if block.start < before.stop:
                 raise CorruptCheckpoint(
                     f"{self.path} is damaged: {before.owner} and {block.owner} share bytes"
@@ -95,7 +96,8 @@ class Blocks:
         """Runs of bytes beside a dataset that belong to nothing and are not zero."""
         orphans, left = [], MAX_GAPS
         before = Block(0, 0, "")
-        for block in [*sorted(self.blocks), Block(self.size, self.size, "")] if self.is_old else ():
+        last = Block(self.size, self.size, "")
+        for block in [*self._in_order(), last] if self.is_old else ():
             length = block.start - before.stop
             if length and (before.is_data or block.is_data) and left > 0:
                 data = sources.pread(self.file, min(length, left), before.stop)
@@ -104,6 +106,9 @@ class Blocks:
                     orphans.append(Extent(self.path, before.stop, length))
             before = block
         return orphans
+
+    def _in_order(self) -> list[Block]:
+        return sorted(self.blocks, key=attrgetter("start", "stop", "owner"))
 
     def _add(self, start: int, length: int, owner: str, *, is_data: bool = False) -> None:
         if length:

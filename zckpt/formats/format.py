@@ -15,11 +15,10 @@ option to a format, declare it in the format's `__init__.py` and list it in its 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from ..core.values import valueclass
+from ..core.values import field, valueclass
 from ..errors import WrongOption
 
 if TYPE_CHECKING:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from .. import formats
+from ..core.values import replace
 from ..training import options as shared
 from ..training.options import EVERYWHERE, Option, Options
 from . import dcp, hf

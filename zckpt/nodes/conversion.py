@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from ..core import convert
 from ..core.journal import Journal, Region
@@ -23,6 +22,7 @@ from ..core.journals import ProcessJournal, regions_of
 from ..core.resources import Copying
 from ..core.sharing import Portion, Work, largest_first
 from ..core.sources import on_this_node
+from ..core.values import replace
 from ..errors import Interrupted, ProcessLost, WrongOption
 from ..version import __version__
 from . import handover

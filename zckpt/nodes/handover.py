@@ -11,11 +11,11 @@ import io
 import pickle
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 from ..core.manifest import Manifest
+from ..core.values import replace
 from ..errors import CorruptCheckpoint
 
 CLASSES = {

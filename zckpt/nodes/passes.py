@@ -8,13 +8,13 @@ is small beside the tensors. Rank 0 adds it to its own, and reports.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ..core.pooling import Claim
 from ..core.resources import Copying
 from ..core.sources import on_this_node
+from ..core.values import replace
 from . import handover
 from .group import Group
 

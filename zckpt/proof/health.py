@@ -7,7 +7,6 @@ grow with the checkpoint. The CRC-32 of records is checked at the same time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..core.records import RecordChecker
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
 from ..core.sources import unchanged
 from ..core.streaming import batches, chunk_size, finish, stream
-from ..core.values import valueclass
+from ..core.values import field, mutable, valueclass
 from ..core.weights import WEIGHTS
 from . import damage
 from .stats import Statistics, exponents, magnitudes, measure
@@ -32,7 +31,7 @@ SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"}
 """Sums of squares: never negative, and not zero after a step with a gradient."""
 
 
-@dataclass(slots=True)
+@mutable
 class _Total:
     """One tensor's statistics so far.
 

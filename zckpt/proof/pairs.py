@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from ..core.dtypes import SIZES
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
 from ..core.plan import Match, match
+from ..core.values import replace
 from ..core.weights import WEIGHTS, agreement, weight_of
 
 

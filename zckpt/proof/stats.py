@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..core.cast import numpy_type, widen
 from ..core.dtypes import FLOATS
+from ..core.values import mutable
 
 BLOCK = 1 << 17  # elements: 1 MiB as float64, in a core's L2; threads meet at each block's edges
 ROW = 1 << 13  # elements; of more than 10,000 OpenBLAS makes a dot product with all processors
@@ -29,7 +29,7 @@ EXPONENTS = 2048  # of a float64; they include those of every narrower type
 BIAS = 1023
 
 
-@dataclass(slots=True)
+@mutable
 class Statistics:
     """Counts of numbers, and statistics of the finite ones.
 
@@ -49,7 +49,7 @@ class Statistics:
     mean: float = 0.0
     spread: float = 0.0
     norm: float = 0.0
-    histogram: Any = field(default=None, repr=False)
+    histogram: Any = None
 
     def add(self, other: Statistics) -> None:
         """Adds the statistics of further numbers."""

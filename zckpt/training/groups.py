@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..core.facts import FlatBufferEngine
 from ..core.manifest import Manifest, Sibling
 from ..core.staging import Shell
+from ..core.values import replace
 from ..errors import ZckptError
 from ..files.torchfile import TorchFile
 from ..files.torchshell import Storages, shell

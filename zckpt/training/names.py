@@ -12,12 +12,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
 from ..core.facts import FlatBufferEngine
 from ..core.manifest import Entry, Manifest
+from ..core.values import replace
 from ..errors import MissingData, WrongOption, listed
 from .peft import saved_name
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..core.facts import FlatBufferEngine
 from ..core.inert import MAX_DEPTH, Foreign, Global, inside, map_values
 from ..core.inert import PLAIN as PLAIN_TYPES
 from ..core.manifest import Manifest
+from ..core.values import replace
 from ..errors import CorruptCheckpoint, listed
 
 PLAIN = (

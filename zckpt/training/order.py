@@ -8,10 +8,10 @@ weights by name, without an order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ..core.facts import StateDictEngine
 from ..core.manifest import Manifest
+from ..core.values import replace
 from ..errors import MissingData, WrongOption, listed
 from .names import RENAME
 

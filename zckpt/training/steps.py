@@ -20,13 +20,12 @@ where the target's optimizer looks, and in which type.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
 from typing import Any
 
 from ..core.facts import StepPlace
 from ..core.inert import Scalar
 from ..core.manifest import Manifest, Sighting, is_step
-from ..core.values import valueclass
+from ..core.values import field, valueclass
 from ..errors import InconsistentCheckpoint, WrongOption
 
 Step = float | int

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..core.manifest import Manifest
+from ..core.values import replace
 from ..errors import WrongOption, listed
 
 CONFIG = "config.json"

@@ -12,13 +12,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..core import sources
 from ..core.inert import Scalar
 from ..core.manifest import Sibling
 from ..core.siblings import SiblingList
+from ..core.values import replace
 from ..errors import literal
 
 TRANSFORMERS, ACCELERATE = "transformers", "accelerate"

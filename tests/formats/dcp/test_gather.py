@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import zckpt
 from zckpt.core.partition import Joined, Nameless
+from zckpt.core.values import replace
 from zckpt.formats.dcp import gather, hf, read
 from zckpt.formats.statedict.tree import TensorPiece
 

@@ -6,7 +6,6 @@ import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 import zckpt
 from zckpt import errors
 from zckpt.core.facts import StateDictEngine
+from zckpt.core.values import replace
 from zckpt.formats.dcp import read as dcp_read
 
 from ..contract import FormatContract

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import zckpt
 from zckpt import errors
+from zckpt.core.values import replace
 from zckpt.formats.dcp import write as dcp_writing
 from zckpt.training.options import Options
 

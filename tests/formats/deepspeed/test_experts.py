@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 import zckpt
 from zckpt.core.facts import FlatBufferEngine
+from zckpt.core.values import replace
 from zckpt.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

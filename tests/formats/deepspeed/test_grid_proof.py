@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import zckpt
 from zckpt.core import slicing
 from zckpt.core.slicing import Slicing
+from zckpt.core.values import replace
 from zckpt.formats.deepspeed.model_ranks import tensor_rules
 from zckpt.formats.deepspeed.model_ranks.tensor_rules import Rule, Shapes, Sliced
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import zckpt
+from zckpt.core.values import replace
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed import write
 from zckpt.formats.deepspeed.model_ranks.stage_bounds import balanced, ranges, uniform

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import zckpt
+from zckpt.core.values import replace
 from zckpt.errors import (
     InconsistentCheckpoint,
     MissingData,

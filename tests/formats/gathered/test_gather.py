@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 import zckpt
 from zckpt import errors
 from zckpt.core.partition import Joined, Nameless, Whole
+from zckpt.core.values import replace
 from zckpt.formats.gathered import distributed, gather, ranked, read
 from zckpt.formats.gathered.distributed import DeviceMesh
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 import zckpt
 from zckpt import errors
 from zckpt.core.manifest import Manifest
+from zckpt.core.values import replace
 
 from ...conftest import Result
 from ...engines import torch_engine, trainers

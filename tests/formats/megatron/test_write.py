@@ -8,7 +8,6 @@ import random
 import shutil
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import zckpt as package
 from zckpt import errors
 from zckpt.core.inert import TensorName
 from zckpt.core.manifest import Parameter
+from zckpt.core.values import replace
 from zckpt.formats.megatron import names, optimizers
 from zckpt.formats.megatron.write import MegatronWriter, _boxes
 from zckpt.training.options import EP, Options

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 import zckpt
 from zckpt import errors
+from zckpt.core import values
 from zckpt.core.fragments import Runs
 from zckpt.core.manifest import Entry
 from zckpt.formats.onnxruntime.read import _Entries
@@ -31,9 +31,9 @@ def shift(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: Any, entry: Entry) -> None:
         first, *others = entry.fragments
         if entry.slot == "exp_avg" and others:
-            extent = dataclasses.replace(first.extent, offset=first.extent.offset + 4)
-            moved = dataclasses.replace(first, extent=extent)
-            entry = dataclasses.replace(entry, fragments=Runs([moved, *others]))
+            extent = values.replace(first.extent, offset=first.extent.offset + 4)
+            moved = values.replace(first, extent=extent)
+            entry = values.replace(entry, fragments=Runs([moved, *others]))
         right(self, entry)
 
     monkeypatch.setattr(_Entries, "_enter", wrong)

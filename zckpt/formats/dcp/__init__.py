@@ -12,9 +12,9 @@ Facts in this package are of torch 2.13.0 unless said otherwise.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TypedDict
 
+from ...core.values import replace
 from ...training.options import (
     ALLOW_OBJECT,
     DIALECT,

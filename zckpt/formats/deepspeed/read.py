@@ -6,9 +6,9 @@ What only several model ranks or stage 0 need is imported when they are there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ...core.manifest import Manifest
+from ...core.values import replace
 from ...errors import MALFORMED, not_understood
 from ...files.torchfile import Parsed
 from ...training.steps import KEEP

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...core.experts import ExpertLayer, layers_of
 from ...core.manifest import Manifest
-from ...core.values import valueclass
+from ...core.values import replace, valueclass
 from ...errors import UnsupportedCheckpoint, listed
 from .states import nested
 

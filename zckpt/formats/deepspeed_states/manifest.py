@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...core.facts import FlatBufferEngine, StepPlace
 from ...core.inert import Foreign
 from ...core.manifest import Manifest, Sighting
+from ...core.values import replace
 from ...errors import listed
 from ...files.torchfile import TorchFile
 from ...training import steps

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,6 +10,7 @@ from ...core.dtypes import SIZES
 from ...core.fragments import Fragments, Runs, Slices
 from ...core.inert import TensorName, inside, map_values
 from ...core.manifest import Entry, Parameter
+from ...core.values import replace
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Tensor, TorchFile
 from .flats import FlatBuffer

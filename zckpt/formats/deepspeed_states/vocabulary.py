@@ -6,12 +6,12 @@ Tensor ranks share padded rows, and their number depends on that of the ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 
 from ...core.dtypes import SIZES
 from ...core.fragments import Fragment, Runs
 from ...core.manifest import Entry, Manifest
+from ...core.values import replace
 
 
 def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ...core.manifest import Manifest
+from ...core.values import replace
 from ...errors import MALFORMED, not_understood
 from ..deepspeed_states.directories import TagDirectory
 from ..deepspeed_states.manifest import manifest_of

@@ -9,13 +9,13 @@ frozen weights and buffers that DeepSpeed puts below zero/ as fp32.pt; nothing r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ...core.facts import FlatBufferEngine
 from ...core.manifest import Manifest, slot_key
 from ...core.staging import Layout, Shell
+from ...core.values import replace
 from ...errors import (
     InconsistentCheckpoint,
     UnsupportedCheckpoint,

@@ -12,8 +12,7 @@
 Facts in this package are of torch 2.13.0 unless said otherwise.
 """
 
-from dataclasses import replace
-
+from ...core.values import replace
 from ...training.options import ALLOW_OBJECT, DIALECT, DTYPE, GROUP_DEFAULTS, WEIGHTS_ONLY
 from ..format import Format
 

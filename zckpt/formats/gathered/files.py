@@ -16,10 +16,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...core import sources
+from ...core.values import field, mutable
 from ...errors import (
     AmbiguousCheckpoint,
     InconsistentCheckpoint,
@@ -53,7 +53,7 @@ OTHERS = re.compile(
 DEPTH = 4
 
 
-@dataclass(slots=True)
+@mutable
 class StateDictFiles:
     """Paths of one checkpoint: whole files by key, and ranks' files by key and rank.
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core.dtypes import SIZES
 from ...core.expected import missing_ranks
 from ...core.fileio import crc_of
 from ...core.inert import Scalar, map_values, to_json
+from ...core.values import field, mutable, replace
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -38,7 +38,7 @@ from .distributed import (
 )
 
 
-@dataclass(slots=True)
+@mutable
 class MergedRanks:
     """One tree of all ranks' files; `left_out` says where it has rank 0's value only."""
 

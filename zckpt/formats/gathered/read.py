@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...core import sources
 from ...core.manifest import Manifest
+from ...core.values import replace
 from ...errors import MALFORMED, IncompleteCheckpoint, NotACheckpoint, listed, not_understood
 from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside

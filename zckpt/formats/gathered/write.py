@@ -21,13 +21,12 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from ...core.inert import Scalar, TensorName, map_values
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
-from ...core.values import valueclass
+from ...core.values import replace, valueclass
 from ...errors import listed, literal
 from ...files import safefile
 from ...files.torchfile import Tensor

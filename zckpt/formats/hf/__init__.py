@@ -9,9 +9,9 @@ They are written only: a user reads such a folder as `gathered`, weights alone.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TypedDict
 
+from ...core.values import replace
 from ...training.options import DTYPE, MAX_FILE_SIZE, WEIGHTS_ONLY, Option
 from ..format import Format
 

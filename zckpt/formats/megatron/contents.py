@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from os.path import basename
 from typing import Any
 
 from ...core.facts import GraphEngine
 from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest, Parameter
+from ...core.values import field, mutable
 from ...errors import UnsupportedCheckpoint, counted
 from ...files.torchfile import TorchFile
 from ...training.steps import infer_optimizer
@@ -21,7 +21,7 @@ BUFFERS = re.compile(r".*\.router\.expert_bias")
 TIED = "untie_embeddings_and_output_weights"
 
 
-@dataclass(slots=True)
+@mutable
 class Content:
     """What a reader has collected of a directory.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...core import sources
@@ -20,6 +19,7 @@ from ...core.expected import missing_file
 from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest
 from ...core.slicing import Slicing, joined
+from ...core.values import field, mutable
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -43,7 +43,7 @@ OLDEST = 2.0  # of checkpoint_version; before it the rows of linear_qkv have ano
 DISTRIBUTED = "distrib_optim"
 
 
-@dataclass(slots=True)
+@mutable
 class _Rank:
     """One model-parallel rank: its file, its weights under their names in the whole model."""
 

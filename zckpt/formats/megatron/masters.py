@@ -8,12 +8,11 @@ rule that this proves (placing.py).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ...core.facts import GraphEngine
 from ...core.manifest import Manifest
 from ...core.plan import Match
 from ...core.resources import Copying
+from ...core.values import replace
 from ...core.weights import is_optimizers, weight_of
 from ...errors import InconsistentCheckpoint, counted, listed
 from .common import READABLE

@@ -20,7 +20,6 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -29,7 +28,7 @@ from ...core.dtypes import SIZES, TORCH_NAMES
 from ...core.inert import Foreign, Global, TensorName, inside, map_values
 from ...core.manifest import Entry, Manifest, slot_key
 from ...core.staging import Layout, Shell
-from ...core.values import valueclass
+from ...core.values import replace, valueclass
 from ...core.weights import is_optimizers, weight_of
 from ...errors import MissingData, UnsupportedCheckpoint, listed, literal
 from ...files import dcpseal

@@ -16,8 +16,7 @@
 Facts in this package are of onnxruntime-training 1.16.3 and its sources back to 1.3.
 """
 
-from dataclasses import replace
-
+from ...core.values import replace
 from ...training.options import ALLOW_OBJECT, DIALECT, DP, DTYPE, WEIGHTS_ONLY
 from ..format import Format
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from ...core.fragments import Extent, Record
 from ...core.manifest import Entry
-from ...core.values import valueclass
+from ...core.values import field, mutable, valueclass
 
 SLOTS = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq"}
 COUNT, SHARED = "Update_Count", "Step"  # Adam's, one per weight; Lamb's, one for all
@@ -29,7 +28,7 @@ class RankTensor:
         return prod(self.shape)
 
 
-@dataclass(slots=True)
+@mutable
 class Rank:
     """One rank's file: tensors and counters, by the weight that they belong to.
 
@@ -47,7 +46,7 @@ class Rank:
     shared: int | None = None
 
 
-@dataclass(slots=True)
+@mutable
 class Save:
     """One checkpoint: its ranks in order, and what all of them state.
 

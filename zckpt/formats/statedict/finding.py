@@ -13,12 +13,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
 from typing import Any
 
 from ...core.dtypes import FLOATS
 from ...core.inert import PLAIN, map_values, to_json, types_in
-from ...core.values import valueclass
+from ...core.values import field, replace, valueclass
 from ...errors import AmbiguousCheckpoint, MissingData, listed
 from .tree import Leaf, Path, SavedTree, dotted
 from .twins import is_float

@@ -16,13 +16,12 @@ the model, because several state dicts could be the model's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ...core.manifest import slot_name
 from ...core.partition import BoxPart, Joined, Nameless, Partition, Whole
-from ...core.values import valueclass
+from ...core.values import replace, valueclass
 from ...files.safefile import Stored
 from ...files.torchfile import Tensor, TorchFile
 

@@ -6,13 +6,13 @@ The optimizer updates the module's own weights; there are no master weights besi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...core.dtypes import NUMBERS
 from ...core.facts import StateDictEngine, StepPlace
 from ...core.inert import PYTHON_NUMBERS, Scalar, TensorName, inside, map_values
 from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
+from ...core.values import replace
 from ...errors import MissingData, UnsupportedCheckpoint, listed
 from ...training import peft, steps, ties
 from ...training.trainers import json_of

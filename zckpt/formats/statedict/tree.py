@@ -8,7 +8,6 @@ file or in many.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -17,7 +16,7 @@ from ...core.dtypes import SIZES, decode
 from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, tile
 from ...core.inert import Scalar, map_values
 from ...core.manifest import Sibling
-from ...core.values import valueclass
+from ...core.values import field, mutable, replace, valueclass
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files.safefile import Stored
 from ...files.torchfile import Tensor, TorchFile
@@ -56,7 +55,7 @@ class Leaf:
         return prod(self.shape)
 
 
-@dataclass(slots=True)
+@mutable
 class SavedTree:
     """All state dicts of a checkpoint as one tree, and the files they came from.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...core import sources
 from ...core.dtypes import FLOATS
+from ...core.values import replace
 from .tree import Leaf
 
 SAMPLE = 4096  # bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from json.encoder import encode_basestring
 from shlex import quote
 from typing import Any
@@ -22,6 +21,7 @@ from ...core.manifest import (
 )
 from ...core.sources import naming
 from ...core.staging import Layout, Shell
+from ...core.values import replace
 from ...errors import MissingData, literal
 from ...files import safefile
 from ...training.optimizers import are_inferred, given_groups

@@ -19,7 +19,6 @@ tensor that one file holds whole is not gathered: each process reads and compare
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...core.checksum import Cover
@@ -30,6 +29,7 @@ from ...core.manifest import Entry, Manifest
 from ...core.partition import Nameless, Partition
 from ...core.plan import Match, match
 from ...core.resources import Begin, Means
+from ...core.values import replace
 from ...errors import MissingExtra
 from ..pairs import selected
 from ..report import findings, versions

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ...core.dtypes import SIZES
 from ...core.partition import Joined
 from ...core.plan import Match
 from ...core.resources import Progress, describe
+from ...core.values import field, mutable
 from .buffers import BucketBuffers
 from .elements import BITS, any_unequal, bytes_of, difference_of
 from .readers import BlockMatch, Readers, Seen, memory_of
@@ -26,7 +26,7 @@ GLOO = 32 << 20  # bytes; gloo needs more time per byte for larger messages
 ALIGNMENT = 8  # bytes, so that every tensor in a buffer can be viewed in its type
 
 
-@dataclass
+@mutable
 class Flight:
     """A bucket that is being read, gathered or compared."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from ...core.partition import (
     Partitioned,
     Whole,
 )
+from ...core.values import replace
 
 
 def alone(entry: Entry) -> Named:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +23,7 @@ from ...core.pieces import ElementReader, ReadRequest
 from ...core.plan import Match
 from ...core.records import RecordChecker
 from ...core.streaming import reading
-from ...core.values import valueclass
+from ...core.values import replace, valueclass
 
 READ = 8 << 20  # bytes that one thread reads at a time
 T = TypeVar("T")

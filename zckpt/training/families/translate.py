@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...core.dtypes import SIZES
 from ...core.facts import FlatBufferEngine
 from ...core.inert import Scalar
 from ...core.manifest import Entry, Manifest, Parameter
+from ...core.values import replace
 from ...errors import (
     InconsistentCheckpoint,
     MissingData,

@@ -9,13 +9,12 @@ rank keeps its own copies, drifted or not, and nothing has to be known about how
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 
 from ....core import sources
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Sibling
-from ....core.values import valueclass
+from ....core.values import replace, valueclass
 from ....files.torchfile import Parsed
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.manifest import manifest_of

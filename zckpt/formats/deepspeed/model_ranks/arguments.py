@@ -13,10 +13,10 @@ Both have `make_vocab_size_divisible_by` too (checkpointing.py of both, `check_c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ....core.inert import Foreign
+from ....core.values import replace
 
 ARGS = "args"
 TENSOR_RANKS = ("tensor_model_parallel_size", "model_parallel_size")

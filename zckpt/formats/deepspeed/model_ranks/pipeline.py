@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 from ....core import sources
 from ....core.difference import rounds_to
@@ -23,7 +22,7 @@ from ....core.dtypes import SIZES
 from ....core.facts import FlatBufferEngine
 from ....core.fragments import Fragments
 from ....core.manifest import Entry, Manifest, Parameter
-from ....core.values import valueclass
+from ....core.values import replace, valueclass
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.states import dictionary

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest
-from ....core.values import valueclass
+from ....core.values import replace, valueclass
 from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.groups import without_empty_groups
 from ....training.options import Options

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -17,6 +16,7 @@ from ....core.dtypes import SIZES
 from ....core.fragments import Fragments
 from ....core.inert import to_json
 from ....core.manifest import Entry, Manifest
+from ....core.values import replace
 from ....core.weights import WEIGHTS
 from ....errors import InconsistentCheckpoint, listed
 from ...deepspeed_states.patterns import INFO

@@ -7,13 +7,12 @@ must be those of one save; what a program keeps per rank is the first one's, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ....core.fragments import Record
 from ....core.inert import to_json
 from ....core.manifest import Entry, Manifest, Parameter, Sighting
-from ....core.values import valueclass
+from ....core.values import replace, valueclass
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from ....training import steps
 

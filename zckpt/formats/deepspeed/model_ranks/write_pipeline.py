@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Manifest
 from ....core.staging import Layout, Shell
+from ....core.values import replace
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....files.torchshell import Storages, shell
 from ....training.options import WEIGHTS_ONLY, Options

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ....core.facts import FlatBufferEngine
 from ....core.fragments import Runs
 from ....core.manifest import Entry, Manifest
 from ....core.staging import Layout, Shell
-from ....core.values import valueclass
+from ....core.values import replace, valueclass
 from ....errors import (
     InconsistentCheckpoint,
     MissingData,

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ....core.experts import ExpertLayer
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Parameter
-from ....core.values import valueclass
+from ....core.values import replace, valueclass
 from ....errors import InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ....training import steps

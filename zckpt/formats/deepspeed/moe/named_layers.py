@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ....core.experts import ExpertLayer
 from ....core.facts import StateDictEngine
 from ....core.manifest import Manifest
+from ....core.values import replace
 from ....errors import InconsistentCheckpoint, MissingData, listed
 from ...deepspeed_states.experts import expert_name
 

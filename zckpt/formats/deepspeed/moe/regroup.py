@@ -9,14 +9,13 @@ themselves and all dense groups stay as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ....core.facts import FlatBufferEngine, StateDictEngine
 from ....core.manifest import Manifest
 from ....core.staging import Shell
-from ....core.values import valueclass
+from ....core.values import replace, valueclass
 from ....errors import InconsistentCheckpoint, MissingData, WrongOption, counted, listed
 from ....training.groups import regrouped
 from ....training.options import DP, EP, Options

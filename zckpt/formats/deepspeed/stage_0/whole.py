@@ -12,11 +12,10 @@ they are built, which their steps count: 4 after 3 updates (0.19.8).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ....core.dtypes import FLOATS
-from ....core.values import valueclass
+from ....core.values import replace, valueclass
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, listed
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from ...deepspeed_states.directories import TagDirectory, refuse

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,7 +10,7 @@ from ....core.dtypes import NUMBERS
 from ....core.fragments import Fragments, solid
 from ....core.inert import PYTHON_NUMBERS, Scalar
 from ....core.manifest import Sighting, slot_name
-from ....core.values import valueclass
+from ....core.values import replace, valueclass
 from ....errors import InconsistentCheckpoint, counted, listed
 from ....files.torchfile import Tensor, TorchFile
 from ....training import steps
