@@ -193,11 +193,7 @@ class TestWholeModel:
         vocabulary = zckpt.read(run, tp_rules=None).state["tensor_parallel"]["vocabulary"]
         assert vocabulary == {"tied_modules.embed.weight": {"rows": 36, "used": 31}}
 
-    def test_files_of_a_grid_are_not_written(self, run: Path, tmp_path: Path) -> None:
-        zckpt.convert(run, tmp_path / "universal")
-        for source in (run, tmp_path / "universal"):
-            with pytest.raises(UnsupportedCheckpoint, match=r"pp 2, tp 2"):
-                zckpt.convert(source, tmp_path / "out", to="deepspeed-universal")
+    def test_options_that_do_not_apply(self, run: Path, tmp_path: Path) -> None:
         for wrong in (
             {"stage": 2},
             {"dtype": "fp32"},
