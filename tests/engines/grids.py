@@ -47,6 +47,7 @@ CASES = {
         GridCase("pipe_pp2_dp2", "pipe", pp=2, dp=2, info=False),
         GridCase("pipe_pp2_dp2_fp32", "pipe", pp=2, dp=2, dtype="fp32", groups=3, info=False),
         GridCase("pipe_pp3_dp1_bf16", "pipe", pp=3, info=False, config=BF16_OPTIMIZER),
+        GridCase("pipe_pp4_dp1", "pipe", pp=4, info=False),
         GridCase("pipe_pp1_dp2", "pipe", dp=2, info=False, config=SPREAD),
         GridCase("pipe_pp2_dp1_fp16", "pipe", pp=2, dtype="fp16", info=False, config=SCALE),
         GridCase("pipe_pp2_dp1_ties", "pipe", pp=2, ties=2, info=False),

@@ -28,7 +28,8 @@ ONE = "pipe_pp1_dp2"
 TWO = "pipe_pp2_dp2"
 PLAIN = "pipe_pp2_dp1_plain"
 BOTH = "pipe_pp2_tp2_dp1"  # the default run trains it for test_grid.py
-BOUNDS = {2: (0, 5, 9), 3: (0, 3, 6, 9)}  # of DeepSpeed's `uniform`, as the engines are built
+# of DeepSpeed's `uniform`, as the engines are built
+BOUNDS = {2: (0, 5, 9), 3: (0, 3, 6, 9), 4: (0, 3, 5, 7, 9)}
 
 
 def members(held: dict[str, Any]) -> list[dict[str, Any]]:
@@ -64,6 +65,8 @@ def resumes(root: Path, run: Path, tmp_path: Path, *, pp: int, tp: int, dp: int)
             for row in (
                 (TWO, 1, 2),
                 (TWO, 3, 1),
+                (TWO, 4, 1),
+                ("pipe_pp4_dp1", 2, 2),
                 (ONE, 2, 2),
                 (ONE, 3, 1),
                 ("pipe_pp2_dp2_fp32", 1, 3),
