@@ -101,7 +101,7 @@ CHOSEN = {
         "fsdp": "zero3", "fsdp_full": "ddp",
     },
 }  # fmt: skip
-DEFAULT = {("lora", "one"), ("full", "zero2")}  # of these the default run takes the chosen cell
+DEFAULT = {("lora", "one")}  # of these the default run takes the chosen cell
 
 
 def cells(*columns: str) -> list[Any]:

@@ -188,7 +188,7 @@ def test_a_source_that_one_node_cannot_read(
     assert not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("srun", marks=pytest.mark.engines)])
 @pytest.mark.parametrize("missing", [0, pytest.param(2, marks=pytest.mark.engines)])
 def test_a_process_that_does_not_start(
     missing: int, launcher: str, sources: dict[str, Path], tmp_path: Path, launch: Launch

@@ -113,10 +113,7 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]
     return record
 
 
-FSDP = [
-    pytest.param(*worlds, marks=[pytest.mark.engines, *([pytest.mark.first] if not n else [])])
-    for n, worlds in enumerate(WORLDS)
-]
+FSDP = [pytest.param(*worlds, marks=pytest.mark.engines) for worlds in WORLDS]
 
 
 @pytest.mark.parametrize(("dp", "new_dp"), FSDP)

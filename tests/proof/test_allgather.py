@@ -231,7 +231,8 @@ def test_any_number_of_processes_gives_the_same_report(
     }
 
 
-@pytest.mark.parametrize("processes", SOME_PROCESSES[:1] + SOME_PROCESSES[2:3])
+@pytest.mark.engines
+@pytest.mark.parametrize("processes", [2, 3])
 def test_boxes_on_several_processes(processes: int, tmp_path: Path) -> None:
     """Ranks' rows as boxes: two boxes on three processes, too."""
     run = Path(shutil.copytree(FSDP2, tmp_path / "run"))
@@ -250,6 +251,7 @@ def test_boxes_on_several_processes(processes: int, tmp_path: Path) -> None:
     assert comparable(report) == json.loads(json.dumps(comparable(alone)))
 
 
+@pytest.mark.engines
 def test_two_processes_and_no_difference(tmp_path: Path) -> None:
     zckpt.convert(EXAMPLE, tmp_path / "universal")
     words = ["--against", tmp_path / "universal", "--gather", "--memory", "1MiB"]
