@@ -57,6 +57,14 @@ CASES = {
         GridCase("tensor_tp2_dp1_bf16", "tensor", tp=2, config=BF16_OPTIMIZER),
         GridCase("tensor_tp2_dp2_z3", "tensor", tp=2, dp=2, stage=3, config=SUB_GROUPS),
         GridCase("tensor_tp1_dp2", "tensor", dp=2, dtype="fp32", info=False),
+        GridCase("pipe_pp2_dp1_z0_fp16", "pipe", pp=2, stage=0, dtype="fp16", config=SCALE),
+        GridCase(
+            "pipe_pp2_dp1_z0_plain", "pipe", pp=2, stage=0, dtype="fp16", ties=0, config=SCALE
+        ),
+        GridCase("pipe_pp2_dp1_z0_fp32", "pipe", pp=2, stage=0, dtype="fp32"),
+        GridCase("pipe_pp2_tp2_z0_fp32", "pipe", pp=2, tp=2, stage=0, dtype="fp32"),
+        GridCase("pipe_pp2_dp2_z0_bf16", "pipe", pp=2, dp=2, stage=0),
+        GridCase("pipe_pp2_tp2_z0_fp16", "pipe", pp=2, tp=2, stage=0, dtype="fp16", config=SCALE),
         GridCase("tensor_tp2_dp2_z0", "tensor", tp=2, dp=2, stage=0),
         GridCase("tensor_tp2_dp1_z0_fp32", "tensor", tp=2, stage=0, dtype="fp32"),
         GridCase("llama_tp2_dp1_z0", "llama", tp=2, stage=0, dtype="fp16", config=SCALE),
@@ -69,6 +77,11 @@ CASES = {
         GridCase("pipe_pp2_tp2_dp1_fp32", "pipe", pp=2, tp=2, dtype="fp32"),
     )
 }
+
+NAMED = [  # others need --param-names
+    name for name in CASES if not name.endswith("z0_fp32") and name not in
+    ("pipe_pp2_dp1_z0_fp16", "pipe_pp2_tp2_z0_fp16")
+]  # fmt: skip
 
 
 def train(case: GridCase, root: Path) -> Path:

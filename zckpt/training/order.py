@@ -37,16 +37,20 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
 
     If the source does not separate buffers from frozen weights, unnamed frozen weights become
     buffers. Raises WrongOption unless `names` has all trainable parameters and only weights of the
-    source.
+    source, each once. A parameter of which the source has copies may be named again.
     """
     parameters = manifest.parameters
-    positions = {name: position for position, name in enumerate(names)}
+    positions: dict[str, int] = {}
+    for position, name in enumerate(names):
+        positions.setdefault(name, position)
+    copied = {entry.parameter for entry in manifest.replicas}
     trained = [name for name, parameter in parameters.items() if parameter.trainable]
     lacking = [name for name in trained if name not in positions]
     aliases = {alias for parameter in parameters.values() for alias in parameter.aliases}
     known = {*parameters, *manifest.buffers, *aliases}
     unknown = [name for name in names if name not in known]
-    twice = [name for position, name in enumerate(names) if positions[name] != position]
+    again = [name for position, name in enumerate(names) if positions[name] != position]
+    twice = [name for name in again if name not in copied]
     wrong = [
         complaint.format(listed(wrong_names, 4))
         for complaint, wrong_names in (

@@ -30,11 +30,10 @@ from zckpt.formats.deepspeed.model_ranks.together import check_equal, joined_gro
 from zckpt.formats.deepspeed_states.directories import TagDirectory
 
 from ...engines import grids
-from ...engines.grids import CASES
+from ...engines.grids import CASES, NAMED
 from ..contract import FormatContract
 from ..equality import assert_is_what_the_engine_held, same_bits
 
-NAMED = [name for name in CASES if not name.endswith("z0_fp32")]  # others need --param-names
 BOTH = "pipe_pp2_tp2_dp1"  # the one training of the default run
 RULES = r"""
 # the model of tests/engines/grid_models.py as a pipeline

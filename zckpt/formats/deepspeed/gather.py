@@ -122,7 +122,13 @@ class _EngineFiles:
     def param_shapes(self) -> list[Shapes]:
         """Of every flat group; in the optimizer files before 0.6.0, one dictionary before 0.5.4."""
         places = (self.model, self.states[0], self.optimizers[0].value)
-        shapes = next(place["param_shapes"] for place in places if place.get("param_shapes"))
+        stated = (place["param_shapes"] for place in places if place.get("param_shapes"))
+        if (shapes := next(stated, None)) is None:  # a bf16 pipeline without ZeRO (0.19.8)
+            raise MissingData(
+                f"{self.models[0].path} and its like list no parameters: the engine cannot name "
+                "what its ranks gather",
+                hint="verify without --gather",
+            )
         groups = [shapes] if isinstance(shapes, dict) else shapes
         return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 

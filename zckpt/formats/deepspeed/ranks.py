@@ -25,12 +25,15 @@ from .files import RankFiles
 
 
 def open_ranks(
-    directory: TagDirectory, files: RankFiles, parsed: Parsed | None = None, stage: bool = False
+    directory: TagDirectory,
+    files: RankFiles,
+    parsed: Parsed | None = None,
+    layers: Mapping[int, str] | None = None,
 ) -> EngineStates:
     """What the files of all data ranks of one model rank say.
 
-    `stage` says that it is a stage of a pipeline: the module's tensors are in files of its layers.
-    What other model ranks share may be `parsed` already.
+    `layers` are the files of a pipeline's layers by their numbers, if this is a stage of one: then
+    the module's tensors are there. What other model ranks share may be `parsed` already.
 
     Raises when the files cannot be the whole of one ZeRO checkpoint: a rank is missing, world sizes
     or saves differ, or it is of a kind that is not read.
@@ -38,12 +41,17 @@ def open_ranks(
     parsed = Parsed() if parsed is None else parsed
     models = open_files(files.models, parsed)
     model = dictionary(models[0], models[0].value)
-    if stage and model.get("module") is None:
+    if layers is not None and model.get("module") is None:
         model = {**model, "module": {}}
     optimizers = open_files(files.optimizers, parsed)
     tops = [dictionary(file, file.value) for file in optimizers]
     pairs = zip(optimizers, tops, strict=True)
     states = [dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]
+    if layers and model.get("param_shapes") is None:
+        from .model_ranks.stated_slices import shapes_of_stage
+
+        opened = dict(zip(layers, open_files(list(layers.values()), parsed), strict=True))
+        model = {**model, "param_shapes": shapes_of_stage(states, opened)}
     version = version_of(model, tops[0], states[0])
     check_kind(directory, version, model, stated_config(model, tops[0]))
     _check_world(directory, model, states[0], files.optimizers)

@@ -97,7 +97,9 @@ def check_slices(manifest: Manifest) -> None:
 
         directory = locate(manifest.root, None)
         weights = Numbered(weights_only=True)
-        ranks = tensor_ranks(directory, grid_files(directory), KEEP, weights)
+        pipeline = manifest.state.get("pipeline") or {"tied": ()}
+        tied = {int(number): str(key) for number, key in pipeline["tied"]}
+        ranks = tensor_ranks(directory, grid_files(directory), KEEP, weights, tied)
         refuse_equal_slices(manifest.root, ranks, manifest.state["tensor_parallel"]["rules"])
 
 
@@ -106,7 +108,7 @@ def _apart(
 ) -> Manifest:
     """The model ranks apart, once the joined reading has found the same grid in their contents."""
     grid = ModelGrid.of(files, tensor_ranks(directory, files, KEEP, numbered)[0])
-    return stacked(open_apart(directory, files.ranks, grid, step_policy, numbered))
+    return stacked(open_apart(directory, files.ranks, grid, step_policy, numbered, files))
 
 
 def tensor_ranks(
@@ -123,11 +125,12 @@ def tensor_ranks(
     parsed = Parsed()
     staged = bool(files.layers)
     if not files.ranks[0].optimizers:  # not the ds_config: bf16 before 0.17.6 has some in stage 0
-        return _without_zero(directory, files, step_policy, numbered)
-    ranks = [open_ranks(directory, each, parsed, staged) for each in files.ranks]
-    if staged and any(rank.model.get("param_shapes") is None for rank in ranks):
-        # DeepSpeed 0.19.8 in bf16: BF16_Optimizer's files, without the names that ZeRO lists
-        refuse(directory, "a pipeline in ZeRO stage 0 (its files have no names of parameters)")
+        return _without_zero(directory, files, step_policy, numbered, tied)
+    layers_of = [files.layers_of(tp) if staged else None for tp in range(files.tp)]
+    ranks = [
+        open_ranks(directory, each, parsed, layers_of[number % files.tp])
+        for number, each in enumerate(files.ranks)
+    ]
     grid = check_grid(directory, files, ranks)
     with_experts = [bool(each.model.get("num_experts")) for each in ranks]
     if any(with_experts) and not all(with_experts):
@@ -152,20 +155,23 @@ def tensor_ranks(
 
         layers = files.layers_of(tp)
         opened = dict(zip(layers, open_files(list(layers.values()), parsed), strict=True))
-        stated = [list(rank.model.get("buffer_names") or ()) for rank in ranks[tp :: files.tp]]
-        models.append(joined_stages(of_stages, opened, stated, step_policy, tied))
+        models.append(joined_stages(of_stages, opened, ranks[tp :: files.tp], step_policy, tied))
     return models
 
 
 def _without_zero(
-    directory: TagDirectory, files: GridFiles, step_policy: str | None, numbered: Numbered
+    directory: TagDirectory,
+    files: GridFiles,
+    step_policy: str | None,
+    numbered: Numbered,
+    tied: Mapping[int, str] | None,
 ) -> list[Manifest]:
     """The manifest of each tensor rank in stage 0."""
     from .stage_0.whole import open_whole
     from .stage_0.whole_manifest import manifest_of_whole
 
     if files.layers:
-        refuse(directory, "a pipeline in ZeRO stage 0")
+        return _pipelines_without_zero(directory, files, step_policy, numbered, tied)
     wholes = [open_whole(directory, each, numbered) for each in files.ranks]
     check_grid(directory, files, [whole.states for whole in wholes])
     manifests = [manifest_of_whole(whole, step_policy) for whole in wholes]
@@ -173,3 +179,30 @@ def _without_zero(
         return manifests
     sizes = {"tp": files.tp, "pp": files.pp}
     return [replace(each, source={**each.source, **sizes}) for each in manifests]
+
+
+def _pipelines_without_zero(
+    directory: TagDirectory,
+    files: GridFiles,
+    step_policy: str | None,
+    numbered: Numbered,
+    tied: Mapping[int, str] | None,
+) -> list[Manifest]:
+    """The pipeline of each tensor rank in stage 0."""
+    from .model_ranks.pipeline import joined_stages
+    from .stage_0.stages import alike, open_stages
+    from .stage_0.whole_manifest import manifest_of_whole
+
+    parsed, models, every = Parsed(), [], []
+    for tp in range(files.tp):
+        layers = files.layers_of(tp)
+        opened = dict(zip(layers, open_files(list(layers.values()), parsed), strict=True))
+        stages = open_stages(directory, files.ranks[tp :: files.tp], opened, numbered, tied)
+        states = [whole.states for whole in stages.wholes]
+        every.append(states)
+        sizes = {"tp": files.tp, "pp": files.pp}
+        manifests = [manifest_of_whole(whole, step_policy) for whole in stages.wholes]
+        manifests = [replace(each, source={**each.source, **sizes}) for each in alike(manifests)]
+        models.append(joined_stages(manifests, opened, states, step_policy, stages.tied))
+    check_grid(directory, files, [states[stage] for stage in range(files.pp) for states in every])
+    return models

@@ -78,23 +78,34 @@ def open_apart(
     grid: ModelGrid,
     step_policy: str | None,
     numbered: Numbered = NAMED,
+    layers: GridFiles | None = None,
 ) -> list[Manifest]:
     """The manifest of each model rank; its `source` has a ModelRank, under `model_rank`.
+
+    `layers` has the files of a pipeline's layers, unless they are not written yet.
 
     Raises InconsistentCheckpoint if they are of different saves.
     """
     parsed = Parsed()
-    manifests = []
-    for number, each in enumerate(files):
-        if each.optimizers:
-            ranks = open_ranks(directory, each, parsed, grid.staged)
-            manifest = of_rank(ranks, each, step_policy)
-        else:
-            from ..stage_0.whole import open_whole  # most runs have ZeRO
-            from ..stage_0.whole_manifest import manifest_of_whole
+    of_layers = [{} if layers is None else layers.layers_of(tp) for tp in range(grid.tp)]
+    if files[0].optimizers:
+        staged = [each if grid.staged else None for each in of_layers]
+        opened = [
+            open_ranks(directory, each, parsed, staged[number % grid.tp])
+            for number, each in enumerate(files)
+        ]
+        pairs = [
+            (ranks, of_rank(ranks, each, step_policy))
+            for ranks, each in zip(opened, files, strict=True)
+        ]
+    else:
+        from ..stage_0.stages import open_model_ranks  # most runs have ZeRO
+        from ..stage_0.whole_manifest import manifest_of_whole
 
-            whole = open_whole(directory, each, numbered)
-            ranks, manifest = whole.states, manifest_of_whole(whole, step_policy)
+        wholes = open_model_ranks(directory, files, of_layers if grid.staged else None, numbered)
+        pairs = [(whole.states, manifest_of_whole(whole, step_policy)) for whole in wholes]
+    manifests = []
+    for number, (ranks, manifest) in enumerate(pairs):
         buffers = tuple(ranks.model.get("buffer_names") or ())
         rank = ModelRank(number, grid, buffers)
         assert isinstance(manifest.engine, FlatBufferEngine)

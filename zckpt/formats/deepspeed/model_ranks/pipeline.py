@@ -25,7 +25,7 @@ from ....core.manifest import Entry, Manifest, Parameter
 from ....core.values import replace, valueclass
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
-from ...deepspeed_states.states import dictionary
+from ...deepspeed_states.states import EngineStates, dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
 from .grid import TIED
@@ -50,16 +50,18 @@ class Layer:
 def joined_stages(
     stages: Sequence[Manifest],
     files: Mapping[int, TorchFile],
-    buffers: Sequence[Sequence[str]],
+    states: Sequence[EngineStates],
     step_policy: str | None,
     tied: Mapping[int, str] | None = None,
 ) -> Manifest:
     """The whole model of one tensor rank, from its stages and the files of its layers.
 
-    `buffers` are the names that each stage's model file states. `tied` gives the keys of tied
-    layers by the numbers of their files, if no weights tell them yet. Raises IncompleteCheckpoint
-    if a layer's file is missing, InconsistentCheckpoint if stages or shapes contradict each other.
+    `states` are those of each stage, whose model file states its buffers. `tied` gives the keys of
+    tied layers by the numbers of their files, if no weights tell them yet. Raises
+    IncompleteCheckpoint if a layer's file is missing, InconsistentCheckpoint if stages or shapes
+    contradict each other.
     """
+    buffers = [list(each.model.get("buffer_names") or ()) for each in states]
     fullest = max(stages, key=lambda stage: len(stage.groups or ()))  # others dropped groups
     stages, groups = joined_groups(stages)
     trained, copies = _trained(stages)

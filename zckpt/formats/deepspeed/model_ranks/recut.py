@@ -243,7 +243,7 @@ def of_stage(model: Manifest, rank: ModelRank, names: Sequence[str]) -> Manifest
         model,
         source={**model.source, "model_rank": rank},
         engine=replace(model.engine, dtype=rank.grid.dtype),
-        entries={e.name: e for e in model.entries.values() if _is_kept(e, kept)},
+        entries={e.name: e for e in model.entries.values() if _is_kept(e, kept, model)},
         parameters={name: model.parameters[name] for name in names},
         buffers=(),
         replicas=(),
@@ -252,9 +252,11 @@ def of_stage(model: Manifest, rank: ModelRank, names: Sequence[str]) -> Manifest
     return without_empty_groups(manifest)[0]
 
 
-def _is_kept(entry: Entry, names: Collection[str]) -> bool:
-    """Weights are in files of layers, which are copied."""
-    return entry.slot == "state" or (entry.parameter in names and entry.slot != "param")
+def _is_kept(entry: Entry, names: Collection[str], model: Manifest) -> bool:
+    """Weights are in files of layers, unless they are the masters too."""
+    if entry.slot == "param" and f"{entry.parameter}/master" in model.entries:
+        return False
+    return entry.slot == "state" or entry.parameter in names
 
 
 def under_names_of(source: Manifest, target: Manifest, tp: int) -> Manifest:

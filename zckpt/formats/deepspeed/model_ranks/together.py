@@ -38,7 +38,7 @@ def common(manifests: Sequence[Manifest]) -> Common:
     first = manifests[0]
     for other in manifests[1:]:
         for what, key in (("its counters", "counters"), ("its loss scale", "optimizer")):
-            if to_json(other.state.get(key)) != to_json(first.state.get(key)):
+            if _of_all(other.state.get(key)) != _of_all(first.state.get(key)):
                 raise InconsistentCheckpoint(
                     f"{_file_of(other)} differs from {_file_of(first)} in {what}", hint=MIXED
                 )
@@ -57,6 +57,11 @@ def common(manifests: Sequence[Manifest]) -> Common:
         tuple(_lines(manifests, "warnings")),
         tuple(_lines(manifests, "inferred")),
     )
+
+
+def _of_all(values: Mapping[str, Any] | None) -> object:
+    """Without what is of single parameters, of which each stage has others."""
+    return to_json({k: v for k, v in (values or {}).items() if k not in ("members", "other")})
 
 
 def _lines(manifests: Sequence[Manifest], field: str) -> list[str]:

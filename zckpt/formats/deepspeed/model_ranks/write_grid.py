@@ -47,7 +47,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     _refuse_options(source.root, files, options)
     grid = before = ModelGrid.of(files, source)
     numbered = Numbered(options[PARAM_NAMES])
-    apart = open_apart(directory, files.ranks, grid, None, numbered)
+    apart = open_apart(directory, files.ranks, grid, None, numbered, files)
     models: list[Manifest] = []
     inferred: Sequence[str] = ()
     if _cuts_again(source.root, files, options):
@@ -91,7 +91,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     siblings = [pair for pair in first.take_siblings() if pair[0] not in replaced]
     siblings += layer_siblings(files, tag)
     left_out = dict.fromkeys(line for target in targets for line in target.left_out)
-    warnings = [*source.warnings, *reports.of_weights(first), *inferred]
+    kept = bool(files.layers) and first.engine.whole  # the files of layers have the weights alone
+    warnings = [*source.warnings, *([] if kept else reports.of_weights(first)), *inferred]
     warnings += regroup.warnings(first, apart[0])
     return Layout(
         shells,

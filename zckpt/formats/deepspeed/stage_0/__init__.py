@@ -2,6 +2,7 @@
 
 whole.py          the optimizer in the model file, and which names its numbers have
 naming.py         how they get these names
+stages.py         the optimizers of a pipeline's stages
 samples.py        reads the bytes that show them
 whole_states.py   what the optimizer keeps, as records of flat buffers
 whole_files.py    the optimizer of a target

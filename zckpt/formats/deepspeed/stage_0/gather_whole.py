@@ -20,7 +20,7 @@ from ....core.manifest import slot_name
 from ....core.partition import FlatMember, Nameless, Partition, Partitioned, Whole
 from ....errors import MissingData
 from ....files.torchfile import Tensor, TorchFile
-from .samples import labels
+from .samples import Stored, labels
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -98,7 +98,8 @@ def _views(file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:
         numel = first.storage.length // SIZES[first.dtype]
         shapes.append({name: tensor.shape for name, tensor in ordered})
         candidates.append(Tensor(first.storage, first.dtype, 0, (numel,), (1,)))
-    of_buffers, of_flats = labels(file, candidates, flats)
+    own = [[Stored(file, tensor) for tensor in tensors] for tensors in (candidates, flats)]
+    of_buffers, of_flats = labels(*own)
     if any(len(own) != 1 for own in of_flats):
         raise MissingData(
             f"{file.path}: the module's weights no longer lie in the buffers of the optimizer's "

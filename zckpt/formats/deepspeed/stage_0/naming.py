@@ -22,9 +22,9 @@ from ....core.dtypes import SIZES
 from ....errors import MissingData, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...statedict.matching import HINT, MatchedNames, match
-from .samples import labels
+from .samples import Stored, labels
 
-Weights = Mapping[str, Tensor]
+Weights = Mapping[str, Stored]
 TRAINED = """\
 name the trained parameters with --param-names names.txt, group by group. Two lines in the training \
 program, before deepspeed.initialize, write that file:
@@ -37,7 +37,7 @@ def by_param_names(
     path: str, orders: Sequence[Sequence[Any]], weights: Weights, param_names: Sequence[str]
 ) -> list[list[str]]:
     """The names that the user gives, group by group; raises WrongOption and MissingData."""
-    named = [(name, tensor.shape) for name, tensor in weights.items()]
+    named = [(name, weight.tensor.shape) for name, weight in weights.items()]
     return match(orders, named, True, param_names).names
 
 
@@ -49,11 +49,11 @@ def by_place(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list
     saved it again.
     """
     buffers: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in weights.items():
-        buffers.setdefault(tensor.storage.key, {})[name] = tensor
+    for name, weight in weights.items():
+        buffers.setdefault(weight.tensor.storage.key, {})[name] = weight.tensor
     whole = [members for members in buffers.values() if _tiles(members)]
-    rivals = [_flat(members) for members in whole]
-    of_buffers, of_flats = labels(file, rivals, flats)
+    rivals = [Stored(file, _flat(members)) for members in whole]
+    of_buffers, of_flats = labels(rivals, [Stored(file, flat) for flat in flats])
     if any(len(own) != 1 for own in of_flats):
         return None
     count = Counter(of_buffers)
@@ -66,7 +66,7 @@ def by_place(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list
     return chosen if len({names[0] for names in chosen}) == len(chosen) else None
 
 
-def _tiles(members: Weights) -> bool:
+def _tiles(members: Mapping[str, Tensor]) -> bool:
     """Whether views follow each other in their storage without gaps."""
     end = 0
     for tensor in sorted(members.values(), key=lambda tensor: tensor.offset):
@@ -77,7 +77,7 @@ def _tiles(members: Weights) -> bool:
     return end * SIZES[first.dtype] == first.storage.length
 
 
-def _flat(members: Weights) -> Tensor:
+def _flat(members: Mapping[str, Tensor]) -> Tensor:
     """The buffer that views share."""
     first = next(iter(members.values()))
     numel = sum(tensor.numel for tensor in members.values())
@@ -90,7 +90,8 @@ def by_bytes(file: TorchFile, orders: Sequence[Sequence[Tensor]], weights: Weigh
     Raises MissingData with the names of the weights that cannot be told apart.
     """
     masters = [master for order in orders for master in order]
-    of_weights, of_masters = labels(file, list(weights.values()), masters)
+    stored = [Stored(file, master) for master in masters]
+    of_weights, of_masters = labels(list(weights.values()), stored)
     for number, (master, own) in enumerate(zip(masters, of_masters, strict=True)):
         if len(own) != 1:
             raise MissingData(
@@ -111,7 +112,7 @@ def by_shape(
 
     Raises MissingData as `by_bytes`.
     """
-    named = [(name, tensor.shape) for name, tensor in weights.items()]
+    named = [(name, weight.tensor.shape) for name, weight in weights.items()]
     return _named(path, orders, named, "shape")
 
 
@@ -187,13 +188,13 @@ def cut(
     groups: list[list[str]] = []
     for flat in flats:
         members: list[str] = []
-        while sum(weights[name].numel for name in members) < flat.numel:
+        while sum(weights[name].tensor.numel for name in members) < flat.numel:
             name = next(names, None)
             if name is None:
                 break
             members.append(name)
         groups.append(members)
-    lengths = [sum(weights[name].numel for name in members) for members in groups]
+    lengths = [sum(weights[name].tensor.numel for name in members) for members in groups]
     if lengths != [flat.numel for flat in flats] or next(names, None) is not None:
         raise WrongOption(
             f"--param-names: these weights do not fill the groups of {path}, which have "

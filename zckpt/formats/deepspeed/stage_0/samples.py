@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 from ....core import sources
 from ....core.dtypes import SIZES
+from ....core.values import valueclass
 from ....files.torchfile import Tensor, TorchFile
 
 SAMPLE = 64  # elements, from the middle of a tensor: its beginning may be padding
@@ -28,21 +30,29 @@ _UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _INFINITY = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}
 
 
+@valueclass
+class Stored:
+    """A tensor, and the file that it is in."""
+
+    file: TorchFile
+    tensor: Tensor
+
+
 def labels(
-    file: TorchFile, weights: Sequence[Tensor], masters: Sequence[Tensor]
+    weights: Sequence[Stored], masters: Sequence[Stored]
 ) -> tuple[list[Label], list[list[Label]]]:
     """The label of every weight, and those that each master may have, of different types."""
     shapes: dict[tuple[int, ...], _Set] = {}
     for side, tensors in enumerate((weights, masters)):
         for place, tensor in enumerate(tensors):
-            shapes.setdefault(tensor.shape, ([], []))[side].append(place)
+            shapes.setdefault(tensor.tensor.shape, ([], []))[side].append(place)
     of_weights: list[Label] = [()] * len(weights)
     of_masters: list[list[Label]] = [[] for _ in masters]
-    with sources.opened(file.path) as opened:
-        sampler = _Sampler(file, opened.fileno(), weights, masters)
+    with ExitStack() as opened:
+        sampler = _Sampler(opened, weights, masters)
         for shape, (own, theirs) in shapes.items():
-            for dtype in dict.fromkeys(weights[place].dtype for place in own):
-                typed = [place for place in own if weights[place].dtype == dtype]
+            for dtype in dict.fromkeys(weights[place].tensor.dtype for place in own):
+                typed = [place for place in own if weights[place].tensor.dtype == dtype]
                 for number, (alike, rounded) in enumerate(sampler.split(typed, theirs, dtype)):
                     label = (*shape, dtype, number)
                     for place in alike:
@@ -53,17 +63,13 @@ def labels(
 
 
 class _Sampler:
-    """Reads elements of the tensors of one opened file."""
+    """Reads elements of tensors; their files stay open until `opened` ends."""
 
     def __init__(
-        self,
-        file: TorchFile,
-        descriptor: int,
-        weights: Sequence[Tensor],
-        masters: Sequence[Tensor],
+        self, opened: ExitStack, weights: Sequence[Stored], masters: Sequence[Stored]
     ) -> None:
-        self.file = file
-        self.descriptor = descriptor
+        self.opened = opened
+        self.descriptors: dict[str, int] = {}
         self.weights = weights
         self.masters = masters
 
@@ -74,8 +80,8 @@ class _Sampler:
         rounds to a weight of a type that no engine makes of its masters.
         """
         kinds = (dtype, "F32") if dtype in _ROUNDED else (dtype,)
-        theirs = [place for place in theirs if self.masters[place].dtype in kinds]
-        numel = self.weights[own[0]].numel
+        theirs = [place for place in theirs if self.masters[place].tensor.dtype in kinds]
+        numel = self.weights[own[0]].tensor.numel
         if not theirs or not numel:
             yield list(own), list(theirs)
             return
@@ -101,9 +107,9 @@ class _Sampler:
     def _first_difference(self, places: Sequence[int]) -> int | None:
         """An element at which weights differ from the first; None if all of them are equal."""
         first, *others = (self.weights[place] for place in places)
-        step = CHUNK // SIZES[first.dtype]
-        for start in range(0, first.numel if others else 0, step):
-            stop = min(first.numel, start + step)
+        numel, step = first.tensor.numel, CHUNK // SIZES[first.tensor.dtype]
+        for start in range(0, numel if others else 0, step):
+            stop = min(numel, start + step)
             expected = self._bytes(first, start, stop)
             for other in others:
                 if self._bytes(other, start, stop) == expected:
@@ -116,24 +122,32 @@ class _Sampler:
                     return number
         return None
 
-    def _bytes(self, tensor: Tensor, start: int, stop: int) -> bytes:
+    def _descriptor(self, path: str) -> int:
+        if path not in self.descriptors:
+            self.descriptors[path] = self.opened.enter_context(sources.opened(path)).fileno()
+        return self.descriptors[path]
+
+    def _bytes(self, stored: Stored, start: int, stop: int) -> bytes:
         """Row-major elements [start, stop)."""
+        file, tensor = stored.file, stored.tensor
         if tensor.contiguous:
-            parts = [self.file.extent(tensor.part(start, stop))]
+            parts = [file.extent(tensor.part(start, stop))]
         else:
-            parts = [self.file.extent(_element(tensor, number)) for number in range(start, stop)]
-        return b"".join(sources.pread(self.descriptor, part.length, part.offset) for part in parts)
+            parts = [file.extent(_element(tensor, number)) for number in range(start, stop)]
+        read = self._descriptor(file.path)
+        return b"".join(sources.pread(read, part.length, part.offset) for part in parts)
 
-    def _bits(self, tensor: Tensor, start: int, stop: int) -> list[int]:
+    def _bits(self, stored: Stored, start: int, stop: int) -> list[int]:
         """Row-major elements [start, stop) as unsigned integers; all NaNs are one number."""
-        form = f"<{stop - start}{_UNSIGNED[SIZES[tensor.dtype]]}"
-        bits = struct.unpack(form, self._bytes(tensor, start, stop))
-        return [NAN if _is_nan(item, tensor.dtype) else item for item in bits]
+        dtype = stored.tensor.dtype
+        form = f"<{stop - start}{_UNSIGNED[SIZES[dtype]]}"
+        bits = struct.unpack(form, self._bytes(stored, start, stop))
+        return [NAN if _is_nan(item, dtype) else item for item in bits]
 
-    def _rounded(self, master: Tensor, dtype: str, start: int, stop: int) -> list[int]:
+    def _rounded(self, master: Stored, dtype: str, start: int, stop: int) -> list[int]:
         """The same of elements that are rounded to `dtype`, as torch rounds."""
         bits = self._bits(master, start, stop)
-        if master.dtype == dtype:
+        if master.tensor.dtype == dtype:
             return bits
         return [item if item == NAN else _ROUNDED[dtype](item) for item in bits]
 

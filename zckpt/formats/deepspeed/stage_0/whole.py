@@ -35,6 +35,8 @@ from ...statedict.names import ELEMENTWISE
 from ..files import Numbered, RankFiles
 from ..ranks import check_kind, without_optimizer
 from . import naming
+from .naming import Weights
+from .samples import Stored
 
 Shape = tuple[int, ...]
 FROZEN = "zckpt_frozen"
@@ -46,13 +48,14 @@ class WholeOptimizer:
     """The opened model file, and the names of the optimizer's parameters.
 
     `members` are those of each group in the optimizer's order; None is a parameter without a state,
-    which is frozen. `inferred` are names that only an order shows. Without `named`, nothing shows
-    the names, and only the weights are read.
+    which is frozen. `inferred` are names that only an order shows, `module` are those of all
+    weights. Without `named`, nothing shows the names, and only the weights are read.
     """
 
     states: EngineStates
     members: Sequence[Sequence[str | None]]
     inferred: Sequence[str]
+    module: Sequence[str]
     named: bool = True
 
     @property
@@ -66,8 +69,19 @@ def open_whole(directory: TagDirectory, files: RankFiles, numbered: Numbered) ->
     Raises IncompleteCheckpoint if there is no optimizer, and MissingData if nothing shows the names
     of its parameters; for the weights alone not where the weights need none.
     """
+    states = states_of(directory, files)
+    return named_optimizer(states, _weights(states), numbered)
+
+
+def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = False) -> EngineStates:
+    """What the model file says; that of a stage has no weights.
+
+    Raises IncompleteCheckpoint if it has no optimizer, CorruptCheckpoint if that has no state.
+    """
     (file, *_) = models = open_files(files.models, Parsed())
     model = dictionary(file, file.value)
+    if is_stage and model.get("module") is None:
+        model = {**model, "module": {}}
     optimizer = model.get("optimizer")
     if not isinstance(optimizer, dict) or not optimizer:
         raise without_optimizer(directory)
@@ -80,7 +94,7 @@ def open_whole(directory: TagDirectory, files: RankFiles, numbered: Numbered) ->
     if not isinstance(base, dict) or not isinstance(base.get("param_groups"), list):
         raise CorruptCheckpoint(f"{file.path} holds no state of a torch optimizer")
     dp = model.get("dp_world_size")
-    states = EngineStates(
+    return EngineStates(
         directory,
         models[:1],
         models[:1],
@@ -92,18 +106,34 @@ def open_whole(directory: TagDirectory, files: RankFiles, numbered: Numbered) ->
         partitioned=False,
         whole=True,
     )
-    weights = _weights(states)
+
+
+def named_optimizer(states: EngineStates, weights: Weights, numbered: Numbered) -> WholeOptimizer:
+    """The optimizer with names of its parameters, which are among `weights`.
+
+    Raises MissingData as `open_whole`.
+    """
+    path = states.models[0].path
+    shapes = {name: weight.tensor.shape for name, weight in weights.items()}
+    if states.model.get("param_shapes") and not weights:  # a stage whose layers are not there yet
+        shapes = {name: shape for group in states.param_shapes() for name, shape in group.items()}
     try:
         members, inferred = _members(states, weights, numbered.param_names)
     except MissingData:
-        if not numbered.weights_only or wrapper is not None:  # masters are weights
+        if not numbered.weights_only or wrapper_of(states.first) is not None:  # masters are weights
             raise
-        shapes = [{name: tensor.shape for name, tensor in weights.items()}]
-        return WholeOptimizer(_with_shapes(states, shapes), [], [], named=False)
-    if unknown := [name for own in members for name in own if name and name not in weights]:
-        raise InconsistentCheckpoint(f"{file.path}: the module has no weights {listed(unknown)}")
-    shapes = [{name: weights[name].shape for name in own if name} for own in members]
-    return WholeOptimizer(_with_shapes(states, shapes), members, inferred)
+        return unnamed(states, weights)
+    if unknown := [name for own in members for name in own if name and name not in shapes]:
+        raise InconsistentCheckpoint(f"{path}: the module has no weights {listed(unknown)}")
+    of_groups = [{name: shapes[name] for name in own if name} for own in members]
+    module = [*(states.model["module"] or shapes)]
+    return WholeOptimizer(_with_shapes(states, of_groups), members, inferred, module)
+
+
+def unnamed(states: EngineStates, weights: Weights) -> WholeOptimizer:
+    """The model file with these weights alone."""
+    shapes = {name: weight.tensor.shape for name, weight in weights.items()}
+    return WholeOptimizer(_with_shapes(states, [shapes]), [], [], [*weights], named=False)
 
 
 def _with_shapes(states: EngineStates, shapes: Sequence[Mapping[str, Shape]]) -> EngineStates:
@@ -111,7 +141,7 @@ def _with_shapes(states: EngineStates, shapes: Sequence[Mapping[str, Shape]]) ->
     return replace(states, model={**states.model, "param_shapes": list(shapes)})
 
 
-def _weights(states: EngineStates) -> dict[str, Tensor]:
+def _weights(states: EngineStates) -> dict[str, Stored]:
     """The module's weights by their first names: no buffers, and each place in memory once."""
     buffers = {*(states.model.get("buffer_names") or ())}
     places: dict[object, str] = {}
@@ -121,7 +151,7 @@ def _weights(states: EngineStates) -> dict[str, Tensor]:
             continue
         place = (value.place, value.shape, value.strides) if value.numel else name
         if places.setdefault(place, name) == name:
-            weights[name] = value
+            weights[name] = Stored(states.models[0], value)
     return weights
 
 
@@ -129,7 +159,7 @@ def _weights(states: EngineStates) -> dict[str, Tensor]:
 
 
 def _members(
-    states: EngineStates, weights: Mapping[str, Tensor], param_names: Sequence[str] | None
+    states: EngineStates, weights: Weights, param_names: Sequence[str] | None
 ) -> tuple[list[list[str | None]], list[str]]:
     """The names of each group's parameters, and those of them that are inferred."""
     file, optimizer, base = states.models[0], states.first, states.bases[0]
@@ -159,7 +189,7 @@ def _members(
 def _of_flats(
     file: TorchFile,
     flats: Sequence[Tensor],
-    weights: Mapping[str, Tensor],
+    weights: Weights,
     param_names: Sequence[str] | None,
 ) -> list[list[str | None]]:
     """The names of flat masters; the user's are in the order of the groups, without frozen ones."""
@@ -179,7 +209,7 @@ def _of_flats(
 def _of_torch(
     states: EngineStates,
     numbers: Sequence[Sequence[Any]],
-    weights: Mapping[str, Tensor],
+    weights: Weights,
     param_names: Sequence[str] | None,
 ) -> tuple[list[list[str | None]], list[str]]:
     """The names of what torch's own optimizer updates: the module's weights themselves.

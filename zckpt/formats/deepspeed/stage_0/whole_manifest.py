@@ -22,5 +22,9 @@ def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifes
             f"{listed(whole.inferred, 4)} are inferred from the order of the module"
         )
     return replace(
-        manifest, inferred=tuple(whole.inferred), warnings=tuple(warnings), zero_padding=True
+        manifest,
+        state={**manifest.state, "module": list(whole.module)},
+        inferred=tuple(whole.inferred),
+        warnings=tuple(warnings),
+        zero_padding=True,
     )

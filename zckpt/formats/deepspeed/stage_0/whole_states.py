@@ -69,7 +69,7 @@ def with_states(whole: WholeOptimizer) -> tuple[EngineStates, list[_Unit]]:
             if key == "step" or not is_other or (key in numbers and _is_number(value)):
                 continue
             other.setdefault(unit.names[0], {})[key] = value
-    places = {name: place for place, name in enumerate(whole.states.model["module"])}
+    places = {name: place for place, name in enumerate(whole.module)}
     members = [[None if name is None else places[name] for name in own] for own in whole.members]
     optimizer = {
         **whole.states.first,

@@ -1,0 +1,216 @@
+"""The optimizers of a pipeline's stages without ZeRO: each model file has that of its stage.
+
+    mp_rank_00_model_states.pt      masters and states of stage 0, by number
+    layer_03-model_states.pt        weights of layer 3, without the layer in their names
+
+In 16 bits the masters round to the weights of their layers. No file states the key of a tied layer
+(`tied_modules.embed.weight`): its master rounds to a weight of several stages, and then the user
+must give the names. The names of all stages follow one another, those of the first stage first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ....core.dtypes import FLOATS
+from ....core.manifest import Manifest
+from ....core.values import replace, valueclass
+from ....errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
+from ....files.torchfile import Parsed, Tensor, TorchFile
+from ...deepspeed_states.directories import TagDirectory, refuse
+from ...deepspeed_states.states import (
+    FLAT_MASTERS,
+    WHOLE_MASTERS,
+    EngineStates,
+    dictionary,
+    open_files,
+    wrapper_of,
+)
+from ...deepspeed_states.tensors import is_extra
+from ...statedict.matching import HINT
+from ..files import Numbered, RankFiles
+from ..model_ranks.grid import TIED
+from . import naming
+from .samples import Stored, labels
+from .whole import WholeOptimizer, named_optimizer, open_whole, shape_of, states_of, unnamed
+
+Shape = tuple[int, ...]
+
+JOIN = ". Do it on one rank of each stage, and join the files in the order of the stages"
+
+
+@valueclass
+class WholeStages:
+    """The optimizers of all stages, and the keys of tied layers by the numbers of their files."""
+
+    wholes: Sequence[WholeOptimizer]
+    tied: Mapping[int, str]
+
+
+def open_stages(
+    directory: TagDirectory,
+    files: Sequence[RankFiles],
+    layers: Mapping[int, TorchFile],
+    numbered: Numbered,
+    tied: Mapping[int, str] | None = None,
+) -> WholeStages:
+    """The optimizers of the stages of one tensor rank, whose layers have the files `layers`.
+
+    `tied` gives the keys of tied layers by the numbers of their files, if they are known already.
+    Then the weights alone need no further names.
+    Raises MissingData if nothing shows the names of their parameters, WrongOption for names that do
+    not fit, UnsupportedCheckpoint if several layers may be a tied one.
+    """
+    states = [states_of(directory, each, is_stage=True) for each in files]
+    if any(FLAT_MASTERS in each.first for each in states):
+        refuse(directory, "a pipeline in ZeRO stage 0 with FP16_Optimizer (flat masters)")
+    buffers = {name for each in states for name in each.model.get("buffer_names") or ()}
+    names = numbered.param_names
+    own: list[Sequence[str] | None] = [None] * len(states)
+    shapes: dict[str, Shape | None] = {}
+    if all(each.model.get("param_shapes") for each in states):  # zckpt wrote them
+        every = [group for each in states for group in each.param_shapes()]
+        shapes = {name: shape for group in every for name, shape in group.items()}
+    elif names is not None:
+        own = [*_of_stages(directory, states, names)]
+        in_order = [shape for each in states for shape in _shapes(each)]
+        shapes = dict(zip(names, in_order, strict=True))
+    alone = numbered.weights_only and tied is not None
+    tied = tied or _tied_layers(shapes, layers)
+    weights = _weights(layers, buffers, tied)
+    if alone and all(wrapper_of(each.first) is None for each in states):
+        first, *others = states
+        return WholeStages([unnamed(first, weights), *(unnamed(each, {}) for each in others)], tied)
+    try:
+        stages = [
+            named_optimizer(each, weights, Numbered(part))
+            for each, part in zip(states, own, strict=True)
+        ]
+    except MissingData as error:
+        raise MissingData(str(error), hint=_hint(states[0])) from error
+    counts = Counter(n for stage in stages for members in stage.members for n in members if n)
+    again = [name for name, count in counts.items() if count > 1 and not name.startswith(TIED)]
+    if again:
+        raise MissingData(
+            f"{directory.path}: several stages have the masters of {listed(again, 4)}, so it is a "
+            "tied layer, and no file states its key",
+            hint=_hint(states[0]),
+        )
+    return WholeStages(stages, tied)
+
+
+def open_model_ranks(
+    directory: TagDirectory,
+    files: Sequence[RankFiles],
+    layers: Sequence[Mapping[int, str]] | None,
+    numbered: Numbered,
+) -> list[WholeOptimizer]:
+    """The optimizers of all model ranks, in order; `layers` are the files by tensor rank.
+
+    Without `layers` the run is not a pipeline. Raises as `open_stages` and `open_whole`.
+    """
+    if layers is None:
+        return [open_whole(directory, each, numbered) for each in files]
+    parsed, tp = Parsed(), len(layers)
+    wholes = []
+    for rank, paths in enumerate(layers):
+        opened = dict(zip(paths, open_files(list(paths.values()), parsed), strict=True))
+        wholes.append(open_stages(directory, files[rank::tp], opened, numbered).wholes)
+    return [stages[number] for number in range(len(wholes[0])) for stages in wholes]
+
+
+def alike(stages: Sequence[Manifest]) -> list[Manifest]:
+    """The stages with what their optimizers have together, instead of what each one has.
+
+    Which frozen parameters an optimizer lists is known of each stage, not of the whole pipeline.
+    """
+    optimizers = [stage.state.get("optimizer") or {} for stage in stages]
+    other = {name: own for each in optimizers for name, own in (each.get("other") or {}).items()}
+    alike = []
+    for stage, own in zip(stages, optimizers, strict=True):
+        plain = {key: value for key, value in own.items() if key not in ("members", "other")}
+        state = {**stage.state, "optimizer": {**plain, **({"other": other} if other else {})}}
+        alike.append(replace(stage, state=state))
+    return alike
+
+
+def _weights(
+    layers: Mapping[int, TorchFile], buffers: set[str], tied: Mapping[int, str]
+) -> dict[str, Stored]:
+    """The weights of all layers by their names in the whole model, tied ones once."""
+    weights: dict[str, Stored] = {}
+    for number, file in layers.items():
+        prefix = f"{TIED}{tied[number]}." if number in tied else f"{number}."
+        for inner, value in dictionary(file, file.value).items():
+            name = prefix + inner
+            if name in buffers or is_extra(inner, value) or value.dtype not in FLOATS:
+                continue
+            weights.setdefault(name, Stored(file, value))
+    return weights
+
+
+def _of_stages(
+    directory: TagDirectory, states: Sequence[EngineStates], names: Sequence[str]
+) -> list[Sequence[str]]:
+    """The user's names, cut into those of each stage."""
+    counts = [len(_shapes(each)) for each in states]
+    if sum(counts) != len(names):
+        raise WrongOption(
+            f"--param-names has {len(names)} names, but the optimizers of the stages of "
+            f"{directory.path} have {' + '.join(map(str, counts))} parameters",
+            hint=_hint(states[0]),
+        )
+    remaining = iter(names)
+    return [[next(remaining) for _ in range(count)] for count in counts]
+
+
+def _shapes(states: EngineStates) -> list[Shape | None]:
+    """The shapes of the parameters of a stage's optimizer, in its order; None if not known."""
+    optimizer, base = states.first, states.bases[0]
+    if WHOLE_MASTERS in optimizer:
+        return [master.shape for group in optimizer[WHOLE_MASTERS] for master in group]
+    state = base.get("state") or {}
+    numbers = [number for group in base["param_groups"] for number in group["params"]]
+    return [shape_of(state.get(number)) for number in numbers]
+
+
+def _hint(states: EngineStates) -> str:
+    return (naming.TRAINED if WHOLE_MASTERS in states.first else HINT) + JOIN
+
+
+def _tied_layers(
+    shapes: Mapping[str, Shape | None], layers: Mapping[int, TorchFile]
+) -> dict[int, str]:
+    """The keys of tied layers by the numbers of their files; `shapes` are those of all names."""
+    keys: dict[str, dict[str, Shape | None]] = {}
+    for name, shape in shapes.items():
+        if name.startswith(TIED):
+            key, _, inner = name.removeprefix(TIED).partition(".")
+            keys.setdefault(key, {})[inner] = shape
+    named = {name.partition(".")[0] for name in shapes}
+    tied: dict[int, str] = {}
+    for key, wanted in keys.items():
+        places = [
+            number
+            for number, file in layers.items()
+            if str(number) not in named and _has(dictionary(file, file.value), wanted)
+        ]
+        for inner in wanted:
+            tensors = [Stored(layers[n], layers[n].value[inner]) for n in places]
+            if len(set(labels(tensors, tensors[:1])[0])) > 1:
+                raise UnsupportedCheckpoint(
+                    f"the layers {listed(list(map(str, places)))} may each be the tied layer {key}",
+                    hint="no file says which one it is",
+                )
+        tied |= dict.fromkeys(places, key)
+    return tied
+
+
+def _has(tensors: Mapping[str, Any], wanted: Mapping[str, Shape | None]) -> bool:
+    """Whether the file of a layer has these tensors."""
+    return all(
+        isinstance(tensor := tensors.get(inner), Tensor) and shape in (None, tensor.shape)
+        for inner, shape in wanted.items()
+    )
