@@ -37,20 +37,21 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
 
     If the source does not separate buffers from frozen weights, unnamed frozen weights become
     buffers. Raises WrongOption unless `names` has all trainable parameters and only weights of the
-    source, each once. A parameter of which the source has copies may be named again.
+    source, each once. A pipeline's tied parameter may be named once per stage that has it.
     """
     parameters = manifest.parameters
     positions: dict[str, int] = {}
     for position, name in enumerate(names):
         positions.setdefault(name, position)
-    copied = {entry.parameter for entry in manifest.replicas}
+    is_pipeline = "pipeline" in manifest.state
+    tied = {entry.parameter for entry in manifest.replicas} if is_pipeline else set()
     trained = [name for name, parameter in parameters.items() if parameter.trainable]
     lacking = [name for name in trained if name not in positions]
     aliases = {alias for parameter in parameters.values() for alias in parameter.aliases}
     known = {*parameters, *manifest.buffers, *aliases}
     unknown = [name for name in names if name not in known]
     again = [name for position, name in enumerate(names) if positions[name] != position]
-    twice = [name for name in again if name not in copied]
+    twice = [name for name in again if name not in tied]
     wrong = [
         complaint.format(listed(wrong_names, 4))
         for complaint, wrong_names in (
