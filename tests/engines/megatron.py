@@ -72,6 +72,8 @@ RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("not_distributed_fp32", {}, {"world": 2, "pp": 2, "adam": "fused"}),
     ("moe_ep2_prefix", {"ep": 1}, {"world": 2}),
     ("moe_dp2", {"ep": 2}, {"world": 2, "ep": 2}),
+    ("legacy_tp2_pp2", {}, {"world": 1}),
+    ("legacy_dp3", {}, {"world": 2, "tp": 2}),
 ]
 MORE_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dp1", {}, {"world": 4, "tp": 2}),
@@ -89,6 +91,11 @@ MORE_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("moe_ep2_dp4", {"ep": 1}, {"world": 4, "pp": 2}),
     ("moe_dp2", {"ep": 2}, {"world": 4, "ep": 2, "pp": 2}),
     ("moe_dp2", {}, {"world": 1}),
+    ("legacy_tp2_pp2", {}, {"world": 4, "tp": 2, "pp": 2}),  # the same grid
+    ("legacy_tp2_pp2", {}, {"world": 2, "pp": 2}),
+    ("legacy_tp2_pp2", {}, {"world": 3}),
+    ("legacy_dp3", {}, {"world": 1}),
+    ("legacy_not_distributed_tp2", {}, {"world": 2, "pp": 2, "adam": "fused"}),
 ]
 CORRUPT = case("corrupt", world=3, bucket=700)
 OLD_VERSION = "0.13.1"  # the last that saves in this way
@@ -132,6 +139,12 @@ MATRIX = [
     case("buffers_tp2_pp2", world=4, tp=2, pp=2, sharding=BUFFERS, bf16=False),
     case("buffers_moe_dp2", world=2, sharding=BUFFERS, moe=True, bucket=900),
 ]
+LEGACY_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("legacy_moe_dp2", {"ep": 2}, {"world": 2, "ep": 2}),
+    ("legacy_moe_dp2", {}, {"world": 2, "pp": 2}),
+    ("legacy_not_distributed_pp2", {}, {"world": 2, "tp": 2}),
+    ("legacy_dp1", {}, {"world": 2, "tp": 2}),
+]
 
 
 def name_of(resumed: tuple[str, dict[str, Any], dict[str, Any]]) -> str:
@@ -143,7 +156,7 @@ def name_of(resumed: tuple[str, dict[str, Any], dict[str, Any]]) -> str:
 def loading(resumed: tuple[str, dict[str, Any], dict[str, Any]], path: Path) -> dict[str, Any]:
     """The case of a run that loads `path`, which was written from the source: the same model."""
     source, _, run = resumed
-    like = next(case for case in READABLE if case["name"] == source)
+    like = next(case for case in [*TRAINED, *MATRIX] if case["name"] == source)
     model = {key: like[key] for key in ("sizes", "gated", "tied", "bf16", "moe", "adam")}
     return case(name_of(resumed), **{**model, **run, "load": str(path)})
 

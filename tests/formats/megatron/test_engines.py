@@ -118,7 +118,7 @@ def test_experts_of_several_ranks_are_refused(
     assert zckpt("convert", source, tmp_path / "target", "--weights-only").code == 0
 
 
-def _resume(cases: list[Resumed], runs: Path, root: Path) -> Path:
+def resume(cases: list[Resumed], runs: Path, root: Path) -> Path:
     """Writes and loads every case; returns the folder of the runs that loaded."""
     (root / "loaded").mkdir()
     loading = []
@@ -134,27 +134,27 @@ def _resume(cases: list[Resumed], runs: Path, root: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def loaded(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _resume(megatron.RESUMED, runs, tmp_path_factory.mktemp("resumed"))
+    return resume(megatron.RESUMED, runs, tmp_path_factory.mktemp("resumed"))
 
 
 @pytest.fixture(scope="session")
 def more_loaded(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _resume(megatron.MORE_RESUMED, runs, tmp_path_factory.mktemp("resumed"))
+    return resume(megatron.MORE_RESUMED, runs, tmp_path_factory.mktemp("resumed"))
 
 
 @pytest.mark.engines
 @pytest.mark.parametrize("resumed", megatron.RESUMED, ids=megatron.name_of)
 def test_runs_resume(runs: Path, loaded: Path, resumed: Resumed) -> None:
-    _assert_resumed(runs / resumed[0], loaded, resumed)
+    assert_resumed(runs / resumed[0], loaded, resumed)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("resumed", megatron.MORE_RESUMED, ids=megatron.name_of)
 def test_more_runs_resume(runs: Path, more_loaded: Path, resumed: Resumed) -> None:
-    _assert_resumed(runs / resumed[0], more_loaded, resumed)
+    assert_resumed(runs / resumed[0], more_loaded, resumed)
 
 
-def _assert_resumed(source: Path, loaded: Path, resumed: Resumed) -> None:
+def assert_resumed(source: Path, loaded: Path, resumed: Resumed) -> None:
     """All ranks hold the source's state; and after one more update that of the source's ranks."""
     expected, steps = megatron.expected(source)
     state, loaded_steps = megatron.expected(loaded / megatron.name_of(resumed))

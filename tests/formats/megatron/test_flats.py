@@ -118,15 +118,70 @@ def test_names_of_transformer_engine(legacy: Path, zckpt: Callable[..., Any]) ->
     assert zckpt("verify", legacy, "--against", other, "--tensors", "*").code == 0
 
 
-def test_no_target_of_the_other_kind(
-    legacy: Path, zckpt: Callable[..., Any], tmp_path: Path
+def _without_items(value: dict[Any, Any]) -> None:
+    for name in [name for name in value["model"] if name.endswith("_extra_state")]:
+        del value["model"][name]
+
+
+def _with_format(value: dict[Any, Any]) -> None:
+    value["args"].ckpt_format = "torch"
+
+
+@pytest.mark.parametrize("change", [_with_format, _without_items])
+def test_keys_are_those_of_the_other_kind(
+    legacy: Path, zckpt: Callable[..., Any], tmp_path: Path, change: Change
 ) -> None:
-    ended = zckpt("reshard", legacy, tmp_path / "out", "--json")
-    assert ended.document["error"] == "MissingData"
-    assert "mp_rank_*" in ended.document["message"]
-    source = DATA / "megatron-0.16.1-buffers-tp2" / ITERATION
-    assert zckpt("reshard", source, tmp_path / "out").code == 0
-    assert zckpt("verify", source, "--against", tmp_path / "out").code == 0
+    """Megatron-Core saved the same training as torch_dist, with all items that its runs need."""
+    _changed(legacy, change)
+    other = DATA / "megatron-0.16.1-tp2" / ITERATION
+    assert zckpt("reshard", legacy, tmp_path / "out").code == 0
+    assert zckpt("verify", other, "--against", tmp_path / "out").code == 0
+    written = package.read(tmp_path / "out").state["megatron"]
+    expected = package.read(other).state["megatron"]
+    assert written["keys"] == expected["keys"]
+    assert written["objects"] == expected["objects"]
+    args = written["common"]["args"].state
+    assert args.get("ckpt_format", "torch_dist") == "torch_dist"
+    assert zckpt("convert", legacy, tmp_path / "universal").code == 0
+    assert zckpt("reshard", tmp_path / "universal", tmp_path / "again").code == 0
+    assert package.read(tmp_path / "again").state["megatron"]["objects"] == expected["objects"]
+
+
+def _with_kinds_of_layers(value: dict[Any, Any]) -> None:
+    value["args"].moe_layer_freq = [0, 1, 0, 1]
+
+
+def _with_another_norm(value: dict[Any, Any]) -> None:
+    value["model"]["decoder.layers.0.mlp.own_layernorm.weight"] = torch.zeros(4)
+
+
+def _with_uneven_layers(value: dict[Any, Any]) -> None:
+    value["model"]["decoder.layers.0.mlp.linear_fc2.bias"] = torch.zeros(16)
+
+
+def _fused_without_items(value: dict[Any, Any]) -> None:
+    _without_items(value)
+    model = value["model"]
+    for name in [name for name in model if ".input_layernorm." in name]:
+        fused = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        model[fused] = model.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_with_kinds_of_layers, "its layers differ"),
+        (_with_another_norm, "has decoder.layers.0.mlp.own_layernorm.weight"),
+        (_with_uneven_layers, "has decoder.layers.0.mlp.linear_fc2.bias"),
+        (_fused_without_items, "its modules have no _extra_state"),
+    ],
+)
+def test_models_without_keys_of_the_other_kind(
+    legacy: Path, tmp_path: Path, change: Change, message: str
+) -> None:
+    _changed(legacy, change)
+    with pytest.raises(errors.MissingData, match=message):
+        package.convert(legacy, tmp_path / "out", to="megatron", weights_only=True)
 
 
 def test_one_group_of_a_model_without_groups(legacy: Path) -> None:

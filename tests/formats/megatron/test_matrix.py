@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ...engines import megatron
-from .test_engines import compare
+from .test_engines import Resumed, assert_resumed, compare, resume
 
 pytestmark = pytest.mark.matrix
 
@@ -26,6 +26,16 @@ def test_state_is_the_optimizers(
     runs: Path, tmp_path: Path, zckpt: Callable[..., Any], name: str
 ) -> None:
     compare(runs, tmp_path, zckpt, name)
+
+
+@pytest.fixture(scope="module")
+def loaded(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return resume(megatron.LEGACY_RESUMED, runs, tmp_path_factory.mktemp("resumed"))
+
+
+@pytest.mark.parametrize("resumed", megatron.LEGACY_RESUMED, ids=megatron.name_of)
+def test_runs_resume_from_folders_of_ranks(runs: Path, loaded: Path, resumed: Resumed) -> None:
+    assert_resumed(runs / resumed[0], loaded, resumed)
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,9 @@ from .contents import BUFFERS, TIED, Content, manifest_of, require_groups, size_
 from .cuts import cut_of, whole_shape
 from .files import LEGACY, OF_RANK
 from .flats import buffers_of, param_groups, read_bytes, states
+from .keys import OF_MODULE, items_of_modules, keys_of_gpt
 from .legacy_states import local_part, whole_states, without_members
-from .names import with_plain_norms
+from .names import NORMS, with_plain_norms
 from .order import LAYER
 from .placing import places
 from .stages import EMBEDDING, HINT, OUTPUT, Place, require_one
@@ -89,18 +90,23 @@ class _LegacyReader:
         self.replicas: list[Entry] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.slicings: dict[str, Slicing] = {}
+        self.modules: dict[str, tuple[_Rank, Any]] = {}  # their own states, by name
         self.objects: dict[str, Any] = {}
+        self.keys: dict[str, int] = {}  # of torch_dist
 
     def manifest(self, step_policy: str | None, weights_only: bool) -> Manifest:
         self._number_layers()
         self._weights()
+        self._name_items()
         common = {key: value for key, value in self.common.items() if key != "model"}
         common.pop("rng_state", None)
         slots: set[str] = set()
         has_states = not weights_only and isinstance(common.get("optimizer"), (dict, list))
         sharding = NOT_DISTRIBUTED if has_states else None
-        common.pop("optimizer", None)
+        optimizer = common.pop("optimizer", None)
         if has_states:
+            if isinstance(optimizer, dict) and "grad_scaler" in optimizer:
+                common["optimizer"] = {"grad_scaler": optimizer["grad_scaler"]}
             distributed, listed = self._states(slots)
             sharding = DISTRIBUTED if distributed else NOT_DISTRIBUTED
             common = with_groups(common, listed)
@@ -116,6 +122,7 @@ class _LegacyReader:
             files=self.files,
             records=self.records,
             replicas=self.replicas,
+            keys=self.keys,
             objects=self.objects,
             left_out=[f"{name}, a file of the directory" for name in self._strangers()],
         )
@@ -223,17 +230,30 @@ class _LegacyReader:
         for rank in self.ranks:
             if "rng_state" in rank.value:
                 key = f"rng_state/shard_{rank.pp}.{rank.tp}_{self.pp}.{self.tp}"
-                self._keep(rank, key, rank.value["rng_state"])
+                self._keep(rank, key, [rank.value["rng_state"]])
 
     def _take(self, rank: _Rank, name: str, value: Any) -> None:
         if isinstance(value, Tensor) and not name.endswith("_extra_state"):
             rank.weights[name] = value
             rank.order += [name] * (not BUFFERS.fullmatch(name))
+        elif name.endswith(OF_MODULE) and rank.tp == 0:
+            self.modules[name] = (rank, value)
         elif value is not None and rank.tp == 0:
             self._keep(rank, name, value)
 
     def _keep(self, rank: _Rank, key: str, value: Any) -> None:
         self.objects[key] = kept(rank.file, value, f"megatron.objects.{key}", self.entries)
+
+    def _name_items(self) -> None:
+        """Keeps the states of modules, and the keys of all weights, as torch_dist has them."""
+        raw = (str(name) for rank in self.ranks for name in rank.value["model"])
+        fused = any(norm in name for name in raw for norm in NORMS)
+        items = items_of_modules([*self.shapes, *self.modules], fused)
+        if items:
+            self.keys = keys_of_gpt(self.shapes, fused, self.args)
+        for name, key in items.items():
+            rank, value = self.modules.get(name, (self.ranks[0], None))
+            self._keep(rank, key, [value])
 
     def _weights(self) -> None:
         """Enters every weight; copies that further ranks have become replicas."""

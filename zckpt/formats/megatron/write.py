@@ -135,14 +135,16 @@ class MegatronWriter:
         names = [*source.parameters, *source.buffers]
         if not keys:
             raise MissingData(
-                "the source is of mp_rank_* directories, which have no keys for torch_dist",
+                "the source is of mp_rank_* directories, and zckpt does not know the keys of its "
+                "model in torch_dist: its layers differ, or its modules have no _extra_state",
                 hint="load it in Megatron-LM and save it with --ckpt-format torch_dist",
             )
         parts, strangers = keys_of(names, keys)
         if strangers:
             raise MissingData(
                 f"no key of the source's Megatron-Core files has {listed(strangers)}",
-                hint="leave --rename out: Megatron-Core needs its own names",
+                hint="leave --rename out: Megatron-Core needs its own names; for mp_rank_* "
+                "directories, zckpt knows the keys of a GPTModel's own modules alone",
             )
         if lost := [key for key in keys if key not in parts]:
             raise MissingData(f"the source lacks the weights of {listed(lost)}")
@@ -250,6 +252,8 @@ class MegatronWriter:
                 changes["no_save_optim"] = True
             elif "use_distributed_optimizer" in args.state:
                 changes["use_distributed_optimizer"] = True
+            if "ckpt_format" in args.state:
+                changes["ckpt_format"] = BACKEND
             if dtype := self.options.module_dtype:
                 changes |= {"bf16": dtype == "BF16", "fp16": dtype == "F16"}
                 changes["params_dtype"] = Global(f"torch.{TORCH_NAMES[dtype]}")
