@@ -145,6 +145,11 @@ LEGACY_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("legacy_not_distributed_pp2", {}, {"world": 2, "tp": 2}),
     ("legacy_dp1", {}, {"world": 2, "tp": 2}),
 ]
+# the source's own directory, loaded as it is: nothing in it depends on dp
+LEGACY_LOADED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("legacy_dp3", {}, {"world": 1, "bucket": 700}),
+    ("legacy_dp3", {}, {"world": 2, "bucket": 700}),
+]
 
 
 def name_of(resumed: tuple[str, dict[str, Any], dict[str, Any]]) -> str:

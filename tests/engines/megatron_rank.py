@@ -288,11 +288,8 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
     torch.distributed.barrier()
 
 
-def save_legacy(folder: Path, state: dict[str, Any], module: Any, steps: Any) -> None:
-    """Saves as Megatron-LM's `save_checkpoint` does with --ckpt-format torch.
-
-    The first data-parallel rank of each model-parallel rank writes a folder.
-    """
+def folder_of_rank() -> str:
+    """The name of the folder that a model-parallel rank has with --ckpt-format torch."""
     from megatron.core import parallel_state
 
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -301,6 +298,17 @@ def save_legacy(folder: Path, state: dict[str, Any], module: Any, steps: Any) ->
         name += f"_{stage:03d}"
     if parallel_state.get_expert_model_parallel_world_size() > 1:
         name += f"_{parallel_state.get_expert_model_parallel_rank():03d}"
+    return name
+
+
+def save_legacy(folder: Path, state: dict[str, Any], module: Any, steps: Any) -> None:
+    """Saves as Megatron-LM's `save_checkpoint` does with --ckpt-format torch.
+
+    The first data-parallel rank of each model-parallel rank writes a folder.
+    """
+    from megatron.core import parallel_state
+
+    name = folder_of_rank()
     (folder / name).mkdir(exist_ok=True)
     if state["args"].use_distributed_optimizer:
         steps.save_parameter_state(str(folder / name / "distrib_optim.pt"))
@@ -324,6 +332,9 @@ def load(run: Path, wrapped: Any, steps: Any, sizes: tuple[int, int], rng_state:
 
     number = int((run / "latest_checkpointed_iteration.txt").read_text())
     folder = str(run / f"iter_{number:07d}")
+    if not Path(folder, "metadata.json").exists():
+        load_legacy(Path(folder), wrapped, steps)
+        return
     common = dist_checkpointing.load_common_state_dict(folder)
     content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
     args = common["args"]
@@ -338,6 +349,16 @@ def load(run: Path, wrapped: Any, steps: Any, sizes: tuple[int, int], rng_state:
     assert not asks or state["rng_state"] == [{"random_rng_state": (3, (1, 2), None)}]
     wrapped.module.load_state_dict(state["model"])
     steps.load_state_dict(state["optimizer"])
+
+
+def load_legacy(folder: Path, wrapped: Any, steps: Any) -> None:
+    """Loads what `save_legacy` saved, at any dp, as Megatron-LM's `load_checkpoint` does."""
+    name = folder_of_rank()
+    state = torch.load(folder / name / "model_optim_rng.pt", weights_only=False)
+    wrapped.module.load_state_dict(state["model"])
+    steps.load_state_dict(state["optimizer"])
+    if state["args"].use_distributed_optimizer:
+        steps.load_parameter_state(str(folder / name / "distrib_optim.pt"))
 
 
 def update_by_weights(steps: Any, names: dict[Any, str]) -> None:

@@ -154,6 +154,15 @@ def test_more_runs_resume(runs: Path, more_loaded: Path, resumed: Resumed) -> No
     assert_resumed(runs / resumed[0], more_loaded, resumed)
 
 
+@pytest.mark.matrix
+def test_folders_of_ranks_do_not_depend_on_dp(runs: Path, tmp_path: Path) -> None:
+    """Megatron-Core loads them at another dp as they are: there is nothing to convert."""
+    cases = [megatron.loading(each, runs / each[0]) for each in megatron.LEGACY_LOADED]
+    megatron.train(cases, tmp_path)
+    for each in megatron.LEGACY_LOADED:
+        assert_resumed(runs / each[0], tmp_path, each)
+
+
 def assert_resumed(source: Path, loaded: Path, resumed: Resumed) -> None:
     """All ranks hold the source's state; and after one more update that of the source's ranks."""
     expected, steps = megatron.expected(source)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -30,7 +30,7 @@ KNOWN = re.compile(
 )
 LINEAR = re.compile(r"(?P<module>decoder\.layers\..*\blinear_(?:qkv|proj|fc[12]))\.weight")
 OF_MODULE = "._extra_state"
-OF_OUTPUT = "output_layer._extra_state"  # GPTModel.sharded_state_dict takes it out
+OF_OUTPUT = "output_layer._extra_state"  # of no key: GPTModel.sharded_state_dict takes it out
 FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")
 MARKS_OF_LAYERS = ("hetereogenous_dist_checkpoint", "heterogeneous_layers_config_path")
 
@@ -47,7 +47,7 @@ def keys_of_gpt(names: Iterable[str], fused: bool, args: Mapping[str, Any]) -> d
     if layers_differ(args):
         return {}
     separate = fused and any(".mlp.router." in name for name in names)
-    sizes = [1 + max(_numbers(pattern, names), default=0) for pattern in (LAYER, EXPERT)]
+    sizes = _sizes(names)
     keys = [_key(name, separate) for name in names if KNOWN.fullmatch(name)]
     return {key: axes for (key, axes), n in Counter(keys).items() if n == prod(sizes[:axes])}
 
@@ -68,19 +68,21 @@ def items_of_modules(names: Iterable[str], fused: bool) -> dict[str, str]:
     Transformer Engine's spec (`fused`) are not known without it.
     """
     names = list(names)
-    modules = [name for name in names if name.endswith(OF_MODULE) and name != OF_OUTPUT]
+    modules = [name for name in names if name.endswith(OF_MODULE)]
     if not modules and not fused:
         linears = (LINEAR.fullmatch(name) for name in names)
         modules = [f"{match['module']}{OF_MODULE}" for match in linears if match]
-    places: dict[str, dict[str, tuple[int, ...]]] = {}
+    sizes, items = _sizes(names), {}
     for name in modules:
-        place = (*_numbers(LAYER, [name]), *_numbers(EXPERT, [name]))
-        places.setdefault(_key(name, False)[0], {})[name] = place or (0,)
-    items: dict[str, str] = {}
-    for key, alike in places.items():
-        sizes = _joined(1 + max(numbers) for numbers in zip(*alike.values(), strict=True))
-        items |= {name: f"{key}/shard_{_joined(place)}_{sizes}" for name, place in alike.items()}
+        key, axes = _key(name, False)
+        place = (*_numbers(LAYER, [name]), *_numbers(EXPERT, [name])) or (0,)
+        items[name] = f"{key}/shard_{_joined(place)}_{_joined(sizes[:axes] or (1,))}"
     return items
+
+
+def _sizes(names: Sequence[str]) -> tuple[int, int]:
+    """How many layers a model has, and how many experts in a layer."""
+    return 1 + max(_numbers(LAYER, names), default=0), 1 + max(_numbers(EXPERT, names), default=0)
 
 
 def _numbers(pattern: re.Pattern[str], names: Iterable[str]) -> list[int]:

@@ -32,7 +32,7 @@ from .contents import BUFFERS, TIED, Content, manifest_of, require_groups, size_
 from .cuts import cut_of, whole_shape
 from .files import LEGACY, OF_RANK
 from .flats import buffers_of, param_groups, read_bytes, states
-from .keys import OF_MODULE, items_of_modules, keys_of_gpt
+from .keys import OF_MODULE, OF_OUTPUT, items_of_modules, keys_of_gpt
 from .legacy_states import local_part, whole_states, without_members
 from .names import NORMS, with_plain_norms
 from .order import LAYER
@@ -236,7 +236,7 @@ class _LegacyReader:
         if isinstance(value, Tensor) and not name.endswith("_extra_state"):
             rank.weights[name] = value
             rank.order += [name] * (not BUFFERS.fullmatch(name))
-        elif name.endswith(OF_MODULE) and rank.tp == 0:
+        elif name.endswith(OF_MODULE) and name != OF_OUTPUT and rank.tp == 0:
             self.modules[name] = (rank, value)
         elif value is not None and rank.tp == 0:
             self._keep(rank, name, value)
