@@ -28,6 +28,9 @@ USUAL: dict[str, Any] = {
     "tp": 1,
     "pp": 1,
     "ep": 1,
+    "vpp": 1,
+    "etp": None,
+    "uneven": None,
     "bucket": None,
     "adam": "fused",
     "sizes": SIZES,
@@ -58,11 +61,11 @@ READABLE = [
     case("moe_ep2", world=2, ep=2, moe=True),
     case("moe_ep2_prefix", world=2, ep=2, moe=True, prefix=True),
     case("moe_ep2_dp4", world=4, ep=2, moe=True, tied=False),
+    case("pp2_vpp2", world=2, pp=2, vpp=2),
     case("buckets_without_padding", world=2, bucket=700),
     case("not_distributed_tp2", world=2, tp=2, distributed=False),
     case("not_distributed_fp32", distributed=False, bf16=False, adam="torch"),
 ]
-REFUSED = case("buckets_ep2", world=2, ep=2, moe=True, sharding="dp_reshardable")
 # name of a source in READABLE, options of the conversion, and the run that loads
 RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dp3", {}, {"world": 1}),
@@ -72,6 +75,7 @@ RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("not_distributed_fp32", {}, {"world": 2, "pp": 2, "adam": "fused"}),
     ("moe_ep2_prefix", {"ep": 1}, {"world": 2}),
     ("moe_dp2", {"ep": 2}, {"world": 2, "ep": 2}),
+    ("tp2_pp2", {}, {"world": 2, "pp": 2, "vpp": 2}),
     ("legacy_tp2_pp2", {}, {"world": 1}),
     ("legacy_dp3", {}, {"world": 2, "tp": 2}),
 ]
@@ -94,6 +98,10 @@ MORE_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("legacy_tp2_pp2", {}, {"world": 4, "tp": 2, "pp": 2}),  # the same grid
     ("legacy_tp2_pp2", {}, {"world": 2, "pp": 2}),
     ("legacy_tp2_pp2", {}, {"world": 3}),
+    ("pp2_vpp2", {}, {"world": 1}),
+    ("buckets_pp2_vpp2", {}, {"world": 2, "tp": 2}),
+    ("buckets_moe_ep2_dp4", {"ep": 1}, {"world": 2}),
+    ("buffers_moe_ep2", {"ep": 1}, {"world": 2, "tp": 2}),
     ("legacy_dp3", {}, {"world": 1}),
     ("legacy_not_distributed_tp2", {}, {"world": 2, "pp": 2, "adam": "fused"}),
 ]
@@ -113,6 +121,9 @@ BUFFERS = "dp_zero_gather_scatter"
 FLAT = [
     case("buckets_dp3", world=3, sharding=BUCKETS, bucket=700, tied=False, gated=False),
     case("buckets_tp2_pp2", world=4, tp=2, pp=2, sharding=BUCKETS),
+    case("buckets_pp2_vpp2", world=2, pp=2, vpp=2, sharding=BUCKETS),
+    case("buckets_moe_ep2_dp4", world=4, ep=2, sharding=BUCKETS, moe=True),
+    case("buffers_moe_ep2", world=2, ep=2, sharding=BUFFERS, moe=True),
     case("buffers_tp2_dp2", world=4, tp=2, sharding=BUFFERS, bucket=700, adam="torch", sizes=ODD),
 ]
 LEGACY = [
@@ -135,8 +146,14 @@ MATRIX = [
     case("buckets_tp4_fp32", world=4, tp=4, sharding=BUCKETS, sizes=WIDE, bf16=False),
     case("buckets_pp4", world=4, pp=4, sharding=BUCKETS, tied=False),
     case("buckets_moe_dp2", world=2, sharding=BUCKETS, moe=True),
+    case("buckets_moe_ep4", world=4, ep=4, sharding=BUCKETS, moe=True, gated=False),
+    case("buckets_moe_ep2_pp2", world=4, ep=2, pp=2, sharding=BUCKETS, moe=True),
+    case("buckets_moe_tp2_ep2", world=4, tp=2, ep=2, sharding=BUCKETS, moe=True),
+    case("buckets_moe_tp2_ep2_etp1", world=2, tp=2, ep=2, etp=1, sharding=BUCKETS, moe=True),
+    case("buckets_uneven_pp2", world=2, pp=2, uneven=[1, 3], sharding=BUCKETS),
     case("buffers_dp3", world=3, sharding=BUFFERS, bucket=700, sizes=[3, 20, 4, 2, 28, 61]),
     case("buffers_tp2_pp2", world=4, tp=2, pp=2, sharding=BUFFERS, bf16=False),
+    case("buffers_pp2_vpp2", world=2, pp=2, vpp=2, sharding=BUFFERS, bf16=False),
     case("buffers_moe_dp2", world=2, sharding=BUFFERS, moe=True, bucket=900),
 ]
 LEGACY_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

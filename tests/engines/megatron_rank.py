@@ -37,6 +37,7 @@ import torch
 
 STEPS = 3
 EXPERTS, POSITIONS = 4, 32
+UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
 class _Nothing:
@@ -138,13 +139,15 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
 
-    tp, pp, ep = case["tp"], case["pp"], case["ep"]
+    tp, pp, ep, vpp = case["tp"], case["pp"], case["ep"], case["vpp"]
     layers, hidden, heads, queries, ffn, vocabulary = case["sizes"]
     torch.set_num_threads(1)
     files = torch.distributed.FileStore(store, world)
     torch.distributed.init_process_group("gloo", store=files, rank=rank, world_size=world)
+    chunked = {"virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}
+    etp = {"expert_tensor_parallel_size": case["etp"]} if case["etp"] else {}
     parallel_state.initialize_model_parallel(
-        tp, pp, expert_model_parallel_size=ep, create_gloo_process_groups=True
+        tp, pp, expert_model_parallel_size=ep, create_gloo_process_groups=True, **chunked, **etp
     )
     tensor_parallel.random.get_cuda_rng_tracker().fork = lambda *_, **__: contextlib.nullcontext()
     if case["adam"] == "fused":
@@ -154,6 +157,7 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         optimizer.distrib_optimizer.USING_APEX_OPTIMIZER = True
     dtype = torch.bfloat16 if case["bf16"] else torch.float32
     moe = {"num_moe_experts": EXPERTS, "moe_router_topk": 2} if case["moe"] else {}
+    ends = dict(zip(UNEVEN, case["uneven"], strict=True)) if case["uneven"] else {}
     config = TransformerConfig(
         num_layers=layers,
         hidden_size=hidden,
@@ -166,46 +170,57 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
-        sequence_parallel=bool(moe) and tp > 1,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=case["bf16"],
         use_cpu_initialization=True,
         perform_initialization=True,  # it also marks the axis that ranks cut
         **moe,
+        **chunked,
+        **etp,
+        **ends,
     )
     spec = get_gpt_layer_local_spec(EXPERTS if moe else None, False)
-    model = GPTModel(
-        config,
-        spec,
-        vocabulary,
-        POSITIONS,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=case["tied"],
-        position_embedding_type="learned_absolute",
-        parallel_output=True,
-    ).to(dtype)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     experts = parallel_state.get_expert_model_parallel_rank() * (EXPERTS // ep)
     names = {}
-    for name, parameter in model.named_parameters():
-        whole = global_name(name, stage * layers // pp, experts)
-        if case["tied"] and whole == "output_layer.weight":
-            whole = "embedding.word_embeddings.weight"
-        names[parameter] = whole
-        salt = tp_rank if getattr(parameter, "tensor_model_parallel", False) else 0
-        salt += 10_000 if case["load"] else 0  # nothing is right before it is loaded
-        parameter.data.copy_(drawn(whole, salt, parameter.shape) / 4)
+    models = []
+    for chunk in range(vpp):
+        model = GPTModel(
+            config,
+            spec,
+            vocabulary,
+            POSITIONS,
+            pre_process=(stage, chunk) == (0, 0),
+            post_process=(stage, chunk) == (pp - 1, vpp - 1),
+            share_embeddings_and_output_weights=case["tied"],
+            position_embedding_type="learned_absolute",
+            parallel_output=True,
+            **({"vp_stage": chunk} if vpp > 1 else {}),
+        ).to(dtype)
+        models.append(model)
+        offset = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
+        for name, parameter in model.named_parameters():
+            whole = global_name(name, offset, experts)
+            if case["tied"] and whole == "output_layer.weight":
+                whole = "embedding.word_embeddings.weight"
+            names[parameter] = whole
+            salt = slice_of(parameter)
+            salt += 10_000 if case["load"] else 0  # nothing is right before it is loaded
+            parameter.data.copy_(drawn(whole, salt, parameter.shape) / 4)
     buckets = {"overlap_grad_reduce": True, "bucket_size": case["bucket"]} if case["bucket"] else {}
-    wrapped = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=case["distributed"], grad_reduce_in_fp32=True, **buckets
-        ),
-        model,
-    )
+    wrapped = [
+        DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=case["distributed"], grad_reduce_in_fp32=True, **buckets
+            ),
+            model,
+            disable_bucketing=chunk > 0,
+        )
+        for chunk, model in enumerate(models)
+    ]
     steps = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -216,7 +231,7 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
             use_distributed_optimizer=case["distributed"],
             clip_grad=0.0,
         ),
-        [wrapped],
+        wrapped,
     )
     rng_state = ShardedObject(
         "rng_state",
@@ -228,16 +243,15 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
     own = root / case["name"]
     if case["load"]:
         load(Path(case["load"]), wrapped, steps, (tp, pp), rng_state)
-        record(steps, names, own / f"rank-{rank}.pt", tp_rank)
+        record(steps, names, own / f"rank-{rank}.pt")
         update_by_weights(steps, names)
-        record(steps, names, own / f"next-{rank}.pt", tp_rank)
+        record(steps, names, own / f"next-{rank}.pt")
         torch.distributed.barrier()
         return
     for step in range(STEPS):
         steps.zero_grad()
         for parameter, whole in names.items():
-            cut = getattr(parameter, "tensor_model_parallel", False)
-            salt = 100 * (step + 1) + (tp_rank if cut else 0)
+            salt = 100 * (step + 1) + slice_of(parameter)
             parameter.main_grad.copy_(drawn(whole, salt, parameter.shape))
         done, _, _ = steps.step()
         assert done
@@ -251,12 +265,13 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         "chained_optim_avoid_prefix": not case["prefix"],
         "singleton_local_shards": False,
     }
-    saved = wrapped.module.sharded_state_dict(metadata=content)
+    saved = sharded(wrapped, content)
     state = {
         "args": argparse.Namespace(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=case["etp"] or tp,
             world_size=world,
             data_parallel_size=world // tp // pp,
             swiglu=case["gated"],
@@ -272,20 +287,41 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         "iteration": STEPS,
         "num_floating_point_operations_so_far": 7.0,
         "opt_param_scheduler": {"max_lr": 0.01, "num_steps": STEPS * 8},
-        "model": saved,
+        **saved,
         "optimizer": steps.sharded_state_dict(saved, metadata=content),
         "rng_state": rng_state,
     }
     if case["legacy"]:
-        save_legacy(folder, state, wrapped.module, steps)
+        save_legacy(folder, state, wrapped, steps)
     else:
         dist_checkpointing.save(state, str(folder), content_metadata=content)
-    record(steps, names, own / f"rank-{rank}.pt", tp_rank)
+    record(steps, names, own / f"rank-{rank}.pt")
     if rank == 0:
         (own / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
     update_by_weights(steps, names)
-    record(steps, names, own / f"next-{rank}.pt", tp_rank)
+    record(steps, names, own / f"next-{rank}.pt")
     torch.distributed.barrier()
+
+
+def slice_of(parameter: Any) -> int:
+    """The number of the tensor rank whose slice a parameter is; 0 if it has all elements."""
+    from megatron.core import parallel_state
+
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return 0
+    if getattr(parameter, "allreduce", True):
+        return int(parallel_state.get_tensor_model_parallel_rank())
+    return int(parallel_state.get_expert_tensor_parallel_rank())
+
+
+def keys_of(wrapped: list[Any]) -> list[str]:
+    """What Megatron-LM calls its model chunks."""
+    return ["model"] if len(wrapped) == 1 else [f"model{number}" for number in range(len(wrapped))]
+
+
+def sharded(wrapped: list[Any], content: Any) -> dict[str, Any]:
+    chunks = zip(keys_of(wrapped), wrapped, strict=True)
+    return {key: chunk.module.sharded_state_dict(metadata=content) for key, chunk in chunks}
 
 
 def folder_of_rank() -> str:
@@ -301,10 +337,10 @@ def folder_of_rank() -> str:
     return name
 
 
-def save_legacy(folder: Path, state: dict[str, Any], module: Any, steps: Any) -> None:
+def save_legacy(folder: Path, state: dict[str, Any], wrapped: list[Any], steps: Any) -> None:
     """Saves as Megatron-LM's `save_checkpoint` does with --ckpt-format torch.
 
-    The first data-parallel rank of each model-parallel rank writes a folder.
+    The first data-parallel rank of the experts of each model-parallel rank writes a folder.
     """
     from megatron.core import parallel_state
 
@@ -312,17 +348,18 @@ def save_legacy(folder: Path, state: dict[str, Any], module: Any, steps: Any) ->
     (folder / name).mkdir(exist_ok=True)
     if state["args"].use_distributed_optimizer:
         steps.save_parameter_state(str(folder / name / "distrib_optim.pt"))
-    if parallel_state.get_data_parallel_rank() == 0:
+    if parallel_state.get_expert_data_parallel_rank() == 0:
+        chunks = zip(keys_of(wrapped), wrapped, strict=True)
         whole = {
             **state,
-            "model": module.state_dict_for_save_checkpoint(),
+            **{key: chunk.module.state_dict_for_save_checkpoint() for key, chunk in chunks},
             "optimizer": steps.state_dict(),
             "rng_state": [{"random_rng_state": (3, (1, 2), None)}],
         }
         torch.save(whole, folder / name / "model_optim_rng.pt")
 
 
-def load(run: Path, wrapped: Any, steps: Any, sizes: tuple[int, int], rng_state: Any) -> None:
+def load(run: Path, wrapped: list[Any], steps: Any, sizes: tuple[int, int], rng_state: Any) -> None:
     """Loads a run's latest iteration as `load_checkpoint` of Megatron-LM (core 0.16) does.
 
     The file's metadata decides the template; `rng_state` is asked for if the sizes of tp and pp are
@@ -338,24 +375,26 @@ def load(run: Path, wrapped: Any, steps: Any, sizes: tuple[int, int], rng_state:
     common = dist_checkpointing.load_common_state_dict(folder)
     content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
     args = common["args"]
-    saved = wrapped.module.sharded_state_dict(metadata=content)
+    saved = sharded(wrapped, content)
     optimizer = steps.sharded_state_dict(saved, is_loading=True, metadata=content)
-    template = {"model": saved, "optimizer": optimizer}
+    template = {**saved, "optimizer": optimizer}
     of_file = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     asks = of_file == sizes and not getattr(args, "no_save_rng", False)
     if asks:
         template["rng_state"] = rng_state
     state = dist_checkpointing.load(template, folder)
     assert not asks or state["rng_state"] == [{"random_rng_state": (3, (1, 2), None)}]
-    wrapped.module.load_state_dict(state["model"])
+    for key, chunk in zip(keys_of(wrapped), wrapped, strict=True):
+        chunk.module.load_state_dict(state[key])
     steps.load_state_dict(state["optimizer"])
 
 
-def load_legacy(folder: Path, wrapped: Any, steps: Any) -> None:
+def load_legacy(folder: Path, wrapped: list[Any], steps: Any) -> None:
     """Loads what `save_legacy` saved, at any dp, as Megatron-LM's `load_checkpoint` does."""
     name = folder_of_rank()
     state = torch.load(folder / name / "model_optim_rng.pt", weights_only=False)
-    wrapped.module.load_state_dict(state["model"])
+    for key, chunk in zip(keys_of(wrapped), wrapped, strict=True):
+        chunk.module.load_state_dict(state[key])
     steps.load_state_dict(state["optimizer"])
     if state["args"].use_distributed_optimizer:
         steps.load_parameter_state(str(folder / name / "distrib_optim.pt"))
@@ -370,7 +409,7 @@ def update_by_weights(steps: Any, names: dict[Any, str]) -> None:
     assert done
 
 
-def record(steps: Any, names: dict[Any, str], file: Path, tp_rank: int) -> None:
+def record(steps: Any, names: dict[Any, str], file: Path) -> None:
     """Writes what the optimizer of this rank holds: parts of local tensors by global name."""
     parts = []
     for each in getattr(steps, "chained_optimizers", [steps]):
@@ -384,7 +423,7 @@ def record(steps: Any, names: dict[Any, str], file: Path, tp_rank: int) -> None:
                     "axis": getattr(parameter, "partition_dim", -1)
                     if getattr(parameter, "tensor_model_parallel", False)
                     else -1,
-                    "tp_rank": tp_rank,
+                    "tp_rank": slice_of(parameter),
                     "step": step,
                     "tensors": {key: value.detach().clone() for key, value in tensors.items()},
                 }

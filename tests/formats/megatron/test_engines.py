@@ -25,7 +25,7 @@ Resumed = tuple[str, dict[str, Any], dict[str, Any]]
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("megatron")
-    megatron.train([*megatron.TRAINED, megatron.CORRUPT, megatron.REFUSED], root)
+    megatron.train([*megatron.TRAINED, megatron.CORRUPT], root)
     return root
 
 
@@ -105,17 +105,6 @@ def test_corrupt_masters_are_rebuilt(runs: Path, tmp_path: Path, zckpt: Callable
     into = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
     dcp.load(into, checkpoint_id=whole, no_dist=True)
     assert all(torch.equal(into[key], tensors[key]) for key in tensors)
-
-
-@pytest.mark.engines
-def test_experts_of_several_ranks_are_refused(
-    runs: Path, tmp_path: Path, zckpt: Callable[..., Any]
-) -> None:
-    """Flat buffers of two optimizers: the weights alone are taken."""
-    source = runs / "buckets_ep2"
-    ended = zckpt("convert", source, tmp_path / "target", "--json")
-    assert ended.document["error"] == "UnsupportedCheckpoint"
-    assert zckpt("convert", source, tmp_path / "target", "--weights-only").code == 0
 
 
 def resume(cases: list[Resumed], runs: Path, root: Path) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from ...core import sources
@@ -83,15 +84,21 @@ def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
     return kind
 
 
-def with_groups(common: dict[Any, Any], listed: list[list[Any]]) -> dict[Any, Any]:
-    """The common state with the groups that the ranks of flat buffers saved; equal ones once."""
-    groups: list[Any] = []
-    for group in (group for each in listed for group in each):
-        if group not in groups:
-            groups.append(group)
-    optimizer = common.get("optimizer")
-    optimizer = optimizer if isinstance(optimizer, dict) else {}
-    return {**common, "optimizer": {**optimizer, "optimizer": {"param_groups": groups}}}
+def with_groups(common: dict[Any, Any], listed: Sequence[Sequence[Any]]) -> dict[Any, Any]:
+    """The common state with the groups that the ranks of flat buffers saved, by optimizer.
+
+    Ranks have equal groups; each is kept once.
+    """
+    known = optimizers_of(common)
+    states: list[dict[Any, Any]] = []
+    for number, groups in enumerate(listed):
+        kept_once: list[Any] = []
+        for group in groups:
+            if group not in kept_once:
+                kept_once.append(group)
+        others = known[number] if number < len(known) else {}
+        states.append({**others, "optimizer": {"param_groups": kept_once}})
+    return {**common, "optimizer": states[0] if len(states) == 1 else dict(enumerate(states))}
 
 
 def optimizers_of(common: dict[Any, Any]) -> list[dict[Any, Any]]:

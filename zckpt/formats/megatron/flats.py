@@ -1,11 +1,13 @@
 """Optimizer states that Megatron-Core saves as flat buffers, joined to whole tensors.
 
-    optimizer.distributed.dp_group_idx_G.                      G = tp + size of tp * stage
+    [chained_N.]optimizer.distributed.dp_group_idx_G.          G = tp + size of tp * stage
         gbuf_idx_B.dtype_(TYPES).bucket_idx_K.SLOT             dp_reshardable: one bucket
         param_state/shard_0_1                                  dp_zero_gather_scatter: all buffers
         optimizer/shard_0_1                                    the groups, with the step
 
 A bucket is stored without the padding at its end. What lies between parameters is not initialized.
+Experts that are spread over ranks have an optimizer of their own, whose number is N. Its G counts
+the tensor ranks of experts first, then their expert ranks, then stages (megatron-core 0.16.1).
 """
 
 from __future__ import annotations
@@ -21,16 +23,18 @@ from ...core.fragments import Extent, Fragment, Record, Runs
 from ...core.inert import Global
 from ...core.manifest import Entry, slot_name
 from ...core.slicing import Slicing, cut, joined, replicated
+from ...core.values import field, mutable
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files.dcpfile import ItemTable
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from ..statedict.tree import TensorPiece
 from .common import OPTIMIZER
+from .optimizers import SPREAD
 from .placing import SAMPLE, Flat, Local
 from .stages import HINT, Place, Rank
 
-GROUP = r"optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
+GROUP = r"(chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
 BUCKET = re.compile(
     GROUP + r"gbuf_idx_(?P<buffer>\d+)\.dtype_\((?P<type>[\w.]+), [\w.]+\)"
     r"\.bucket_idx_(?P<bucket>\d+)\.(?P<slot>[^.]+)"
@@ -117,6 +121,19 @@ def states(
                 yield Entry(f"{name}/{slot}", "F32", shapes[name], whole), copy > 0
 
 
+@mutable
+class _Optimizer:
+    """What the files have of one optimizer, by the numbers of its model-parallel ranks."""
+
+    groups: dict[int, list[Any]] = field(default_factory=dict)
+    flats: dict[int, dict[tuple[int, str], Flat]] = field(default_factory=dict)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its parameters are those of experts that are spread over ranks."""
+        return any(group.get(SPREAD) for groups in self.groups.values() for group in groups)
+
+
 class FlatItems:
     """The flat buffers and groups of a torch_dist directory, which is read item by item.
 
@@ -126,43 +143,93 @@ class FlatItems:
     def __init__(self, table: ItemTable, files: ItemFiles) -> None:
         self.table, self.files = table, files
         self.records: list[Record] = []
-        self.groups: dict[int, list[Any]] = {}
-        self.flats: dict[int, dict[tuple[int, str], Flat]] = {}
-        buckets: dict[tuple[int, int, str], dict[int, dict[str, Runs]]] = {}
+        self.optimizers: dict[int, _Optimizer] = {}
+        buckets: dict[tuple[int, int, int, str], dict[int, dict[str, Runs]]] = {}
         for key, item in table.items.items():
             if not OPTIMIZER.fullmatch(key):
                 continue
             if item is not None and (match := BUCKET.fullmatch(key)):
-                place = int(match["group"]), int(match["buffer"]), _dtype_of(match["type"])
+                number, dtype = int(match["buffer"]), _dtype_of(match["type"])
+                place = int(match["optimizer"] or 0), int(match["group"]), number, dtype
                 slots = buckets.setdefault(place, {}).setdefault(int(match["bucket"]), {})
                 slots[_slot(match["slot"])] = self._bucket(key)
             elif item is None and (match := WHOLE.fullmatch(key)):
+                flats = self._optimizer(match).flats.setdefault(int(match["group"]), {})
                 for number, flat in buffers_of(*self._value(key)):
-                    self.flats.setdefault(int(match["group"]), {})[number, flat.dtype] = flat
+                    flats[number, flat.dtype] = flat
             elif item is None and (match := GROUPS.fullmatch(key)):
-                self.groups[int(match["group"])] = param_groups(*self._value(key))
+                groups = param_groups(*self._value(key))
+                self._optimizer(match).groups[int(match["group"])] = groups
             elif item is not None or not NUMBERS.fullmatch(key):
                 raise UnsupportedCheckpoint(
-                    f"{table.folder} has {key}: zckpt reads flat buffers of one optimizer, not of "
-                    "experts that are spread over ranks",
+                    f"{table.folder} has {key}, which is no flat buffer that zckpt knows",
                     hint=HINT,
                 )
-        for (group, number, dtype), of_buffer in buckets.items():
-            self.flats.setdefault(group, {})[number, dtype] = _joined_buckets(
+        for (optimizer, group, number, dtype), of_buffer in buckets.items():
+            known = self.optimizers.setdefault(optimizer, _Optimizer())
+            known.flats.setdefault(group, {})[number, dtype] = _joined_buckets(
                 f"buffer {number} of rank {group}", dtype, of_buffer
             )
 
+    @property
+    def groups(self) -> list[list[Any]]:
+        """The groups of every optimizer, as all its ranks saved them."""
+        return [
+            [group for groups in optimizer.groups.values() for group in groups]
+            for _, optimizer in sorted(self.optimizers.items())
+        ]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether experts have an optimizer of their own: they are spread over ranks."""
+        return any(optimizer.has_experts for optimizer in self.optimizers.values())
+
     def ranks(self, tp: int) -> list[Rank]:
-        """The buffers of every model-parallel rank."""
-        if sorted(self.flats) != list(range(len(self.flats))) or len(self.flats) % tp:
+        """The buffers of every model-parallel rank, without those of experts that are spread."""
+        flats = self._flats(False, tp, f"{tp} tensor ranks")
+        return [Rank(group % tp, group // tp, own) for group, own in enumerate(flats)]
+
+    def expert_ranks(self, tp: int, stages: int, ep: int | None, experts: int) -> list[Rank]:
+        """The buffers of the experts' optimizer on every rank.
+
+        `tp` ranks share an expert, and `ep` ranks the `experts` of a layer; without `ep` the number
+        of buffers says it.
+        """
+        factor = tp * stages * (ep or 1)
+        flats = self._flats(True, factor, f"{factor} ranks of experts")
+        ep = ep or len(flats) // factor
+        if len(flats) != tp * stages * ep or experts % ep:
+            raise InconsistentCheckpoint(
+                f"{self.table.folder} has the buffers of {len(flats)} ranks of experts, which is "
+                f"not {tp * stages * ep}, or which {experts} experts in a layer do not fit",
+                hint=HINT,
+            )
+        size = experts // ep
+        ranks = []
+        for group, own in enumerate(flats):
+            first = group // tp % ep * size
+            ranks.append(Rank(group % tp, group // (tp * ep), own, range(first, first + size)))
+        return ranks
+
+    def _flats(self, of_experts: bool, factor: int, sizes: str) -> list[tuple[Flat, ...]]:
+        """The buffers of each model-parallel rank: optimizer by optimizer, chunk by chunk.
+
+        Raises InconsistentCheckpoint if their number does not fit the sizes of the grid.
+        """
+        by_group: dict[int, list[Flat]] = {}
+        for _, optimizer in sorted(self.optimizers.items()):
+            if optimizer.has_experts == of_experts:
+                for group, flats in optimizer.flats.items():
+                    by_group.setdefault(group, []).extend(flats[key] for key in sorted(flats))
+        if sorted(by_group) != list(range(len(by_group))) or len(by_group) % factor or not by_group:
             raise InconsistentCheckpoint(
                 f"{self.table.folder} has buffers of the model-parallel ranks "
-                f"{sorted(self.flats)}, and {tp} tensor ranks"
+                f"{sorted(by_group)}, and {sizes}"
             )
-        return [
-            Rank(group % tp, group // tp, tuple(flats[key] for key in sorted(flats)))
-            for group, flats in sorted(self.flats.items())
-        ]
+        return [tuple(flats) for _, flats in sorted(by_group.items())]
+
+    def _optimizer(self, match: re.Match[str]) -> _Optimizer:
+        return self.optimizers.setdefault(int(match["optimizer"] or 0), _Optimizer())
 
     def _value(self, key: str) -> tuple[TorchFile, Any]:
         """A value in its list of one."""

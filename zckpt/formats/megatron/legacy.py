@@ -109,7 +109,7 @@ class _LegacyReader:
                 common["optimizer"] = {"grad_scaler": optimizer["grad_scaler"]}
             distributed, listed = self._states(slots)
             sharding = DISTRIBUTED if distributed else NOT_DISTRIBUTED
-            common = with_groups(common, listed)
+            common = with_groups(common, [[group for groups in listed for group in groups]])
         content = Content(
             folder=self.folder,
             file=self.ranks[0].file,

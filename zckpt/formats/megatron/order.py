@@ -45,6 +45,13 @@ def layer_of(name: str) -> int | None:
     return int(match["layer"]) if match else None
 
 
+def expert_of(name: str) -> int | None:
+    """The number of the expert that a parameter is in; None outside of experts."""
+    match = LAYER.fullmatch(name)
+    expert = EXPERT.fullmatch(match["rest"]) if match else None
+    return int(expert["expert"]) if expert else None
+
+
 def is_before(name: str) -> bool:
     """Whether a parameter stands before the layers: only the first stage of a pipeline has it."""
     return name.startswith("embedding.")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -49,9 +49,10 @@ from .legacy import read_legacy
 from .masters import check as check
 from .masters import rebuilt as rebuilt
 from .names import axes_of, named, places
+from .order import expert_of
 from .placing import Local
 from .spaces import FlatFragments
-from .stages import HINT, placed
+from .stages import HINT, Rank, placed
 
 OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<key>.+)")
 MASTERS = ("param", "fp32_param")
@@ -205,9 +206,34 @@ class _Reader:
         """
         items = FlatItems(self.table, self.files)
         self.records += items.records
-        self.common = with_groups(self.common, list(items.groups.values()))
-        names = [name for name in shapes if not BUFFERS.fullmatch(name)]
-        tp = self._tensor_ranks()
+        self.common = with_groups(self.common, items.groups)
+        experts = {
+            name: number
+            for name in shapes
+            if items.has_experts and (number := expert_of(name)) is not None
+        }
+        others = [name for name in shapes if name not in experts and not BUFFERS.fullmatch(name)]
+        tp = self._tensor_ranks(others, "tensor_model_parallel_size")
+        ranks = items.ranks(tp)
+        slots = self._placed(others, shapes, ranks, tp)
+        if experts:
+            stages, ep = len(ranks) // tp, self._stated("expert_model_parallel_size")
+            tp = self._tensor_ranks(list(experts), "expert_tensor_parallel_size")
+            ranks = items.expert_ranks(tp, stages, ep, max(experts.values()) + 1)
+            slots |= self._placed(list(experts), shapes, ranks, tp)
+        return slots
+
+    def _placed(
+        self,
+        names: Sequence[str],
+        shapes: Mapping[str, tuple[int, ...]],
+        ranks: Sequence[Rank],
+        tp: int,
+    ) -> set[str]:
+        """Enters the states of parameters that `ranks` have in flat buffers; returns the slots.
+
+        `tp` ranks have a slice of each parameter, or the whole.
+        """
         slicings = {name: slicing_of(name, shapes[name], self.pieces[name], tp) for name in names}
         parts: list[dict[str, Local]] = [{} for _ in range(tp)]
         for name in names:
@@ -215,7 +241,7 @@ class _Reader:
             locals_ = local_parts(entry, slicings[name], self.pieces[name], tp)
             for known, local in zip(parts, locals_, strict=True):
                 known[name] = local
-        found = placed(items.ranks(tp), parts, read_bytes, self.folder)
+        found = placed(ranks, parts, read_bytes, self.folder)
         slots = set()
         for entry, is_copy in states(names, shapes, slicings, found):
             if is_copy:
@@ -226,11 +252,13 @@ class _Reader:
                 slots.add(entry.slot)
         return slots
 
-    def _tensor_ranks(self) -> int:
-        """The size of tensor parallelism: as the arguments state it, else by the pieces."""
-        stated = size_of(arguments(self.common), "tensor_model_parallel_size")
-        seen = [len(pieces) for name, pieces in self.pieces.items() if "linear_fc1" not in name]
-        return stated or max(seen, default=1)
+    def _tensor_ranks(self, names: Sequence[str], argument: str) -> int:
+        """How many ranks have slices of parameters: as the arguments state it, else by pieces."""
+        seen = [len(self.pieces[name]) for name in names if "linear_fc1" not in name]
+        return self._stated(argument) or max(seen, default=1)
+
+    def _stated(self, argument: str) -> int | None:
+        return size_of(arguments(self.common), argument)
 
     def _parts(
         self, key: str, item: TensorItem, stacked: str, slot: str

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ...core.values import valueclass
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
-from .order import is_before, layer_of, orders
+from .order import expert_of, is_before, layer_of, orders
 from .placing import ALIGNMENT, Flat, Local, ReadBytes, places
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -24,11 +24,21 @@ Place = tuple[Flat, tuple[int, int]]
 
 @valueclass(eq=False)
 class Rank:
-    """The flat buffers of one model-parallel rank, in the order of its model chunks."""
+    """The flat buffers of one model-parallel rank, in the order of its model chunks.
+
+    `experts` are the numbers of the experts in them, if experts are spread over ranks.
+    """
 
     tp: int
     pp: int
     flats: tuple[Flat, ...]
+    experts: range | None = None
+
+    def own(self, parts: Mapping[str, Local]) -> Mapping[str, Local]:
+        """Those of a tensor rank's parameters that can be in these buffers."""
+        if self.experts is None:
+            return parts
+        return {name: part for name, part in parts.items() if expert_of(name) in self.experts}
 
 
 def placed(
@@ -50,7 +60,7 @@ def placed(
             for number, flat in enumerate(flats):
                 is_first = rank.pp == 0 and number == 0
                 is_last = rank.pp == last and number == len(flats) - 1
-                ways = _ways(flat, parts[rank.tp], is_first, is_last, read)
+                ways = _ways(flat, rank.own(parts[rank.tp]), is_first, is_last, read)
                 require_one(ways, flat, where)
                 for name, place in ways[0]:
                     result[rank.tp].setdefault(name, []).append((flat, place))
