@@ -124,7 +124,7 @@ def write(
     files = convert.files_of(layout)
     size = sum(files.values())
     report = _report(command, source.manifest, target, format, layout, files, options)
-    run = identity(manifest, to, reading, options, files)
+    run = identity(layout.source or manifest, to, reading, options, files)
     if running.continues and targets.is_complete(target, run):
         return report | {"already_complete": True, "seconds": _since(started)}
     if running.tell:

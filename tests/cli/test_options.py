@@ -16,8 +16,8 @@ COPYING = ["--jobs", "--memory", "--io", "--resume", "--part", "--single", "--dr
 WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
     "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--ep",
-    "--max-group-size", "--tp", "--vocab-size", "--pp", "--pp-bounds", "--pp-partition", "--tie",
-    "--rename", "--family",
+    "--max-group-size", "--tp", "--vocab-size", "--pp", "--pp-bounds", "--pp-partition", "--like",
+    "--tie", "--rename", "--family",
 ]  # fmt: skip
 EXPORTING = ["--dtype", "--config", "--max-shard-size", "--tie", "--rename", "--family"]
 

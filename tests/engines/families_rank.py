@@ -24,8 +24,8 @@ import torch
 from .megatron_rank import stub_cuda
 
 
-def config_of(values: dict[str, Any]) -> Any:
-    """The TransformerConfig of the same model."""
+def config_of(values: dict[str, Any], **others: Any) -> Any:
+    """The TransformerConfig of the same model, with `others` of its options."""
     from megatron.core.transformer import TransformerConfig
 
     kind = values["model_type"]
@@ -68,6 +68,7 @@ def config_of(values: dict[str, Any]) -> Any:
         use_cpu_initialization=True,
         perform_initialization=True,
         **options,
+        **others,
     )
 
 

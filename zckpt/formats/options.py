@@ -9,12 +9,19 @@ from .. import formats
 from ..core.values import replace
 from ..training import options as shared
 from ..training.options import EVERYWHERE, Option, Options
-from . import dcp, hf
+from . import dcp, hf, megatron
 from .deepspeed_states import options as deepspeed
 from .format import Format
 
 
-class Keywords(shared.Keywords, deepspeed.Keywords, dcp.Keywords, hf.Keywords, total=False):
+class Keywords(
+    shared.Keywords,
+    deepspeed.Keywords,
+    dcp.Keywords,
+    hf.Keywords,
+    megatron.Keywords,
+    total=False,
+):
     """The options of a conversion as keyword arguments, for type checkers and editors.
 
     The command line and the functions take every option that a `Format` lists, even if its type is

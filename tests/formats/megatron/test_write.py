@@ -32,7 +32,7 @@ ITERATION = "iter_0000003"
 GROUP = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "lr": 0.01, "betas": (0.9, 0.95)}
 
 
-def _loaded(folder: Path) -> dict[str, Any]:
+def loaded(folder: Path) -> dict[str, Any]:
     """All items of a directory, as torch's own loader reads them."""
     reader = dcp.FileSystemReader(folder)
     items = reader.read_metadata().state_dict_metadata
@@ -54,7 +54,7 @@ def test_torch_reads_the_same_items(tmp_path: Path, zckpt: Callable[..., Any]) -
     assert ended.document["left_out"] == ended.document["warnings"] == []
     assert (tmp_path / "new" / "latest_checkpointed_iteration.txt").read_text() == "3"
     folder = tmp_path / "new" / ITERATION
-    before, after = _loaded(SOURCE / ITERATION), _loaded(folder)
+    before, after = loaded(SOURCE / ITERATION), loaded(folder)
     assert before.keys() == after.keys()
     for key, value in before.items():
         same = torch.equal(value, after[key]) if torch.is_tensor(value) else value == after[key]
@@ -92,7 +92,7 @@ def test_objects_of_trainers(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
         "torch_rng_state": torch.get_rng_state(),
         "rng_tracker_states": {"model-parallel-rng": torch.arange(16, dtype=torch.uint8)},
     }
-    state = _loaded(SOURCE / ITERATION)
+    state = loaded(SOURCE / ITERATION)
     state["rng_state/shard_0.0_1.2"] = [rng]
     state["decoder.final_layernorm._extra_state/shard_0_1"] = [io.BytesIO(b"scales")]
     folder = tmp_path / "old" / ITERATION
@@ -106,12 +106,12 @@ def test_objects_of_trainers(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
     assert zckpt("convert", tmp_path / "old", tmp_path / "u").code == 0
     ended = zckpt("reshard", tmp_path / "u", tmp_path / "new", "--json")
     assert ended.document["left_out"] == [], ended.document
-    loaded = _loaded(tmp_path / "new" / ITERATION)
-    (same,) = loaded["rng_state/shard_0.0_1.2"]
+    items = loaded(tmp_path / "new" / ITERATION)
+    (same,) = items["rng_state/shard_0.0_1.2"]
     assert repr(same) == repr(rng)
     assert (same["np_rng_state"][1] == rng["np_rng_state"][1]).all()
     assert torch.equal(same["torch_rng_state"], rng["torch_rng_state"])
-    (buffer,) = loaded["decoder.final_layernorm._extra_state/shard_0_1"]
+    (buffer,) = items["decoder.final_layernorm._extra_state/shard_0_1"]
     assert buffer.getvalue() == b"scales"
     new = torch.load(tmp_path / "new" / ITERATION / "common.pt", weights_only=False)
     assert new == common

@@ -15,12 +15,42 @@
     legacy.py    mp_rank_* directories; with cuts.py and legacy_states.py
     optimizers.py  the optimizers and groups that a target's run has
     write.py     an iteration's directory, from which any tp, pp and dp resumes
+    like.py      sources of other engines, with the keys and groups of a run: `--like`
 
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.
 """
 
-from ...training.options import ALLOW_OBJECT, DTYPE, EP, MAX_FILE_SIZE, WEIGHTS_ONLY
+from __future__ import annotations
+
+from typing import TypedDict
+
+from ...training.options import (
+    ALLOW_OBJECT,
+    DTYPE,
+    EP,
+    GROUP_DEFAULTS,
+    MAX_FILE_SIZE,
+    WEIGHTS_ONLY,
+    Option,
+)
 from ..format import Format
+
+LIKE: Option[str | None] = Option(
+    "like",
+    "--like",
+    None,
+    "A directory that the next run has saved, for a source of another engine: its keys, arguments "
+    "and groups",
+    metavar="RUN",
+    rare=True,
+)
+
+
+class Keywords(TypedDict, total=False):
+    """The options of this module as keyword arguments, for type checkers and editors."""
+
+    like: str | None  # a path
+
 
 ANY_SIZES = "runs of any tp, pp and dp resume from the same files"
 
@@ -29,7 +59,7 @@ FORMAT = Format(
     folder="megatron",
     about="Megatron-Core: torch_dist and mp_rank_* directories",
     family="megatron",
-    options=(WEIGHTS_ONLY, DTYPE, MAX_FILE_SIZE, ALLOW_OBJECT, EP),
+    options=(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, ALLOW_OBJECT, EP, LIKE),
     reasons={"dp": ANY_SIZES, "tp": ANY_SIZES, "pp": ANY_SIZES},
     numbers=True,
     checks=True,

@@ -9,7 +9,7 @@ form of 0.14 to 0.18; 0.19, which writes an item instead, prefers it if it is th
 
 Keys, axes and objects are those of the source: which of them a run asks for depends on its
 specification, which no file has. So a source must come from Megatron-Core, directly or through a
-universal checkpoint.
+universal checkpoint. A source of another engine gets them from a run of Megatron-Core (like.py).
 
 Turned down: files for the optimizer that is not distributed. It knows parameters by number.
 """
@@ -30,7 +30,7 @@ from ...core.manifest import Entry, Manifest, slot_key
 from ...core.staging import Layout, Shell
 from ...core.values import replace, valueclass
 from ...core.weights import is_optimizers, weight_of
-from ...errors import MissingData, UnsupportedCheckpoint, listed, literal
+from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal
 from ...files import dcpseal
 from ...files.dcpfile import ItemBox, Items, TensorItem
 from ...files.dcpshell import (
@@ -44,9 +44,11 @@ from ...files.dcpshell import (
 )
 from ...files.pickling import dumps
 from ...files.torchshell import Storages, seal_whole, shell, thawed
-from ...training.options import EP, Options
+from ...training.options import EP, GROUP_DEFAULTS, Options
+from . import LIKE
 from .common import FILE, READABLE, SHARDING, arguments
 from .files import BACKEND, LATEST, MARKER, OF_ITERATION
+from .like import as_in_run
 from .names import keys_of
 from .optimizers import optimizers
 
@@ -66,9 +68,18 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises before anything is written: MissingData (the source is not of Megatron-Core, or lacks a
     tensor), UnsupportedCheckpoint (layers of one key differ), InconsistentCheckpoint (parameters
-    have several steps; with `--ep 1`, experts have hyper-parameters of their own).
+    have several steps; with `--ep 1`, experts have hyper-parameters of their own); with `--like`
+    what `like.as_in_run` raises.
     """
-    writer = MegatronWriter(source, options)
+    path, types = options[LIKE], None
+    if path is not None:
+        source, types = as_in_run(source, path, options)
+    elif options[GROUP_DEFAULTS]:
+        raise WrongOption(
+            "--group-defaults has no use for a source of Megatron-Core",
+            hint="leave it out, or give --like RUN with a source of another engine",
+        )
+    writer = MegatronWriter(source, options, types or {})
     return Layout(
         writer.shells,
         [(item.name, item) for item in source.siblings],
@@ -100,11 +111,15 @@ class TargetTensor:
 
 
 class MegatronWriter:
-    """One conversion to Megatron-Core's files; the constructor decides everything."""
+    """One conversion to Megatron-Core's files; the constructor decides everything.
 
-    def __init__(self, source: Manifest, options: Options) -> None:
+    `types` are those that weights and buffers get, by name, if they are not the source's.
+    """
+
+    def __init__(self, source: Manifest, options: Options, types: Mapping[str, str] = {}) -> None:
         self.source = source
         self.options = options
+        self.types = types
         self.left_out = list(source.left_out)
         self.warnings = list(source.warnings)
         kept = source.state.get("megatron")
@@ -114,7 +129,8 @@ class MegatronWriter:
             raise MissingData(
                 "zckpt writes Megatron-Core's files only from a checkpoint of Megatron-Core, or "
                 "from a universal checkpoint of one",
-                hint="the source lacks the keys and the arguments of such a run",
+                hint="give --like RUN, a directory that the next run has saved: it has "
+                "the keys and the arguments that the source lacks",
             )
         self.trained = {e.parameter for e in source.entries.values() if is_optimizers(e.slot)}
         self.states = bool(self.trained) and not options.weights_only
@@ -187,6 +203,8 @@ class MegatronWriter:
                 "tensor for all layers"
             )
         dtype = "F32" if slot == "master" else dtypes.pop()
+        if slot == "param":
+            dtype = self.types.get(next(iter(names.values())), dtype)
         if slot == "param" and not {*names.values()} & {*self.source.buffers}:
             dtype = self.options.module_dtype or dtype
         if slot != "param":
