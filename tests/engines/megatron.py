@@ -132,6 +132,17 @@ LEGACY = [
     case("legacy_not_distributed_tp2", world=2, tp=2, legacy=True, distributed=False, adam="torch"),
 ]
 TRAINED = [*READABLE, *FLAT, *LEGACY]
+NEW_VERSION = "0.19.2"  # it keeps the common state as an item
+NEW = [
+    case("new_dp3", world=3, tied=False, gated=False),
+    case("new_tp2_pp2", world=4, tp=2, pp=2, tied=False),
+    case("new_pp2_vpp2", world=2, pp=2, vpp=2),
+    case("new_moe_ep2", world=2, ep=2, moe=True),
+    case("new_torch_adam", world=2, adam="torch"),
+    case("new_not_distributed_tp2", world=2, tp=2, distributed=False),
+    case("new_buckets_tp2_dp2", world=4, tp=2, sharding=BUCKETS, bucket=700),
+    case("new_buffers_moe_ep2", world=2, ep=2, moe=True, sharding=BUFFERS),
+]
 MATRIX = [
     case("legacy_dp1", legacy=True, bf16=False),
     case("legacy_tp2_dp2", world=4, tp=2, legacy=True, bucket=700, adam="torch", gated=False),
@@ -162,6 +173,31 @@ LEGACY_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("legacy_not_distributed_pp2", {}, {"world": 2, "tp": 2}),
     ("legacy_dp1", {}, {"world": 2, "tp": 2}),
 ]
+# sources of other releases, loaded by this one
+BETWEEN_RELEASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("space_dp3", {}, {"world": 2, "tp": 2}),
+    ("space_tp2_pp2", {}, {"world": 2}),
+    ("space_pp2", {}, {"world": 2, "tp": 2, "adam": "fused"}),
+    ("space_moe_ep2_dp4", {"ep": 1}, {"world": 2}),
+    ("new_dp3", {}, {"world": 2, "tp": 2}),
+    ("new_moe_ep2", {"ep": 1}, {"world": 2, "pp": 2}),
+    ("new_buckets_tp2_dp2", {}, {"world": 1}),
+]
+# what NEW_VERSION loads: of 0.13.1, of 0.16.1, of its own
+LOADED_BY_NEW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("space_dp3", {}, {"world": 1}),
+    ("space_tp2_pp2", {}, {"world": 2, "tp": 2}),
+    ("space_moe_ep2_dp4", {"ep": 1}, {"world": 2}),
+    ("legacy_moe_dp2", {"ep": 2}, {"world": 2, "ep": 2}),
+    ("buckets_pp4", {}, {"world": 2, "pp": 2, "vpp": 2}),
+    ("buffers_dp3", {}, {"world": 1}),
+    ("new_dp3", {}, {"world": 2}),
+    ("new_tp2_pp2", {}, {"world": 2, "tp": 2}),
+    ("new_pp2_vpp2", {}, {"world": 1}),
+    ("new_moe_ep2", {"ep": 1}, {"world": 2}),
+    ("new_not_distributed_tp2", {}, {"world": 2, "pp": 2}),
+    ("new_buffers_moe_ep2", {}, {"world": 4, "ep": 2}),
+]
 # the source's own directory, loaded as it is: nothing in it depends on dp
 LEGACY_LOADED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("legacy_dp3", {}, {"world": 1, "bucket": 700}),
@@ -178,7 +214,7 @@ def name_of(resumed: tuple[str, dict[str, Any], dict[str, Any]]) -> str:
 def loading(resumed: tuple[str, dict[str, Any], dict[str, Any]], path: Path) -> dict[str, Any]:
     """The case of a run that loads `path`, which was written from the source: the same model."""
     source, _, run = resumed
-    like = next(case for case in [*TRAINED, *MATRIX] if case["name"] == source)
+    like = next(case for case in [*TRAINED, *MATRIX, *OLD, *NEW] if case["name"] == source)
     model = {key: like[key] for key in ("sizes", "gated", "tied", "bf16", "moe", "adam")}
     return case(name_of(resumed), **{**model, **run, "load": str(path)})
 
@@ -187,9 +223,14 @@ def site(version: str = VERSION) -> Path:
     """The folder with Megatron-Core, which is installed there if it is missing."""
     folder = ROOT / ".venv-megatron" / ("site" if version == VERSION else version)
     if not (folder / f"megatron_core-{version}.dist-info").is_dir():
-        install = ["install", "--quiet", "--no-deps", "--target", str(folder)]
-        package = f"megatron-core=={version}"
-        subprocess.run([sys.executable, "-m", "pip", *install, package], check=True)
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        install += ["--target", str(folder)]
+        package, options = f"megatron-core=={version}", []
+        if version == NEW_VERSION:  # it runs with Python 3.11 too, and imports triton
+            subprocess.run([*install, "triton==3.9.0"], check=True)
+            options = ["--ignore-requires-python", "--python-version", "3.12"]
+            options += ["--only-binary", ":all:"]
+        subprocess.run([*install, *options, package], check=True)
     return folder
 
 

@@ -107,7 +107,7 @@ def test_corrupt_masters_are_rebuilt(runs: Path, tmp_path: Path, zckpt: Callable
     assert all(torch.equal(into[key], tensors[key]) for key in tensors)
 
 
-def resume(cases: list[Resumed], runs: Path, root: Path) -> Path:
+def resume(cases: list[Resumed], runs: Path, root: Path, version: str = megatron.VERSION) -> Path:
     """Writes and loads every case; returns the folder of the runs that loaded."""
     (root / "loaded").mkdir()
     loading = []
@@ -117,7 +117,7 @@ def resume(cases: list[Resumed], runs: Path, root: Path) -> Path:
         if not target.exists():
             package.convert(runs / source, target, to="megatron", **options)
         loading.append(megatron.loading(resumed, target))
-    megatron.train(loading, root / "loaded")
+    megatron.train(loading, root / "loaded", version)
     return root / "loaded"
 
 

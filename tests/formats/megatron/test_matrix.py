@@ -1,7 +1,8 @@
-"""More layouts of Megatron-Core, and an older release, run by hand."""
+"""More layouts of Megatron-Core, an older and a newer release, run by hand."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,3 +51,54 @@ def test_state_of_0_13_is_the_optimizers(
     old_runs: Path, tmp_path: Path, zckpt: Callable[..., Any], name: str
 ) -> None:
     compare(old_runs, tmp_path, zckpt, name)
+
+
+@pytest.fixture(scope="module")
+def new_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("megatron-new")
+    megatron.train(megatron.NEW, root, megatron.NEW_VERSION)
+    return root
+
+
+@pytest.mark.parametrize("name", [case["name"] for case in megatron.NEW])
+def test_state_of_0_19_is_the_optimizers(
+    new_runs: Path, tmp_path: Path, zckpt: Callable[..., Any], name: str
+) -> None:
+    compare(new_runs, tmp_path, zckpt, name)
+
+
+@pytest.fixture(scope="module")
+def every_run(
+    runs: Path, old_runs: Path, new_runs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder with the runs of all releases."""
+    root, cases = tmp_path_factory.mktemp("megatron-all"), []
+    for folder in (runs, old_runs, new_runs):
+        listed = json.loads((folder / "cases.json").read_text())
+        for case in listed:
+            (root / case["name"]).symlink_to(folder / case["name"])
+        cases += listed
+    (root / "cases.json").write_text(json.dumps(cases))
+    return root
+
+
+@pytest.fixture(scope="module")
+def between(every_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return resume(megatron.BETWEEN_RELEASES, every_run, tmp_path_factory.mktemp("resumed"))
+
+
+@pytest.mark.parametrize("resumed", megatron.BETWEEN_RELEASES, ids=megatron.name_of)
+def test_runs_of_other_releases_resume(every_run: Path, between: Path, resumed: Resumed) -> None:
+    """Also those of 0.13.1, whose own directories this release does not load."""
+    assert_resumed(every_run / resumed[0], between, resumed)
+
+
+@pytest.fixture(scope="module")
+def by_new(every_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("resumed")
+    return resume(megatron.LOADED_BY_NEW, every_run, root, megatron.NEW_VERSION)
+
+
+@pytest.mark.parametrize("resumed", megatron.LOADED_BY_NEW, ids=megatron.name_of)
+def test_runs_resume_in_0_19(every_run: Path, by_new: Path, resumed: Resumed) -> None:
+    assert_resumed(every_run / resumed[0], by_new, resumed)
