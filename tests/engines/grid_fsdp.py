@@ -1,4 +1,4 @@
-"""A program of FSDP2 that loads what pipelines and tensor ranks saved, with zckpt's reader."""
+"""A program of FSDP2 that loads what ranks of other axes saved, with zckpt's reader."""
 
 from __future__ import annotations
 

@@ -282,6 +282,8 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
             vocab_size=vocabulary - 5,
             untie_embeddings_and_output_weights=not case["tied"],
             iteration=STEPS,
+            overlap_grad_reduce=case["bucket"] is not None,
+            ddp_bucket_size=case["bucket"],
         ),
         "checkpoint_version": 3.0,
         "iteration": STEPS,

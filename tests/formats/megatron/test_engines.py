@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 import zckpt as package
+from zckpt import errors
 
 from ...engines import megatron
+from ...engines.deepspeed import submit
 
 Resumed = tuple[str, dict[str, Any], dict[str, Any]]
 
@@ -43,6 +45,12 @@ def compare(runs: Path, tmp_path: Path, zckpt: Callable[..., Any], name: str) ->
     ended = zckpt("convert", runs / name, target, "--json")
     assert ended.code == 0, ended.err
     assert zckpt("verify", runs / name, "--against", target).code == 0
+    if name in megatron.WITHOUT_RULE:
+        with pytest.raises(errors.UnsupportedCheckpoint, match="--gather has no rule"):
+            package.verify(runs / name, target, gather=True, device="cpu")
+    else:
+        report = package.verify(runs / name, target, gather=True, device="cpu")
+        assert report["equal"], report["differences"][:3]
     assert steps == {ended.document["step"]} == {3}
     read = {}
     for slot in ("model", "master", "exp_avg", "exp_avg_sq"):
@@ -105,6 +113,23 @@ def test_corrupt_masters_are_rebuilt(runs: Path, tmp_path: Path, zckpt: Callable
     into = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
     dcp.load(into, checkpoint_id=whole, no_dist=True)
     assert all(torch.equal(into[key], tensors[key]) for key in tensors)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", ["tp2_pp2", "buckets_moe_ep2_dp4", "legacy_tp2_pp2"])
+def test_fsdp2_loads_it(runs: Path, tmp_path: Path, name: str) -> None:
+    """A program of FSDP2 on two ranks reads what Megatron-Core saved, optimizer included."""
+    expected, _ = megatron.expected(runs / name)
+    parameters = package.read(runs / name).parameters
+    names = [(key, each.shape, each.group) for key, each in parameters.items()]
+    submit("grid_fsdp", "load", 2, (runs / name, None, names, tmp_path / "held.pt"), tmp_path)
+    loaded = torch.load(tmp_path / "held.pt", weights_only=False)
+    assert {*loaded["rates"]} == {0.01}
+    held = loaded["tensors"]
+    steps = [held.pop(key) for key in [*held] if key.endswith("/step")]
+    assert {float(step) for step in steps} == {3}
+    assert held.keys() == {key for key in expected if not key.endswith("/param")}
+    assert [key for key in held if not _same(held[key], expected[key])] == []
 
 
 def resume(cases: list[Resumed], runs: Path, root: Path, version: str = megatron.VERSION) -> Path:

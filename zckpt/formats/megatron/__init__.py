@@ -15,6 +15,7 @@
     legacy.py    mp_rank_* directories; with cuts.py and legacy_states.py
     optimizers.py  the optimizers and groups that a target's run has
     write.py     an iteration's directory, from which any tp, pp and dp resumes
+    gather.py    Megatron-Core's own rule for its buffers, for `verify --gather`
     like.py      sources of other engines, with the keys and groups of a run: `--like`
 
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.
@@ -63,6 +64,7 @@ FORMAT = Format(
     reasons={"dp": ANY_SIZES, "tp": ANY_SIZES, "pp": ANY_SIZES},
     numbers=True,
     checks=True,
+    gathers=True,
     rebuilds=True,
     objects=frozenset(
         (

@@ -1,0 +1,245 @@
+"""Where has a flat buffer of Megatron-Core its parameters? The rule behind `verify --gather`.
+
+A buffer has the parameters of one rank in the reverse order of `named_parameters()`. Each begins at
+a multiple of 64 elements of its bucket (`_ParamAndGradBuffer`). A bucket of `dp_reshardable` ends
+with its last parameter; the other forms have their buckets one behind the other. Tensor ranks cut
+parameters as `ColumnParallelLinear` and `RowParallelLinear` do. megatron-core 0.16.1.
+
+The reader finds parameters by the bytes of their weights. Here arithmetic alone says where they
+are, and nothing but the parsers of files is shared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ...core.partition import BoxPart, Joined
+from ...core.values import valueclass
+from ...errors import UnsupportedCheckpoint
+from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile
+
+ALIGNMENT = 64
+SLOTS = {"param": "master", "fp32_param": "master"}
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+ROWS = re.compile(r".*(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)")
+COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
+LOCAL_SPEC = (
+    "input_layernorm",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "pre_mlp_layernorm",
+    "mlp.router",
+    "mlp.experts",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+"""The modules of a layer in the order of get_gpt_layer_local_spec."""
+
+FUSED = (("input_layernorm", "self_attention.linear_qkv"), ("pre_mlp_layernorm", "mlp.linear_fc1"))
+FIRST = ("embedding.word_embeddings", "embedding.position_embeddings")
+LAST = ("decoder.final_layernorm", "output_layer")
+INSIDE = 1
+"""The side of a layer's parameters, between those of the first stage and those of the last."""
+WHOLE = -1
+"""The number of a bucket that is a whole buffer, without the padding between its buckets."""
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""Offsets and sizes along every axis."""
+
+
+@valueclass
+class Buffer:
+    """A slot's elements of one bucket, in parts that stand in any order."""
+
+    parts: tuple[BoxPart, ...]
+
+    @property
+    def numel(self) -> int:
+        return max(part.offsets[0] + part.sizes[0] for part in self.parts)
+
+    def take(self, start: int, stop: int) -> Iterator[tuple[int, BoxPart]]:
+        """The parts of elements [start, stop); their first ones count from `start`."""
+        for part in self.parts:
+            begin, end = part.offsets[0], part.offsets[0] + part.sizes[0]
+            size = part.extent.length // part.sizes[0]
+            first, last = max(begin, start), min(end, stop)
+            if first < last:
+                extent = part.extent.part((first - begin) * size, (last - begin) * size)
+                yield first - start, BoxPart((first,), (last - first,), extent)
+
+
+Slots = Mapping[str, Mapping[int, Buffer]]
+"""The buckets of every slot, by their numbers."""
+
+
+def refusal(path: str, what: str) -> UnsupportedCheckpoint:
+    return UnsupportedCheckpoint(
+        f"{path} has {what}, for which --gather has no rule", hint="verify without --gather"
+    )
+
+
+def coalesced(file: TorchFile) -> Iterator[tuple[int, str, dict[str, dict[int, Buffer]]]]:
+    """The number, the weights' type and the slots of each buffer in a file of whole buffers."""
+    value = file.value[0] if isinstance(file.value, list) else file.value
+    for number, kinds in value.items():
+        for types, tensors in kinds.items() if type(number) is int else ():
+            slots = {
+                key: {WHOLE: Buffer((BoxPart((0,), tensor.shape, file.extent(tensor)),))}
+                for key, tensor in tensors.items()
+                if isinstance(tensor, Tensor)
+            }
+            yield number, TORCH_DTYPES[types[0].name], slots
+
+
+Parts = list[tuple[int, BoxPart]]
+"""Parts of a rank's parameter, each with the number of its first element."""
+
+
+@valueclass
+class Filled:
+    """The parameters of a buffer of tensor rank `rank` of `of` ranks: the parts of every slot."""
+
+    rank: int
+    of: int
+    parameters: dict[str, dict[str, Parts]]
+
+
+def layout(
+    path: str, sizes: Sequence[tuple[str, int]], slots: Slots, bucket_size: int | None
+) -> dict[str, dict[str, Parts]]:
+    """The parts of every parameter in a buffer; `sizes` are in the order of the module.
+
+    Raises UnsupportedCheckpoint if the parameters do not fill the buffer to its end.
+    """
+    numels = {number: buffer.numel for number, buffer in slots["param"].items()}
+    buckets = sorted(numels)
+    is_cut = buckets != [WHOLE]
+    current, begin, at = buckets.pop(0), 0, 0
+    result: dict[str, dict[str, Parts]] = {}
+    for number, (name, numel) in enumerate(reversed(sizes)):
+        start = begin + -(-(at - begin) // ALIGNMENT) * ALIGNMENT
+        if is_cut and start + numel > numels[current]:
+            if at != numels[current] or not buckets:
+                raise refusal(path, "a bucket that its parameters do not fill")
+            current, start = buckets.pop(0), 0
+        at = start + numel
+        result[name] = {
+            SLOTS.get(slot, slot): list(by_bucket[current].take(start, at))
+            for slot, by_bucket in slots.items()
+        }
+        # the copy of a tied embedding has a bucket of its own
+        shared = name == EMBEDDING and number == 0 and len(sizes) > 1
+        if not is_cut and (shared or (bucket_size is not None and at - begin >= bucket_size)):
+            begin = at
+    if buckets or at != numels[current]:
+        raise refusal(path, "a buffer that its parameters do not fill")
+    return result
+
+
+def joined(ranks: Sequence[Filled], whole: Mapping[str, Shape], gated: bool) -> Iterator[Joined]:
+    """Masters and moments: of every tensor rank's part the first copy."""
+    parts: dict[tuple[str, str], dict[int, list[BoxPart]]] = {}
+    for filled in ranks:
+        for name, slots in filled.parameters.items():
+            boxes = boxes_of(name, whole[name], filled.of, filled.rank, gated)
+            if filled.rank and boxes == boxes_of(name, whole[name], filled.of, 0, gated):
+                continue
+            for slot, own in slots.items():
+                of_ranks = parts.setdefault((name, slot), {})
+                of_ranks.setdefault(filled.rank, list(in_boxes(own, boxes)))
+    for (name, slot), of_ranks in parts.items():
+        listed = tuple(part for _, own in sorted(of_ranks.items()) for part in own)
+        yield Joined(f"{name}/{slot}", "F32", whole[name], listed)
+
+
+def in_boxes(parts: Parts, boxes: Sequence[Box]) -> Iterator[BoxPart]:
+    """Parts of a rank's parameter, which has the elements of these boxes one after the other."""
+    begin = 0
+    for offsets, sizes in boxes:
+        end = begin + prod(sizes)
+        for first, part in parts:
+            size = part.extent.length // part.sizes[0]
+            start, stop = max(begin, first), min(end, first + part.sizes[0])
+            if start < stop:
+                extent = part.extent.part((start - first) * size, (stop - first) * size)
+                yield BoxPart(offsets, sizes, extent, first=start - begin)
+        begin = end
+
+
+def bucket_size_of(args: Mapping[str, Any], stage: int) -> int | None:
+    """Elements after which a bucket is full; None if there is one bucket (arguments.py)."""
+    if stage or not args.get("overlap_grad_reduce"):
+        return None
+    usual = max(40_000_000, 1_000_000 * int(args.get("data_parallel_size") or 1))
+    return int(args.get("ddp_bucket_size") or usual)
+
+
+# -- the model
+
+
+def with_norms(name: str) -> str:
+    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+
+
+def order_of(name: str, names: Mapping[str, Any], fused: bool) -> tuple[Any, ...] | None:
+    """What sorts parameters as a GPTModel has them; None for a module of another kind.
+
+    `fused` is true for Transformer Engine's spec, whose linear modules have the norms before them.
+    """
+    module, _, kind = name.rpartition(".")
+    last = kind == "bias"
+    if module in FIRST:
+        return INSIDE - 1, FIRST.index(module), last
+    if module in LAST:
+        return INSIDE + 1, LAST.index(module), last
+    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+?)(?:\.local_experts\.(\d+)\.(\w+))?", module)
+    if match is None or match[2] not in LOCAL_SPEC:
+        return None
+    inner, norm = match[2], 0
+    for before, linear in FUSED if fused else ():
+        if inner == before and f"decoder.layers.{match[1]}.{linear}.weight" in names:
+            inner, norm = linear, -1
+    return (
+        INSIDE,
+        int(match[1]),
+        LOCAL_SPEC.index(inner),
+        norm,
+        int(match[3] or 0),
+        match[4] or "",
+        last,
+    )
+
+
+def boxes_of(name: str, whole: Shape, tp: int, rank: int, gated: bool) -> list[Box]:
+    """The elements that a tensor rank has of a parameter."""
+    axis = 0 if ROWS.fullmatch(name) else 1 if COLUMNS.fullmatch(name) else None
+    if axis is None or tp == 1:
+        return [((0,) * len(whole), whole)]
+    halves = 2 if gated and ".linear_fc1." in name else 1
+    size = whole[axis] // tp // halves
+    sizes = (*whole[:axis], size, *whole[axis + 1 :])
+    starts = (half * (whole[axis] // halves) + rank * size for half in range(halves))
+    zeros = (0,) * len(whole)
+    return [((*zeros[:axis], start, *zeros[axis + 1 :]), sizes) for start in starts]
+
+
+def is_gated(shapes: Mapping[str, Shape]) -> bool:
+    """Whether the MLP has gates: twice as many rows in linear_fc1 as columns in linear_fc2."""
+    for name, shape in shapes.items():
+        if name.endswith("linear_fc1.weight"):
+            return shape[0] == 2 * shapes[name.replace("linear_fc1", "linear_fc2")][1]
+    return False
+
+
+def whole_shape(name: str, local: Shape, tp: int) -> Shape:
+    """The shape of a parameter of which every tensor rank has `local`."""
+    if ROWS.fullmatch(name):
+        return (local[0] * tp, *local[1:])
+    return (local[0], local[1] * tp) if COLUMNS.fullmatch(name) else local

@@ -1,0 +1,348 @@
+"""What Megatron-Core's ranks all-gather, by the engine's own rule and not by our reader's.
+
+    torch_dist      the items of `.metadata`: boxes of stacked tensors, or flat buckets
+    mp_rank_*       state dicts of model-parallel ranks, and their flat buffers
+
+buffer_rule.py says where flat buffers have parameters. Both modules share only the parsers of files
+with the reader, so that a proof does not repeat a mistake of it. The reader runs first and refuses
+unknown or damaged files. megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from itertools import product
+from math import prod
+from typing import Any
+
+from ...core import sources
+from ...core.inert import Foreign
+from ...core.partition import BoxPart, Joined, Partition
+from ...errors import MALFORMED, not_understood
+from ...files.dcpfile import ItemTable, TensorItem, read_table
+from ...files.dcpitems import ItemFiles
+from ...files.torchfile import TORCH_DTYPES, Parsed, Tensor, TorchFile
+from .buffer_rule import (
+    EMBEDDING,
+    INSIDE,
+    OUTPUT,
+    SLOTS,
+    Buffer,
+    Filled,
+    Shape,
+    Slots,
+    boxes_of,
+    bucket_size_of,
+    coalesced,
+    in_boxes,
+    is_gated,
+    joined,
+    layout,
+    order_of,
+    refusal,
+    whole_shape,
+    with_norms,
+)
+
+STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+BUFFER = re.compile(
+    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
+    r"(?:gbuf_idx_(\d+)\.dtype_\(([\w.]+), [\w.]+\)\.bucket_idx_(\d+)\.(\w+)|param_state/shard_0_1)"
+)
+FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
+LAYER = re.compile(r"decoder\.layers\.(\d+)(?=\.)")
+NOT_TRAINED = re.compile(r".*(\.expert_bias|\.local_tokens_per_expert|\._extra_state)")
+
+
+def partitions(path: str) -> list[Partition]:
+    """Every tensor of the model and of its optimizer.
+
+    Raises UnsupportedCheckpoint for what the rule does not cover: stages of different length in
+    flat buffers, modules that a GPTModel does not have, and optimizers by number.
+    """
+    try:
+        if sources.is_file(os.path.join(path, ".metadata")):
+            return list(_Items(path).partitions())
+        return list(_Folders(path).partitions())
+    except MALFORMED as error:
+        raise not_understood(path, error) from error
+
+
+# -- torch_dist
+
+
+class _Items:
+    """A `torch_dist` directory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.table: ItemTable = read_table(path)
+        self.files = ItemFiles()
+        common = os.path.join(path, "common.pt")
+        if sources.is_file(common):
+            value = TorchFile(common).value
+        else:
+            location = self.table.location("common_state/shard_0_1")
+            value = self.files.torch_file(location).value[0]
+        self.args = _arguments(value)
+        self.model = {
+            key: item
+            for key, item in self.table.items.items()
+            if item is not None and not re.match(r"(chained_\d+\.)?optimizer\.", key)
+        }
+
+    def partitions(self) -> Iterator[Partition]:
+        for key, item in self.model.items():
+            yield from self._of_key(key, key, item, "param")
+        for key, state in self.table.items.items():
+            if state is not None and (match := STATE.fullmatch(key)) and match[2] in self.model:
+                slot = SLOTS.get(match[1], match[1])
+                whole = self.model[match[2]].shape
+                rule = self._of_key if state.shape == whole else self._of_fragments
+                yield from rule(key, match[2], state, slot)
+        if any(BUFFER.fullmatch(key) for key in self.table.items):
+            yield from self._of_buffers()
+
+    def _of_key(self, key: str, weight: str, item: TensorItem, slot: str) -> Iterator[Joined]:
+        """The tensors of all layers and experts under one key."""
+        axes = _axes(weight)
+        parts: dict[Shape, list[BoxPart]] = {}
+        for box in item.boxes:
+            if box.is_empty:
+                continue
+            saved = self._box(key, box)
+            size = saved.extent.length // max(1, prod(box.sizes[:axes]))
+            numbers = zip(box.offsets[:axes], box.sizes[:axes], strict=True)
+            inside = product(*(range(start, start + n) for start, n in numbers))
+            for number, place in enumerate(inside):
+                part = BoxPart(
+                    box.offsets[axes:],
+                    box.sizes[axes:],
+                    saved.extent.part(number * size, (number + 1) * size),
+                )
+                parts.setdefault(place, []).append(part)
+        for place, boxes in parts.items():
+            name = f"{_name(weight, place)}/{slot}"
+            yield Joined(name, item.dtype, item.shape[axes:], tuple(boxes))
+
+    def _of_fragments(self, key: str, weight: str, item: TensorItem, slot: str) -> Iterator[Joined]:
+        """`fully_sharded_model_space`: the last axis counts the elements of a tensor rank's box."""
+        whole = self.model[weight].shape
+        axes = _axes(weight)
+        counts = item.shape[:-1]
+        sizes = tuple(n // count for n, count in zip(whole, counts, strict=True))
+        parts: dict[Shape, list[BoxPart]] = {}
+        for box in item.boxes:
+            if box.is_empty:
+                continue
+            offsets = tuple(at * n for at, n in zip(box.offsets[:-1], sizes, strict=True))
+            saved = self._box(key, box)
+            part = BoxPart(offsets[axes:], sizes[axes:], saved.extent, first=box.offsets[-1])
+            parts.setdefault(offsets[:axes], []).append(part)
+        for place, boxes in parts.items():
+            yield Joined(f"{_name(weight, place)}/{slot}", item.dtype, whole[axes:], tuple(boxes))
+
+    def _of_buffers(self) -> Iterator[Joined]:
+        whole = {
+            _name(key, place): (item.shape[_axes(key) :], item.dtype)
+            for key, item in self.model.items()
+            for place in product(*map(range, item.shape[: _axes(key)]))
+        }
+        shapes = {name: shape for name, (shape, _) in whole.items()}
+        gated = is_gated(shapes)
+        chunks: dict[tuple[bool, int, str], list[Slots]] = {}
+        for (spread, group, dtype, _), buffer in sorted(self._buffers().items()):
+            chunks.setdefault((spread, group, dtype), []).append(buffer)
+        stages = self._size("pipeline_model_parallel_size")
+        count = max(map(len, chunks.values())) * stages
+        tp, ep = self._size("tensor_model_parallel_size"), self._size("expert_model_parallel_size")
+        etp = int(self.args.get("expert_tensor_parallel_size") or tp)
+        apart = any(spread for spread, _, _ in chunks)
+        experts = 1 + max((_expert(name) or 0 for name in whole), default=0)
+        ranks = []
+        for (spread, group, dtype), listed in chunks.items():
+            of = etp if spread else tp
+            stage, number = divmod(group // of, ep if spread else 1)
+            for chunk, slots in enumerate(listed):
+                names = self._names(whole, chunk * stages + stage, count)
+                if apart:
+                    own = {number} if spread else {None}
+                    names = [name for name in names if _rank_of(name, experts // ep) in own]
+                sizes = [
+                    (name, sum(prod(n) for _, n in boxes_of(name, shapes[name], of, 0, gated)))
+                    for name in names
+                    if whole[name][1] == dtype
+                ]
+                size = bucket_size_of(self.args, stage + chunk)
+                placed = layout(self.path, sizes, slots, size)
+                ranks.append(Filled(group % of, of, placed))
+        yield from joined(ranks, shapes, gated)
+
+    def _size(self, key: str) -> int:
+        return int(self.args.get(key) or 1)
+
+    def _buffers(self) -> dict[tuple[bool, int, str, int], dict[str, dict[int, Buffer]]]:
+        """The slots of every buffer.
+
+        The keys say whether it is of the experts' own optimizer, which comes second; then the
+        number of the model-parallel rank, the type of the weights, and the number of the buffer.
+        """
+        buffers: dict[tuple[bool, int, str, int], dict[str, dict[int, Buffer]]] = {}
+        for key, saved in self.table.items.items():
+            match = BUFFER.fullmatch(key)
+            if match is None:
+                continue
+            spread, group = int(match[1] or 0) > 0, int(match[2])
+            if match[3] is None:
+                file = self.files.torch_file(self.table.location(key))
+                for number, dtype, in_file in coalesced(file):
+                    buffers[spread, group, dtype, number] = in_file
+            elif saved is not None:
+                boxes = (self._box(key, box) for box in saved.boxes if not box.is_empty)
+                place = spread, group, TORCH_DTYPES[match[4]], int(match[3])
+                slots = buffers.setdefault(place, {}).setdefault(match[6], {})
+                slots[int(match[5])] = Buffer(tuple(boxes))
+        return buffers
+
+    def _names(self, whole: Mapping[str, Any], chunk: int, chunks: int) -> list[str]:
+        """The parameters of one of all model chunks, in the order of `named_parameters()`."""
+        layers = 1 + max(int(match[1]) for name in whole if (match := LAYER.match(name)))
+        fused = self.args.get("transformer_impl") == "transformer_engine"
+        if layers % chunks:
+            raise refusal(self.path, "stages of different length")
+        first, behind = chunk * layers // chunks, (chunk + 1) * layers // chunks
+        ordered = []
+        for name in whole:
+            if NOT_TRAINED.fullmatch(name):
+                continue
+            order = order_of(name, whole, fused)
+            if order is None:
+                raise refusal(self.path, f"the module of {name}")
+            side, number, *_ = order
+            of_ends = 0 if side < INSIDE else chunks - 1
+            if first <= number < behind if side == INSIDE else chunk == of_ends:
+                ordered.append((order, name))
+        names = [name for _, name in sorted(ordered)]
+        if chunk and chunk == chunks - 1 and OUTPUT not in whole:
+            names.append(EMBEDDING)  # the copy of a tied embedding
+        return names
+
+    def _box(self, key: str, box: Any) -> BoxPart:
+        location = self.table.location(key, box)
+        file = self.files.torch_file(location)
+        if not isinstance(file.value, Tensor) or not file.value.contiguous:
+            raise refusal(location.file, "a tensor that is not contiguous")
+        return BoxPart(box.offsets, box.sizes, file.extent(file.value))
+
+
+# -- mp_rank_*
+
+
+class _Folders:
+    """`mp_rank_*` directories. A state dict has the parameters in the module's order."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        parsed = Parsed()
+        self.ranks: dict[tuple[int, int], tuple[str, TorchFile]] = {}
+        for name in os.listdir(path):
+            if match := FOLDER.fullmatch(name):
+                folder = os.path.join(path, name)
+                file = TorchFile(os.path.join(folder, "model_optim_rng.pt"), parsed)
+                self.ranks[int(match[2] or 0), int(match[1])] = folder, file
+        self.tp = 1 + max(rank for _, rank in self.ranks)
+        self.args = _arguments(self.ranks[0, 0][1].value)
+
+    def partitions(self) -> Iterator[Partition]:
+        whole: dict[str, Shape] = {}
+        weights: dict[str, Joined] = {}
+        filled: list[Filled] = []
+        first, gated = 0, False
+        for stage in range(1 + max(stage for stage, _ in self.ranks)):
+            ranks = [self._weights(stage, rank, first) for rank in range(self.tp)]
+            gated = gated or is_gated({name: own.shape for name, (_, own) in ranks[0].items()})
+            for name, (_, tensor) in ranks[0].items():
+                shape = whole_shape(name, tensor.shape, self.tp)
+                parts: list[BoxPart] = []
+                for rank, own in enumerate(ranks):
+                    boxes = boxes_of(name, shape, self.tp, rank, gated)
+                    if not rank or boxes != boxes_of(name, shape, self.tp, 0, gated):
+                        file, local = own[name]
+                        part = BoxPart((0,), (local.numel,), file.extent(local))
+                        parts += in_boxes([(0, part)], boxes)
+                weights.setdefault(name, Joined(f"{name}/param", tensor.dtype, shape, tuple(parts)))
+                whole[name] = shape
+            for rank, own in enumerate(ranks):
+                filled += self._buffers(stage, rank, own)
+            layers = [int(match[1]) for name in ranks[0] if (match := LAYER.match(name))]
+            first = max([first, *(layer + 1 for layer in layers)])
+        yield from weights.values()
+        yield from joined(filled, whole, gated)
+
+    def _weights(self, stage: int, rank: int, first: int) -> dict[str, tuple[TorchFile, Tensor]]:
+        """The tensors of a rank's model in their order; its layers are numbered from `first` on."""
+        unties = self.args.get("untie_embeddings_and_output_weights") is not False
+        file = self.ranks[stage, rank][1]
+        weights = {}
+        for key, tensor in file.value["model"].items():
+            if not isinstance(tensor, Tensor) or key.endswith("_extra_state"):
+                continue
+            name = EMBEDDING if key == OUTPUT and stage and not unties else with_norms(key)
+            if match := LAYER.match(name):
+                name = f"decoder.layers.{int(match[1]) + first}{name[match.end() :]}"
+            weights[name] = file, tensor
+        return weights
+
+    def _buffers(
+        self, stage: int, rank: int, weights: Mapping[str, tuple[TorchFile, Tensor]]
+    ) -> Iterator[Filled]:
+        path = os.path.join(self.ranks[stage, rank][0], "distrib_optim.pt")
+        if not sources.is_file(path):
+            raise refusal(self.path, "optimizers that know parameters by number")
+        for _, dtype, slots in coalesced(TorchFile(path)):
+            sizes = [
+                (name, tensor.numel)
+                for name, (_, tensor) in weights.items()
+                if tensor.dtype == dtype and not NOT_TRAINED.fullmatch(name)
+            ]
+            yield Filled(
+                rank, self.tp, layout(path, sizes, slots, bucket_size_of(self.args, stage))
+            )
+
+
+# -- names
+
+
+def _arguments(common: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that Megatron-LM saves; none if another program saved."""
+    args = common.get("args")
+    return dict(args.state) if isinstance(args, Foreign) and isinstance(args.state, dict) else {}
+
+
+def _expert(name: str) -> int | None:
+    """The number of the expert that a parameter is in."""
+    match = re.search(r"\.local_experts\.(\d+)\.", name)
+    return int(match[1]) if match else None
+
+
+def _rank_of(name: str, experts: int) -> int | None:
+    """The number of the rank that has an expert, if each has so many."""
+    number = _expert(name)
+    return None if number is None else number // experts
+
+
+def _axes(key: str) -> int:
+    """How many axes of a key's tensor count layers and experts."""
+    return bool(re.match(r"(de|en)coder\.layers\.(?!\d)", key)) + (".experts.experts.linear" in key)
+
+
+def _name(key: str, place: Shape) -> str:
+    """What `named_parameters()` calls the tensor of a layer and an expert."""
+    numbers = list(place)
+    if re.match(r"(de|en)coder\.layers\.(?!\d)", key):
+        key = key.replace(".layers.", f".layers.{numbers.pop(0)}.", 1)
+    if numbers:
+        key = key.replace(".experts.experts.", f".experts.local_experts.{numbers.pop(0)}.")
+    return with_norms(key)
