@@ -148,6 +148,9 @@ MATRIX = [
     case("legacy_tp2_dp2", world=4, tp=2, legacy=True, bucket=700, adam="torch", gated=False),
     case("legacy_tp4", world=4, tp=4, legacy=True, sizes=WIDE, tied=False),
     case("legacy_pp4", world=4, pp=4, legacy=True),
+    case("legacy_pp2_vpp2", world=2, pp=2, vpp=2, legacy=True),
+    case("legacy_tp2_pp2_vpp2", world=4, tp=2, pp=2, vpp=2, legacy=True, bf16=False, tied=False),
+    case("legacy_not_distributed_vpp2", world=2, pp=2, vpp=2, legacy=True, distributed=False),
     case("legacy_moe_dp2", world=2, legacy=True, moe=True),
     case("legacy_not_distributed_fp32", legacy=True, distributed=False, bf16=False),
     case("legacy_not_distributed_pp2", world=2, pp=2, legacy=True, distributed=False),
@@ -173,12 +176,15 @@ WITHOUT_RULE = (
     "legacy_not_distributed_tp2",
     "legacy_not_distributed_fp32",
     "legacy_not_distributed_pp2",
+    "legacy_not_distributed_vpp2",
 )
 LEGACY_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("legacy_moe_dp2", {"ep": 2}, {"world": 2, "ep": 2}),
     ("legacy_moe_dp2", {}, {"world": 2, "pp": 2}),
     ("legacy_not_distributed_pp2", {}, {"world": 2, "tp": 2}),
     ("legacy_dp1", {}, {"world": 2, "tp": 2}),
+    ("legacy_pp2_vpp2", {}, {"world": 2, "tp": 2}),
+    ("legacy_tp2_pp2_vpp2", {}, {"world": 1}),
 ]
 # sources of other releases, loaded by this one
 BETWEEN_RELEASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

@@ -64,8 +64,13 @@ def test_tensors_are_the_optimizers(tmp_path: Path, zckpt: Callable[..., Any], k
     assert zckpt("verify", source).code == 0
 
 
-def _without_model(value: dict[Any, Any]) -> None:
-    value["model0"] = value.pop("model")
+def _in_chunks(value: dict[Any, Any]) -> None:
+    """The second layer comes into a chunk of its own, where its number is 0, with what follows."""
+    chunks: list[dict[str, Any]] = [{}, {}]
+    for name, tensor in value.pop("model").items():
+        behind = ".layers.1." in name or "final" in name or name.startswith("output_layer")
+        chunks[behind][name.replace(".layers.1.", ".layers.0.")] = tensor
+    value["model0"], value["model1"] = chunks
 
 
 def _old_rows(value: dict[Any, Any]) -> None:
@@ -87,7 +92,6 @@ def _stranger(value: dict[Any, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_without_model, "several model chunks"),
         (_old_rows, "order of rows"),
         (_shared_groups, "1 query group on 2 tensor ranks"),
         (_spread, "experts that are spread"),
@@ -97,6 +101,25 @@ def _stranger(value: dict[Any, Any]) -> None:
 def test_other_models_are_refused(legacy: Path, change: Change, message: str) -> None:
     _changed(legacy, change)
     with pytest.raises(errors.UnsupportedCheckpoint, match=message):
+        package.read(legacy)
+
+
+def test_layers_go_through_the_chunks(legacy: Path, tmp_path: Path) -> None:
+    """Weights alone: Megatron-Core would have a buffer for each chunk."""
+    package.convert(legacy, tmp_path / "one", weights_only=True)
+    _changed(legacy, _in_chunks)
+    package.convert(legacy, tmp_path / "two", weights_only=True)
+    assert package.verify(tmp_path / "two", tmp_path / "one")["equal"]
+    with pytest.raises(errors.UnsupportedCheckpoint, match="fill buffer 0"):
+        package.read(legacy)
+
+
+def test_ranks_with_other_chunks(legacy: Path) -> None:
+    first, *_ = sorted(legacy.rglob("model_optim_rng.pt"))
+    value = torch.load(first, weights_only=False)
+    _in_chunks(value)
+    torch.save(value, first)
+    with pytest.raises(errors.InconsistentCheckpoint, match="has 1 model chunks, but"):
         package.read(legacy)
 
 

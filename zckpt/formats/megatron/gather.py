@@ -260,8 +260,10 @@ class _Folders:
         weights: dict[str, Joined] = {}
         filled: list[Filled] = []
         first, gated = 0, False
-        for stage in range(1 + max(stage for stage, _ in self.ranks)):
-            ranks = [self._weights(stage, rank, first) for rank in range(self.tp)]
+        stages = range(1 + max(stage for stage, _ in self.ranks))
+        chunks = [key for key in self.ranks[0, 0][1].value if re.fullmatch(r"model\d*", str(key))]
+        for number, stage in product(range(len(chunks)), stages):
+            ranks = [self._weights(stage, rank, chunks[number], first) for rank in range(self.tp)]
             gated = gated or is_gated({name: own.shape for name, (_, own) in ranks[0].items()})
             for name, (_, tensor) in ranks[0].items():
                 shape = whole_shape(name, tensor.shape, self.tp)
@@ -275,18 +277,20 @@ class _Folders:
                 weights.setdefault(name, Joined(f"{name}/param", tensor.dtype, shape, tuple(parts)))
                 whole[name] = shape
             for rank, own in enumerate(ranks):
-                filled += self._buffers(stage, rank, own)
+                filled += self._buffers(stage, rank, number, own)
             layers = [int(match[1]) for name in ranks[0] if (match := LAYER.match(name))]
             first = max([first, *(layer + 1 for layer in layers)])
         yield from weights.values()
         yield from joined(filled, whole, gated)
 
-    def _weights(self, stage: int, rank: int, first: int) -> dict[str, tuple[TorchFile, Tensor]]:
-        """The tensors of a rank's model in their order; its layers are numbered from `first` on."""
+    def _weights(
+        self, stage: int, rank: int, chunk: str, first: int
+    ) -> dict[str, tuple[TorchFile, Tensor]]:
+        """The tensors of a rank's chunk in their order; its layers are numbered from `first` on."""
         unties = self.args.get("untie_embeddings_and_output_weights") is not False
         file = self.ranks[stage, rank][1]
         weights = {}
-        for key, tensor in file.value["model"].items():
+        for key, tensor in file.value[chunk].items():
             if not isinstance(tensor, Tensor) or key.endswith("_extra_state"):
                 continue
             name = EMBEDDING if key == OUTPUT and stage and not unties else with_norms(key)
@@ -296,20 +300,23 @@ class _Folders:
         return weights
 
     def _buffers(
-        self, stage: int, rank: int, weights: Mapping[str, tuple[TorchFile, Tensor]]
+        self, stage: int, rank: int, chunk: int, weights: Mapping[str, tuple[TorchFile, Tensor]]
     ) -> Iterator[Filled]:
+        """A rank's buffers of one chunk: of each type of weights the one with its number."""
         path = os.path.join(self.ranks[stage, rank][0], "distrib_optim.pt")
         if not sources.is_file(path):
             raise refusal(self.path, "optimizers that know parameters by number")
+        by_type: dict[str, list[Slots]] = {}
         for _, dtype, slots in coalesced(TorchFile(path)):
+            by_type.setdefault(dtype, []).append(slots)
+        for dtype, listed in by_type.items():
             sizes = [
                 (name, tensor.numel)
                 for name, (_, tensor) in weights.items()
                 if tensor.dtype == dtype and not NOT_TRAINED.fullmatch(name)
             ]
-            yield Filled(
-                rank, self.tp, layout(path, sizes, slots, bucket_size_of(self.args, stage))
-            )
+            size = bucket_size_of(self.args, stage + chunk)
+            yield Filled(rank, self.tp, layout(path, sizes, listed[chunk], size))
 
 
 # -- names

@@ -3,14 +3,18 @@
     mp_rank_TT[_PPP]/model_optim_rng.pt    model, groups, arguments, counters of one rank
     mp_rank_TT[_PPP]/distrib_optim.pt      the flat buffers of the distributed optimizer
 
-Every rank has its own layers, numbered from 0, and its own slices. The order of the model's state
+A rank of an interleaved pipeline has several model chunks, `model0`, `model1`, ... The layers go
+through the first chunks of all stages, then through the second ones.
+Every chunk has its own layers, numbered from 0, and every rank its own slices. The order of a state
 dict is that of the parameters, so no rule about the architecture is needed to place them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from itertools import count, product, takewhile
 from typing import Any
 
 from ...core import sources
@@ -42,6 +46,7 @@ from .stages import EMBEDDING, HINT, OUTPUT, Place, require_one
 STATES = "distrib_optim.pt"
 OLDEST = 2.0  # of checkpoint_version; before it the rows of linear_qkv have another order
 DISTRIBUTED = "distrib_optim"
+OF_CHUNK = re.compile(r"model\d*")
 
 
 @mutable
@@ -53,7 +58,19 @@ class _Rank:
     folder: str
     file: TorchFile
     weights: dict[str, Tensor] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
+    chunks: list[list[str]] = field(default_factory=list)  # parameters of each model chunk
+
+    @property
+    def order(self) -> list[str]:
+        return [name for names in self.chunks for name in names]
+
+    @property
+    def models(self) -> list[Any]:
+        """The state dicts of its model chunks, of which interleaved pipelines have several."""
+        if "model0" not in self.value:
+            return [self.value.get("model")]
+        keys = takewhile(self.value.__contains__, (f"model{number}" for number in count()))
+        return [self.value[key] for key in keys]
 
     @property
     def value(self) -> dict[Any, Any]:
@@ -64,8 +81,8 @@ class _Rank:
 def read_legacy(folder: str, step_policy: str | None, weights_only: bool) -> Manifest:
     """The manifest of a directory with `mp_rank_*` folders.
 
-    Raises UnsupportedCheckpoint for experts that are spread over ranks, several model chunks on a
-    rank, models that are not of Megatron-Core, and unknown modules on several tensor ranks.
+    Raises UnsupportedCheckpoint for experts that are spread over ranks, models that are not of
+    Megatron-Core, and unknown modules on several tensor ranks.
     """
     return _LegacyReader(folder).manifest(step_policy, weights_only)
 
@@ -98,7 +115,8 @@ class _LegacyReader:
         self._number_layers()
         self._weights()
         self._name_items()
-        common = {key: value for key, value in self.common.items() if key != "model"}
+        models = OF_CHUNK.fullmatch
+        common = {key: value for key, value in self.common.items() if not models(str(key))}
         common.pop("rng_state", None)
         slots: set[str] = set()
         has_states = not weights_only and isinstance(common.get("optimizer"), (dict, list))
@@ -185,13 +203,15 @@ class _LegacyReader:
             )
         require_groups(self.folder, self.args, self.tp)
         for rank in self.ranks:
-            if "model0" in rank.value:
-                raise UnsupportedCheckpoint(
-                    f"{rank.file.path} has several model chunks (an interleaved pipeline)",
-                    hint="zckpt reads them from --ckpt-format torch_dist",
+            if len(rank.models) != len(self.ranks[0].models):
+                raise InconsistentCheckpoint(
+                    f"{rank.file.path} has {len(rank.models)} model chunks, but "
+                    f"{self.ranks[0].file.path} has {len(self.ranks[0].models)}"
                 )
-            model = rank.value.get("model")
-            if not isinstance(model, dict) or "language_model" in model:
+            known = (
+                isinstance(each, dict) and "language_model" not in each for each in rank.models
+            )
+            if not all(known):
                 raise UnsupportedCheckpoint(
                     f"{rank.file.path} has no state dict of a Megatron-Core model"
                 )
@@ -212,21 +232,22 @@ class _LegacyReader:
         """Gives each rank its weights under their names in the whole model, and keeps objects."""
         tied = self.args.get(TIED) is False
         first = 0
-        for stage in range(self.pp):
-            count = 0
+        for chunk, stage in product(range(len(self.ranks[0].models)), range(self.pp)):
+            layers = 0
             for rank in self.ranks:
                 if rank.pp != stage:
                     continue
-                for local, value in rank.value["model"].items():
+                rank.chunks.append([])
+                for local, value in rank.models[chunk].items():
                     name, match = str(local), LAYER.fullmatch(str(local))
                     if match:
                         layer = int(match["layer"])
-                        count = max(count, layer + 1)
+                        layers = max(layers, layer + 1)
                         name = f"decoder.layers.{layer + first}.{match['rest']}"
                     if name == OUTPUT and tied and stage:
                         name = EMBEDDING
                     self._take(rank, with_plain_norms(name), value)
-            first += count
+            first += layers
         for rank in self.ranks:
             if "rng_state" in rank.value:
                 key = f"rng_state/shard_{rank.pp}.{rank.tp}_{self.pp}.{self.tp}"
@@ -235,7 +256,7 @@ class _LegacyReader:
     def _take(self, rank: _Rank, name: str, value: Any) -> None:
         if isinstance(value, Tensor) and not name.endswith("_extra_state"):
             rank.weights[name] = value
-            rank.order += [name] * (not BUFFERS.fullmatch(name))
+            rank.chunks[-1] += [name] * (not BUFFERS.fullmatch(name))
         elif name.endswith(OF_MODULE) and name != OF_OUTPUT and rank.tp == 0:
             self.modules[name] = (rank, value)
         elif value is not None and rank.tp == 0:
@@ -246,7 +267,7 @@ class _LegacyReader:
 
     def _name_items(self) -> None:
         """Keeps the states of modules, and the keys of all weights, as torch_dist has them."""
-        raw = (str(name) for rank in self.ranks for name in rank.value["model"])
+        raw = (str(name) for rank in self.ranks for model in rank.models for name in model)
         fused = any(norm in name for name in raw for norm in NORMS)
         items = items_of_modules([*self.shapes, *self.modules], fused)
         if items:
@@ -327,14 +348,19 @@ class _LegacyReader:
         self.records += file.records.values()
         if isinstance(file.value, list):
             raise _spread(self.folder)
-        flats = [flat for _, flat in buffers_of(file, file.value)]
         left = set(rank.order)
-        for flat in flats:
-            locals_ = [
-                local_part(name, rank.weights[name], rank.file)
-                for name in reversed(rank.order)
-                if rank.weights[name].dtype == flat.dtype
-            ]
+        of_types: dict[str, list[list[str]]] = {}
+        for chunk in rank.chunks:
+            kinds: dict[str, list[str]] = {}
+            for name in chunk:
+                kinds.setdefault(rank.weights[name].dtype, []).append(name)
+            for dtype, names in kinds.items():
+                of_types.setdefault(dtype, []).append(names)
+        for _, flat in sorted(buffers_of(file, file.value), key=lambda item: item[0]):
+            if not of_types.get(flat.dtype):
+                raise InconsistentCheckpoint(f"{path} has more buffers than model chunks")
+            names = of_types[flat.dtype].pop(0)
+            locals_ = [local_part(name, rank.weights[name], rank.file) for name in reversed(names)]
             ways = places(locals_, flat, read_bytes)
             require_one(ways, flat, self.folder)
             for local, place in zip(locals_, ways[0], strict=True):
