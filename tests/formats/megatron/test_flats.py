@@ -119,7 +119,7 @@ def test_ranks_with_other_chunks(legacy: Path) -> None:
     value = torch.load(first, weights_only=False)
     _in_chunks(value)
     torch.save(value, first)
-    with pytest.raises(errors.InconsistentCheckpoint, match="has 1 model chunks, but"):
+    with pytest.raises(errors.InconsistentCheckpoint, match="has 1 model chunk, but"):
         package.read(legacy)
 
 

@@ -29,6 +29,7 @@ from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
+    counted,
 )
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .common import NOT_DISTRIBUTED, arguments, kept, with_groups
@@ -203,10 +204,11 @@ class _LegacyReader:
             )
         require_groups(self.folder, self.args, self.tp)
         for rank in self.ranks:
-            if len(rank.models) != len(self.ranks[0].models):
+            own, first = len(rank.models), len(self.ranks[0].models)
+            if own != first:
                 raise InconsistentCheckpoint(
-                    f"{rank.file.path} has {len(rank.models)} model chunks, but "
-                    f"{self.ranks[0].file.path} has {len(self.ranks[0].models)}"
+                    f"{rank.file.path} has {counted(own, 'model chunk')}, but "
+                    f"{self.ranks[0].file.path} has {first}"
                 )
             known = (
                 isinstance(each, dict) and "language_model" not in each for each in rank.models
