@@ -43,6 +43,7 @@ USUAL: dict[str, Any] = {
     "legacy": False,
     "load": None,
     "prefix": False,
+    "fsdp": None,  # or the strategy of Megatron-FSDP
 }
 
 
@@ -130,6 +131,19 @@ LEGACY = [
     case("legacy_dp3", world=3, legacy=True, bucket=700, sizes=ODD, tied=False, gated=False),
     case("legacy_tp2_pp2", world=4, tp=2, pp=2, legacy=True),
     case("legacy_not_distributed_tp2", world=2, tp=2, legacy=True, distributed=False, adam="torch"),
+]
+FSDP = case("fsdp_tp2_dp2", world=4, tp=2, fsdp="optim_grads_params", sizes=ODD, tied=False)
+MORE_FSDP = [
+    case("fsdp_dp1", fsdp="optim_grads_params"),
+    case("fsdp_dp3", world=3, fsdp="optim_grads_params", sizes=ODD, gated=False),
+    case("fsdp_tp2", world=2, tp=2, fsdp="optim_grads_params"),
+    case("fsdp_fp32", world=2, fsdp="optim_grads_params", bf16=False, gated=False),
+    case("fsdp_torch_adam", world=2, fsdp="optim_grads_params", adam="torch"),
+    case("fsdp_moe_dp2", world=2, fsdp="optim_grads_params", moe=True),
+    case("fsdp_moe_ep2", world=2, ep=2, fsdp="optim_grads_params", moe=True),
+    case("fsdp_moe_ep2_dp4", world=4, ep=2, fsdp="optim_grads_params", moe=True, tied=False),
+    case("fsdp_optim", world=2, fsdp="optim"),
+    case("fsdp_optim_grads", world=2, fsdp="optim_grads", bucket=700),
 ]
 TRAINED = [*READABLE, *FLAT, *LEGACY]
 NEW_VERSION = "0.19.2"  # it keeps the common state as an item
@@ -273,7 +287,8 @@ def expected(folder: Path, when: str = "rank") -> tuple[dict[str, torch.Tensor],
     `when` is "next" for what they held one update later.
 
     Tensor-parallel parts are joined along the axis that Megatron-Core states for them; the two
-    halves of a gated `linear_fc1` are joined apart. An element that no rank held is NaN.
+    halves of a gated `linear_fc1` are joined apart. An element that no rank held is NaN. Ranks of
+    Megatron-FSDP have no whole weights, so there are none.
     """
     parts = [
         part
@@ -287,9 +302,10 @@ def expected(folder: Path, when: str = "rank") -> tuple[dict[str, torch.Tensor],
     for part in parts:
         rank = part["tp_rank"] if part["axis"] >= 0 else 0
         axes[part["name"]] = part["axis"]
-        weights = locals_.setdefault((part["name"], "param"), {})
-        known = weights.setdefault(rank, part["weight"])
-        assert torch.equal(known, part["weight"]), f"copies of {part['name']} differ"
+        if part["weight"] is not None:
+            weights = locals_.setdefault((part["name"], "param"), {})
+            known = weights.setdefault(rank, part["weight"])
+            assert torch.equal(known, part["weight"]), f"copies of {part['name']} differ"
         for key, values in part["tensors"].items():
             ranks = locals_.setdefault((part["name"], SLOTS[key]), {})
             whole = ranks.setdefault(rank, torch.full(part["shape"], torch.nan))

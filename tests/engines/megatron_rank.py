@@ -385,7 +385,7 @@ def load(run: Path, wrapped: list[Any], steps: Any, sizes: tuple[int, int], rng_
     if asks:
         template["rng_state"] = rng_state
     state = dist_checkpointing.load(template, folder)
-    assert not asks or state["rng_state"] == [{"random_rng_state": (3, (1, 2), None)}]
+    assert not asks or state["rng_state"][0]["random_rng_state"] == (3, (1, 2), None)
     for key, chunk in zip(keys_of(wrapped), wrapped, strict=True):
         chunk.module.load_state_dict(state[key])
     steps.load_state_dict(state["optimizer"])
@@ -465,6 +465,7 @@ def main() -> None:
     if not hasattr(numpy, "product"):  # Megatron-Core 0.13 calls it so
         numpy.product = numpy.prod  # type: ignore[attr-defined]
     stub_cuda()
+    from .megatron_fsdp_rank import run as run_fsdp
 
     for case in cases:
         world = case["world"]
@@ -476,7 +477,7 @@ def main() -> None:
             if child == 0:
                 code = 1
                 try:
-                    run(case, rank, world, store, root)
+                    (run_fsdp if case["fsdp"] else run)(case, rank, world, store, root)
                     code = 0
                 except BaseException:
                     traceback.print_exc()

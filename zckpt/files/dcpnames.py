@@ -1,4 +1,30 @@
-"""How are the files of torch.distributed.checkpoint called?"""
+"""How are the files of torch.distributed.checkpoint called, and which keys do they have?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from ..core import sources
 
 METADATA = ".metadata"
 ITEMS = ".distcp"
+AT_ONCE = 1 << 20  # bytes
+
+
+def names_any(folder: str, texts: Sequence[bytes]) -> bool:
+    """Whether the `.metadata` of a folder has one of the texts, which are parts of keys.
+
+    It is not unpickled: keys stand in it as they are.
+    """
+    path = os.path.join(folder, METADATA)
+    if not sources.is_file(path):
+        return False
+    rest, longest = b"", max(map(len, texts))
+    with sources.opened(path) as file:
+        while block := file.read(AT_ONCE):
+            rest += block
+            if any(text in rest for text in texts):
+                return True
+            rest = rest[-longest:]
+    return False

@@ -167,15 +167,6 @@ def test_other_kinds_are_refused(run: Path) -> None:
         package.read(run)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_megatron_fsdp_is_refused(tmp_path: Path) -> None:
-    meta = {"weight": {"lr": 0.1, "step": 3}}
-    state = {"model": {"weight": torch.ones(3)}, "optimizer": {"param_to_group_meta": meta}}
-    dcp.save(state, checkpoint_id=tmp_path / "run", no_dist=True)
-    with pytest.raises(errors.UnsupportedCheckpoint, match="Megatron-FSDP"):
-        package.read(tmp_path / "run")
-
-
 def test_lost_files_are_refused(run: Path) -> None:
     (run / ITERATION / "common.pt").unlink()
     with pytest.raises(errors.IncompleteCheckpoint, match=r"common\.pt"):

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 
 from ...core import sources
 from ...errors import UnsupportedCheckpoint
-from ...files.dcpnames import ITEMS, METADATA
+from ...files.dcpnames import ITEMS, METADATA, names_any
 
 STEP = re.compile(r"step-(\d+)")
 MAX_MARKER = 1 << 16  # bytes
+MEGATRON_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # of 0.16.1
 PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
 
 
@@ -86,7 +87,12 @@ def _refuse_several(root: str, parts: list[str]) -> None:
 
 
 def _is_megatrons(folder: str) -> bool:
-    """Whether a folder has the file by which Megatron-Core (0.16.1) recognizes its own."""
+    """Whether a folder has the file by which Megatron-Core (0.16.1) recognizes its own.
+
+    Or the keys of its FSDP, which has no such file.
+    """
+    if names_any(folder, MEGATRON_FSDP):
+        return True
     path = os.path.join(folder, "metadata.json")
     if not sources.is_file(path):
         return False

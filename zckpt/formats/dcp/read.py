@@ -45,7 +45,6 @@ from . import hf
 from .files import located, own_files
 
 MAX_LIST = 1_000_000  # elements of all lists
-MEGATRON_FSDP = "optimizer.param_to_group_meta."  # megatron-core 0.16.1, distrib_optimizer.py
 FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
 
 
@@ -99,13 +98,6 @@ class _FolderReader:
                 f"{os.path.join(table.folder, METADATA)} keeps a {type(planned).__name__} instead "
                 "of the paths of its items",
                 hint="save with torch's DefaultSavePlanner",
-            )
-        if any(key.startswith(MEGATRON_FSDP) for key in table.items):
-            raise UnsupportedCheckpoint(
-                f"{table.folder} was written by Megatron-FSDP (fsdp_dtensor), which zckpt does not "
-                "read",
-                hint="its layers have the numbers of a pipeline's stage, so stages can overwrite "
-                "each other: save torch_dist with fully_reshardable",
             )
         if not saved.source["version"]:
             saved.source["version"] = table.others.get("version")

@@ -1,4 +1,4 @@
-"""Megatron-Core's checkpoints: `torch_dist`, and the older `mp_rank_*` directories.
+"""Megatron-Core's checkpoints: `torch_dist`, the older `mp_rank_*` directories, and its FSDP's.
 
     files.py     which directory is meant; the kinds that are refused
     common.py    what the ranks share: arguments, hyper-parameters, the step
@@ -13,6 +13,7 @@
     placing.py   where in it they begin
     order.py     the order of a GPTModel's parameters
     legacy.py    mp_rank_* directories; with cuts.py and legacy_states.py
+    fsdp.py      Megatron-FSDP's directories (fsdp_dtensor); with fsdpitems.py
     optimizers.py  the optimizers and groups that a target's run has
     write.py     an iteration's directory, from which any tp, pp and dp resumes
     gather.py    Megatron-Core's own rule for its buffers, for `verify --gather`
@@ -58,7 +59,7 @@ ANY_SIZES = "runs of any tp, pp and dp resume from the same files"
 FORMAT = Format(
     name="megatron",
     folder="megatron",
-    about="Megatron-Core: torch_dist and mp_rank_* directories",
+    about="Megatron-Core: torch_dist, mp_rank_*, fsdp_dtensor",
     family="megatron",
     options=(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, ALLOW_OBJECT, EP, LIKE),
     reasons={"dp": ANY_SIZES, "tp": ANY_SIZES, "pp": ANY_SIZES},

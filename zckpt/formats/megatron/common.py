@@ -28,6 +28,7 @@ READABLE = "fully_reshardable"
 MODEL_SPACE = "fully_sharded_model_space"
 FLAT = ("dp_reshardable", "dp_zero_gather_scatter")
 NOT_DISTRIBUTED = "none"
+FSDP = "fsdp_dtensor"
 
 
 def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any, Any]]:

@@ -14,10 +14,11 @@ from ...core.values import field, mutable
 from ...errors import UnsupportedCheckpoint, counted
 from ...files.torchfile import TorchFile
 from ...training.steps import infer_optimizer
-from .common import NOT_DISTRIBUTED, arguments, kept
+from .common import FSDP, NOT_DISTRIBUTED, arguments, kept
 from .groups import groups_of, members, stated_step
 
 BUFFERS = re.compile(r".*\.router\.expert_bias")
+STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 TIED = "untie_embeddings_and_output_weights"
 
 
@@ -29,6 +30,7 @@ class Content:
     weights and buffers, `frozen` are weights without a state of the optimizer although others have
     one, `slots` the optimizer's own. `sharding` says how its state was sharded; None if it was not
     read. `keys` are those of the directory, with the number of axes in front of a parameter's own.
+    `group_of` is the group of every parameter, if the files state it.
     """
 
     folder: str
@@ -45,6 +47,7 @@ class Content:
     keys: dict[str, int] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    group_of: dict[str, int] | None = None
 
 
 def manifest_of(content: Content, step_policy: str | None) -> Manifest:
@@ -54,7 +57,9 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     groups = groups_of(common) if slots else []
     known = {name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)}
     trainable = known.keys() - content.frozen
-    group_of = members(groups, {name: known[name] for name in known if name in trainable})
+    group_of = content.group_of
+    if group_of is None:
+        group_of = members(groups, {name: known[name] for name in known if name in trainable})
     warnings = []
     if groups and group_of is None:
         warnings.append(
@@ -91,7 +96,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         source={
             "format": "megatron",
             "version": None,  # no file states it
-            "zero_stage": None if sharding is None else int(sharding != NOT_DISTRIBUTED),
+            "zero_stage": _stage(sharding, args),
             "dp": size_of(args, "data_parallel_size"),
             "tag": basename(content.folder),
         },
@@ -111,6 +116,13 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         warnings=tuple(warnings),
         states_inferred=False,
     )
+
+
+def _stage(sharding: str | None, args: Mapping[str, Any]) -> int | None:
+    """The stage of ZeRO; Megatron-FSDP has those of its strategies, if the arguments state one."""
+    if sharding == FSDP:
+        return STRATEGIES.get(str(args.get("data_parallel_sharding_strategy")))
+    return None if sharding is None else int(sharding != NOT_DISTRIBUTED)
 
 
 def size_of(args: Mapping[str, Any], key: str) -> int | None:

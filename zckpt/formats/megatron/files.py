@@ -6,6 +6,8 @@ RUN/iter_0000006/, RUN/release/           one checkpoint each
     .metadata, __R_I.distcp               the items of torch.distributed.checkpoint
     common.pt                             what ranks share; since 0.19 an item of its own
     mp_rank_TT[_PPP][_EEE]/               the older kind: a folder for each model-parallel rank
+
+Megatron-FSDP writes `.metadata` and `__R_I.distcp` alone: the keys tell whose they are.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 from ...core import sources
 from ...errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint
+from ...files.dcpnames import names_any
 
 MARKER = "metadata.json"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -24,6 +27,7 @@ OF_ITERATION = re.compile(r"iter_\d{7,}|release")
 OF_RANK = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}")
 LEGACY = "model_optim_rng.pt"
 BACKEND = "torch_dist"
+OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
 MAX_TEXT = 1 << 16  # bytes of a file that says which checkpoint is meant, or of which kind it is
 
 
@@ -44,7 +48,7 @@ def is_checkpoint(path: str) -> bool:
     """Whether a folder has files of Megatron-Core, of a kind that zckpt reads or of another."""
     if not sources.is_folder(path):
         return False
-    return "sharded_backend" in _marker(path) or is_legacy(path)
+    return "sharded_backend" in _marker(path) or is_legacy(path) or is_fsdp(path)
 
 
 def located(path: str, tag: str | None) -> str:
@@ -55,7 +59,7 @@ def located(path: str, tag: str | None) -> str:
     folder = os.path.join(path, tag) if tag else path
     if not is_checkpoint(folder) and not tag and len(tags := detect(path)) == 1:
         folder = os.path.join(path, tags[0])
-    if is_legacy(folder):
+    if is_legacy(folder) or is_fsdp(folder):
         return folder
     backend = _marker(folder).get("sharded_backend")
     if backend is None:
@@ -100,3 +104,8 @@ def is_legacy(path: str) -> bool:
     with os.scandir(path) as entries:
         ranks = [entry.path for entry in entries if OF_RANK.fullmatch(entry.name)]
     return any(sources.is_file(os.path.join(rank, LEGACY)) for rank in ranks)
+
+
+def is_fsdp(path: str) -> bool:
+    """Whether a folder has the keys of Megatron-FSDP: Megatron's --ckpt-format fsdp_dtensor."""
+    return not _marker(path) and names_any(path, OF_FSDP)

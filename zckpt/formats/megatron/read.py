@@ -43,8 +43,9 @@ from .common import (
     with_groups,
 )
 from .contents import BUFFERS, Content, manifest_of, require_groups, size_of
-from .files import MARKER, is_legacy, located
+from .files import MARKER, is_fsdp, is_legacy, located
 from .flats import FlatItems, local_parts, read_bytes, slicing_of, states
+from .fsdp import read_fsdp
 from .legacy import read_legacy
 from .masters import check as check
 from .masters import rebuilt as rebuilt
@@ -77,6 +78,8 @@ def read(
     try:
         if is_legacy(folder):
             return read_legacy(folder, step_policy, weights_only)
+        if is_fsdp(folder):
+            return read_fsdp(folder, step_policy, weights_only)
         return _Reader(folder, weights_only).manifest(step_policy)
     except MALFORMED as error:
         raise not_understood(folder, error) from error
@@ -145,8 +148,8 @@ class _Reader:
                 continue
             if key.startswith(("mtp.", "model.")):
                 raise UnsupportedCheckpoint(
-                    f"{self.folder} has {key}: zckpt does not read layers of multi-token "
-                    "prediction, nor files of Megatron-FSDP"
+                    f"{self.folder} has {key}: zckpt reads neither layers of multi-token "
+                    "prediction, nor weights of Megatron-FSDP in such a directory"
                 )
             self.keys[key] = axes_of(key)
             for name, entry in self._parts(key, item, key, "param"):

@@ -151,16 +151,17 @@ class MegatronWriter:
         names = [*source.parameters, *source.buffers]
         if not keys:
             raise MissingData(
-                "the source is of mp_rank_* directories, and zckpt does not know the keys of its "
-                "model in torch_dist: its layers differ, or its modules have no _extra_state",
-                hint="load it in Megatron-LM and save it with --ckpt-format torch_dist",
+                "the source is of mp_rank_* directories or of Megatron-FSDP, and zckpt does not "
+                "know the keys of its model in torch_dist: its layers differ, or its modules have "
+                "no _extra_state",
+                hint="give --like RUN, a torch_dist directory that the next run has saved",
             )
         parts, strangers = keys_of(names, keys)
         if strangers:
             raise MissingData(
                 f"no key of the source's Megatron-Core files has {listed(strangers)}",
-                hint="leave --rename out: Megatron-Core needs its own names; for mp_rank_* "
-                "directories, zckpt knows the keys of a GPTModel's own modules alone",
+                hint="leave --rename out: Megatron-Core needs its own names; for mp_rank_* and "
+                "fsdp_dtensor, zckpt knows the keys of a GPTModel's own modules alone",
             )
         if lost := [key for key in keys if key not in parts]:
             raise MissingData(f"the source lacks the weights of {listed(lost)}")
