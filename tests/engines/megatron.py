@@ -145,6 +145,11 @@ MORE_FSDP = [
     case("fsdp_optim", world=2, fsdp="optim"),
     case("fsdp_optim_grads", world=2, fsdp="optim_grads", bucket=700),
 ]
+NEW_FSDP = [
+    case("fsdp_new_tp2_dp2", world=4, tp=2, fsdp="optim_grads_params", sizes=ODD, tied=False),
+    case("fsdp_new_torch_adam", world=2, fsdp="optim_grads_params", adam="torch", gated=False),
+    case("fsdp_new_moe_ep2", world=2, ep=2, fsdp="optim_grads_params", moe=True),
+]
 TRAINED = [*READABLE, *FLAT, *LEGACY]
 NEW_VERSION = "0.19.2"  # it keeps the common state as an item
 NEW = [

@@ -65,6 +65,8 @@ def test_directory(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
     assert isinstance(ranks[0][0].pop("torch_rng_state"), TensorName)
     assert ranks == [[{"random_rng_state": (3, (1, 2), None)}]]
     assert zckpt("verify", DATA).code == 0
+    ended = zckpt("verify", DATA, "--gather", "--against", tmp_path / "out", "--json")
+    assert "files of Megatron-FSDP, for which --gather has no rule" in ended.document["message"]
     assert zckpt("convert", DATA, tmp_path / "weights", "--weights-only").code == 0
 
 
@@ -82,8 +84,13 @@ def test_torch_dist_is_written(tmp_path: Path, zckpt: Callable[..., Any]) -> Non
             assert torch.equal(expected[f"{key}/{slot}"], tensor)
 
 
-def saved(path: Path, stages: int = 1, model: str = "model", **changes: Any) -> Path:
-    """A directory with a small layer on two tensor ranks; `changes` are further weights."""
+def saved(
+    path: Path, stages: int = 1, model: str = "model", state: Any = None, **changes: Any
+) -> Path:
+    """A directory with a small layer on two tensor ranks; `changes` are further weights.
+
+    `state` is that of one weight.
+    """
     weights = {
         "module.decoder.layers.0.mlp.linear_fc1.weight_w": torch.ones(4, 3),
         "module.decoder.layers.0.mlp.linear_fc1.weight_v": torch.zeros(4, 3),
@@ -92,13 +99,16 @@ def saved(path: Path, stages: int = 1, model: str = "model", **changes: Any) -> 
     }
     weights = {name: tensor for name, tensor in weights.items() if tensor is not None}
     meta = {"lr": 0.1, "step": 3}
-    state = {
+    saved_state = {
         "args": argparse.Namespace(pipeline_model_parallel_size=stages),
         model: weights,
-        "optimizer": {"param_to_group_meta": {"module." + FC2: meta}},
+        "optimizer": {
+            "state": {f"module.{FC2}": state or {"exp_avg": torch.ones(3, 4)}},
+            "param_to_group_meta": {f"module.{FC2}": meta},
+        },
         "rng_state": {"(0, 1)": [{"torch_rng_state": torch.ones(3)}]},
     }
-    dcp.save(state, checkpoint_id=path, no_dist=True)
+    dcp.save(saved_state, checkpoint_id=path, no_dist=True)
     return path
 
 
@@ -114,7 +124,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "are not apart": saved(
             tmp_path / "whole", **{f"{FC1}_w": None, f"{FC1}_v": None, FC1: torch.ones(8, 3)}
         ),
-        "no such weight": saved(tmp_path / "lost", **{FC2: None}),
+        "the state of no weight": saved(tmp_path / "lost", **{FC2: None}),
+        "not the shape": saved(tmp_path / "shape", state={"exp_avg": torch.ones(4, 3)}),
+        "is of type F16": saved(tmp_path / "type", state={"exp_avg": torch.ones(3, 4).half()}),
+        "no state of a weight": saved(tmp_path / "deep", state={"exp_avg": {"scale": 1.0}}),
     }
     for message, path in wrong.items():
         with pytest.raises(errors.ZckptError, match=message):
@@ -179,6 +192,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("megatron-fsdp")
     megatron.train(megatron.MORE_FSDP, root)
     return root
+
+
+@pytest.fixture(scope="module")
+def new_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("megatron-fsdp-new")
+    megatron.train(megatron.NEW_FSDP, root, megatron.NEW_VERSION)
+    return root
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", [case["name"] for case in megatron.NEW_FSDP])
+def test_states_of_0_19_are_the_optimizers(
+    new_runs: Path, tmp_path: Path, zckpt: Callable[..., Any], name: str
+) -> None:
+    compare(new_runs, tmp_path, zckpt, name)
 
 
 @pytest.mark.matrix

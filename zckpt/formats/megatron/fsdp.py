@@ -11,7 +11,7 @@ tensors: <name>_w for the gate, <name>_v for the other half. All tensors have th
 and experts have their numbers in the whole layer.
 
 Layers have the numbers of their pipeline stage, so the stages of a pipeline write the same keys.
-Only directories of one stage are read. Proven with megatron-core 0.16.1.
+Only directories of one stage are read. Proven with megatron-core 0.16.1 and 0.19.2.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from .names import NORMS
 
 OF_RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # stage, tensor rank
 MASTER = "master_param"  # of Transformer Engine's Adam, if it keeps the masters itself
+MASTERS, MOMENTS = ("F32",), ("F32", "BF16")  # types; its others go with scales or with weights
 
 
 def read_fsdp(folder: str, step_policy: str | None, weights_only: bool) -> Manifest:
@@ -172,7 +173,14 @@ class _FsdpReader:
                         f"{self.folder} has {shown(keys[0])}, which is the state of no weight",
                         hint=WEIGHTS_ONLY,
                     )
-                if self.items.enter(name, slot, keys).shape != shape:
+                entry = self.items.enter(name, slot, keys)
+                if entry.dtype not in (MASTERS if slot == "master" else MOMENTS):
+                    raise UnsupportedCheckpoint(
+                        f"{self.folder}: {shown(keys[0])} is of type {entry.dtype}, whose scale or "
+                        "rest the files do not have",
+                        hint=WEIGHTS_ONLY,
+                    )
+                if entry.shape != shape:
                     # 0.16.1 parts exp_avg and exp_avg_sq alone: both keys have all of another state
                     raise UnsupportedCheckpoint(
                         f"{self.folder}: {shown(keys[0])} has not the shape of its weight",

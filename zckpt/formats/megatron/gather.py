@@ -45,6 +45,7 @@ from .buffer_rule import (
     whole_shape,
     with_norms,
 )
+from .files import is_fsdp
 
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 BUFFER = re.compile(
@@ -60,8 +61,10 @@ def partitions(path: str) -> list[Partition]:
     """Every tensor of the model and of its optimizer.
 
     Raises UnsupportedCheckpoint for what the rule does not cover: stages of different length in
-    flat buffers, modules that a GPTModel does not have, and optimizers by number.
+    flat buffers, modules that a GPTModel does not have, optimizers by number, and Megatron-FSDP.
     """
+    if is_fsdp(path):
+        raise refusal(path, "files of Megatron-FSDP")
     try:
         if sources.is_file(os.path.join(path, ".metadata")):
             return list(_Items(path).partitions())
