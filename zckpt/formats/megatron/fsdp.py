@@ -69,11 +69,12 @@ class _FsdpReader:
         common = {
             first: items.tree(inside("megatron.common", first), first)
             for first in firsts
-            if first != "rng_state"
+            if first != "rng_state" or not self.places
         }
         slots: set[str] = set()
         group_of: dict[str, int] = {}
-        if items.metas:
+        has_states = bool(items.metas or items.states)
+        if has_states:
             slots = self._moments()
             groups, group_of = self._groups()
             common["optimizer"] = {"optimizer": {"param_groups": groups, **self._step()}}
@@ -88,7 +89,7 @@ class _FsdpReader:
             shapes=self.shapes,
             frozen={name for name in self.shapes if group_of and name not in group_of},
             slots=slots,
-            sharding=FSDP if items.metas else None,
+            sharding=FSDP if has_states else None,
             files=items.paths(),
             records=items.records,
             keys=known,
