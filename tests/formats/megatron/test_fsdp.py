@@ -85,11 +85,17 @@ def test_torch_dist_is_written(tmp_path: Path, zckpt: Callable[..., Any]) -> Non
 
 
 def saved(
-    path: Path, stages: int = 1, model: str = "model", state: Any = None, **changes: Any
+    path: Path,
+    stages: int = 1,
+    model: str = "model",
+    state: Any = None,
+    groups: bool = True,
+    ranks: tuple[str, ...] = ("(0, 1)",),
+    **changes: Any,
 ) -> Path:
     """A directory with a small layer on two tensor ranks; `changes` are further weights.
 
-    `state` is that of one weight.
+    `state` is that of one weight; `ranks` are the keys of random states.
     """
     weights = {
         "module.decoder.layers.0.mlp.linear_fc1.weight_w": torch.ones(4, 3),
@@ -104,9 +110,9 @@ def saved(
         model: weights,
         "optimizer": {
             "state": {f"module.{FC2}": state or {"exp_avg": torch.ones(3, 4)}},
-            "param_to_group_meta": {f"module.{FC2}": meta},
+            "param_to_group_meta": {f"module.{FC2}": meta} if groups else {},
         },
-        "rng_state": {"(0, 1)": [{"torch_rng_state": torch.ones(3)}]},
+        "rng_state": {rank: [{"torch_rng_state": torch.ones(3)}] for rank in ranks},
     }
     dcp.save(saved_state, checkpoint_id=path, no_dist=True)
     return path
@@ -134,6 +140,24 @@ def test_what_is_refused(tmp_path: Path) -> None:
             package.read(path)
     with pytest.raises(errors.NotACheckpoint):
         package.read(tmp_path / "good", format="dcp")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_states_without_groups_are_read(tmp_path: Path) -> None:
+    path = saved(tmp_path / "run", groups=False, ranks=("all", "(0, 1)"))
+    manifest = package.read(path)
+    assert f"{FC2.removeprefix('module.')}/exp_avg" in manifest.entries
+    assert not manifest.groups
+    package.convert(path, tmp_path / "out")
+    (moment,) = load_file(tmp_path / "out" / "exp_avg.safetensors").values()
+    assert torch.equal(moment, torch.ones(3, 4))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_states_of_unknown_ranks_are_kept(tmp_path: Path) -> None:
+    manifest = package.read(saved(tmp_path / "run", ranks=("all",)))
+    (kept,) = manifest.state["megatron"]["common"]["rng_state"]["all"]
+    assert isinstance(kept["torch_rng_state"], TensorName)
 
 
 def test_names() -> None:
