@@ -7,16 +7,12 @@ elements has proven those of its moments. See families_rank.py for the other sid
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .megatron import ROOT, site
+from .megatron import start
 
 TEXT = [[5, 17, 2, 60, 31, 8, 0, 44, 12], [1, 1, 33, 7, 59, 20, 20, 3, 9]]
 FIRST, SECOND = 2.0, 8.0  # exp_avg and exp_avg_sq, as multiples of the weight
@@ -112,17 +108,4 @@ def logits(network: Any) -> torch.Tensor:
 
 def megatron(root: Path, jobs: list[dict[str, Any]]) -> None:
     """Lets Megatron-Core do the jobs of families_rank.py, with paths below `root`."""
-    listed, log = root / "jobs.json", root / "log"
-    listed.write_text(json.dumps({"text": TEXT, "jobs": jobs}))
-    paths = os.pathsep.join([str(ROOT), str(site())])
-    code = "from tests.engines.families_rank import main; main()"
-    with log.open("w") as output:
-        ended = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code, str(listed), str(root)],
-            env={**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
-            stdout=output,
-            stderr=output,
-            timeout=500,
-            check=False,
-        )
-    assert ended.returncode == 0, log.read_text()[-3000:]
+    start("families_rank", root, {"text": TEXT, "jobs": jobs}, 500)

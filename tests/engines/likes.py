@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from .families import USUAL as LLAMA
-from .megatron import ROOT, site
+from .megatron import start
 
 TEXT = [[5, 17, 2, 60, 31, 8, 0, 44], [1, 1, 33, 7, 59, 20, 20, 3], [9, 40, 22, 13, 2, 51, 6, 38]]
 CONFIG = {**LLAMA, "model_type": "llama", "vocab_size": 64, "rms_norm_eps": 1e-6}
@@ -38,20 +35,7 @@ def train(root: Path, *cases: dict[str, Any]) -> None:
     known = root / "cases.json"
     before = json.loads(known.read_text()) if known.exists() else []
     known.write_text(json.dumps([*before, *cases]))
-    listed, log = root / "given.json", root / "log"
-    listed.write_text(json.dumps({"text": TEXT, "config": CONFIG, "cases": cases}))
-    paths = os.pathsep.join([str(ROOT), str(site())])
-    code = "from tests.engines.likes_rank import main; main()"
-    with log.open("w") as output:
-        ended = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code, str(listed), str(root)],
-            env={**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
-            stdout=output,
-            stderr=output,
-            timeout=300,
-            check=False,
-        )
-    assert ended.returncode == 0, log.read_text()[-3000:]
+    start("likes_rank", root, {"text": TEXT, "config": CONFIG, "cases": cases}, 300)
 
 
 def losses(root: Path, name: str) -> list[float]:

@@ -19,10 +19,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
-import os
 import sys
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ import torch
 from torch import distributed as dist
 
 from .families_rank import config_of
-from .megatron_rank import FusedAdam, drawn, global_name, load, record, stub_cuda
+from .megatron_rank import FusedAdam, drawn, fork, global_name, load, record, stub_cuda
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-7}
 DECAY = 0.1
@@ -308,25 +306,4 @@ def main() -> None:
         stub_cuda()
     for case in given["cases"]:
         (root / case["name"]).mkdir(parents=True)
-        children = []
-        for rank in range(case["world"]):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    run(rank, case, given, root)
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                    sys.stderr.flush()
-                for helper in multiprocessing.active_children():
-                    helper.kill()
-                os._exit(code)
-            children.append(child)
-        for child in children:
-            _, status = os.waitpid(child, 0)
-            if status:
-                for other in children:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(other, 9)
-                sys.exit(f"a rank of {case['name']} failed")
+        fork(case["name"], case["world"], partial(run, case=case, given=given, root=root))

@@ -266,24 +266,31 @@ def site(version: str = VERSION) -> Path:
     return folder
 
 
-def train(cases: Sequence[dict[str, Any]], root: Path, version: str = VERSION) -> None:
-    """Trains every case, and saves it into a folder of `root`."""
-    listed, log = root / "cases.json", root / "log"
-    listed.write_text(json.dumps(list(cases)))
+def start(module: str, root: Path, given: Any, seconds: float, version: str = VERSION) -> None:
+    """Runs `main` of a module of this package beside Megatron-Core, with a file of what is given.
+
+    Raises AssertionError with the end of its output if it fails.
+    """
+    file, log = root / "given.json", root / "log"
+    file.write_text(json.dumps(given))
     paths = os.pathsep.join([str(ROOT), str(site(version))])
-    environment = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    code = "from tests.engines.megatron_rank import main; main()"
-    command = [sys.executable, "-W", "ignore", "-c", code]
+    code = f"from tests.engines.{module} import main; main()"
     with log.open("w") as output:
         ended = subprocess.run(
-            [*command, str(listed), str(root)],
-            env=environment,
+            [sys.executable, "-W", "ignore", "-c", code, str(file), str(root)],
+            env={**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
             stdout=output,
             stderr=output,
-            timeout=60 * len(cases),
+            timeout=seconds,
             check=False,
         )
     assert ended.returncode == 0, log.read_text()[-3000:]
+
+
+def train(cases: Sequence[dict[str, Any]], root: Path, version: str = VERSION) -> None:
+    """Trains every case, and saves it into a folder of `root`."""
+    (root / "cases.json").write_text(json.dumps(list(cases)))
+    start("megatron_rank", root, list(cases), 60 * len(cases), version)
 
 
 def expected(folder: Path, when: str = "rank") -> tuple[dict[str, torch.Tensor], set[float]]:

@@ -29,7 +29,8 @@ import os
 import sys
 import traceback
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -468,32 +469,37 @@ def main() -> None:
     from .megatron_fsdp_rank import run as run_fsdp
 
     for case in cases:
-        world = case["world"]
+        world, store = case["world"], str(root / case["name"] / "store")
         (root / case["name"]).mkdir(parents=True)
-        store = str(root / case["name"] / "store")
-        children = []
-        for rank in range(world):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    (run_fsdp if case["fsdp"] else run)(case, rank, world, store, root)
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                    sys.stderr.flush()
-                # Megatron-Core's writer leaves the process of its queue behind
-                for helper in multiprocessing.active_children():
-                    helper.kill()
-                os._exit(code)
-            children.append(child)
-        for child in children:
-            _, status = os.waitpid(child, 0)
-            if status:
-                for other in children:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(other, 9)
-                sys.exit(f"a rank of {case['name']} failed")
+        run_case = run_fsdp if case["fsdp"] else run
+        fork(case["name"], world, partial(run_case, case, world=world, store=store, root=root))
+
+
+def fork(name: str, world: int, run_rank: Callable[..., None]) -> None:
+    """Runs every rank in a process of its own; exits if one of them fails."""
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                run_rank(rank=rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            # Megatron-Core's writer leaves the process of its queue behind
+            for helper in multiprocessing.active_children():
+                helper.kill()
+            os._exit(code)
+        children.append(child)
+    for child in children:
+        _, status = os.waitpid(child, 0)
+        if status:
+            for other in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(other, 9)
+            sys.exit(f"a rank of {name} failed")
 
 
 if __name__ == "__main__":

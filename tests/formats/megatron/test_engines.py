@@ -125,11 +125,11 @@ def test_fsdp2_loads_it(runs: Path, tmp_path: Path, name: str) -> None:
     submit("grid_fsdp", "load", 2, (runs / name, None, names, tmp_path / "held.pt"), tmp_path)
     loaded = torch.load(tmp_path / "held.pt", weights_only=False)
     assert {*loaded["rates"]} == {0.01}
-    held = loaded["tensors"]
-    steps = [held.pop(key) for key in [*held] if key.endswith("/step")]
+    states = loaded["tensors"]
+    steps = [states.pop(key) for key in [*states] if key.endswith("/step")]
     assert {float(step) for step in steps} == {3}
-    assert held.keys() == {key for key in expected if not key.endswith("/param")}
-    assert [key for key in held if not _same(held[key], expected[key])] == []
+    assert states.keys() == {key for key in expected if not key.endswith("/param")}
+    assert [key for key in states if not _same(states[key], expected[key])] == []
 
 
 def resume(cases: list[Resumed], runs: Path, root: Path, version: str = megatron.VERSION) -> Path:

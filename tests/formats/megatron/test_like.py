@@ -228,6 +228,11 @@ class TestRefusals:
         groups = common["optimizer"]["optimizer"]["param_groups"]
         assert {group["eps"] for group in groups} == {0.5}
 
+    def test_another_directory_is_no_run(self, other: Path, tmp_path: Path) -> None:
+        for wrong in (other, tmp_path / "nowhere"):
+            error = self.refused(other, wrong, tmp_path / "new")
+            assert str(error) == f"--like {wrong} is no checkpoint of Megatron-Core"
+
     def test_group_defaults_of_megatrons_own(self, tmp_path: Path) -> None:
         with pytest.raises(errors.WrongOption, match="--group-defaults"):
             package.convert(SOURCE, tmp_path / "new", to="megatron", group_defaults={"eps": 1})
@@ -260,12 +265,12 @@ def test_losses_go_on_through_fsdp_and_back(tmp_path: Path, zckpt: Callable[...,
     assert stopped == pytest.approx(likes.losses(tmp_path, "start")[3:], abs=1e-4)
     universal = tmp_path / "universal"
     assert zckpt("convert", tmp_path / "fsdp" / "dcp", universal, *family).code == 0
-    held, steps = megatron.expected(tmp_path / "end")
+    state, steps = megatron.expected(tmp_path / "end")
     assert steps == {6}
     masters, moments = load_file(universal / "model.safetensors"), {}
     for slot in ("exp_avg", "exp_avg_sq"):
         moments[slot] = load_file(universal / f"{slot}.safetensors")
     for name, tensor in masters.items():
-        assert torch.equal(held[f"{name}/master"], tensor), name
+        assert torch.equal(state[f"{name}/master"], tensor), name
         for slot, tensors in moments.items():
-            assert torch.equal(held[f"{name}/{slot}"], tensors[name]), name
+            assert torch.equal(state[f"{name}/{slot}"], tensors[name]), name

@@ -89,15 +89,14 @@ def _refuse_several(root: str, parts: list[str]) -> None:
 def _is_megatrons(folder: str) -> bool:
     """Whether a folder has the file by which Megatron-Core (0.16.1) recognizes its own.
 
-    Or the keys of its FSDP, which has no such file.
+    Its FSDP has no such file: there the keys show it.
     """
-    if names_any(folder, MEGATRON_FSDP):
-        return True
     path = os.path.join(folder, "metadata.json")
-    if not sources.is_file(path):
-        return False
-    with sources.opened(path) as file:
-        return b'"sharded_backend"' in file.read(MAX_MARKER)
+    if sources.is_file(path):
+        with sources.opened(path) as file:
+            if b'"sharded_backend"' in file.read(MAX_MARKER):
+                return True
+    return names_any(folder, MEGATRON_FSDP)
 
 
 def _refuse_megatron(folder: str) -> None:

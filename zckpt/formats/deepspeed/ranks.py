@@ -17,6 +17,7 @@ from ..deepspeed_states.states import (
     dictionary,
     nested,
     open_files,
+    open_layers,
     stated_config,
     version_numbers,
     version_of,
@@ -50,8 +51,8 @@ def open_ranks(
     if layers and model.get("param_shapes") is None:
         from .model_ranks.stated_slices import shapes_of_stage
 
-        opened = dict(zip(layers, open_files(list(layers.values()), parsed), strict=True))
-        model = {**model, "param_shapes": shapes_of_stage(states, opened)}
+        shapes = shapes_of_stage(states, open_layers(layers, parsed))
+        model = {**model, "param_shapes": shapes}
     version = version_of(model, tops[0], states[0])
     check_kind(directory, version, model, stated_config(model, tops[0]))
     _check_world(directory, model, states[0], files.optimizers)

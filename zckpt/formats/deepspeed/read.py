@@ -13,7 +13,7 @@ from ...errors import MALFORMED, not_understood
 from ...files.torchfile import Parsed
 from ...training.steps import KEEP
 from ..deepspeed_states.directories import TagDirectory, refuse
-from ..deepspeed_states.states import open_files
+from ..deepspeed_states.states import open_layers
 from .files import NAMED, Numbered, locate
 from .model_ranks.apart import ModelGrid, of_rank, open_apart, stacked
 from .model_ranks.grid import SOME_STAGES, GridFiles, check_grid, grid_files
@@ -153,8 +153,7 @@ def tensor_ranks(
             continue
         from .model_ranks.pipeline import joined_stages
 
-        layers = files.layers_of(tp)
-        opened = dict(zip(layers, open_files(list(layers.values()), parsed), strict=True))
+        opened = open_layers(files.layers_of(tp), parsed)
         models.append(joined_stages(of_stages, opened, ranks[tp :: files.tp], step_policy, tied))
     return models
 
@@ -195,8 +194,7 @@ def _pipelines_without_zero(
 
     parsed, models, every = Parsed(), [], []
     for tp in range(files.tp):
-        layers = files.layers_of(tp)
-        opened = dict(zip(layers, open_files(list(layers.values()), parsed), strict=True))
+        opened = open_layers(files.layers_of(tp), parsed)
         stages = open_stages(directory, files.ranks[tp :: files.tp], opened, numbered, tied)
         states = [whole.states for whole in stages.wholes]
         every.append(states)

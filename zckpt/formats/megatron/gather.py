@@ -248,12 +248,12 @@ class _Folders:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        parsed = Parsed()
+        self.parsed = Parsed()
         self.ranks: dict[tuple[int, int], tuple[str, TorchFile]] = {}
         for name in os.listdir(path):
             if match := FOLDER.fullmatch(name):
                 folder = os.path.join(path, name)
-                file = TorchFile(os.path.join(folder, "model_optim_rng.pt"), parsed)
+                file = TorchFile(os.path.join(folder, "model_optim_rng.pt"), self.parsed)
                 self.ranks[int(match[2] or 0), int(match[1])] = folder, file
         self.tp = 1 + max(rank for _, rank in self.ranks)
         self.args = _arguments(self.ranks[0, 0][1].value)
@@ -310,7 +310,7 @@ class _Folders:
         if not sources.is_file(path):
             raise refusal(self.path, "optimizers that know parameters by number")
         by_type: dict[str, list[Slots]] = {}
-        for _, dtype, slots in coalesced(TorchFile(path)):
+        for _, dtype, slots in coalesced(TorchFile(path, self.parsed)):
             by_type.setdefault(dtype, []).append(slots)
         for dtype, listed in by_type.items():
             sizes = [

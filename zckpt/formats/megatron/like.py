@@ -24,6 +24,7 @@ from ...core.weights import is_optimizers
 from ...errors import (
     InconsistentCheckpoint,
     MissingData,
+    NotACheckpoint,
     UnsupportedCheckpoint,
     WrongOption,
     counted,
@@ -58,7 +59,13 @@ def as_in_run(source: Manifest, path: str, options: Options) -> tuple[Manifest, 
     UnsupportedCheckpoint (a state of another type or shape than Megatron-Core's).
     """
     with sources.watching() as watch:
-        like = read(path)
+        try:
+            like = read(path)
+        except NotACheckpoint as error:
+            raise NotACheckpoint(
+                f"--like {path} is no checkpoint of Megatron-Core",
+                hint="give a directory that the next run has saved, such as run/iter_0000001",
+            ) from error
         like = replace(like, fingerprints=watch.of(like.files))
     like = without_others(like, FORMAT.objects or (), options[ALLOW_OBJECT])
     types = {entry.parameter: entry.dtype for entry in like.slots.get("param", ())}
@@ -73,13 +80,12 @@ class _Run:
         self.like = like
         self.options = options
         self.warnings: list[str] = []
-        kept = like.state["megatron"]
-        self.common: dict[Any, Any] = kept["common"]
-        self.kept: dict[str, Any] = kept
-        if not kept["keys"]:
+        self.kept: dict[str, Any] = like.state["megatron"]
+        self.common: dict[Any, Any] = self.kept["common"]
+        if not self.kept["keys"]:
             raise WrongOption(
-                f"--like {like.root} has mp_rank_* directories, and zckpt does not know the keys "
-                "of all their modules",
+                f"--like {like.root} is not of torch_dist, and zckpt does not know the keys of all "
+                "its modules",
                 hint="load it in Megatron-LM and save it with --ckpt-format torch_dist",
             )
         self.states = not options.weights_only and any(
@@ -108,8 +114,11 @@ class _Run:
             name: self._parameter(name) for name in like.parameters if name in self.owners
         }
         state = {key: value for key, value in source.state.items() if key != "megatron"}
-        others = {name for name in like.state["megatron"]["objects"] if OF_MODULES in name}
-        objects = {name: self.kept["objects"][name] for name in sorted(others)}
+        objects = {
+            name: value
+            for name, value in sorted(self.kept["objects"].items())
+            if OF_MODULES in name
+        }
         self._warn_of(objects)
         state["megatron"] = {**self.kept, "objects": objects, "common": self._common()}
         left_out = [f"--like: {line}" for line in like.left_out if not line.endswith("directory")]

@@ -71,7 +71,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     have several steps; with `--ep 1`, experts have hyper-parameters of their own); with `--like`
     what `like.as_in_run` raises.
     """
-    path, types = options[LIKE], None
+    path = options[LIKE]
+    types: dict[str, str] = {}
     if path is not None:
         source, types = as_in_run(source, path, options)
     elif options[GROUP_DEFAULTS]:
@@ -79,7 +80,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
             "--group-defaults has no use for a source of Megatron-Core",
             hint="leave it out, or give --like RUN with a source of another engine",
         )
-    writer = MegatronWriter(source, options, types or {})
+    writer = MegatronWriter(source, options, types)
     return Layout(
         writer.shells,
         [(item.name, item) for item in source.siblings],

@@ -25,7 +25,7 @@ from ...deepspeed_states.states import (
     WHOLE_MASTERS,
     EngineStates,
     dictionary,
-    open_files,
+    open_layers,
     wrapper_of,
 )
 from ...deepspeed_states.tensors import is_extra
@@ -116,7 +116,7 @@ def open_model_ranks(
     parsed, tp = Parsed(), len(layers)
     wholes = []
     for rank, paths in enumerate(layers):
-        opened = dict(zip(paths, open_files(list(paths.values()), parsed), strict=True))
+        opened = open_layers(paths, parsed)
         wholes.append(open_stages(directory, files[rank::tp], opened, numbered).wholes)
     return [stages[number] for number in range(len(wholes[0])) for stages in wholes]
 
