@@ -18,7 +18,7 @@ from zckpt.api import read
 from zckpt.core.fileio import Buffer
 from zckpt.core.pieces import ElementReader, ReadRequest
 from zckpt.core.records import RecordChecker
-from zckpt.core.resources import DEFAULT_COPYING
+from zckpt.core.resources import DEFAULT_COPYING, READING_JOBS
 from zckpt.core.streaming import batches, chunk_size, stream
 
 TARGETS = {"pair": 1.6, "alone": 1.3}  # times the wall of the reading
@@ -27,7 +27,7 @@ TARGETS = {"pair": 1.6, "alone": 1.3}  # times the wall of the reading
 def read_once(paths: list[str]) -> None:
     """Every element of every entry of all checkpoints, with what `verify` takes by default."""
     manifests = [read(path) for path in paths]
-    jobs = DEFAULT_COPYING.jobs
+    jobs = READING_JOBS
     dp = max(manifest.dp for manifest in manifests)
     chunk = chunk_size(dp, jobs, DEFAULT_COPYING.memory // 2)
 

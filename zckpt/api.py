@@ -18,6 +18,7 @@ from .core.description import tensors as tensors
 from .core.manifest import Manifest
 from .core.pooling import SINGLE, Pool
 from .core.resources import DEFAULT_COPYING, Begin, Means, Tell
+from .core.resources import READING_JOBS as READING_JOBS
 from .core.resources import Copying as Copying
 from .core.sharing import ALONE, Sharing
 from .core.sharing import Part as Part
@@ -263,7 +264,7 @@ def verify(
     param_names: Sequence[str] | None = None,
     rename: Renames = (),
     family: str | None = None,
-    jobs: int = 4,
+    jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
     pool: Pool = SINGLE,
@@ -299,7 +300,7 @@ def diff(
     param_names: Sequence[str] | None = None,
     rename: Renames = (),
     family: str | None = None,
-    jobs: int = 4,
+    jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
     pool: Pool = SINGLE,
@@ -334,7 +335,7 @@ def stats(
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
-    jobs: int = 4,
+    jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
     pool: Pool = SINGLE,

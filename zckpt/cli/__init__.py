@@ -27,6 +27,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             sys.exit(0)
     if arguments is None:
         gc.set_threshold(50_000)  # imports and small checkpoints leave no cycles
+        # numpy's library starts a thread per processor, which costs 80 ms and serves no command
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from .run import run
 
     run(arguments)

@@ -47,10 +47,12 @@ def look(command: Callable[..., Report], *paths: Any, single: bool, **words: Any
 
     The processes of `--gather` meet by themselves.
     """
+    from ..api import READING_JOBS, Copying
+
+    words["jobs"] = words["jobs"] or READING_JOBS
     launch = None if single or words.get("gather") else launched()
     if launch is None:
         return command(*paths, **words)
-    from ..api import Copying
     from ..nodes.group import Group
     from ..nodes.passes import LeaderPool, take_part
 

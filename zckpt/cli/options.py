@@ -119,27 +119,32 @@ common = of_sources(has_names=True)
 reading = of_sources(has_names=False)
 """The same for `export`, which refuses --param-names with a hint."""
 
-moving = together(
-    grouped(
+
+def threads(default: int | None, shown: str | bool = True) -> Decorator:
+    """The option for the number of threads; the help shows its default, or what `shown` says."""
+    return grouped(
         "Copying",
         "-j",
         "--jobs",
         type=click.IntRange(1, 64),
         metavar="N",
-        default=4,
-        show_default=True,
+        default=default,
+        show_default=shown,
         help="Number of threads.",
-    ),
-    grouped(
-        "Copying",
-        "--memory",
-        rare=True,
-        type=Size(),
-        default="256MiB",
-        show_default=True,
-        help="Limit for the memory of all buffers together.",
-    ),
+    )
+
+
+memory = grouped(
+    "Copying",
+    "--memory",
+    rare=True,
+    type=Size(),
+    default="256MiB",
+    show_default=True,
+    help="Limit for the memory of all buffers together.",
 )
+
+moving = together(threads(None, "one per processor, 2 to 4"), memory)
 """Options for reading tensors."""
 
 single = grouped(
@@ -152,7 +157,8 @@ single = grouped(
 """For commands that all processes of a launch would share."""
 
 copying = together(
-    moving,
+    threads(4),
+    memory,
     grouped(
         "Copying",
         "--io",

@@ -68,9 +68,8 @@ def _bfloat16(values: Any) -> Any:
     rounded += bits
     rounded += np.uint32(0x7FFF)
     rounded >>= np.uint32(16)
-    nans = np.isnan(values)
-    if nans.any():  # rounding its bits could make one infinite
-        rounded[nans] = 0x7FC0
+    if np.isnan(values.max(initial=0)):  # a maximum is NaN if any number is
+        rounded[np.isnan(values)] = 0x7FC0  # rounding its bits could make one infinite
     return rounded
 
 

@@ -2,10 +2,12 @@
 
 No constant says so. Buffered writes were up to twice as fast as direct ones on a virtual machine
 whose free memory was hot, and took three times as long when the host first had to give the memory
-back. So the first 64 to 128 MiB of a copy are trials of both ways, one after the other, and the
-faster one goes on. If its rate falls, the trials are repeated.
+back. So the first 96 to 160 MiB of a copy are trials of both ways, one after the other, and the
+faster one goes on. If its rate falls, the trials are repeated. Buffered writes need twice the CPU
+time, so they must be clearly faster.
 
-A trial ends with a sync of what it wrote: the page cache takes bytes faster than the disk does.
+A trial ends with a sync of what it wrote: the page cache takes bytes faster than the disk does. The
+first one counts for neither way, because threads begin with new memory.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from .fileio import Writer
 
 TRIAL = 32 << 20  # bytes
 TRIALS = ("direct", "buffered", "buffered", "direct")
-CLEAR = 1.5  # times the seconds of the other mode, after which no more trials are needed
-WINDOW = 64 << 20  # bytes between two looks at the rate
+CLEAR = 2.0  # times the seconds of buffered writes, after which no more trials are needed
+WINDOW = 256 << 20  # bytes between two looks at the rate
 FALLEN = 0.5  # of the best rate so far: the trials are repeated
-CHEAPER = 0.8  # of the wall time: what buffered writes must reach, since direct ones need less CPU
+CHEAPER = 0.65  # of the wall time: what buffered writes must reach, since direct ones need less CPU
 
 
 class Pace:
@@ -39,6 +41,7 @@ class Pace:
         self.opening = asked if self._measures else self.mode
         self._clock = clock
         self._trials = deque[str]()
+        self._is_first = True
         self._seconds: dict[str, float] = {}  # of the trials, by mode
         self._best = 0.0  # bytes a second since the last trials
         self._changed = Condition()
@@ -96,15 +99,19 @@ class Pace:
 
     def _next_trial(self) -> None:
         """Ends a trial; after the last one, the faster mode goes on."""
-        self._seconds[self._trials.popleft()] += self._phase()
-        fast, slow = sorted(self._seconds.values())
-        if len(self._trials) == len(TRIALS) // 2 and slow > CLEAR * fast:
+        seconds = self._phase()
+        if self._is_first:
+            self._is_first = False
+            return
+        self._seconds[self._trials.popleft()] += seconds
+        direct, buffered = self._seconds["direct"], self._seconds["buffered"]
+        is_clear = direct <= buffered or direct > CLEAR * buffered
+        if len(self._trials) == len(TRIALS) // 2 and is_clear:
             self._trials.clear()
         if self._trials:
             self.mode = self._trials[0]
             return
-        is_buffered = self._seconds["buffered"] < CHEAPER * self._seconds["direct"]
-        self.mode, self._best = "buffered" if is_buffered else "direct", 0.0
+        self.mode, self._best = "buffered" if buffered < CHEAPER * direct else "direct", 0.0
 
     def _look(self) -> None:
         """Compares the rate of the last bytes with the best one."""

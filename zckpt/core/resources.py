@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 from ..errors import WrongOption
@@ -48,6 +49,17 @@ class Copying:
 DEFAULT_COPYING = Copying()
 
 
+def _processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # macOS has none
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+READING_JOBS = min(4, max(2, _processors()))
+"""Threads that only read: they never wait for a write, so more than processors take turns."""
+
+
 @valueclass
 class Means:
     """What a process looks with: its device (cuda, cpu, None), threads, bytes of buffers.
@@ -56,6 +68,6 @@ class Means:
     """
 
     device: str | None = None
-    jobs: int = 4
+    jobs: int = READING_JOBS
     memory: int = 256 << 20
     pool: Pool = SINGLE
