@@ -12,6 +12,7 @@ from .core.neighbors import lacking
 from .core.targets import refuse_unfinished
 from .core.values import replace, valueclass
 from .errors import CorruptCheckpoint, WrongOption
+from .formats.format import Format
 from .training import steps
 from .training.names import Renames, called_as, names_of, renamed
 
@@ -92,15 +93,17 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
 
         manifest = families.translated(manifest, reading.family)
     lost, stateless = lacking(manifest)
-    lines = [*manifest.warnings, *lost, *stateless, *_unused(manifest, reading)]
+    lines = [*manifest.warnings, *lost, *stateless, *_unused(manifest, reading, format)]
     return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings
 
 
-def _unused(manifest: Manifest, reading: Reading) -> list[str]:
+def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[str]:
     """Options for tensor ranks of a checkpoint that has none."""
     if manifest.source.get("tp") not in (None, 1) or "tensor_parallel" in manifest.state:
         return []
-    given = {"--tp-rules": reading.tp_rules, "--replicas": reading.replicas}
+    given: dict[str, object] = {"--replicas": reading.replicas}
+    if not format.rules:
+        given["--tp-rules"] = reading.tp_rules
     return [
         f"{flag} {value} is not used: {manifest.root} has no tensor ranks"
         for flag, value in given.items()

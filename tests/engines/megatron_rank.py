@@ -38,6 +38,7 @@ import torch
 
 STEPS = 3
 EXPERTS, POSITIONS = 4, 32
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
@@ -136,9 +137,17 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         DistributedDataParallelConfig,
     )
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import (
+        MLATransformerConfig,
+        TransformerConfig,
+        multi_latent_attention,
+    )
+    from megatron.core.transformer.identity_op import IdentityOp
 
     tp, pp, ep, vpp = case["tp"], case["pp"], case["ep"], case["vpp"]
     layers, hidden, heads, queries, ffn, vocabulary = case["sizes"]
@@ -159,7 +168,9 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
     dtype = torch.bfloat16 if case["bf16"] else torch.float32
     moe = {"num_moe_experts": EXPERTS, "moe_router_topk": 2} if case["moe"] else {}
     ends = dict(zip(UNEVEN, case["uneven"], strict=True)) if case["uneven"] else {}
-    config = TransformerConfig(
+    multi_latent_attention.TELinear = _Nothing  # without Transformer Engine it is None
+    latent = dict.fromkeys(LATENT, 8) if case["mla"] else {}
+    config = (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -180,14 +191,28 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         **chunked,
         **etp,
         **ends,
+        **latent,
+        **case["config"],
     )
-    spec = get_gpt_layer_local_spec(EXPERTS if moe else None, False)
+    spec = get_gpt_layer_local_spec(
+        EXPERTS if moe else None,
+        False,
+        qk_layernorm=case["mla"] or case["config"].get("qk_layernorm", False),
+        multi_latent_attention=case["mla"],
+    )
+    by_layer = "moe_layer_freq" in case["config"]
+    for layer in getattr(spec.submodules, "layer_specs", [spec]) if latent else ():
+        # that of the local spec is not for it, and has no parameters
+        layer.submodules.self_attention.submodules.core_attention = IdentityOp
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     experts = parallel_state.get_expert_model_parallel_rank() * (EXPERTS // ep)
     names = {}
     models = []
     for chunk in range(vpp):
+        if by_layer:
+            stage_of = {"vp_stage": chunk} if vpp > 1 else {}
+            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **stage_of)
         model = GPTModel(
             config,
             spec,
@@ -285,6 +310,8 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
             iteration=STEPS,
             overlap_grad_reduce=case["bucket"] is not None,
             ddp_bucket_size=case["bucket"],
+            moe_layer_freq=case["config"].get("moe_layer_freq", 1),
+            **latent,
         ),
         "checkpoint_version": 3.0,
         "iteration": STEPS,

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
         Gatherer,
         NumbersReader,
         Reader,
+        RulesReader,
         SlicesReader,
         WeakFiles,
         Writer,
@@ -76,7 +77,8 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
     READERS: tuple[Reader, ...] = (deepspeed_universal_read, hf_read)
     SLICES_READERS: tuple[SlicesReader, ...] = (deepspeed_read,)
     CHECKING_READERS: tuple[CheckingReader, ...] = (onnxruntime_read, universal_read)
-    NUMBERS_READERS: tuple[NumbersReader, ...] = (dcp_read, gathered_read, megatron_read)
+    NUMBERS_READERS: tuple[NumbersReader, ...] = (dcp_read, gathered_read)
+    RULES_READERS: tuple[RulesReader, ...] = (megatron_read,)
     WRITERS: tuple[Writer, ...] = (
         dcp_write,
         deepspeed_write,

@@ -68,8 +68,23 @@ class NumbersReader(Protocol):
         `weights_only` they are not needed."""
 
 
+class RulesReader(Protocol):
+    """`read.py` of a format whose files may not say how tensors are cut."""
+
+    def read(
+        self,
+        path: str,
+        tag: str | None,
+        step_policy: str | None,
+        param_names: tuple[str, ...] | None,
+        weights_only: bool,
+        tp_rules: str | None,
+    ) -> Manifest:
+        """As `NumbersReader.read`. `tp_rules` is a family or a file: how tensors are cut."""
+
+
 class SlicesReader(Protocol):
-    """`read.py` of a format whose ranks may hold slices of tensors that no file describes."""
+    """`read.py` of a format whose manifests may be those of single ranks with slices of tensors."""
 
     def read(
         self,
@@ -82,9 +97,8 @@ class SlicesReader(Protocol):
         apart: bool,
         slices: bool,
     ) -> Manifest:
-        """As `NumbersReader.read`. `tp_rules` is a family or a file: how tensors are cut. With
-        `apart` ranks that share a model are not joined. With `slices` the manifest of one rank says
-        too how its tensors would be cut."""
+        """As `RulesReader.read`. With `apart` ranks that share a model are not joined. With
+        `slices` the manifest of one rank says too how its tensors would be cut."""
 
     def check(self, manifest: Manifest, replicas: str | None) -> list[str]:
         """Warnings about copies that differ. Raises if `replicas` does not choose one."""
@@ -152,8 +166,10 @@ class Format:
     """`files.py` has `detect_weak`."""
     numbers: bool = False
     """`read.py` takes `param_names` and `weights_only`."""
+    rules: bool = False
+    """`read.py` takes `tp_rules`, and says itself if they are not used."""
     slices: bool = False
-    """`read.py` takes `tp_rules`, and its `check` takes `replicas`."""
+    """`read.py` takes `tp_rules`, and can leave ranks apart; its `check` takes `replicas`."""
     checks: bool = False
     """`read.py` has `check`."""
     rebuilds: bool = False
@@ -192,6 +208,10 @@ class Format:
         if self.slices:
             return cast(SlicesReader, module).read(
                 path, tag, step_policy, param_names, weights_only, tp_rules, apart, slices
+            )
+        if self.rules:
+            return cast(RulesReader, module).read(
+                path, tag, step_policy, param_names, weights_only, tp_rules
             )
         if self.numbers:
             reader = cast(NumbersReader, module)

@@ -15,8 +15,8 @@ import zckpt
 from zckpt.core import slicing
 from zckpt.core.slicing import Slicing
 from zckpt.core.values import replace
-from zckpt.formats.deepspeed.model_ranks import tensor_rules
-from zckpt.formats.deepspeed.model_ranks.tensor_rules import Rule, Shapes, Sliced
+from zckpt.training import tensor_rules
+from zckpt.training.tensor_rules import Rule, Shapes, Sliced
 
 from ...engines.deepspeed import submit
 from ..equality import same_bits

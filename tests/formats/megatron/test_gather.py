@@ -135,6 +135,27 @@ class TestBuffers:
         assert local != sorted(local, key=lambda order: order or ())
         assert buffer_rule.order_of("mtp.layers.0.weight", names, True) is None
 
+    def test_order_of_experts(self) -> None:
+        """One module of all experts has the first linear of each before the second of any."""
+        layer = "decoder.layers.3.mlp"
+        apart = [
+            f"{layer}.{name}"
+            for name in (
+                "router.weight",
+                "experts.local_experts.0.linear_fc1.weight",
+                "experts.local_experts.0.linear_fc2.weight",
+                "experts.local_experts.1.linear_fc1.weight",
+                "experts.local_experts.1.linear_fc2.weight",
+                "shared_experts.gate_weight",
+                "shared_experts.linear_fc1.weight",
+                "shared_experts.linear_fc2.weight",
+            )
+        ]
+        together = [*apart[:2], apart[3], apart[2], *apart[4:]]
+        for grouped, names in ((False, apart), (True, together)):
+            keys = {name: buffer_rule.order_of(name, {}, grouped, grouped) for name in names}
+            assert sorted(names, key=lambda name: keys[name] or ()) == names
+
 
 def test_halves_of_gates() -> None:
     """Rank 1 of 2 has the second half of the gates, and of the rest."""
@@ -145,3 +166,13 @@ def test_halves_of_gates() -> None:
     local = torch.cat([gate.chunk(2)[1], up.chunk(2)[1]])
     taken = [whole[a : a + n, b : b + m] for (a, b), (n, m) in boxes]
     assert torch.equal(torch.cat(taken), local)
+
+
+def test_experts_on_several_ranks(tmp_path: Path) -> None:
+    """Folders of experts number their own from 0, and have buffers of their own."""
+    source = DATA / "megatron-0.16.1-legacy-ep2"
+    assert assert_gathers(source, tmp_path / "right") == []
+    layer = "decoder.layers.0.mlp.experts.local_experts"
+    both = f"{layer}.0.linear_fc2.weight/exp_avg", f"{layer}.2.linear_fc2.weight/exp_avg"
+    broken = found(source, tmp_path / "wrong", reading(read, swapped(*both)))
+    assert broken[0] == {*both}

@@ -56,10 +56,11 @@ def read(
 
 def _joined(ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | None) -> Manifest:
     """The model of all tensor ranks."""
+    from ...training.tensor_rules import rules_of
     from .model_ranks.tensor_ranks import joined_slices
-    from .model_ranks.tensor_rules import rules_of
+    from .model_ranks.universal_info import of_json
 
-    rules = [] if tp_rules is None else [rules_of(tp_rules)]
+    rules = [] if tp_rules is None else [rules_of(tp_rules, of_json)]
     return joined_slices(ranks, rules, step_policy)
 
 

@@ -12,7 +12,7 @@
     stages.py    which parameters a flat buffer has
     placing.py   where in it they begin
     order.py     the order of a GPTModel's parameters
-    legacy.py    mp_rank_* directories; with cuts.py and legacy_states.py
+    legacy.py    mp_rank_* directories; with legacy_ranks.py, cuts.py and legacy_states.py
     fsdp.py      Megatron-FSDP's directories (fsdp_dtensor); with fsdpitems.py
     optimizers.py  the optimizers and groups that a target's run has
     write.py     an iteration's directory, from which any tp, pp and dp resumes
@@ -64,6 +64,7 @@ FORMAT = Format(
     options=(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, ALLOW_OBJECT, EP, LIKE),
     reasons={"dp": ANY_SIZES, "tp": ANY_SIZES, "pp": ANY_SIZES},
     numbers=True,
+    rules=True,
     checks=True,
     gathers=True,
     rebuilds=True,

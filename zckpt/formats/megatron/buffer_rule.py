@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from ...core.inert import Foreign
 from ...core.partition import BoxPart, Joined
 from ...core.values import valueclass
 from ...errors import UnsupportedCheckpoint
@@ -24,17 +25,31 @@ from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 ALIGNMENT = 64
 SLOTS = {"param": "master", "fp32_param": "master"}
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-ROWS = re.compile(r".*(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)")
+ROWS = re.compile(
+    r".*(word_embeddings|output_layer|linear_(qkv|q_proj|q_up_proj|kv_up_proj|fc1))\.(weight|bias)"
+)
+BY_SPEC = re.compile(r".*linear_(q|kv)_down_proj\.weight")  # cut by rows, or not at all
 COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
+LAYER = re.compile(r"decoder\.layers\.(\d+)(?=\.)")
+NOT_TRAINED = re.compile(r".*(\.expert_bias|\.local_tokens_per_expert|\._extra_state)")
 LOCAL_SPEC = (
     "input_layernorm",
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
+    "self_attention.linear_q_proj",  # multi-latent attention
+    "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj",
     "self_attention.q_layernorm",
     "self_attention.k_layernorm",
+    "self_attention.kv_layernorm",
     "pre_mlp_layernorm",
     "mlp.router",
     "mlp.experts",
+    "mlp.shared_experts",  # it has the weight of a gate
+    "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
@@ -84,9 +99,11 @@ def refusal(path: str, what: str) -> UnsupportedCheckpoint:
     )
 
 
-def coalesced(file: TorchFile) -> Iterator[tuple[int, str, dict[str, dict[int, Buffer]]]]:
+def coalesced(
+    file: TorchFile, optimizer: int = 0
+) -> Iterator[tuple[int, str, dict[str, dict[int, Buffer]]]]:
     """The number, the weights' type and the slots of each buffer in a file of whole buffers."""
-    value = file.value[0] if isinstance(file.value, list) else file.value
+    value = file.value[optimizer] if isinstance(file.value, list) else file.value
     for number, kinds in value.items():
         for types, tensors in kinds.items() if type(number) is int else ():
             slots = {
@@ -188,10 +205,13 @@ def with_norms(name: str) -> str:
     return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
-def order_of(name: str, names: Mapping[str, Any], fused: bool) -> tuple[Any, ...] | None:
+def order_of(
+    name: str, names: Mapping[str, Any], fused: bool, grouped: bool = False
+) -> tuple[Any, ...] | None:
     """What sorts parameters as a GPTModel has them; None for a module of another kind.
 
     `fused` is true for Transformer Engine's spec, whose linear modules have the norms before them.
+    `grouped` is true for its module of all experts (TEGroupedMLP).
     """
     module, _, kind = name.rpartition(".")
     last = kind == "bias"
@@ -206,15 +226,16 @@ def order_of(name: str, names: Mapping[str, Any], fused: bool) -> tuple[Any, ...
     for before, linear in FUSED if fused else ():
         if inner == before and f"decoder.layers.{match[1]}.{linear}.weight" in names:
             inner, norm = linear, -1
-    return (
-        INSIDE,
-        int(match[1]),
-        LOCAL_SPEC.index(inner),
-        norm,
-        int(match[3] or 0),
-        match[4] or "",
-        last,
-    )
+    expert: tuple[Any, ...] = int(match[3] or 0), match[4] or "", last
+    if grouped:
+        expert = match[4] or "", last, int(match[3] or 0)
+    return INSIDE, int(match[1]), LOCAL_SPEC.index(inner), norm, *expert
+
+
+def require_known(path: str, name: str, names: Mapping[str, Any], tp: int) -> None:
+    """Raises UnsupportedCheckpoint if it depends on the model how tensor ranks cut a parameter."""
+    if tp > 1 and (BY_SPEC.fullmatch(name) or order_of(name, names, False) is None):
+        raise refusal(path, f"the module of {name}")
 
 
 def boxes_of(name: str, whole: Shape, tp: int, rank: int, gated: bool) -> list[Box]:
@@ -243,3 +264,15 @@ def whole_shape(name: str, local: Shape, tp: int) -> Shape:
     if ROWS.fullmatch(name):
         return (local[0] * tp, *local[1:])
     return (local[0], local[1] * tp) if COLUMNS.fullmatch(name) else local
+
+
+def arguments_of(common: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that Megatron-LM saves; none if another program saved."""
+    args = common.get("args")
+    return dict(args.state) if isinstance(args, Foreign) and isinstance(args.state, dict) else {}
+
+
+def expert_of(name: str) -> int | None:
+    """The number of the expert that a parameter is in."""
+    match = re.search(r"\.local_experts\.(\d+)\.", name)
+    return int(match[1]) if match else None

@@ -1,58 +1,100 @@
 """How do tensor ranks cut the parameters of a GPTModel? No file of the older kind says it.
 
-    column-parallel    rows: embeddings, output layer, linear_qkv, linear_fc1; their biases too
+    column-parallel    rows: embeddings, output layer, linear_qkv, linear_fc1; their biases too;
+                       linear_q_proj, linear_q_up_proj, linear_kv_up_proj of latent attention
     row-parallel       columns: linear_proj, linear_fc2; every rank has the whole bias
     others             every rank has all: norms, positions, the router
 
-The rows of a gated `linear_fc1` are [gate; up] on every rank, so the whole tensor has the gates of
-all ranks first. It is gated if it has twice as many rows as `linear_fc2` has columns.
+Specs differ in linear_q_down_proj and linear_kv_down_proj: the arguments say how many rows they
+have as a whole. The rows of a gated `linear_fc1` are [gate; up] on every rank, so the whole tensor
+has the gates of all ranks first. It is gated if it has twice as many rows as `linear_fc2` has
+columns.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from math import prod
+from typing import Any
 
-from ...core.slicing import Slicing, cut, even, replicated
+from ...core.slicing import replicated
+from ...core.values import valueclass
 from ...errors import UnsupportedCheckpoint
+from ...training.tensor_rules import Rule, Rules, Shapes, Sliced, by_rule, decide
+from .contents import size_of
 from .stages import HINT
 
-BY_ROWS = re.compile(r".*\b(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)")
+BY_ROWS = re.compile(
+    r".*\b(word_embeddings|output_layer|linear_(?:qkv|q_proj|q_up_proj|kv_up_proj|fc1))\.(weight|bias)"
+)
 BY_COLUMNS = re.compile(r".*\b(linear_proj|linear_fc2)\.weight")
 WHOLE = re.compile(
-    r".*(\b(linear_proj|linear_fc2)\.bias|layernorm\.(weight|bias)|\blayer_norm_(weight|bias)|\bposition_embeddings\.weight"
-    r"|\brouter\.\w+|\bgate_weight)"
+    r".*(\b(linear_proj|linear_fc2)\.bias|layernorm\.(weight|bias)|\blayer_norm_(weight|bias)"
+    r"|\bposition_embeddings\.weight|\brouter\.\w+|\bgate_weight)"
 )
+BY_SPEC = re.compile(r".*\blinear_(?P<kind>q|kv)_down_proj\.(weight|bias)")
 
 
-def cut_of(name: str, shapes: Mapping[str, tuple[int, ...]], tp: int) -> Slicing:
-    """How `tp` ranks cut a parameter; `shapes` are those of one rank's parameters.
+@valueclass
+class ModuleRules:
+    """The rules above; `shapes` are those of one rank's parameters, `args` the run's arguments."""
 
-    Raises UnsupportedCheckpoint for a module that is not a GPTModel's, unless there is one rank.
+    shapes: Mapping[str, tuple[int, ...]]
+    args: Mapping[str, Any]
+
+    def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
+        """How a parameter is cut; None for a module that is not a GPTModel's."""
+        rule = None
+        if match := BY_SPEC.fullmatch(name):
+            whole, rows = self._latent_rows(match["kind"]), self.shapes[name][0]
+            if whole == rows:
+                rule = Rule(name, "replicated", None)
+            elif whole == rows * len(shapes):
+                rule = Rule(name, "0", 0)
+        elif WHOLE.fullmatch(name):
+            rule = Rule(name, "replicated", None)
+        elif BY_ROWS.fullmatch(name):
+            gated = is_gated(name, self.shapes)
+            rule = Rule(name, "0:2x", 0, equal=2) if gated else Rule(name, "0", 0)
+        elif BY_COLUMNS.fullmatch(name) and len(self.shapes[name]) == 2:
+            rule = Rule(name, "1", 1)
+        return None if rule is None else by_rule(rule, name, shapes)
+
+    def _latent_rows(self, kind: str) -> int | None:
+        """The rows of a whole `linear_q_down_proj` or `linear_kv_down_proj`, if they are stated."""
+        rank = size_of(self.args, f"{kind}_lora_rank")
+        positions = size_of(self.args, "qk_pos_emb_head_dim") if kind == "kv" else 0
+        return None if rank is None or positions is None else rank + positions
+
+
+def cuts_of(
+    folder: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    tp: int,
+    args: Mapping[str, Any],
+    given: Rules | None,
+) -> dict[str, Sliced]:
+    """How `tp` ranks cut all parameters; `shapes` are those that every one of them has.
+
+    The rules that a user has `given` count first. Raises MissingData for modules that no rule
+    knows, and UnsupportedCheckpoint for sums.
     """
-    shape = shapes[name]
-    if tp == 1 or WHOLE.fullmatch(name):
-        return replicated(shape, tp)
-    if BY_ROWS.fullmatch(name):
-        parts = 2 if is_gated(name, shapes) else 1
-        widths = [even(shape[0] // parts * tp, tp) or ()] * parts
-        return cut(1, prod(shape[1:]), widths)
-    if BY_COLUMNS.fullmatch(name) and len(shape) == 2:
-        return cut(shape[0], 1, [even(shape[1] * tp, tp) or ()])
-    raise UnsupportedCheckpoint(
-        f"how tensor ranks cut {name} is not known: no module of a GPTModel is called so",
-        hint="Megatron-Core's --ckpt-format torch_dist says how parameters are cut",
-    )
-
-
-def whole_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
-    """The shape of the whole parameter, from that of a rank's part."""
-    if tp == 1 or WHOLE.fullmatch(name):
-        return shape
-    if BY_ROWS.fullmatch(name):
-        return (shape[0] * tp, *shape[1:])
-    return (shape[0], shape[1] * tp)
+    if tp == 1:
+        return {
+            name: Sliced(shape, replicated(shape, 1), "replicated")
+            for name, shape in shapes.items()
+        }
+    rules: list[Rules] = [ModuleRules(shapes, args)]
+    if given is not None:
+        rules.insert(0, given)
+    decided = decide(folder, {name: [shape] * tp for name, shape in shapes.items()}, rules, tp)
+    for name, sliced in decided.items():
+        if sliced.is_sum:
+            raise UnsupportedCheckpoint(
+                f"{folder}: by --tp-rules {name} is a sum over the tensor ranks",
+                hint="zckpt does not add tensors",
+            )
+    return decided
 
 
 def is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:

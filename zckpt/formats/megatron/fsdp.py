@@ -32,7 +32,7 @@ from ...files.dcpfile import shown
 from .common import FSDP, arguments
 from .contents import Content, manifest_of, require_groups, size_of
 from .fsdpitems import WEIGHTS_ONLY, FsdpItems, joined, plain_name
-from .keys import OF_OUTPUT, items_of_modules, keys_of_gpt
+from .keys import OF_OUTPUT, KeysOfGpt
 from .names import NORMS
 
 OF_RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # stage, tensor rank
@@ -227,11 +227,12 @@ class _FsdpReader:
         known = {plain_name(raw): key for raw, key in self.items.modules.items()}
         known.pop(OF_OUTPUT, None)
         fused = any(norm in raw for raw in self.items.weights for norm in NORMS)
+        model = KeysOfGpt([*self.shapes, *known], fused, self.args)
         objects: dict[str, Any] = {}
-        for name, key in items_of_modules([*self.shapes, *known], fused).items():
+        for name, key in model.items().items():
             place = inside(f"megatron.objects.{key}", 0)
             objects[key] = [self.items.value(known[name], place) if name in known else None]
-        return keys_of_gpt(self.shapes, fused, self.args) if objects else {}, objects
+        return model.keys() if objects else {}, objects
 
 
 def _plain(step: Any) -> Any:

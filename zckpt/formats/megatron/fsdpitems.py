@@ -26,14 +26,11 @@ from ...files.torchfile import Tensor, TorchFile
 from ..statedict.tree import TensorPiece, assembled
 from .common import kept
 from .keys import OF_MODULE
-from .names import with_plain_norms
+from .names import with_own_expert, with_plain_norms
 
 MODEL = re.compile(r"model\d*")
 WRAPPERS = re.compile(r"(?:module\.)+")
 HALF = re.compile(r"(?P<name>.*\blinear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])")
-OF_GROUPED = re.compile(
-    r"(?P<experts>.*\bmlp\.experts)\.(?P<linear>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)"
-)
 STATES, GROUPS = "state", "param_to_group_meta"
 WEIGHTS_ONLY = "--weights-only takes the weights alone"
 
@@ -192,10 +189,7 @@ class FsdpItems:
 def plain_name(raw: str) -> str:
     """A name without the wrappers, with experts and norms as the local spec calls them."""
     match = WRAPPERS.match(raw)
-    name = raw[match.end() :] if match else raw
-    if match := OF_GROUPED.fullmatch(name):
-        name = f"{match['experts']}.local_experts.{match['number']}.{match['linear']}"
-    return with_plain_norms(name)
+    return with_plain_norms(with_own_expert(raw[match.end() :] if match else raw))
 
 
 def joined(folder: str, keys: Mapping[str, str]) -> dict[str, list[str]]:

@@ -1,11 +1,11 @@
 """What Megatron-Core's ranks all-gather, by the engine's own rule and not by our reader's.
 
     torch_dist      the items of `.metadata`: boxes of stacked tensors, or flat buckets
-    mp_rank_*       state dicts of model-parallel ranks, and their flat buffers
+    mp_rank_*       state dicts and flat buffers of model-parallel ranks (gather_folders.py)
 
-buffer_rule.py says where flat buffers have parameters. Both modules share only the parsers of files
-with the reader, so that a proof does not repeat a mistake of it. The reader runs first and refuses
-unknown or damaged files. megatron-core 0.16.1.
+buffer_rule.py says where flat buffers have parameters. These modules share only the parsers of
+files with the reader, so that a proof does not repeat a mistake of it. The reader runs first and
+refuses unknown or damaged files. megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from math import prod
 from typing import Any
 
 from ...core import sources
-from ...core.inert import Foreign
 from ...core.partition import BoxPart, Joined, Partition
 from ...errors import MALFORMED, not_understood
 from ...files.dcpfile import ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles
-from ...files.torchfile import TORCH_DTYPES, Parsed, Tensor, TorchFile
+from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from .buffer_rule import (
     EMBEDDING,
     INSIDE,
+    LAYER,
+    NOT_TRAINED,
     OUTPUT,
     SLOTS,
     Buffer,
     Filled,
     Shape,
     Slots,
+    arguments_of,
     boxes_of,
     bucket_size_of,
     coalesced,
-    in_boxes,
+    expert_of,
     is_gated,
     joined,
     layout,
     order_of,
     refusal,
-    whole_shape,
+    require_known,
     with_norms,
 )
 from .files import is_fsdp
+from .gather_folders import Folders
 
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 BUFFER = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
     r"(?:gbuf_idx_(\d+)\.dtype_\(([\w.]+), [\w.]+\)\.bucket_idx_(\d+)\.(\w+)|param_state/shard_0_1)"
 )
-FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
-LAYER = re.compile(r"decoder\.layers\.(\d+)(?=\.)")
-NOT_TRAINED = re.compile(r".*(\.expert_bias|\.local_tokens_per_expert|\._extra_state)")
 
 
 def partitions(path: str) -> list[Partition]:
@@ -68,7 +68,7 @@ def partitions(path: str) -> list[Partition]:
     try:
         if sources.is_file(os.path.join(path, ".metadata")):
             return list(_Items(path).partitions())
-        return list(_Folders(path).partitions())
+        return list(Folders(path).partitions())
     except MALFORMED as error:
         raise not_understood(path, error) from error
 
@@ -89,7 +89,7 @@ class _Items:
         else:
             location = self.table.location("common_state/shard_0_1")
             value = self.files.torch_file(location).value[0]
-        self.args = _arguments(value)
+        self.args = arguments_of(value)
         self.model = {
             key: item
             for key, item in self.table.items.items()
@@ -163,7 +163,7 @@ class _Items:
         tp, ep = self._size("tensor_model_parallel_size"), self._size("expert_model_parallel_size")
         etp = int(self.args.get("expert_tensor_parallel_size") or tp)
         apart = any(spread for spread, _, _ in chunks)
-        experts = 1 + max((_expert(name) or 0 for name in whole), default=0)
+        experts = 1 + max((expert_of(name) or 0 for name in whole), default=0)
         ranks = []
         for (spread, group, dtype), listed in chunks.items():
             of = etp if spread else tp
@@ -213,6 +213,7 @@ class _Items:
         """The parameters of one of all model chunks, in the order of `named_parameters()`."""
         layers = 1 + max(int(match[1]) for name in whole if (match := LAYER.match(name)))
         fused = self.args.get("transformer_impl") == "transformer_engine"
+        grouped = fused and bool(self.args.get("moe_grouped_gemm"))
         if layers % chunks:
             raise refusal(self.path, "stages of different length")
         first, behind = chunk * layers // chunks, (chunk + 1) * layers // chunks
@@ -220,7 +221,8 @@ class _Items:
         for name in whole:
             if NOT_TRAINED.fullmatch(name):
                 continue
-            order = order_of(name, whole, fused)
+            require_known(self.path, name, whole, self._size("tensor_model_parallel_size"))
+            order = order_of(name, whole, fused, grouped)
             if order is None:
                 raise refusal(self.path, f"the module of {name}")
             side, number, *_ = order
@@ -240,106 +242,12 @@ class _Items:
         return BoxPart(box.offsets, box.sizes, file.extent(file.value))
 
 
-# -- mp_rank_*
-
-
-class _Folders:
-    """`mp_rank_*` directories. A state dict has the parameters in the module's order."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.parsed = Parsed()
-        self.ranks: dict[tuple[int, int], tuple[str, TorchFile]] = {}
-        for name in os.listdir(path):
-            if match := FOLDER.fullmatch(name):
-                folder = os.path.join(path, name)
-                file = TorchFile(os.path.join(folder, "model_optim_rng.pt"), self.parsed)
-                self.ranks[int(match[2] or 0), int(match[1])] = folder, file
-        self.tp = 1 + max(rank for _, rank in self.ranks)
-        self.args = _arguments(self.ranks[0, 0][1].value)
-
-    def partitions(self) -> Iterator[Partition]:
-        whole: dict[str, Shape] = {}
-        weights: dict[str, Joined] = {}
-        filled: list[Filled] = []
-        first, gated = 0, False
-        stages = range(1 + max(stage for stage, _ in self.ranks))
-        chunks = [key for key in self.ranks[0, 0][1].value if re.fullmatch(r"model\d*", str(key))]
-        for number, stage in product(range(len(chunks)), stages):
-            ranks = [self._weights(stage, rank, chunks[number], first) for rank in range(self.tp)]
-            gated = gated or is_gated({name: own.shape for name, (_, own) in ranks[0].items()})
-            for name, (_, tensor) in ranks[0].items():
-                shape = whole_shape(name, tensor.shape, self.tp)
-                parts: list[BoxPart] = []
-                for rank, own in enumerate(ranks):
-                    boxes = boxes_of(name, shape, self.tp, rank, gated)
-                    if not rank or boxes != boxes_of(name, shape, self.tp, 0, gated):
-                        file, local = own[name]
-                        part = BoxPart((0,), (local.numel,), file.extent(local))
-                        parts += in_boxes([(0, part)], boxes)
-                weights.setdefault(name, Joined(f"{name}/param", tensor.dtype, shape, tuple(parts)))
-                whole[name] = shape
-            for rank, own in enumerate(ranks):
-                filled += self._buffers(stage, rank, number, own)
-            layers = [int(match[1]) for name in ranks[0] if (match := LAYER.match(name))]
-            first = max([first, *(layer + 1 for layer in layers)])
-        yield from weights.values()
-        yield from joined(filled, whole, gated)
-
-    def _weights(
-        self, stage: int, rank: int, chunk: str, first: int
-    ) -> dict[str, tuple[TorchFile, Tensor]]:
-        """The tensors of a rank's chunk in their order; its layers are numbered from `first` on."""
-        unties = self.args.get("untie_embeddings_and_output_weights") is not False
-        file = self.ranks[stage, rank][1]
-        weights = {}
-        for key, tensor in file.value[chunk].items():
-            if not isinstance(tensor, Tensor) or key.endswith("_extra_state"):
-                continue
-            name = EMBEDDING if key == OUTPUT and stage and not unties else with_norms(key)
-            if match := LAYER.match(name):
-                name = f"decoder.layers.{int(match[1]) + first}{name[match.end() :]}"
-            weights[name] = file, tensor
-        return weights
-
-    def _buffers(
-        self, stage: int, rank: int, chunk: int, weights: Mapping[str, tuple[TorchFile, Tensor]]
-    ) -> Iterator[Filled]:
-        """A rank's buffers of one chunk: of each type of weights the one with its number."""
-        path = os.path.join(self.ranks[stage, rank][0], "distrib_optim.pt")
-        if not sources.is_file(path):
-            raise refusal(self.path, "optimizers that know parameters by number")
-        by_type: dict[str, list[Slots]] = {}
-        for _, dtype, slots in coalesced(TorchFile(path, self.parsed)):
-            by_type.setdefault(dtype, []).append(slots)
-        for dtype, listed in by_type.items():
-            sizes = [
-                (name, tensor.numel)
-                for name, (_, tensor) in weights.items()
-                if tensor.dtype == dtype and not NOT_TRAINED.fullmatch(name)
-            ]
-            size = bucket_size_of(self.args, stage + chunk)
-            yield Filled(rank, self.tp, layout(path, sizes, listed[chunk], size))
-
-
 # -- names
-
-
-def _arguments(common: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that Megatron-LM saves; none if another program saved."""
-    args = common.get("args")
-    return dict(args.state) if isinstance(args, Foreign) and isinstance(args.state, dict) else {}
-
-
-def _expert(name: str) -> int | None:
-    """The number of the expert that a parameter is in."""
-    match = re.search(r"\.local_experts\.(\d+)\.", name)
-    return int(match[1]) if match else None
 
 
 def _rank_of(name: str, experts: int) -> int | None:
     """The number of the rank that has an expert, if each has so many."""
-    number = _expert(name)
+    number = expert_of(name)
     return None if number is None else number // experts
 
 

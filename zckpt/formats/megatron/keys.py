@@ -5,6 +5,8 @@
     decoder.layers.3.input_layernorm.weight     ...self_attention.linear_qkv.layer_norm_weight
     decoder.layers.3.mlp.linear_fc2._extra_state    ...linear_fc2._extra_state/shard_3_L
 
+If layers differ, each has keys of its own, with its number in them, and no axis of layers.
+
 `mp_rank_*` directories have the names of modules alone. The keys of other modules depend on their
 code, so they get none here. Read in source and proven with 0.16.1.
 """
@@ -25,31 +27,94 @@ KNOWN = re.compile(
     r"|decoder\.layers\.\d+\.(?:"
     r"(?:input_layernorm|pre_mlp_layernorm)\.(?:weight|bias)"
     r"|self_attention\.linear_(?:qkv|proj)\.(?:weight|bias)"
-    r"|mlp\.(?:experts\.local_experts\.\d+\.)?linear_fc[12]\.(?:weight|bias)"
-    r"|mlp\.router\.weight)"
+    r"|self_attention\.linear_(?:q|(?:q|kv)_(?:down|up))_proj\.(?:weight|bias|layer_norm_\w+)"
+    r"|self_attention\.(?:q|k|kv)_layernorm\.(?:weight|bias)"
+    r"|mlp\.(?:experts\.local_experts\.\d+\.|shared_experts\.)?linear_fc[12]\.(?:weight|bias)"
+    r"|mlp\.shared_experts\.gate_weight"
+    r"|mlp\.router\.(?:weight|bias|expert_bias))"
 )
-LINEAR = re.compile(r"(?P<module>decoder\.layers\..*\blinear_(?:qkv|proj|fc[12]))\.weight")
+LINEAR = re.compile(r"(?P<module>decoder\.layers\..*\blinear_(?:\w+_proj|qkv|proj|fc[12]))\.weight")
+LATENT = re.compile(r"decoder\.layers\.\d+\.self_attention\.linear_kv_up_proj\.weight")
+ROUTER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.mlp\.router\.weight")
 OF_MODULE = "._extra_state"
 OF_OUTPUT = "output_layer._extra_state"  # of no key: GPTModel.sharded_state_dict takes it out
 FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")
 MARKS_OF_LAYERS = ("hetereogenous_dist_checkpoint", "heterogeneous_layers_config_path")
 
 
-def keys_of_gpt(names: Iterable[str], fused: bool, args: Mapping[str, Any]) -> dict[str, int]:
-    """The keys of the parameters and buffers that a GPTModel has, with their number of axes.
+class KeysOfGpt:
+    """The keys of one model in `torch_dist`.
 
-    `names` are those of the local spec, in the whole model. `fused` says that the file calls norms
-    as Transformer Engine's spec does. Modules of another kind get no key, nor do those that only
-    some layers or experts have. If `args` state that layers differ, nothing gets one: such models
-    have no axis of layers.
+    `names` are those of all parameters, buffers and modules' own states, as in the local spec and
+    in the whole model. `fused` says that the file calls norms as Transformer Engine's spec does.
+    If `args` state that layers differ, no key has an axis of layers.
     """
-    names = list(names)
-    if layers_differ(args):
-        return {}
-    separate = fused and any(".mlp.router." in name for name in names)
-    sizes = _sizes(names)
-    keys = [_key(name, separate) for name in names if KNOWN.fullmatch(name)]
-    return {key: axes for (key, axes), n in Counter(keys).items() if n == prod(sizes[:axes])}
+
+    def __init__(self, names: Iterable[str], fused: bool, args: Mapping[str, Any]) -> None:
+        self.names = list(names)
+        self.fused = fused
+        self.stacked = not layers_differ(args)
+        self.latent = any(map(LATENT.fullmatch, self.names))
+        self.with_experts = {m["layer"] for name in self.names if (m := ROUTER.fullmatch(name))}
+        self.sizes = (
+            1 + max(_numbers(LAYER, self.names), default=0),
+            1 + max(_numbers(EXPERT, self.names), default=0),
+        )
+
+    def keys(self) -> dict[str, int]:
+        """The keys of parameters and buffers, with their number of axes.
+
+        Modules of another kind get no key, nor do those that only some layers or experts have.
+        """
+        found = [self._key(name) for name in self.names if KNOWN.fullmatch(name)]
+        return {
+            key: axes for (key, axes), n in Counter(found).items() if n == prod(self._grid(axes))
+        }
+
+    def items(self) -> dict[str, str]:
+        """The key of every module's own state, by its name.
+
+        A run loads only if all of its modules have one, even an empty one. If no name is such a
+        state, the linear modules of the local spec get one; those of Transformer Engine's spec
+        (`fused`) are not known without it.
+        """
+        modules = [name for name in self.names if name.endswith(OF_MODULE)]
+        if not modules and not self.fused:
+            linears = (LINEAR.fullmatch(name) for name in self.names)
+            modules = [f"{match['module']}{OF_MODULE}" for match in linears if match]
+        items = {}
+        for name in modules:
+            key, axes = self._key(name, norms=False)
+            layer = _numbers(LAYER, [name]) if self.stacked else []
+            place = (*layer, *_numbers(EXPERT, [name])) or (0,)
+            grid = self._grid(axes) or (1,)
+            items[name] = f"{key}/shard_{_joined(place)}_{_joined(grid)}"
+        return items
+
+    def _grid(self, axes: int) -> tuple[int, ...]:
+        """The sizes of the axes in front of a parameter's own."""
+        return self.sizes[:axes] if self.stacked else self.sizes[1 : 1 + axes]
+
+    def _key(self, name: str, norms: bool = True) -> tuple[str, int]:
+        """The key of a name, and the number of axes in front of the parameter's own."""
+        match = LAYER.fullmatch(name)
+        if match is None:
+            return name, 0
+        rest, axes = match["rest"], int(self.stacked)
+        if expert := EXPERT.fullmatch(rest):
+            before = expert["before"].removesuffix("local_experts.")
+            rest, axes = f"{before}experts{expert['rest']}", axes + 1
+        for norm, plain in NORMS.items() if norms else ():
+            if not self._is_plain(plain, match["number"]):
+                rest = rest.replace(f".{plain}", f".{norm}")
+        stack = match["before"].removesuffix(".") if self.stacked else name[: match.end("number")]
+        return f"{stack}{rest}", axes
+
+    def _is_plain(self, norm: str, layer: str) -> bool:
+        """Whether a norm has a key of its own name: it is not fused with a linear module."""
+        if self.latent and not (self.fused and norm.startswith("pre_mlp")):
+            return True
+        return self.fused and norm.startswith("pre_mlp") and layer in self.with_experts
 
 
 def layers_differ(args: Mapping[str, Any]) -> bool:
@@ -60,52 +125,9 @@ def layers_differ(args: Mapping[str, Any]) -> bool:
     )
 
 
-def items_of_modules(names: Iterable[str], fused: bool) -> dict[str, str]:
-    """The key of every module's own state, by its name in the whole model.
-
-    A run loads only if all of its modules have one, even an empty one. `names` are all names of the
-    model. If none of them is such a state, the linear modules of the local spec get one; those of
-    Transformer Engine's spec (`fused`) are not known without it.
-    """
-    names = list(names)
-    modules = [name for name in names if name.endswith(OF_MODULE)]
-    if not modules and not fused:
-        linears = (LINEAR.fullmatch(name) for name in names)
-        modules = [f"{match['module']}{OF_MODULE}" for match in linears if match]
-    sizes, items = _sizes(names), {}
-    for name in modules:
-        key, axes = _key(name, False)
-        place = (*_numbers(LAYER, [name]), *_numbers(EXPERT, [name])) or (0,)
-        items[name] = f"{key}/shard_{_joined(place)}_{_joined(sizes[:axes] or (1,))}"
-    return items
-
-
-def _sizes(names: Sequence[str]) -> tuple[int, int]:
-    """How many layers a model has, and how many experts in a layer."""
-    return 1 + max(_numbers(LAYER, names), default=0), 1 + max(_numbers(EXPERT, names), default=0)
-
-
-def _numbers(pattern: re.Pattern[str], names: Iterable[str]) -> list[int]:
+def _numbers(pattern: re.Pattern[str], names: Sequence[str]) -> list[int]:
     """The numbers of layers or experts in names."""
     return [int(match["number"]) for name in names if (match := pattern.fullmatch(name))]
-
-
-def _key(name: str, separate: bool) -> tuple[str, int]:
-    """The key of a name, and the number of axes in front of the parameter's own.
-
-    `separate` says that the norm before experts is a module of its own (Transformer Engine).
-    """
-    match = LAYER.fullmatch(name)
-    if match is None:
-        return name, 0
-    rest, axes = match["rest"], 1
-    if expert := EXPERT.fullmatch(rest):
-        before = expert["before"].removesuffix("local_experts.")
-        rest, axes = f"{before}experts{expert['rest']}", 2
-    for norm, plain in NORMS.items():
-        if not (separate and plain.startswith("pre_mlp")):
-            rest = rest.replace(f".{plain}", f".{norm}")
-    return f"{match['before'].removesuffix('.')}{rest}", axes
 
 
 def _joined(numbers: Iterable[int]) -> str:

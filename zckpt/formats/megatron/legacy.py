@@ -1,20 +1,25 @@
 """The older kind of Megatron's directories: one folder for each model-parallel rank.
 
-    mp_rank_TT[_PPP]/model_optim_rng.pt    model, groups, arguments, counters of one rank
-    mp_rank_TT[_PPP]/distrib_optim.pt      the flat buffers of the distributed optimizer
+    mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt    model, groups, arguments, counters of one rank
+    mp_rank_TT[_PPP][_EEE]/distrib_optim.pt      the flat buffers of the distributed optimizer
 
 A rank of an interleaved pipeline has several model chunks, `model0`, `model1`, ... The layers go
 through the first chunks of all stages, then through the second ones.
 Every chunk has its own layers, numbered from 0, and every rank its own slices. The order of a state
 dict is that of the parameters, so no rule about the architecture is needed to place them.
+
+Experts that are spread over ranks (EEE) are numbered from 0 on every rank, and have an optimizer of
+their own: then both files have lists, of which the experts' is the last. All else is in every
+folder of a stage, but its flat buffers only in that of the first expert rank (megatron-core 0.16.1:
+ChainedOptimizer.save_parameter_state).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from itertools import count, product, takewhile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from ...core import sources
@@ -23,83 +28,59 @@ from ...core.expected import missing_file
 from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest
 from ...core.slicing import Slicing, joined
-from ...core.values import field, mutable
-from ...errors import (
-    CorruptCheckpoint,
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-    UnsupportedCheckpoint,
-    counted,
-)
+from ...core.values import replace
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ...files.torchfile import Parsed, Tensor, TorchFile
+from ...training.tensor_rules import Rules
 from .common import NOT_DISTRIBUTED, arguments, kept, with_groups
-from .contents import BUFFERS, TIED, Content, manifest_of, require_groups, size_of
-from .cuts import cut_of, whole_shape
-from .files import LEGACY, OF_RANK
+from .contents import BUFFERS, TIED, Content, manifest_of
+from .cuts import cuts_of
+from .files import LEGACY
 from .flats import buffers_of, param_groups, read_bytes, states
-from .keys import OF_MODULE, OF_OUTPUT, items_of_modules, keys_of_gpt
+from .keys import OF_MODULE, OF_OUTPUT, KeysOfGpt
+from .legacy_ranks import OF_GROUPED, STATES, Rank, ranks_of, strangers, with_own_experts
 from .legacy_states import local_part, whole_states, without_members
 from .names import NORMS, with_plain_norms
+from .optimizers import EXPERTS, SPREAD
 from .order import LAYER
 from .placing import places
 from .stages import EMBEDDING, HINT, OUTPUT, Place, require_one
 
-STATES = "distrib_optim.pt"
-OLDEST = 2.0  # of checkpoint_version; before it the rows of linear_qkv have another order
 DISTRIBUTED = "distrib_optim"
 OF_CHUNK = re.compile(r"model\d*")
+LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
-@mutable
-class _Rank:
-    """One model-parallel rank: its file, its weights under their names in the whole model."""
-
-    tp: int
-    pp: int
-    folder: str
-    file: TorchFile
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    chunks: list[list[str]] = field(default_factory=list)  # parameters of each model chunk
-
-    @property
-    def order(self) -> list[str]:
-        return [name for names in self.chunks for name in names]
-
-    @property
-    def models(self) -> list[Any]:
-        """The state dicts of its model chunks, of which interleaved pipelines have several."""
-        if "model0" not in self.value:
-            return [self.value.get("model")]
-        keys = takewhile(self.value.__contains__, (f"model{number}" for number in count()))
-        return [self.value[key] for key in keys]
-
-    @property
-    def value(self) -> dict[Any, Any]:
-        value: dict[Any, Any] = self.file.value
-        return value
-
-
-def read_legacy(folder: str, step_policy: str | None, weights_only: bool) -> Manifest:
+def read_legacy(
+    folder: str, step_policy: str | None, weights_only: bool, given: Rules | None = None
+) -> Manifest:
     """The manifest of a directory with `mp_rank_*` folders.
 
-    Raises UnsupportedCheckpoint for experts that are spread over ranks, models that are not of
-    Megatron-Core, and unknown modules on several tensor ranks.
+    The rules that a user has `given` say first how tensor ranks cut parameters. Raises
+    UnsupportedCheckpoint for models that are not of Megatron-Core, and MissingData for modules on
+    several tensor ranks that no rule knows.
     """
-    return _LegacyReader(folder).manifest(step_policy, weights_only)
+    reader = _LegacyReader(folder, given)
+    manifest = reader.manifest(step_policy, weights_only)
+    if given is None or reader.tp > 1:
+        return manifest
+    line = f"--tp-rules is not used: {folder} has no tensor ranks"
+    return replace(manifest, warnings=(*manifest.warnings, line))
 
 
 class _LegacyReader:
     """All folders of one iteration."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, given: Rules | None) -> None:
         self.folder = folder
+        self.given = given
         self.parsed = Parsed()
-        self.ranks = self._ranks()
+        self.ranks = ranks_of(folder, self.parsed)
         self.tp = 1 + max(rank.tp for rank in self.ranks)
         self.pp = 1 + max(rank.pp for rank in self.ranks)
+        self.ep = 1 + max(rank.ep for rank in self.ranks)
         self.common = self.ranks[0].value
         self.args = arguments(self.common)
-        self._require_known()
         self.records: list[Record] = [
             record for rank in self.ranks for record in rank.file.records.values()
         ]
@@ -108,7 +89,7 @@ class _LegacyReader:
         self.replicas: list[Entry] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.slicings: dict[str, Slicing] = {}
-        self.modules: dict[str, tuple[_Rank, Any]] = {}  # their own states, by name
+        self.modules: dict[str, tuple[Rank, Any]] = {}  # their own states, by name
         self.objects: dict[str, Any] = {}
         self.keys: dict[str, int] = {}  # of torch_dist
 
@@ -122,13 +103,14 @@ class _LegacyReader:
         slots: set[str] = set()
         has_states = not weights_only and isinstance(common.get("optimizer"), (dict, list))
         sharding = NOT_DISTRIBUTED if has_states else None
-        optimizer = common.pop("optimizer", None)
+        common.pop("optimizer", None)
         if has_states:
-            if isinstance(optimizer, dict) and "grad_scaler" in optimizer:
-                common["optimizer"] = {"grad_scaler": optimizer["grad_scaler"]}
-            distributed, listed = self._states(slots)
+            first = self.ranks[0].optimizers[0]
+            if "grad_scaler" in first:
+                common["optimizer"] = {"grad_scaler": first["grad_scaler"]}
+            distributed, groups = self._states(slots)
             sharding = DISTRIBUTED if distributed else NOT_DISTRIBUTED
-            common = with_groups(common, [[group for groups in listed for group in groups]])
+            common = with_groups(common, groups)
         content = Content(
             folder=self.folder,
             file=self.ranks[0].file,
@@ -143,90 +125,16 @@ class _LegacyReader:
             replicas=self.replicas,
             keys=self.keys,
             objects=self.objects,
-            left_out=[f"{name}, a file of the directory" for name in self._strangers()],
+            left_out=self._left_out(),
         )
         return manifest_of(content, step_policy)
 
-    # -- the folders
-
-    def _ranks(self) -> list[_Rank]:
-        """Every rank's file, by stage and then by tensor rank; raises IncompleteCheckpoint."""
-        places: dict[tuple[int, int], str] = {}
-        for name in sorted(os.listdir(self.folder)):
-            if not OF_RANK.fullmatch(name):
-                continue
-            numbers = [int(number) for number in name.split("_")[2:]]
-            if len(numbers) > 2:
-                raise _spread(self.folder)
-            tp, pp = (*numbers, 0)[:2]
-            places[pp, tp] = name
-        grid = [
-            (pp, tp)
-            for pp in range(1 + max(pp for pp, _ in places))
-            for tp in range(1 + max(tp for _, tp in places))
-        ]
-        for place in grid:
-            if place not in places:
-                raise IncompleteCheckpoint(
-                    f"{self.folder} has no folder of tensor rank {place[1]} in stage {place[0]}",
-                    hint="every model-parallel rank writes one: copy the whole directory",
-                )
-        ranks = []
-        for pp, tp in grid:
-            folder = os.path.join(self.folder, places[pp, tp])
-            path = os.path.join(folder, LEGACY)
-            if not sources.is_file(path):
-                raise missing_file(path, self.folder, "every model-parallel rank writes one")
-            file = TorchFile(path, self.parsed)
-            if not isinstance(file.value, dict):
-                raise CorruptCheckpoint(f"{path} is not a dictionary")
-            ranks.append(_Rank(tp, pp, folder, file))
-        return ranks
-
-    def _require_known(self) -> None:
-        """Raises UnsupportedCheckpoint for kinds of models and layouts that are not read."""
-        stated = size_of(self.args, "tensor_model_parallel_size") or self.tp
-        stages = size_of(self.args, "pipeline_model_parallel_size") or self.pp
-        if (size_of(self.args, "expert_model_parallel_size") or 1) > 1:
-            raise _spread(self.folder)
-        if (stated, stages) != (self.tp, self.pp):
-            raise IncompleteCheckpoint(
-                f"{self.folder} has folders of {self.tp} tensor ranks and {self.pp} stages, but "
-                f"the run had {stated} and {stages}",
-                hint="every model-parallel rank writes one: copy the whole directory",
-            )
-        version = self.common.get("checkpoint_version", 0)
-        if not isinstance(version, (int, float)) or version < OLDEST:
-            raise UnsupportedCheckpoint(
-                f"{self.folder} has the checkpoint_version {version!s:.20}: its linear_qkv has "
-                "another order of rows",
-                hint="load it in Megatron-LM, which reorders the rows, and save it again",
-            )
-        require_groups(self.folder, self.args, self.tp)
-        for rank in self.ranks:
-            own, first = len(rank.models), len(self.ranks[0].models)
-            if own != first:
-                raise InconsistentCheckpoint(
-                    f"{rank.file.path} has {counted(own, 'model chunk')}, but "
-                    f"{self.ranks[0].file.path} has {first}"
-                )
-            known = (
-                isinstance(each, dict) and "language_model" not in each for each in rank.models
-            )
-            if not all(known):
-                raise UnsupportedCheckpoint(
-                    f"{rank.file.path} has no state dict of a Megatron-Core model"
-                )
-
-    def _strangers(self) -> list[str]:
-        own = {os.path.basename(rank.folder) for rank in self.ranks}
-        inside = [
-            f"{os.path.basename(rank.folder)}/{name}"
-            for rank in self.ranks
-            for name in os.listdir(rank.folder)
-            if name not in (LEGACY, STATES)
-        ]
-        return sorted([name for name in os.listdir(self.folder) if name not in own] + inside)
+    def _left_out(self) -> list[str]:
+        lines = [f"{name}, a file of the directory" for name in strangers(self.folder, self.ranks)]
+        if self.ep > 1 and "rng_state" in self.common:
+            lines.append("random states (rng_state), which every data-parallel rank has")
+        lines += [name for name in self.modules if OF_GROUPED.fullmatch(name)]
+        return lines
 
     # -- weights
 
@@ -240,40 +148,65 @@ class _LegacyReader:
                 if rank.pp != stage:
                     continue
                 rank.chunks.append([])
-                for local, value in rank.models[chunk].items():
-                    name, match = str(local), LAYER.fullmatch(str(local))
+                model = dict(with_own_experts(rank.models[chunk], bool(self.args.get("fp8"))))
+                expert = rank.ep * self._experts(rank, model)
+                for local, value in model.items():
+                    name, match = local, LAYER.fullmatch(local)
                     if match:
                         layer = int(match["layer"])
                         layers = max(layers, layer + 1)
                         name = f"decoder.layers.{layer + first}.{match['rest']}"
+                    if expert:
+                        name = LOCAL_EXPERT.sub(lambda m: str(int(m[0]) + expert), name)  # noqa: B023
                     if name == OUTPUT and tied and stage:
                         name = EMBEDDING
                     self._take(rank, with_plain_norms(name), value)
             first += layers
         for rank in self.ranks:
-            if "rng_state" in rank.value:
+            if "rng_state" in rank.value and self.ep == 1:
                 key = f"rng_state/shard_{rank.pp}.{rank.tp}_{self.pp}.{self.tp}"
                 self._keep(rank, key, [rank.value["rng_state"]])
 
-    def _take(self, rank: _Rank, name: str, value: Any) -> None:
+    def _experts(self, rank: Rank, model: Mapping[str, Any]) -> int:
+        """How many experts of a layer a rank has, if they are spread over ranks."""
+        names = [name for name in model if EXPERTS in name and not OF_GROUPED.fullmatch(name)]
+        names = names if self.ep > 1 else []
+        numbers = [LOCAL_EXPERT.search(name) for name in names]
+        if None in numbers:
+            raise UnsupportedCheckpoint(
+                f"{rank.file.path} has {names[numbers.index(None)]}: experts that are spread over "
+                "ranks as one module",
+                hint="zckpt reads them from --ckpt-format torch_dist",
+            )
+        return 1 + max((int(match[0]) for match in numbers if match), default=-1)
+
+    def _is_spread(self, name: str) -> bool:
+        """Whether a weight is in the folders of one expert rank alone."""
+        return self.ep > 1 and EXPERTS in name
+
+    def _take(self, rank: Rank, name: str, value: Any) -> None:
+        is_first = rank.tp == 0 and (rank.ep == 0 or self._is_spread(name))
         if isinstance(value, Tensor) and not name.endswith("_extra_state"):
             rank.weights[name] = value
             rank.chunks[-1] += [name] * (not BUFFERS.fullmatch(name))
-        elif name.endswith(OF_MODULE) and name != OF_OUTPUT and rank.tp == 0:
+        elif name.endswith(OF_MODULE) and name != OF_OUTPUT and is_first:
             self.modules[name] = (rank, value)
-        elif value is not None and rank.tp == 0:
+        elif value is not None and is_first:
             self._keep(rank, name, value)
 
-    def _keep(self, rank: _Rank, key: str, value: Any) -> None:
+    def _keep(self, rank: Rank, key: str, value: Any) -> None:
         self.objects[key] = kept(rank.file, value, f"megatron.objects.{key}", self.entries)
 
     def _name_items(self) -> None:
         """Keeps the states of modules, and the keys of all weights, as torch_dist has them."""
+        if any(map(OF_GROUPED.fullmatch, self.modules)):
+            return  # torch_dist has the scales of every expert apart
         raw = (str(name) for rank in self.ranks for model in rank.models for name in model)
         fused = any(norm in name for name in raw for norm in NORMS)
-        items = items_of_modules([*self.shapes, *self.modules], fused)
+        model = KeysOfGpt([*self.shapes, *self.modules], fused, self.args)
+        items = model.items()
         if items:
-            self.keys = keys_of_gpt(self.shapes, fused, self.args)
+            self.keys = model.keys()
         for name, key in items.items():
             rank, value = self.modules.get(name, (self.ranks[0], None))
             self._keep(rank, key, [value])
@@ -281,56 +214,85 @@ class _LegacyReader:
     def _weights(self) -> None:
         """Enters every weight; copies that further ranks have become replicas."""
         for stage in range(self.pp):
-            ranks = [rank for rank in self.ranks if rank.pp == stage]
-            shapes = {name: tensor.shape for name, tensor in ranks[0].weights.items()}
-            for name, tensor in ranks[0].weights.items():
-                kinds = {
-                    (known.dtype, known.shape) if (known := rank.weights.get(name)) else None
-                    for rank in ranks
-                }
-                if kinds != {(tensor.dtype, tensor.shape)}:
+            dense: set[str] = set()
+            for expert in range(self.ep):
+                ranks = [rank for rank in self.ranks if (rank.pp, rank.ep) == (stage, expert)]
+                own = {name for name in ranks[0].weights if not self._is_spread(name)}
+                if expert and own != dense:
                     raise InconsistentCheckpoint(
-                        f"{self.folder}: tensor ranks have {name} in several shapes or types, or "
-                        "not at all"
+                        f"{self.folder}: folders of stage {stage} differ by "
+                        f"{listed(sorted(own ^ dense), 4)}, which is of no expert"
                     )
-                slicing = cut_of(name, shapes, self.tp)
-                slices = [rank.file.fragments(rank.weights[name]) for rank in ranks]
-                whole = whole_shape(name, tensor.shape, self.tp)
-                is_copy = name in self.shapes
-                if is_copy and (name != EMBEDDING or self.shapes[name] != whole):
-                    raise InconsistentCheckpoint(f"{self.folder}: two stages have {name}")
-                self.shapes[name], self.slicings[name] = whole, slicing
-                for copy in range(slicing.copies):
-                    bytes_ = joined(slicing, slices, SIZES[tensor.dtype], copy)
-                    entry = Entry(f"{name}/param", tensor.dtype, whole, bytes_)
-                    if is_copy or copy:
-                        self.replicas.append(entry)
-                    else:
-                        self.entries[entry.name] = entry
+                dense = own
+                self._weights_of(ranks, dense if expert else set())
+
+    def _weights_of(self, ranks: Sequence[Rank], known: set[str]) -> None:
+        """Enters the weights of the tensor ranks that share a model; `known` ones are copies."""
+        shapes = {name: tensor.shape for name, tensor in ranks[0].weights.items()}
+        for name, tensor in ranks[0].weights.items():
+            kinds = {
+                (other.dtype, other.shape) if (other := rank.weights.get(name)) else None
+                for rank in ranks
+            }
+            if kinds != {(tensor.dtype, tensor.shape)}:
+                raise InconsistentCheckpoint(
+                    f"{self.folder}: tensor ranks have {name} in several shapes or types, or "
+                    "not at all"
+                )
+        for name, sliced in cuts_of(self.folder, shapes, self.tp, self.args, self.given).items():
+            dtype, slicing = ranks[0].weights[name].dtype, sliced.slicing
+            slices = [rank.file.fragments(rank.weights[name]) for rank in ranks]
+            is_copy = name in self.shapes
+            may_be = name == EMBEDDING or name in known
+            if is_copy and (not may_be or self.shapes[name] != sliced.shape):
+                raise InconsistentCheckpoint(
+                    f"{self.folder}: two folders have {name}, which only one should have, or in "
+                    "two shapes"
+                )
+            self.shapes[name], self.slicings[name] = sliced.shape, slicing
+            for copy in range(slicing.copies):
+                bytes_ = joined(slicing, slices, SIZES[dtype], copy)
+                entry = Entry(f"{name}/param", dtype, sliced.shape, bytes_)
+                if is_copy or copy:
+                    self.replicas.append(entry)
+                else:
+                    self.entries[entry.name] = entry
 
     # -- the optimizer
 
     def _states(self, slots: set[str]) -> tuple[bool, list[list[Any]]]:
-        """Enters masters and moments; whether they are distributed, and the groups of all ranks."""
+        """Enters masters and moments.
+
+        Returns whether they are distributed, and the groups that all ranks have, by optimizer.
+        """
         placed: list[dict[str, list[Place]]] = [{} for _ in range(self.tp)]
-        listed: list[list[Any]] = []
+        groups_of: dict[bool, list[Any]] = {}
         distributed = False
         for rank in self.ranks:
-            optimizer = rank.value.get("optimizer")
-            if not isinstance(optimizer, dict):
-                raise _spread(self.folder)
-            inner = optimizer.get("optimizer", optimizer)
-            groups = param_groups(rank.file, inner)
-            distributed = "state" not in inner
-            found = (
-                self._distributed(rank)
-                if distributed
-                else whole_states(rank.file, rank.order, rank.weights, optimizer, groups)
-            )
-            listed.append([without_members(rank.file, group, inner) for group in groups])
-            for name, place in found:
-                placed[rank.tp].setdefault(name, []).append(place)
+            for number, optimizer in enumerate(rank.optimizers):
+                inner = optimizer.get("optimizer", optimizer)
+                groups = param_groups(rank.file, inner)
+                spread = any(group.get(SPREAD) for group in groups)
+                names = [name for name in rank.order if self._is_spread(name) == spread]
+                distributed = "state" not in inner
+                if not distributed:
+                    states_ = whole_states(rank.file, names, rank.weights, optimizer, groups)
+                elif rank.ep == 0 or spread:
+                    states_ = self._distributed(rank, number, set(names))
+                else:
+                    states_ = iter(())
+                known = groups_of.setdefault(spread, [])
+                known += [without_members(rank.file, group, inner) for group in groups]
+                for name, place in states_:
+                    placed[rank.tp].setdefault(name, []).append(place)
         names = [name for name in self.shapes if not BUFFERS.fullmatch(name)]
+        for tp, known_places in enumerate(placed):
+            lost = [name for name in names if name not in known_places]
+            if lost:
+                raise InconsistentCheckpoint(
+                    f"{self.folder}: no optimizer of tensor rank {tp} has {listed(lost, 4)}",
+                    hint=HINT,
+                )
         for entry, is_copy in states(names, self.shapes, self.slicings, placed):
             if is_copy:
                 self.replicas.append(entry)
@@ -338,27 +300,33 @@ class _LegacyReader:
             self.entries[entry.name] = entry
             if entry.slot != "master":
                 slots.add(entry.slot)
-        return distributed, listed
+        return distributed, [groups for _, groups in sorted(groups_of.items())]
 
-    def _distributed(self, rank: _Rank) -> Iterator[tuple[str, Place]]:
-        """The places of a rank's parameters in its flat buffers."""
+    def _distributed(self, rank: Rank, number: int, own: set[str]) -> Iterator[tuple[str, Place]]:
+        """The places of a rank's `own` parameters in the flat buffers of one optimizer."""
         path = os.path.join(rank.folder, STATES)
         if not sources.is_file(path):
             raise missing_file(path, LEGACY, f"the distributed optimizer's states; {HINT}")
         file = TorchFile(path, self.parsed)
-        self.files.append(path)
-        self.records += file.records.values()
-        if isinstance(file.value, list):
-            raise _spread(self.folder)
-        left = set(rank.order)
+        if path not in self.files:
+            self.files.append(path)
+            self.records += file.records.values()
+        value = file.value
+        if isinstance(value, list) != isinstance(rank.value["optimizer"], list):
+            raise InconsistentCheckpoint(f"{path} is not of the optimizers of {LEGACY} beside it")
+        if isinstance(value, list):
+            value = value[number] if number < len(value) else None
+        if value is None:
+            raise CorruptCheckpoint(f"{path} has no buffers of optimizer {number}", hint=HINT)
         of_types: dict[str, list[list[str]]] = {}
         for chunk in rank.chunks:
             kinds: dict[str, list[str]] = {}
             for name in chunk:
-                kinds.setdefault(rank.weights[name].dtype, []).append(name)
+                if name in own:
+                    kinds.setdefault(rank.weights[name].dtype, []).append(name)
             for dtype, names in kinds.items():
                 of_types.setdefault(dtype, []).append(names)
-        for _, flat in sorted(buffers_of(file, file.value), key=lambda item: item[0]):
+        for _, flat in sorted(buffers_of(file, value), key=lambda item: item[0]):
             if not of_types.get(flat.dtype):
                 raise InconsistentCheckpoint(f"{path} has more buffers than model chunks")
             names = of_types[flat.dtype].pop(0)
@@ -366,15 +334,7 @@ class _LegacyReader:
             ways = places(locals_, flat, read_bytes)
             require_one(ways, flat, self.folder)
             for local, place in zip(locals_, ways[0], strict=True):
-                left.discard(local.name)
+                own.discard(local.name)
                 yield local.name, (flat, place)
-        if left:
-            raise InconsistentCheckpoint(f"{path} has no buffer for {min(left)}", hint=HINT)
-
-
-def _spread(folder: str) -> UnsupportedCheckpoint:
-    return UnsupportedCheckpoint(
-        f"{folder} has experts that are spread over ranks in mp_rank_* folders",
-        hint="zckpt reads them from --ckpt-format torch_dist with "
-        "--dist-ckpt-optim-fully-reshardable",
-    )
+        if own:
+            raise InconsistentCheckpoint(f"{path} has no buffer for {min(own)}", hint=HINT)

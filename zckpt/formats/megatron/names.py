@@ -20,6 +20,10 @@ LAYERS = re.compile(r"(?P<stack>(?:decoder|encoder)\.layers)\.(?P<rest>(?!\d+\.)
 EXPERTS = re.compile(r"(?P<before>.*\bmlp\.experts)\.experts\.(?P<rest>(?!\d+\.).+)")
 LAYER = re.compile(r"(?P<before>(?:decoder|encoder)\.layers\.)(?P<number>\d+)(?P<rest>\..+)")
 EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<number>\d+)(?P<rest>\..+)")
+GROUPED = re.compile(
+    r"(?P<experts>.*\bmlp\.experts)\.(?P<linear>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)"
+)
+"""A parameter of Transformer Engine's module of all experts of a rank."""
 PLACE = "*"  # instead of a number
 NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -52,6 +56,14 @@ def with_plain_norms(name: str) -> str:
     for fused, plain in NORMS.items():
         name = name.replace(fused, plain)
     return name
+
+
+def with_own_expert(name: str) -> str:
+    """A name whose expert is a module of its own, as in the local spec."""
+    match = GROUPED.fullmatch(name)
+    if match is None:
+        return name
+    return f"{match['experts']}.local_experts.{match['number']}.{match['linear']}"
 
 
 def keys_of(

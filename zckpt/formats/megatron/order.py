@@ -24,8 +24,14 @@ MODULES = (
     "input_layernorm",
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
+    "self_attention.linear_q_proj",  # multi-latent attention
+    "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj",
     "self_attention.q_layernorm",
     "self_attention.k_layernorm",
+    "self_attention.kv_layernorm",
     "pre_mlp_layernorm",
     "mlp.router",
     "mlp.experts",
@@ -34,7 +40,7 @@ MODULES = (
     "mlp.linear_fc2",
 )
 FUSED = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
-KINDS = ("weight", "bias", "gate_weight")
+KINDS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias", "gate_weight")
 
 Key = tuple[int | str, ...]
 

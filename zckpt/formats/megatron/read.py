@@ -20,6 +20,7 @@ from math import prod
 from typing import Any
 
 from ...core.manifest import Entry, Manifest, slot_name
+from ...core.values import replace
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -30,6 +31,7 @@ from ...errors import (
 from ...files.dcpfile import ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor
+from ...training.tensor_rules import rules_of
 from ..statedict.tree import TensorPiece, assembled
 from .common import (
     FLAT,
@@ -66,23 +68,33 @@ def read(
     step_policy: str | None = None,
     param_names: tuple[str, ...] | None = None,
     weights_only: bool = False,
+    tp_rules: str | None = None,
 ) -> Manifest:
     """The manifest of an iteration's directory, or of a run around it.
 
     `param_names` is not used: keys are names. With `weights_only` the optimizer's state is not
-    read, whatever its type. Raises NotACheckpoint, IncompleteCheckpoint (a file, a piece or the
-    common state is missing), InconsistentCheckpoint, CorruptCheckpoint, UnsupportedCheckpoint
-    (another type of the optimizer's state, zarr, `mp_rank_*` directories).
+    read, whatever its type. `tp_rules` (a family or a file) says how tensor ranks cut parameters in
+    `mp_rank_*` directories, before the rules of a GPTModel; other directories say it.
+
+    Raises NotACheckpoint, IncompleteCheckpoint (a file, a piece or the common state is missing),
+    InconsistentCheckpoint, CorruptCheckpoint, MissingData (modules that no rule knows) and
+    UnsupportedCheckpoint (another type of the optimizer's state, zarr).
     """
     folder = located(path, tag)
     try:
         if is_legacy(folder):
-            return read_legacy(folder, step_policy, weights_only)
+            rules = None if tp_rules is None else rules_of(tp_rules)
+            return read_legacy(folder, step_policy, weights_only, rules)
         if is_fsdp(folder):
-            return read_fsdp(folder, step_policy, weights_only)
-        return _Reader(folder, weights_only).manifest(step_policy)
+            manifest = read_fsdp(folder, step_policy, weights_only)
+        else:
+            manifest = _Reader(folder, weights_only).manifest(step_policy)
     except MALFORMED as error:
         raise not_understood(folder, error) from error
+    if tp_rules is None:
+        return manifest
+    line = f"--tp-rules {tp_rules} is not used: {folder} says how tensor ranks cut parameters"
+    return replace(manifest, warnings=(*manifest.warnings, line))
 
 
 class _Reader:

@@ -153,8 +153,8 @@ class MegatronWriter:
         if not keys:
             raise MissingData(
                 "the source is of mp_rank_* directories or of Megatron-FSDP, and zckpt does not "
-                "know the keys of its model in torch_dist: its layers differ, or its modules have "
-                "no _extra_state",
+                "know the keys of its model in torch_dist: its modules have no _extra_state, or "
+                "one for the 8-bit floats of several experts",
                 hint="give --like RUN, a torch_dist directory that the next run has saved",
             )
         parts, strangers = keys_of(names, keys)

@@ -22,10 +22,10 @@ from ....core.plan import Match
 from ....core.values import replace
 from ....core.weights import is_optimizers
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, listed
+from ....training.tensor_rules import SUM
 from ..files import model_rank_of
 from .grid import LAYER
 from .pipeline import head
-from .tensor_rules import SUM
 
 SAMPLE = 1 << 14  # elements of each slice
 

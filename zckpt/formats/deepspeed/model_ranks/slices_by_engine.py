@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ....core import sources
 from ....core.values import valueclass
 from ....errors import UnsupportedCheckpoint
-from .families import FAMILIES
+from ....training.tensor_families import FAMILIES
 
 Shapes = Sequence[tuple[int, ...] | None]
 """A tensor's shape on every tensor rank; None where a rank has none of it."""

@@ -1,7 +1,8 @@
 """How the slices of tensor ranks become whole tensors, as boxes: no byte is read.
 
-Each tensor rank has been read as a model by itself. `tensor_rules.py` says how its parameters are
-cut. What all ranks have is taken from the first one, and the others are copies that must be equal.
+Each tensor rank has been read as a model by itself. The rules of training/tensor_rules.py say how
+its parameters are cut. What all ranks have is taken from the first one, and the others are copies
+that must be equal.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from ....core.manifest import Entry, Manifest
 from ....core.values import replace
 from ....core.weights import WEIGHTS
 from ....errors import InconsistentCheckpoint, listed
+from ....training.tensor_families import DOUBTS
+from ....training.tensor_rules import RuleFile, Rules, Shapes, Sliced, decide
 from ...deepspeed_states.patterns import INFO
-from .families import DOUBTS
-from .tensor_rules import RuleFile, Rules, Shapes, Sliced, decide
 from .together import MIXED, common, same_parameter
 from .universal_info import UniversalInfo
 

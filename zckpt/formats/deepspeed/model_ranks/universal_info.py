@@ -15,6 +15,7 @@ they count, and what each means, is that of DeepSpeed 0.19.8, ds_to_universal.py
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -23,8 +24,8 @@ from typing import Any
 from ....core import slicing
 from ....core.slicing import Piece, Slicing
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
+from ....training.tensor_rules import Rule, Shapes, Sliced, by_rule
 from ...deepspeed_states.patterns import check_patterns, fields_of
-from .tensor_rules import Rule, Shapes, Sliced, by_rule
 
 NEWEST_MAP = 1
 MOST_AXES = 8
@@ -134,6 +135,11 @@ class UniversalInfo:
                 f"{says}: {ranks} ranks cannot share sub-parameters of {list(stated)}"
             )
         return [part for part in split if part is not None]
+
+
+def of_json(text: str) -> UniversalInfo:
+    """The rules of a file for --tp-rules that has a `universal_checkpoint_info`, as JSON."""
+    return UniversalInfo(json.loads(text))
 
 
 def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[str, Any]:

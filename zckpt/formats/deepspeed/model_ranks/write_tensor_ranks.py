@@ -29,6 +29,7 @@ from ....errors import (
 )
 from ....training import objects
 from ....training.options import ALLOW_OBJECT, WEIGHTS_ONLY, Options
+from ....training.tensor_rules import Rules, Shapes, Sliced, stated_rule
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
@@ -43,7 +44,6 @@ from .arguments import TENSOR_RANKS, VOCABULARY, arguments, with_sizes
 from .grid import grid_files
 from .rank_shells import rank_shells
 from .tensor_ranks import joined_slices
-from .tensor_rules import Rules, Shapes, Sliced, stated_rule
 from .universal_info import UniversalInfo, info_for
 
 # AutoTP cuts the output layer and the MLP into shares that differ by one row at most (0.19.8)

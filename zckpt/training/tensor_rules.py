@@ -2,8 +2,8 @@
 
 No file of a rank shows it. These say it, the first that does:
 
-    --tp-rules          a file of rules, or the name of a family (families.py)
-    the checkpoint      its `universal_checkpoint_info` (universal_info.py)
+    --tp-rules          a file of rules, or the name of a family (tensor_families.py)
+    the format          what its reader knows of the engine, or finds in the files
 
 What neither decides is an error that lists the names. Nothing is guessed. Each rule is checked
 against the shapes that the ranks state; a file of rules has lines such as
@@ -19,16 +19,15 @@ against the shapes that the ranks state; a file of rules has lines such as
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Protocol
 
-from ....core import slicing, sources
-from ....core.slicing import Slicing
-from ....core.values import valueclass
-from ....errors import (
+from ..core import slicing, sources
+from ..core.slicing import Slicing
+from ..core.values import valueclass
+from ..errors import (
     MALFORMED,
     InconsistentCheckpoint,
     MissingData,
@@ -37,7 +36,7 @@ from ....errors import (
     cause,
     listed,
 )
-from .families import FAMILIES, WIDTHS
+from .tensor_families import FAMILIES, WIDTHS
 
 Shapes = Sequence[tuple[int, ...] | None]
 """A parameter's shape on every tensor rank; None where the rank has none of it."""
@@ -162,8 +161,11 @@ def _on_ranks(shapes: Sequence[tuple[int, ...]]) -> str:
 # -- what a user gives
 
 
-def rules_of(given: str) -> Rules:
-    """The rules of a family or of a file; raises WrongOption."""
+def rules_of(given: str, of_json: Callable[[str], Rules] | None = None) -> Rules:
+    """The rules of a family or of a file; raises WrongOption.
+
+    `of_json` makes rules of a file with a JSON object, where the engine has rules of that form.
+    """
     if given in FAMILIES:
         return RuleFile(given, _parsed(FAMILIES[given], given))
     try:
@@ -175,11 +177,9 @@ def rules_of(given: str) -> Rules:
             f"--tp-rules {given} is neither a family nor a file that can be read: {why}",
             hint=f"the families are {', '.join(FAMILIES)}",
         ) from error
-    if text.lstrip().startswith("{"):
-        from .universal_info import UniversalInfo
-
+    if of_json is not None and text.lstrip().startswith("{"):
         try:
-            return UniversalInfo(json.loads(text))
+            return of_json(text)
         except ZckptError:
             raise
         except MALFORMED as error:

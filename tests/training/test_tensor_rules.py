@@ -1,0 +1,112 @@
+"""How parameters are cut, as --tp-rules says it: families, and files of rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zckpt.errors import MissingData, WrongOption
+from zckpt.formats.deepspeed.model_ranks.universal_info import of_json
+from zckpt.training.tensor_families import FAMILIES
+from zckpt.training.tensor_rules import Shapes, decide, rules_of
+
+# Names and the slices' shapes at tp 2: hidden 8, four heads, vocabulary 32
+GELU = {
+    "{0}.self_attention.query_key_value.weight": ((12, 8), "0"),
+    "{0}.self_attention.query_key_value.bias": ((12,), "0"),
+    "{0}.self_attention.dense.weight": ((8, 4), "1"),
+    "{0}.self_attention.dense.bias": ((8,), "replicated"),
+    "{0}.mlp.dense_h_to_4h.weight": ((16, 8), "0"),
+    "{0}.mlp.dense_h_to_4h.bias": ((16,), "0"),
+    "{0}.mlp.dense_4h_to_h.weight": ((8, 16), "1"),
+    "{0}.mlp.dense_4h_to_h.bias": ((8,), "replicated"),
+    "{0}.input_layernorm.weight": ((8,), "replicated"),
+    "{0}.post_attention_layernorm.bias": ((8,), "replicated"),
+}
+MODELS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
+    "megatron": {
+        **{name.format(3): item for name, item in GELU.items()},
+        "tied_modules.embed.word_embeddings.weight": ((16, 8), "0"),
+        "tied_modules.embed.position_embeddings.weight": ((5, 8), "replicated"),
+        "7.weight": ((8,), "replicated"),
+        "language_model.output_layer.weight": ((16, 8), "0"),
+        "decoder.layers.0.mlp.linear_fc2.weight": ((8, 16), "1"),
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": ((8,), "replicated"),
+    },
+    "bloom": {
+        **{name.format(4): item for name, item in GELU.items()},
+        "tied_modules.embed.word_embeddings.weight": ((16, 8), "0"),
+        "tied_modules.embed.word_embeddings.norm.weight": ((8,), "replicated"),
+        "34.bias": ((8,), "replicated"),
+    },
+    "neox": {
+        **{
+            name.format("sequential.2").replace("self_attention", "attention"): item
+            for name, item in GELU.items()
+        },
+        "sequential.0.word_embeddings.weight": ((16, 8), "0"),
+        "sequential.5.norm.scale": ((8,), "replicated"),
+        "sequential.6.final_linear.weight": ((16, 8), "0"),
+    },
+    "llama": {
+        "model.embed_tokens.weight": ((32, 8), "replicated"),
+        "model.layers.0.self_attn.q_proj.weight": ((4, 8), "0"),
+        "model.layers.0.self_attn.k_proj.bias": ((2,), "0"),
+        "model.layers.0.self_attn.o_proj.weight": ((8, 4), "1"),
+        "model.layers.0.self_attn.o_proj.bias": ((8,), "replicated"),
+        "model.layers.0.mlp.gate_up_proj.weight": ((20, 8), "0:2x"),
+        "model.layers.0.mlp.down_proj.weight": ((8, 10), "1"),
+        "model.layers.0.post_attention_layernorm.weight": ((8,), "replicated"),
+        "model.norm.weight": ((8,), "replicated"),
+    },
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_families_decide_all_names(family: str) -> None:
+    shapes: dict[str, Shapes] = {n: [shape] * 2 for n, (shape, _) in MODELS[family].items()}
+    found = decide("run", shapes, [rules_of(family)], 2)
+    assert {name: sliced.rule for name, sliced in found.items()} == {
+        name: rule for name, (_, rule) in MODELS[family].items()
+    }
+    with pytest.raises(MissingData) as raised:
+        decide("run", shapes, [], 2)
+    assert "--tp-rules" in raised.value.hint
+
+
+def test_a_fused_layer_is_seen_by_its_neighbor() -> None:
+    shapes: dict[str, Shapes] = {
+        "3.mlp.dense_h_to_4h.weight": [(16, 8)] * 2,
+        "3.mlp.dense_4h_to_h.weight": [(8, 8)] * 2,
+    }
+    with pytest.raises(WrongOption, match="has 2 fused parts") as raised:
+        decide("run", shapes, [rules_of("megatron")], 2)
+    assert "megatron-swiglu" in raised.value.hint
+    found = decide("run", shapes, [rules_of("megatron-swiglu")], 2)
+    assert found["3.mlp.dense_h_to_4h.weight"].rule == "0:2x"
+
+
+def test_files_of_rules(tmp_path: Path) -> None:
+    path = tmp_path / "rules"
+    path.write_text("# own names first\n\n.*q_proj.weight = 1  # columns\ninclude llama\n")
+    shapes: dict[str, Shapes] = {
+        "a.q_proj.weight": [(4, 4)] * 2,
+        "a.k_proj.weight": [(4, 4)] * 2,
+    }
+    found = decide("run", shapes, [rules_of(str(path))], 2)
+    assert [sliced.shape for sliced in found.values()] == [(4, 8), (8, 4)]
+    families = {"megatron", "megatron-swiglu", "bloom", "neox", "neox-parallel", "llama"}
+    assert set(FAMILIES) == families
+    for text, said in (
+        ("a = 0:", "line 1"), ("a", "line 1"), ("( = 0", "line 1"), ("x = 0\na = -1", "line 2"),
+        ("include nothing", "line 1"), ("a = 0:0x", "line 1"), ("{", "JSON"),
+    ):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(WrongOption, match=said):
+            rules_of(str(path), of_json)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(WrongOption, match="neither a family nor a file"):
+        rules_of(str(path))
+    with pytest.raises(WrongOption, match="neither a family nor a file"):
+        rules_of(str(tmp_path / "none"))

@@ -1,0 +1,148 @@
+"""`mp_rank_*` directories, by Megatron-Core's own rule: see gather.py.
+
+A state dict has the parameters in the module's order. Experts that are spread over ranks have an
+optimizer of their own; the flat buffers of all else are in the folders of the first expert rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from itertools import product
+
+from ...core import sources
+from ...core.partition import BoxPart, Joined
+from ...files.torchfile import Parsed, Tensor, TorchFile
+from .buffer_rule import (
+    EMBEDDING,
+    LAYER,
+    NOT_TRAINED,
+    OUTPUT,
+    Filled,
+    Shape,
+    Slots,
+    arguments_of,
+    boxes_of,
+    bucket_size_of,
+    coalesced,
+    expert_of,
+    in_boxes,
+    is_gated,
+    joined,
+    layout,
+    refusal,
+    require_known,
+    whole_shape,
+    with_norms,
+)
+
+FOLDER = re.compile(r"mp_rank_\d+(?:_\d+)*")
+GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)")  # TEGroupedLinear
+EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+
+Local = tuple[TorchFile, Tensor]
+
+
+class Folders:
+    """All folders of a directory. A rank's numbers are its stage, expert rank and tensor rank."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.parsed = Parsed()
+        names = sorted(filter(FOLDER.fullmatch, os.listdir(path)))
+        folders = [os.path.join(path, name) for name in names]
+        files = [
+            TorchFile(os.path.join(each, "model_optim_rng.pt"), self.parsed) for each in folders
+        ]
+        self.args = arguments_of(files[0].value)
+        self.spread = int(self.args.get("expert_model_parallel_size") or 1) > 1
+        staged = int(self.args.get("pipeline_model_parallel_size") or 1) > 1 or not self.spread
+        self.ranks: dict[tuple[int, int, int], tuple[str, TorchFile]] = {}
+        for name, folder, file in zip(names, folders, files, strict=True):
+            rank, *others = map(int, name.split("_")[2:])
+            stage = others.pop(0) if staged and others else 0
+            self.ranks[stage, others.pop() if others else 0, rank] = folder, file
+        self.stages, self.ep, self.tp = (1 + max(each) for each in zip(*self.ranks, strict=True))
+
+    def partitions(self) -> Iterator[Joined]:
+        """Every weight; and masters and moments, by the rule of buffers."""
+        whole: dict[str, Shape] = {}
+        weights: dict[str, Joined] = {}
+        filled: list[Filled] = []
+        first, gated = 0, False
+        chunks = [
+            key for key in self.ranks[0, 0, 0][1].value if re.fullmatch(r"model\d*", str(key))
+        ]
+        for number, stage in product(range(len(chunks)), range(self.stages)):
+            before = first
+            for expert in range(self.ep):
+                places = [(stage, expert, rank) for rank in range(self.tp)]
+                ranks = [self._weights(place, chunks[number], before) for place in places]
+                gated = gated or is_gated({name: own.shape for name, (_, own) in ranks[0].items()})
+                for name, (_, tensor) in ranks[0].items():
+                    require_known(self.path, name, ranks[0], self.tp)
+                    shape = whole_shape(name, tensor.shape, self.tp)
+                    parts: list[BoxPart] = []
+                    for rank, own in enumerate(ranks):
+                        boxes = boxes_of(name, shape, self.tp, rank, gated)
+                        if not rank or boxes != boxes_of(name, shape, self.tp, 0, gated):
+                            file, local = own[name]
+                            part = BoxPart((0,), (local.numel,), file.extent(local))
+                            parts += in_boxes([(0, part)], boxes)
+                    saved = Joined(f"{name}/param", tensor.dtype, shape, tuple(parts))
+                    weights.setdefault(name, saved)
+                    whole[name] = shape
+                for place, own in zip(places, ranks, strict=True):
+                    filled += self._buffers(place, number, own)
+                layers = [int(match[1]) for name in ranks[0] if (match := LAYER.match(name))]
+                first = max([first, *(layer + 1 for layer in layers)])
+        yield from weights.values()
+        yield from joined(filled, whole, gated)
+
+    def _weights(self, place: tuple[int, int, int], chunk: str, first: int) -> dict[str, Local]:
+        """The tensors of a rank's chunk in their order; its layers are numbered from `first` on."""
+        unties = self.args.get("untie_embeddings_and_output_weights") is not False
+        stage, number, _ = place
+        file = self.ranks[place][1]
+        tensors = {
+            GROUPED.sub(r"\1.local_experts.\3.\2", key): tensor
+            for key, tensor in file.value[chunk].items()
+            if isinstance(tensor, Tensor) and not key.endswith("_extra_state")
+        }
+        experts = {expert_of(key) for key in tensors} - {None}
+        weights = {}
+        for key, tensor in tensors.items():
+            name = EMBEDDING if key == OUTPUT and stage and not unties else with_norms(key)
+            if match := LAYER.match(name):
+                name = f"decoder.layers.{int(match[1]) + first}{name[match.end() :]}"
+            if (local := expert_of(name)) is not None:
+                name = EXPERT.sub(str(local + number * len(experts)), name)
+            weights[name] = file, tensor
+        return weights
+
+    def _buffers(
+        self, place: tuple[int, int, int], chunk: int, weights: Mapping[str, Local]
+    ) -> Iterator[Filled]:
+        """A rank's buffers of one chunk: of each type of weights the one with its number."""
+        stage, expert, rank = place
+        path = os.path.join(self.ranks[place][0], "distrib_optim.pt")
+        if not sources.is_file(path):
+            raise refusal(self.path, "optimizers that know parameters by number")
+        file = TorchFile(path, self.parsed)
+        for optimizer in range(1 + self.spread):
+            if self.spread and expert and not optimizer:
+                continue
+            by_type: dict[str, list[Slots]] = {}
+            for _, dtype, slots in coalesced(file, optimizer):
+                by_type.setdefault(dtype, []).append(slots)
+            for dtype, listed in by_type.items():
+                sizes = [
+                    (name, tensor.numel)
+                    for name, (_, tensor) in weights.items()
+                    if tensor.dtype == dtype
+                    and not NOT_TRAINED.fullmatch(name)
+                    and (not self.spread or (expert_of(name) is not None) == bool(optimizer))
+                ]
+                size = bucket_size_of(self.args, stage + chunk)
+                yield Filled(rank, self.tp, layout(path, sizes, listed[chunk], size))

@@ -1,0 +1,211 @@
+"""The folders of a `mp_rank_*` directory: one for each model-parallel rank (legacy.py).
+
+    mp_rank_TT             tensor rank
+    mp_rank_TT_PPP         with several stages of a pipeline
+    mp_rank_TT_EEE         with experts that are spread over ranks
+    mp_rank_TT_PPP_EEE     with both
+
+The arguments in the files say which of the two forms with two numbers it is (Megatron-LM's
+get_checkpoint_name). What ranks of experts have in common, every one of their folders has.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, product, takewhile
+from typing import Any
+
+from ...core import sources
+from ...core.expected import missing_file
+from ...core.values import field, mutable
+from ...errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    UnsupportedCheckpoint,
+    counted,
+)
+from ...files.torchfile import Parsed, Tensor, TorchFile
+from .common import arguments
+from .contents import require_groups, size_of
+from .files import LEGACY, OF_RANK
+from .names import EXPERT, with_own_expert
+
+EVERY_RANK = "every model-parallel rank writes one: copy the whole directory"
+OF_GROUPED = re.compile(r"(?P<experts>.*\bmlp\.experts)\.(?P<rest>linear_fc[12]\._extra_state)")
+"""The state of Transformer Engine's module of all experts of a rank."""
+OLDEST = 2.0  # of checkpoint_version; before it the rows of linear_qkv have another order
+STATES = "distrib_optim.pt"
+
+
+@mutable
+class Rank:
+    """One model-parallel rank: its file, its weights under their names in the whole model."""
+
+    tp: int
+    pp: int
+    ep: int
+    folder: str
+    file: TorchFile
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    chunks: list[list[str]] = field(default_factory=list)  # parameters of each model chunk
+
+    @property
+    def order(self) -> list[str]:
+        return [name for names in self.chunks for name in names]
+
+    @property
+    def models(self) -> list[Any]:
+        """The state dicts of its model chunks, of which interleaved pipelines have several."""
+        if "model0" not in self.value:
+            return [self.value.get("model")]
+        keys = takewhile(self.value.__contains__, (f"model{number}" for number in count()))
+        return [self.value[key] for key in keys]
+
+    @property
+    def optimizers(self) -> list[dict[Any, Any]]:
+        """Their states: experts that are spread over ranks have one of their own.
+
+        Raises UnsupportedCheckpoint.
+        """
+        state = self.value.get("optimizer")
+        states = state if isinstance(state, list) else [state]
+        known = [each for each in states if isinstance(each, dict)]
+        if not known or len(known) < len(states):
+            raise UnsupportedCheckpoint(f"{self.file.path} has an optimizer of an unknown form")
+        return known
+
+    @property
+    def value(self) -> dict[Any, Any]:
+        value: dict[Any, Any] = self.file.value
+        return value
+
+
+def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tuple[str, Any]]:
+    """The names and values of a state dict in which every expert is a module of its own.
+
+    The module of all experts has one state for them. It is that of each of them, unless `is_scaled`
+    says that it has the scales of 8-bit floats (TEGroupedLinear).
+    """
+    items = [(with_own_expert(str(name)), value) for name, value in model.items()]
+    numbers: dict[str, list[int]] = {}
+    for name, _ in items:
+        if match := EXPERT.fullmatch(name):
+            layer = match["before"].removesuffix(".local_experts.")
+            numbers.setdefault(layer, []).append(int(match["number"]))
+    for name, value in items:
+        match = OF_GROUPED.fullmatch(name)
+        if match is None or is_scaled:
+            yield name, value
+            continue
+        for number in sorted(set(numbers.get(match["experts"], ()))):
+            yield f"{match['experts']}.local_experts.{number}.{match['rest']}", value
+
+
+def ranks_of(folder: str, parsed: Parsed) -> list[Rank]:
+    """Every rank: by stage, then by rank of experts, then by tensor rank.
+
+    Raises IncompleteCheckpoint, InconsistentCheckpoint, CorruptCheckpoint and
+    UnsupportedCheckpoint.
+    """
+    names = sorted(name for name in os.listdir(folder) if OF_RANK.fullmatch(name))
+    files = {name: _file(folder, name, parsed) for name in names}
+    args = arguments(files[names[0]].value)
+    spread = (size_of(args, "expert_model_parallel_size") or 1) > 1
+    staged = (size_of(args, "pipeline_model_parallel_size") or 1) > 1 or not spread
+    own = size_of(args, "tensor_model_parallel_size")
+    if spread and size_of(args, "expert_tensor_parallel_size") not in (None, own):
+        raise UnsupportedCheckpoint(
+            f"{folder} has experts that are cut over another number of tensor ranks than the rest "
+            "of the model",
+            hint="zckpt reads them from --ckpt-format torch_dist",
+        )
+    places: dict[tuple[int, int, int], str] = {}
+    for name in names:
+        tp, *numbers = (int(number) for number in name.split("_")[2:])
+        pp = numbers.pop(0) if numbers and staged else 0
+        ep = numbers.pop(0) if numbers and spread else 0
+        if numbers:
+            raise InconsistentCheckpoint(
+                f"{folder} has the folder {name}, but the run had neither stages nor experts for "
+                "its last number",
+                hint="folders of two runs may be mixed: take another copy",
+            )
+        places[pp, ep, tp] = name
+    stages, experts, tensors = (1 + max(numbers) for numbers in zip(*places, strict=True))
+    for pp, ep, tp in product(range(stages), range(experts), range(tensors)):
+        if (pp, ep, tp) not in places:
+            of_expert = f", expert rank {ep}" if spread else ""
+            raise IncompleteCheckpoint(
+                f"{folder} has no folder of tensor rank {tp} in stage {pp}{of_expert}",
+                hint=EVERY_RANK,
+            )
+    ranks = [
+        Rank(tp, pp, ep, os.path.join(folder, name), files[name])
+        for (pp, ep, tp), name in sorted(places.items())
+    ]
+    _require_sizes(folder, args, (tensors, stages, experts))
+    _require_known(folder, args, tensors, ranks)
+    return ranks
+
+
+def _file(folder: str, name: str, parsed: Parsed) -> TorchFile:
+    path = os.path.join(folder, name, LEGACY)
+    if not sources.is_file(path):
+        raise missing_file(path, folder, "every model-parallel rank writes one")
+    file = TorchFile(path, parsed)
+    if not isinstance(file.value, dict):
+        raise CorruptCheckpoint(f"{path} is not a dictionary")
+    return file
+
+
+def _require_sizes(folder: str, args: Mapping[str, Any], sizes: tuple[int, int, int]) -> None:
+    """Raises if the folders are not those of the run's tp, pp and ep."""
+    kinds = ("tensor", "pipeline", "expert")
+    stated = tuple(
+        size_of(args, f"{kind}_model_parallel_size") or size
+        for kind, size in zip(kinds, sizes, strict=True)
+    )
+    if stated != sizes:
+        raise IncompleteCheckpoint(
+            f"{folder} has folders of tp {sizes[0]}, pp {sizes[1]} and ep {sizes[2]}, but the run "
+            f"had {stated[0]}, {stated[1]} and {stated[2]}",
+            hint=EVERY_RANK,
+        )
+
+
+def _require_known(folder: str, args: Mapping[str, Any], tp: int, ranks: Sequence[Rank]) -> None:
+    """Raises UnsupportedCheckpoint for kinds of models that are not read."""
+    version = ranks[0].value.get("checkpoint_version", 0)
+    if not isinstance(version, (int, float)) or version < OLDEST:
+        raise UnsupportedCheckpoint(
+            f"{folder} has the checkpoint_version {version!s:.20}: its linear_qkv has another "
+            "order of rows",
+            hint="load it in Megatron-LM, which reorders the rows, and save it again",
+        )
+    require_groups(folder, args, tp)
+    for rank in ranks:
+        own, first = len(rank.models), len(ranks[0].models)
+        if own != first:
+            raise InconsistentCheckpoint(
+                f"{rank.file.path} has {counted(own, 'model chunk')}, but "
+                f"{ranks[0].file.path} has {first}"
+            )
+        if not all(isinstance(each, dict) and "language_model" not in each for each in rank.models):
+            raise UnsupportedCheckpoint(
+                f"{rank.file.path} has no state dict of a Megatron-Core model"
+            )
+
+
+def strangers(folder: str, ranks: Sequence[Rank]) -> list[str]:
+    """Files and folders of the directory that zckpt does not read."""
+    own = {os.path.basename(rank.folder) for rank in ranks}
+    inside = [
+        f"{os.path.basename(rank.folder)}/{name}"
+        for rank in ranks
+        for name in os.listdir(rank.folder)
+        if name not in (LEGACY, STATES)
+    ]
+    return sorted([name for name in os.listdir(folder) if name not in own] + inside)
