@@ -171,6 +171,10 @@ def _without_zero(
 
     if files.layers:
         return _pipelines_without_zero(directory, files, step_policy, numbered, tied)
+    if files.ranks[0].of_ep and len(files.ranks) == 1:
+        from .moe.whole_experts import manifest_of_experts
+
+        return [manifest_of_experts(directory, files.ranks[0], numbered, step_policy)]
     wholes = [open_whole(directory, each, numbered) for each in files.ranks]
     check_grid(directory, files, [whole.states for whole in wholes])
     manifests = [manifest_of_whole(whole, step_policy) for whole in wholes]
