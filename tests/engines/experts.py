@@ -67,6 +67,9 @@ CASES = {
         ExpertCase("dp4_ep2_aligned", 4, (2, 2), config=ALIGNED),
         ExpertCase("dp4_ep2_z0", 4, (2, 2), stage=0),
         ExpertCase("dp4_ep2_z0_fp32", 4, (2, 2), stage=0, dtype="fp32"),
+        ExpertCase(
+            "dp4_ep4_ep2_z0", 4, (4, 2), stage=0, groups="own", experts=(4, 6), frozen_experts=True
+        ),
         ExpertCase("dp2_ep2_z0_fp16", 2, (2, 2), stage=0, dtype="fp16", groups="own", config=SCALE),
         ExpertCase("dp2_ep2_z0_fused", 2, (2, 2), stage=0, groups="own", optimizer=FUSED),
         ExpertCase("dp2_ep1_z0_fused", 2, (1, 1), stage=0, groups="own", optimizer=FUSED),

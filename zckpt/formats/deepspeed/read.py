@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...core.experts import layers_of
 from ...core.manifest import Manifest
 from ...core.values import replace
 from ...errors import MALFORMED, not_understood
@@ -72,6 +73,10 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     """
     if "model_ranks" in manifest.source:  # each keeps its own copy
         return []
+    if manifest.source.get("zero_stage") == 0 and layers_of(manifest.engine):
+        from .moe.whole_experts import compare_ranks
+
+        return compare_ranks(manifest, replicas)
     from .model_ranks.copies import compare_copies, refuse_sums
 
     refuse_sums(manifest.root, (manifest.state.get("tensor_parallel") or {}).get("rules") or {})

@@ -70,7 +70,9 @@ def _lay_out(source: Manifest, options: Options) -> Layout:
         pointer = target.tag.encode()
         yield Shell("latest", len(pointer), ((0, pointer),))
         if target.engine.whole:
-            yield from model_files(target, True, whole_files.optimizer)
+            yield from whole_files.model_shells(target)
+            yield from expert_files(target)
+            yield from schedulers
             return
         yield from optimizer_files(target, is_elastic)
         yield from model_files(target, derives=True)

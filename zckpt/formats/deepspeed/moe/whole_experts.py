@@ -15,6 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from ....core import compare
+from ....core.compare import Match
 from ....core.experts import ExpertLayer
 from ....core.manifest import Entry, Manifest
 from ....core.values import replace
@@ -184,12 +186,6 @@ def _kinds(ranks: EngineStates) -> list[object]:
     ]
 
 
-def _of_layer(layers: ExpertLayers, places: ExpertRanks, number: int) -> dict[str, int]:
-    """The rank in each layer of the ranks that file `number` stands for."""
-    rank = places.alike(number, max(layers.sizes))[0]
-    return {layer.name: places.place(rank, layer.ep)[0] for layer in layers.listed}
-
-
 def _named(
     ranks: Sequence[EngineStates],
     files: Sequence[LayerFiles],
@@ -199,7 +195,7 @@ def _named(
 ) -> list[WholeOptimizer]:
     """The optimizers with the names of their parameters, which are those of the first one."""
     weights = [
-        weights_of(each, files, layers, _of_layer(layers, places, number))
+        weights_of(each, files, layers, places.in_layers(layers, number))
         for number, each in enumerate(ranks)
     ]
     try:
@@ -214,6 +210,28 @@ def _named(
         for whole, own in zip(wholes[1:], weights[1:], strict=True):
             check_rounding(whole, own)
     return wholes
+
+
+def compare_ranks(manifest: Manifest, replicas: str | None) -> list[str]:
+    """Compares the copies that ep ranks keep of dense parameters; gives warnings.
+
+    Raises InconsistentCheckpoint if they differ, unless `replicas` says that rank 0's are taken.
+    """
+    matches = [
+        Match(entry, manifest.entries[entry.name])
+        for entry in manifest.replicas
+        if entry.slot != "state" and entry.name in manifest.entries
+    ]
+    results = compare.compare(matches, manifest, manifest).results
+    names = [r.match.a.name for r in results if r.difference is not None and r.difference.count]
+    differing = list(dict.fromkeys(names))
+    if differing and replicas != "rank0":
+        raise InconsistentCheckpoint(
+            f"{manifest.root}: ep ranks hold different copies of {listed(differing, 4)}",
+            hint="files of different saves may be mixed: copy all files again; if the copies "
+            "drifted in training, take those of ep rank 0 with --replicas rank0",
+        )
+    return [f"the ep ranks' copies of {name} differ; rank 0's is taken" for name in differing]
 
 
 # -- the manifest
@@ -245,7 +263,7 @@ class _Joined:
         other: dict[str, dict[str, object]] = {}
         for number, whole in enumerate(self.wholes):
             states, units = whole_states.with_states(whole)
-            of_layer = _of_layer(self.layers, self.places, number % self.count)
+            of_layer = self.places.in_layers(self.layers, number % self.count)
             for buffer in whole_states.buffers(states, units, step_policy):
                 renamed = self._renamed(buffer, of_layer)
                 owner = next(iter(renamed.shapes), "")
@@ -322,7 +340,7 @@ class _Joined:
         """Names that only an order shows, of all ep ranks."""
         return list(
             dict.fromkeys(
-                self._global(name, _of_layer(self.layers, self.places, number))
+                self._global(name, self.places.in_layers(self.layers, number))
                 for number in range(self.count)
                 for name in self.first.inferred
             )

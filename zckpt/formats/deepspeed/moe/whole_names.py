@@ -113,7 +113,8 @@ def named_whole(
 ) -> WholeOptimizer:
     """The optimizer of the first ep rank with names; raises MissingData as `named_optimizer`."""
     if ranks.model.get("param_shapes") or numbered.param_names is not None:
-        return named_optimizer(ranks, weights, numbered)
+        whole = named_optimizer(ranks, weights, numbered)
+        return with_members(ranks, whole.members, whole.inferred, weights)
     groups = ranks.bases[0]["param_groups"]
     members: list[Sequence[str | None]] = [()] * len(groups)
     inferred: list[str] = []
