@@ -65,6 +65,11 @@ CASES = {
         ExpertCase("dp4_ep4_ep2_mixed", 4, (4, 2), groups="own", experts=(4, 6), mixed_order=True),
         ExpertCase("dp4_ep2_frozen_experts", 4, (2, 2), frozen_experts=True),
         ExpertCase("dp4_ep2_aligned", 4, (2, 2), config=ALIGNED),
+    )
+}
+WITHOUT_ZERO = {
+    case.name: case
+    for case in (
         ExpertCase("dp4_ep2_z0", 4, (2, 2), stage=0),
         ExpertCase("dp4_ep2_z0_fp32", 4, (2, 2), stage=0, dtype="fp32"),
         ExpertCase(

@@ -18,7 +18,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ....core.experts import ExpertLayer
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Parameter
 from ....core.values import replace, valueclass
@@ -263,7 +262,9 @@ def open_experts(ranks: EngineStates, paths: Mapping[tuple[int, int], str]) -> E
         refuse(directory, SPREAD)
     files = layers_of(ranks, paths)
     check_order(ranks, [layer.name for layer in files])
-    layers = ExpertLayers({layer.name: spread_over(ranks, layer, named_of(ranks)) for layer in files})
+    layers = ExpertLayers(
+        {layer.name: spread_over(ranks, layer, named_of(ranks)) for layer in files}
+    )
     return Experts(ranks, files, layers, _places(ranks, files, layers))
 
 

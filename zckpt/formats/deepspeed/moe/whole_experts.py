@@ -16,9 +16,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ....core import compare
-from ....core.compare import Match
 from ....core.experts import ExpertLayer
 from ....core.manifest import Entry, Manifest
+from ....core.plan import Match
 from ....core.values import replace
 from ....errors import (
     IncompleteCheckpoint,
@@ -97,9 +97,7 @@ def manifest_of_experts(
 # -- the sizes of layers
 
 
-def _layers(
-    ranks: EngineStates, files: Sequence[LayerFiles], numbered: Numbered
-) -> ExpertLayers:
+def _layers(ranks: EngineStates, files: Sequence[LayerFiles], numbered: Numbered) -> ExpertLayers:
     """Over how many ranks each layer is spread."""
     named = [*(numbered.param_names or ())]
     if ranks.model.get("param_shapes"):
@@ -278,9 +276,7 @@ class _Joined:
         optimizer = {key: v for key, v in first.first.items() if key not in ("members", "other")}
         ranks = replace(first, states=[{**optimizer, **({"other": other} if other else {})}])
         experts = Experts(ranks, self.files, self.layers, self.places)
-        manifest = manifest_of(
-            ranks, buffers, "deepspeed", ranks.config, experts.module_dtype
-        )
+        manifest = manifest_of(ranks, buffers, "deepspeed", ranks.config, experts.module_dtype)
         manifest = experts.complete(manifest)
         return self._with_places(
             replace(
@@ -323,8 +319,12 @@ class _Joined:
     def _add_copy(self, first: FlatBuffer, copy: FlatBuffer, file: TorchFile) -> None:
         """The copy in another file; raises InconsistentCheckpoint if it has another step."""
         owner = next(iter(first.shapes))
-        stated = [("ep rank 0", first.step), (file.path, copy.step)]
-        steps.agree([(f"{owner}, {where}", step) for where, step in stated if step is not None], None)
+        stated = [
+            (f"{owner}, {where}", each.step)
+            for where, each in (("ep rank 0", first), (file.path, copy))
+            if each.step is not None
+        ]
+        steps.agree(stated, None)
         kinds = [sorted((slot.name, slot.dtype) for slot in each.slots) for each in (first, copy)]
         if first.shapes != copy.shapes or kinds[0] != kinds[1]:
             raise InconsistentCheckpoint(

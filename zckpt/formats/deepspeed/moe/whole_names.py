@@ -4,8 +4,8 @@
 
 Names are those of rank 0, as in other stages: its experts are numbered from 0. They stand for the
 experts of all ranks, so the optimizers of all ranks have the same names. They come from a file of
-zckpt's (`param_shapes`), from the user (--param-names), or from what stage_0/naming.py compares. The
-groups of experts have none but experts, and the other groups none of them.
+zckpt's (`param_shapes`), from the user (--param-names), or from what stage_0/naming.py compares.
+The groups of experts have none but experts, and the other groups none of them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,16 @@ from .expert_files import LayerFiles
 from .layers import GATE
 
 Members = Sequence[Sequence[str | None]]
-SWAPPED = "files of two ep ranks seem to be swapped, or one is of another save; copy all files again"
+SWAPPED = (
+    "files of two ep ranks seem to be swapped, or one is of another save; copy all files again"
+)
 
 
 def weights_of(
-    ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers, of_layer: Mapping[str, int]
+    ranks: EngineStates,
+    files: Sequence[LayerFiles],
+    layers: ExpertLayers,
+    of_layer: Mapping[str, int],
 ) -> dict[str, Stored]:
     """The weights of one ep rank by their names on it, in the order of the module.
 
@@ -124,6 +129,7 @@ def named_whole(
         if not places:
             continue
         part = _some_groups(ranks, places)
+        names: Members
         if FLAT_MASTERS in part.first:
             names = naming.by_order(part.optimizers[0], part.first[FLAT_MASTERS], own)
         else:

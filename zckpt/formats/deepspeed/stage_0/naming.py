@@ -95,7 +95,7 @@ def by_order(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list
     for number, flat in enumerate(flats):
         ways = {0: 1}  # by how many elements have names: in how many ways
         before: list[dict[int, int]] = []
-        for name, weight in weights.items():
+        for weight in weights.values():
             before.append(ways)
             following = dict(ways)
             for start, count in ways.items():
@@ -112,7 +112,9 @@ def by_order(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list
             )
         members: list[str] = []
         stop = flat.numel
-        for (name, weight), ways in zip(reversed(weights.items()), reversed(before), strict=True):
+        for (name, weight), ways in zip(
+            reversed([*weights.items()]), reversed(before), strict=True
+        ):
             start = stop - weight.tensor.numel
             if stop not in ways and start in ways:
                 members.append(name)

@@ -16,7 +16,13 @@ from typing import Any
 
 from ....core.dtypes import FLOATS
 from ....core.values import replace, valueclass
-from ....errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, listed
+from ....errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    MissingData,
+    listed,
+)
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.manifest import INFERRED
@@ -83,13 +89,23 @@ def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = Fal
     model = dictionary(file, file.value)
     if is_stage and model.get("module") is None:
         model = {**model, "module": {}}
+    if (files.experts or model.get("num_experts")) and not files.of_ep:
+        raise IncompleteCheckpoint(
+            f"{directory.path} has experts, and lacks the optimizers of all ep ranks",
+            hint="expected expp_rank_0_mp_rank_00_optim_states.pt and one per further rank (stage "
+            "0), or zero_pp_rank_0_mp_rank_00_optim_states.pt and one per further rank",
+        )
     if files.experts or files.of_ep or model.get("num_experts"):
         refuse(directory, "mixture-of-experts layers in ZeRO stage 0 on several model ranks")
     return states_with(directory, file, model, file, model.get("optimizer"))
 
 
 def states_with(
-    directory: TagDirectory, file: TorchFile, model: dict[str, Any], beside: TorchFile, optimizer: Any
+    directory: TagDirectory,
+    file: TorchFile,
+    model: dict[str, Any],
+    beside: TorchFile,
+    optimizer: Any,
 ) -> EngineStates:
     """What a model file says, with an `optimizer` that lies in the file `beside`, or in it.
 
