@@ -14,6 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from . import formats
+from .core.experts import layers_of
 from .core.manifest import Manifest
 from .core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from .core.sharing import ALONE, Sharing
@@ -259,9 +260,18 @@ def _named_for(format: Format, manifest: Manifest, options: Options) -> Manifest
     family, names = options[FAMILY], options[PARAM_NAMES]
     if family is not None:
         manifest = translated(manifest, family, options[MODEL_CONFIG])
-    if names is not None and "model_ranks" not in manifest.source:  # read apart, in this order
+    if names is not None and not _is_in_order(manifest):
         manifest = in_order_of(called_as(manifest, names), names)
     return ties.with_ties(manifest, options[TIE]) if options[TIE] else manifest
+
+
+def _is_in_order(manifest: Manifest) -> bool:
+    """Whether it was read in the order of --param-names, which do not name all of it.
+
+    Model ranks have the names of their own; without ZeRO experts have those of one rank.
+    """
+    is_whole = manifest.source.get("zero_stage") == 0
+    return "model_ranks" in manifest.source or (is_whole and bool(layers_of(manifest.engine)))
 
 
 @valueclass

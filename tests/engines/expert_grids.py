@@ -43,6 +43,7 @@ CASES = {
         # the engine (0.19.8) hangs if stages have layers of other expert-parallel sizes
         ExpertGridCase("pp2_dp2_counts", 2, (2, 2), stage=1, pp=2, experts=(4, 6)),
         ExpertGridCase("pp1_dp4_ep2", 4, (2, 2), stage=1, groups="own", tied=False),
+        ExpertGridCase("pp1_dp2_ep1", 2, (1, 1), stage=1),
         ExpertGridCase("pp2_dp4_ep2", 4, (2, 2), stage=1, pp=2, groups="own", tied=False),
         ExpertGridCase(
             "pp2_dp4_data_first", 4, (2, 2), stage=1, pp=2, config=DATA_FIRST, tied=False

@@ -17,11 +17,11 @@ from deepspeed.utils import groups as process_groups
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
-from . import oracle
+from . import optimizers, oracle
 from .experts import ExpertCase
-from .rank import ENABLE, join, merge, prepare
+from .rank import ENABLE, compile_extension, join, merge, prepare
 
-__all__ = ["prepare", "resume", "train"]
+__all__ = ["compile_extension", "prepare", "resume", "train"]
 
 ROWS, WORDS = 24, 5
 VOCABULARY, WIDTH, HIDDEN = 31, 10, 7
@@ -119,7 +119,7 @@ def build_engine(case: ExpertCase, seed: int) -> Any:
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=list(model.parameters()) if own is None else None,
-        optimizer=torch.optim.AdamW(own, betas=(0.8, 0.95)) if own else None,
+        optimizer=optimizers.FACTORIES[case.optimizer](own) if own else None,
         config=merge(config, case.config),
     )
     return engine
@@ -207,6 +207,8 @@ def global_names(module: nn.Module) -> dict[str, str]:
 
 def record(engine: Any) -> dict[str, Any]:
     """Everything that all ranks hold, merged; copies on several ranks must be equal."""
+    if engine.zero_optimization_stage() == 0:
+        return record_without_zero(engine)
     module, optimizer = engine.module, engine.optimizer
     names, layout = global_names(module), oracle.read_layout(module, optimizer)
     own = {
@@ -240,6 +242,49 @@ def record(engine: Any) -> dict[str, Any]:
             assert len(step) == 1
             steps[name] = step.pop()
             oracle.check_rounding(name, tensors[f"{name}/master"], rank["weights"][name])
+    return described(engine, ranks, tensors, steps)
+
+
+def record_without_zero(engine: Any) -> dict[str, Any]:
+    """The same of stage 0, where every rank has the whole state of what it has."""
+    module, optimizer = engine.module, engine.optimizer
+    names = global_names(module)
+    tensors, steps, _, members = oracle.whole_states(module, optimizer)
+    base = getattr(optimizer, "optimizer", optimizer)
+    own = {
+        "weights": {names[key]: tensor.clone() for key, tensor in module.state_dict().items()},
+        "trainable": {names[n] for n, p in module.named_parameters() if p.requires_grad},
+        "frozen": {names[n] for n, p in module.named_parameters() if not p.requires_grad},
+        "tensors": {renamed(name, names): tensor for name, tensor in tensors.items()},
+        "steps": {names[name]: step for name, step in steps.items()},
+        "members": [[names[name] for name in group] for group in members],
+        "kinds": [(group.get("name"), group["weight_decay"]) for group in base.param_groups],
+    }
+    ranks: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(ranks, own)
+    everywhere: dict[str, Tensor] = {}
+    for rank in ranks:
+        for name, weight in rank["weights"].items():
+            same(everywhere, f"{name}/param", weight)
+        for name, tensor in rank["tensors"].items():
+            same(everywhere, name, tensor)
+    return described(
+        engine, ranks, everywhere, {n: step for rank in ranks for n, step in rank["steps"].items()}
+    )
+
+
+def renamed(name: str, names: dict[str, str]) -> str:
+    """`parameter/slot` with the parameter's name in the whole model."""
+    parameter, _, slot = name.rpartition("/")
+    return f"{names[parameter]}/{slot}"
+
+
+def described(
+    engine: Any, ranks: list[Any], tensors: dict[str, Tensor], steps: dict[str, Any]
+) -> dict[str, Any]:
+    """The record: what all ranks say, and the rest of the engine."""
+    module, optimizer = engine.module, engine.optimizer
+    groups = getattr(optimizer, "optimizer", optimizer).param_groups
     owners = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
         "tensors": tensors,
@@ -252,12 +297,11 @@ def record(engine: Any) -> dict[str, Any]:
             if owners[id(parameter)] != name
         },
         "groups": [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.optimizer.param_groups
+            {key: value for key, value in group.items() if key != "params"} for group in groups
         ],
         "members": [
             set().union(*(rank["members"][group_on(rank, ranks[0], number)] for rank in ranks))
-            for number in range(len(layout.groups))
+            for number in range(len(groups))
         ],
         "order": ranks[0]["members"],
         "counters": {"global_steps": engine.global_steps, "skipped_steps": engine.skipped_steps},

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .cases import EXTENSIONS
 from .deepspeed import submit
 
 
@@ -24,6 +25,7 @@ class ExpertCase:
     dtype: str = "bf16"
     experts: tuple[int, int] = (4, 4)
     groups: str = "config"  # how parameter groups are made, see expert_rank.build_optimizer
+    optimizer: str = "adamw"  # of own groups, see optimizers.py
     max_group_size: int | None = None  # None is DeepSpeed's default
     frozen_experts: bool = False
     mixed_order: bool = False  # odd ranks have their groups of experts in another order
@@ -31,11 +33,18 @@ class ExpertCase:
     seed: int = 7
     steps: int = 3
 
+    @property
+    def extension(self) -> str | None:
+        """The engine's extension that needs a C++ compiler, or None."""
+        return EXTENSIONS.get(self.optimizer)
+
 
 BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
 ALIGNED = {"zero_optimization": {"parameter_alignment": True}}
 ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
 DATA_FIRST = {"use_data_before_expert_parallelism": True}
+FUSED = "deepspeed fused adam"  # the only optimizer that gets FP16_Optimizer here
+SCALE = {"fp16": {"initial_scale_power": 8}}
 
 CASES = {
     case.name: case
@@ -58,12 +67,26 @@ CASES = {
         ExpertCase("dp4_ep2_aligned", 4, (2, 2), config=ALIGNED),
     )
 }
+WITHOUT_ZERO = {
+    case.name: case
+    for case in (
+        ExpertCase("dp4_ep2_z0", 4, (2, 2), stage=0),
+        ExpertCase("dp4_ep2_z0_fp32", 4, (2, 2), stage=0, dtype="fp32"),
+        ExpertCase(
+            "dp4_ep4_ep2_z0", 4, (4, 2), stage=0, groups="own", experts=(4, 6), frozen_experts=True
+        ),
+        ExpertCase("dp2_ep2_z0_fp16", 2, (2, 2), stage=0, dtype="fp16", groups="own", config=SCALE),
+        ExpertCase("dp2_ep2_z0_fused", 2, (2, 2), stage=0, groups="own", optimizer=FUSED),
+        ExpertCase("dp2_ep1_z0_fused", 2, (1, 1), stage=0, groups="own", optimizer=FUSED),
+    )
+}
 
 
 def train(case: ExpertCase, root: Path, *, losses: int = 3) -> Path:
     """Trains `case`, saves it in `root`/run and what the ranks held in `root`/oracle.pt."""
     root.mkdir(parents=True, exist_ok=True)
-    submit("expert_rank", "train", case.dp, (case, root.resolve(), losses), root)
+    arguments = (case, root.resolve(), losses)
+    submit("expert_rank", "train", case.dp, arguments, root, case.extension)
     return root / "run"
 
 
@@ -78,6 +101,6 @@ def resume(
     output = root.resolve() / "resumed.pt"
     resumed = dataclasses.replace(case, **changes)
     arguments = (resumed, directory.resolve(), output, losses)
-    submit("expert_rank", "resume", resumed.dp, arguments, root)
+    submit("expert_rank", "resume", resumed.dp, arguments, root, resumed.extension)
     recorded: dict[str, Any] = torch.load(output, weights_only=False)
     return recorded

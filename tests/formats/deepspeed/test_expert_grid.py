@@ -108,18 +108,25 @@ def test_universal_is_what_all_ranks_held(
 
 @dataclass(frozen=True)
 class Move:
-    """From a case's directory to `dp` ranks and another `ep`; None keeps the source's."""
+    """From a case's directory to `dp` ranks and another `ep`; None keeps the source's.
+
+    `bounds` are those of other stages.
+    """
 
     case: str
     dp: int
     ep: int | None = None
     tp: int | None = None
+    bounds: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.case}-dp{self.dp}-ep{self.ep}" + (f"-tp{self.tp}" if self.tp else "")
+        others = (("tp", self.tp), ("pp", self.bounds and len(self.bounds) - 1))
+        parts = [f"{key}{value}" for key, value in others if value]
+        return "-".join([f"{self.case}-dp{self.dp}-ep{self.ep}", *parts])
 
 
+UNIFORM = (0, 4, 7)
 MOVES = [
     Move("pp2_dp2_ep2", 1, 1),
     Move("pp2_dp2_ep2", 2),
@@ -140,13 +147,27 @@ MOVES = [
     Move("tp2_dp2_sliced", 4, 4),
     Move("tp2_dp2_sliced_z1", 4),
     Move("tp2_dp2_sliced", 2, 2, tp=1),
+    Move("pp2_dp2_ep2", 4, 4, bounds=(0, 7)),
+    Move("pp2_dp2_fp32", 2, bounds=(0, 7)),
+    Move("pp2_dp2_counts", 2, 2, bounds=(0, 7)),
+    Move("pp2_dp2_bf16_optimizer", 1, 1, bounds=(0, 7)),
+    Move("pp2_dp2_round_robin", 2, bounds=(0, 7)),
+    Move("pp2_dp4_data_first", 4, bounds=(0, 7)),
+    Move("pp1_dp4_ep2", 2, bounds=UNIFORM),
+    Move("pp1_dp2_ep1", 2, 2, bounds=UNIFORM),
 ]
+
+FIRST_CUT = Move("pp2_dp2_ep2", 4, 4, bounds=(0, 7))
 
 
 def moves() -> list[Any]:
     return [
-        pytest.param(move, id=move.name, marks=[pytest.mark.matrix] if number else [first])
-        for number, move in enumerate(MOVES)
+        pytest.param(
+            move,
+            id=move.name,
+            marks=[first] if move in (MOVES[0], FIRST_CUT) else [pytest.mark.matrix],
+        )
+        for move in MOVES
     ]
 
 
@@ -159,10 +180,15 @@ def test_the_engine_resumes(
     options: dict[str, Any] = {} if move.ep is None else {"ep": move.ep}
     if move.tp is not None:
         options |= {"tp": move.tp, "tp_rules": rules}
-    zckpt.reshard(root / "run", tmp_path / "run", dp=move.dp, **options)
+    if move.bounds is not None:
+        options |= {"pp_bounds": move.bounds}
+    report = zckpt.reshard(root / "run", tmp_path / "run", dp=move.dp, **options)
+    guesses = move.bounds == UNIFORM and case.tied  # where a tied layer is used
+    assert any("tied layer embed" in line for line in report["warnings"]) == guesses
     sizes = case.ep if move.ep is None else (move.ep, move.ep)
     tp = move.tp or case.tp
-    after = resume(case, tmp_path / "run", tmp_path, dp=move.dp, ep=sizes, tp=tp)
+    pp = case.pp if move.bounds is None else len(move.bounds) - 1
+    after = resume(case, tmp_path / "run", tmp_path, dp=move.dp, ep=sizes, tp=tp, pp=pp)
     assert sorted(after["tensors"]) == sorted(before["tensors"])
     different = [
         name
@@ -174,7 +200,7 @@ def test_the_engine_resumes(
         assert after[key] == before[key], key
     tolerance = 1e-5 if case.dtype == "fp32" else 2e-3
     assert after["losses"][0] == pytest.approx(before["losses"][0], rel=0, abs=tolerance)
-    if (move.dp, sizes, tp) == (case.dp, case.ep, case.tp):
+    if (move.dp, sizes, tp, pp) == (case.dp, case.ep, case.tp, case.pp):
         assert after["losses"] == before["losses"]
     options = {"tp_rules": rules} if case.tp > 1 else {}
     for report in (
@@ -190,7 +216,11 @@ def test_the_engine_resumes(
     ("options", "message"),
     [
         ({"ep": 4}, "2 ranks cannot share the 4 experts of 1.moe"),
-        ({"pp": 1}, "--pp does not apply"),
+        ({"pp": 3}, "--pp 3 needs the bounds of its stages"),
+        ({"pp_bounds": (0, 3, 5, 7)}, "would have none of the layers of experts"),
+        ({"pp_bounds": (0, 2, 3, 7)}, r"layers 2 to 2 .* have no trained parameter"),
+        ({"pp_bounds": (0, 2, 6)}, "leave no layer without names"),
+        ({"pp_partition": "parameters"}, "counts the tied layer embed wherever it is used"),
     ],
 )
 def test_what_cannot_be_written(

@@ -26,7 +26,7 @@ from zckpt.errors import (
 from zckpt.formats.deepspeed.moe.named_layers import with_named_layers
 from zckpt.formats.deepspeed_states.experts import ExpertRanks
 
-from ...engines.experts import CASES, ExpertCase, resume, train
+from ...engines.experts import CASES, ExpertCase, resume
 from ..equality import load, same_bits
 
 Trained = Callable[[str], Path]
@@ -34,21 +34,6 @@ FIRST = "dp4_ep2"
 INSIDE = ".deepspeed_moe.experts.deepspeed_experts."
 
 pytestmark = pytest.mark.engines
-
-
-@pytest.fixture(scope="session")
-def trained_experts(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Trains a case, once per session: a folder with run/ and oracle.pt."""
-    roots: dict[str, Path] = {}
-
-    def trained(name: str) -> Path:
-        if name not in roots:
-            root = tmp_path_factory.mktemp("experts") / name
-            train(CASES[name], root)
-            roots[name] = root
-        return roots[name]
-
-    return trained
 
 
 @pytest.fixture
@@ -273,7 +258,6 @@ def swap(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture-of-experts layers in ZeRO stage 0"),
         ("expert_0_mp_rank_00_model_states.pt", "mixture-of-experts layers of an old release"),
     ],
 )
@@ -487,7 +471,6 @@ def settings_of(name: str, record: dict[str, Any]) -> dict[str, Any]:
         ({"dp": 3}, "3 ranks cannot share the 4 experts of sparse", "--ep 1"),
         ({"dp": 8, "ep": 8}, "8 ranks cannot share the 4 experts", "--ep 1 or 2 or 4"),
         ({"stage": 3}, "layers of experts in ZeRO stage 3", "--stage 1 or --stage 2"),
-        ({"stage": 0}, "layers of experts in ZeRO stage 0", "--stage 1 or --stage 2"),
     ],
 )
 def test_what_cannot_be_written(

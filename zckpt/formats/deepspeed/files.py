@@ -18,6 +18,7 @@ from ..deepspeed_states.directories import (
     EXPERT,
     MODEL,
     MODEL_3,
+    OF_EP,
     OPTIMIZER,
     SCRIPTS,
     TagDirectory,
@@ -31,7 +32,6 @@ from ..deepspeed_states.directories import (
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 Place = TypeVar("Place", int, tuple[int, int])
 OLD_EXPERT = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
-OF_EXPERTS = re.compile(r"expp_rank_\d+_.*")
 
 
 @valueclass
@@ -39,11 +39,13 @@ class RankFiles:
     """Paths in rank order; stage 1 and 2 have one model file, stage 3 one per rank.
 
     Files of experts are by the number of the layer in its model rank, and of the expert in it.
+    `of_ep` are the optimizers of all ep ranks, in order, in a run with experts in stage 0.
     """
 
     models: Sequence[str]
     optimizers: Sequence[str]
     experts: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    of_ep: Sequence[str] = ()
 
 
 @valueclass
@@ -74,12 +76,10 @@ def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 
     """The files of all data ranks of one model rank, among the names of the directory.
 
     Raises IncompleteCheckpoint if a rank is missing, UnsupportedCheckpoint if the names show
-    experts in stage 0 or of an old release, or NVMe offload.
+    experts of an old release, or NVMe offload.
     """
     if any(OLD_EXPERT.fullmatch(name) for name in names):
         refuse(directory, "mixture-of-experts layers of an old release")
-    if any(OF_EXPERTS.fullmatch(name) for name in names):
-        refuse(directory, "mixture-of-experts layers in ZeRO stage 0")
     if "offloaded_tensors" in names:
         refuse(directory, "optimizer states offloaded to NVMe")
 
@@ -87,11 +87,14 @@ def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 
     models_3: dict[int, str] = {}
     optimizers: dict[int, str] = {}
     experts: dict[tuple[int, int], str] = {}
+    of_ep: dict[int, str] = {}
     prefixes = set()
     for name in names:
         full = os.path.join(directory.path, name)
         if (match := EXPERT.fullmatch(name)) and int(match[3]) == model_rank:
             add_file(experts, (int(match[1]), int(match[2])), full)
+        if (match := OF_EP.fullmatch(name)) and int(match[2]) == model_rank:
+            add_file(of_ep, int(match[1]), full)
         if model_rank_of(name) != model_rank:
             continue
         if MODEL.fullmatch(name):
@@ -119,8 +122,19 @@ def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 
             hint=f"expected mp_rank_{model_rank:02d}_model_states.pt (stage 1, 2) or one per rank "
             "(stage 3)",
         )
+    if optimizers and of_ep:
+        raise InconsistentCheckpoint(
+            f"{directory.path} has files of two runs: one of stage 0 with experts (expp_rank_0), "
+            "one of another stage",
+            hint="keep only the files of one save",
+        )
     if optimizers:
         _all_ranks(directory, optimizers, "optimizer")
+    if missing := sorted(set(range(max(of_ep, default=-1) + 1)) - set(of_ep)):
+        raise IncompleteCheckpoint(
+            f"{directory.path} lacks the optimizer of ep rank {missing[0]}",
+            hint=f"expected expp_rank_{missing[0]}_mp_rank_{model_rank:02d}_optim_states.pt",
+        )
     if models_3:
         _all_ranks(directory, models, "model")
         if optimizers and len(models) != len(optimizers):
@@ -133,6 +147,7 @@ def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 
         [models[rank] for rank in sorted(models)],
         [optimizers[rank] for rank in sorted(optimizers)],
         experts,
+        [of_ep[rank] for rank in sorted(of_ep)],
     )
 
 

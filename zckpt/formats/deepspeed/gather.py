@@ -24,6 +24,7 @@ from ...core.manifest import slot_name
 from ...core.partition import FlatMember, Partition, Partitioned, Whole
 from ...errors import MissingData
 from ...files.torchfile import Parsed, Tensor, TorchFile
+from .moe import gather_experts
 from .stage_0 import gather_whole
 from .stage_0.gather_whole import whole
 
@@ -43,6 +44,10 @@ def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
     if any(SEVERAL.search(name) for name in os.listdir(directory)):
         return _of_grid(directory, tp_rules)
     engine = _EngineFiles(directory)
+    if not engine.optimizers and engine.expert_files:  # stage 0 with experts
+        model = engine.models[0]
+        optimizers = gather_experts.partitions(directory, model)
+        return [*gather_whole.module(model), *engine.experts(), *optimizers]
     if not engine.optimizers:  # stage 0
         return list(gather_whole.partitions(engine.models[0]))
     return list(engine.partitions())

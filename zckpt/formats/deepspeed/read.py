@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...core.experts import layers_of
 from ...core.manifest import Manifest
 from ...core.values import replace
 from ...errors import MALFORMED, not_understood
@@ -73,6 +74,10 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     """
     if "model_ranks" in manifest.source:  # each keeps its own copy
         return []
+    if manifest.source.get("zero_stage") == 0 and layers_of(manifest.engine):
+        from .moe.whole_experts import compare_ranks
+
+        return compare_ranks(manifest, replicas)
     from .model_ranks.copies import compare_copies, refuse_sums
 
     refuse_sums(manifest.root, (manifest.state.get("tensor_parallel") or {}).get("rules") or {})
@@ -172,6 +177,10 @@ def _without_zero(
 
     if files.layers:
         return _pipelines_without_zero(directory, files, step_policy, numbered, tied)
+    if files.ranks[0].of_ep and len(files.ranks) == 1:
+        from .moe.whole_experts import manifest_of_experts
+
+        return [manifest_of_experts(directory, files.ranks[0], numbered, step_policy)]
     wholes = [open_whole(directory, each, numbered) for each in files.ranks]
     check_grid(directory, files, [whole.states for whole in wholes])
     manifests = [manifest_of_whole(whole, step_policy) for whole in wholes]

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...core.manifest import Manifest
 from ...core.staging import Layout, Shell
+from ...core.values import replace
 from ...errors import counted, listed, literal
 from ...files.torchshell import seal_records
 from ...training import trainers
@@ -36,6 +37,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     """
     if "model_ranks" in source.source:
         return write_grid.lay_out(source, options)
+    if (apart := write_grid.with_stages(source, options)) is not source:
+        return replace(write_grid.lay_out(apart, options), source=apart)
     if source.state.get("pipeline"):
         return write_pipeline.lay_out(source, options)
     tp = options[TP] or source.source.get("tp")
@@ -70,7 +73,9 @@ def _lay_out(source: Manifest, options: Options) -> Layout:
         pointer = target.tag.encode()
         yield Shell("latest", len(pointer), ((0, pointer),))
         if target.engine.whole:
-            yield from model_files(target, True, whole_files.optimizer)
+            yield from whole_files.model_shells(target)
+            yield from expert_files(target)
+            yield from schedulers
             return
         yield from optimizer_files(target, is_elastic)
         yield from model_files(target, derives=True)

@@ -18,6 +18,8 @@ MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 # one expert of a layer; both are counted in the whole model
 EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+# without ZeRO, the whole optimizer of one expert-parallel rank
+OF_EP = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 FILES = (MODEL, MODEL_3, OPTIMIZER)
 # files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
 TRAINER = re.compile(

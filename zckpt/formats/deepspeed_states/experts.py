@@ -223,3 +223,8 @@ class ExpertRanks:
     def alike(self, ep_rank: int, ep: int) -> list[int]:
         """The ranks that have the same experts, in order: these share a flat buffer."""
         return [rank for rank in range(self.dp) if self.place(rank, ep)[0] == ep_rank]
+
+    def in_layers(self, layers: ExpertLayers, number: int) -> dict[str, int]:
+        """The ep rank in each layer of the ranks that have ep rank `number` of the largest size."""
+        rank = self.alike(number, max(layers.sizes))[0]
+        return {layer.name: self.place(rank, layer.ep)[0] for layer in layers.listed}

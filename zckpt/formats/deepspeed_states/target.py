@@ -112,6 +112,8 @@ class DeepSpeedTarget:
             for places in self._arranged(first, numels, self.dp // ep):
                 laid_out = [first[place] for place in places]
                 others = [] if ep == 1 else names
+                if ep > 1 and self._by_itself:  # the same parameter of the other ep ranks
+                    others = [self.experts.global_name(laid_out[0], rank) for rank in range(ep)]
                 yield self._buffer(group, laid_out, [numels[p] for p in places], others, ep)
 
     def _arranged(self, names: Sequence[str], numels: Sequence[int], dp: int) -> list[list[int]]:
@@ -120,7 +122,7 @@ class DeepSpeedTarget:
         The buffer is cut over `dp` ranks. In stage 0 each parameter is by itself, unless the
         wrapper flattens groups.
         """
-        if self.engine.whole and self.wrapper != FLAT:
+        if self._by_itself:
             return [[place] for place in range(len(names))]
         if self.engine.partitioned:
             widths = [-(-numel // dp) for numel in numels]
@@ -128,6 +130,11 @@ class DeepSpeedTarget:
         if self.engine.round_robin:
             return [zero.round_robin(len(names), dp)]
         return [list(range(len(names)))]
+
+    @property
+    def _by_itself(self) -> bool:
+        """Whether each parameter has tensors of its own: in stage 0 unless groups are flattened."""
+        return self.engine.whole and self.wrapper != FLAT
 
     def _buffer(
         self,
@@ -226,6 +233,10 @@ class DeepSpeedTarget:
             and not self.engine.offloads
         )
 
+    def ranks_in_layers(self, number: int) -> dict[str, int]:
+        """The ep rank in each layer of the ranks that have ep rank `number` of the largest size."""
+        return self.expert_ranks.in_layers(self.experts, number)
+
     # -- what is left out
 
     def listed_names(self) -> list[list[str | None]]:
@@ -242,7 +253,12 @@ class DeepSpeedTarget:
         names = [[None if n is None else module[n] for n in own] for own in stated or ()]
         if [[name for name in own if name is not None] for own in names] == trained:
             return names
-        return [[*own] for own in trained]
+        if len(names) != len(trained) or not self.experts:
+            return [[*own] for own in trained]
+        return [  # other ep ranks have other groups of experts, and the same dense ones
+            own if [name for name in own if name is not None] == known else [*known]
+            for own, known in zip(names, trained, strict=True)
+        ]
 
     @property
     def lists_frozen(self) -> bool:
@@ -252,8 +268,9 @@ class DeepSpeedTarget:
     @property
     def others(self) -> dict[str, dict[str, Any]]:
         """States that are neither numbers nor of a parameter's shape, where they have a place."""
-        by_itself = self.engine.whole and self.wrapper != FLAT and not self.options.weights_only
-        return (self.optimizer_state.get("other") or {}) if by_itself else {}
+        if self.options.weights_only or not self._by_itself:
+            return {}
+        return self.optimizer_state.get("other") or {}
 
     def _name_left_out(self) -> None:
         """States that no flat buffer can hold."""

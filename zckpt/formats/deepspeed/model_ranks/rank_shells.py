@@ -15,7 +15,7 @@ from ..stage_0 import whole_files
 def rank_shells(target: DeepSpeedTarget, number: int) -> Iterator[Shell]:
     """Model and optimizer files under the names of model rank `number`."""
     if target.engine.whole:
-        shells = [*model_files(target, True, whole_files.optimizer)]
+        shells = [*whole_files.model_shells(target)]
     else:
         shells = [
             *optimizer_files(target, False),

@@ -8,6 +8,9 @@ next one, and a copy of every tied layer that is used there. Its tied layers com
 order of their first use, then the others by number. A group of which it has no parameter is
 dropped. Files of layers do not change: they have no stage.
 
+With experts there are no files of layers: the module of a stage is in its model file, and the
+numbers of layers are in names. So no file shows where tied layers are used.
+
 A use of a tied layer by a function of its own has no file. The source's stages show where it is, as
 each has its own copy. A source of one stage does not: then the last layer without a file is taken.
 """
@@ -18,6 +21,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
+from ....core.experts import layers_of
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest
 from ....core.values import replace, valueclass
@@ -50,13 +54,17 @@ def recut(
     """The target's model ranks, at the bounds that `options` give.
 
     `source` are the manifests of the source's model ranks, `models` those of whole pipelines by
-    tensor rank, and `layers` the numbers of layers that have files. Raises WrongOption for bounds
-    that do not fit them, UnsupportedCheckpoint for an order of parameters that is not the layers'.
+    tensor rank, and `layers` the numbers of layers that have files, or names. Raises WrongOption
+    for bounds that do not fit them, UnsupportedCheckpoint for an order of parameters that is not
+    the layers'.
     """
-    stages = source[:: grid.tp]
+    stages, with_experts = source[:: grid.tp], bool(layers_of(models[0].engine))
     names = [tuple(stage.parameters) for stage in stages]
     buffers = [name for rank in source for name in rank.source["model_rank"].buffers]
     uses = _uses_with_files(models[0])
+    if with_experts:  # no layer has a file
+        buffers = list(models[0].buffers)
+        uses = {key: set() for name in models[0].parameters if (key := _key(name)) is not None}
     new, inferred = new_stages(models[0], names, buffers, layers, uses, options)
     target = replace(grid, pp=len(new))
     fullest = max(stages, key=lambda stage: len(stage.groups or ()))  # others dropped groups
@@ -66,16 +74,29 @@ def recut(
         for tensor_rank, model in enumerate(models):
             rank = ModelRank(number * grid.tp + tensor_rank, target, stage.buffers)
             whole = replace(model, state={**model.state, **scheduler})
-            ranks.append(of_stage(whole, rank, stage.parameters))
+            if with_experts:
+                own = {name for name in _named(whole) if stage.has(name, uses)}
+                ranks.append(stage_with_experts(whole, rank, own))
+            else:
+                ranks.append(of_stage(whole, rank, stage.parameters))
     return Recut(ranks, target, inferred)
 
 
 @valueclass
 class Stage:
-    """The trained parameters of a stage, in the order of its groups, and its buffers."""
+    """The trained parameters of a stage, in the order of its groups, and its buffers.
+
+    It has the layers from `start` to `stop`, if they are known.
+    """
 
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
+    start: int = 0
+    stop: int = 0
+
+    def has(self, name: str, uses: Uses) -> bool:
+        """Whether a tensor of the whole model is in this stage."""
+        return _first_use(name, uses, self.start, self.stop) is not None
 
 
 def new_stages(
@@ -104,7 +125,8 @@ def new_stages(
     new = []
     for start, stop in pairwise(bounds):
         own = [name for name in buffers if _first_use(name, uses, start, stop)]
-        new.append(Stage(_parameters(model, uses, start, stop), tuple(dict.fromkeys(own))))
+        parameters = _parameters(model, uses, start, stop)
+        new.append(Stage(parameters, tuple(dict.fromkeys(own)), start, stop))
     return new, inferred
 
 
@@ -129,6 +151,14 @@ def _uses_without_files(
 ) -> list[str]:
     """Adds to `uses` those that have no file; gives sentences about what no file shows."""
     inferred: list[str] = []
+    for key in [key for key, places in uses.items() if not places]:
+        uses[key] |= _ends(key, stages, layers, bounds)
+        if len(bounds) > 2:
+            numbers = " and ".join(map(str, sorted(uses[key])))
+            inferred.append(
+                f"the tied layer {key} is taken to be used at the layers {numbers}, which have no "
+                "names of their own; the stages that have these get a copy of it"
+            )
     if len(bounds) == 2:  # one stage has all
         return inferred
     for key in uses:
@@ -158,6 +188,27 @@ def _uses_without_files(
                     "copy of it"
                 )
     return inferred
+
+
+def _ends(
+    key: str, stages: Sequence[Sequence[str]], layers: Sequence[int], bounds: Sequence[int]
+) -> set[int]:
+    """Where a tied layer is taken to be used, if no layer has a file.
+
+    At the first layer without names of the first stage that has it, and the last one of the last.
+    """
+    spans = zip(stages, _spans(stages, bounds[-1]), strict=True)
+    holders = [span for stage, span in spans if any(_key(name) == key for name in stage)]
+    free = [sorted(set(range(start, stop)).difference(layers)) for start, stop in holders]
+    known = [numbers for numbers in free if numbers]
+    if len(known) < len(holders) and len(bounds) > 2:
+        raise WrongOption(
+            f"a stage uses the tied layer {key}, but --pp-bounds leave no layer without names for "
+            "that",
+            hint="the last bound is the number of all layers, functions included",
+        )
+    middle = {numbers[-1] for numbers in known[1:-1]}
+    return middle | {known[0][0], known[-1][-1]} if known else {0}
 
 
 def _uses_with_files(model: Manifest) -> dict[str, set[int]]:
@@ -204,7 +255,7 @@ def _check_order(model: Manifest, stage: Sequence[str], uses: Uses, start: int, 
     A use of a tied layer that is not known has no file, and is taken for the last one.
     """
     groups: dict[int | None, list[tuple[int, int]]] = {}
-    for name in stage:
+    for name in filter(lambda name: model.parameters[name].trainable, stage):
         place = _first_use(name, uses, start, stop) or (0, stop)
         groups.setdefault(model.parameters[name].group, []).append(place)
     for places in groups.values():
@@ -250,6 +301,48 @@ def of_stage(model: Manifest, rank: ModelRank, names: Sequence[str]) -> Manifest
         state={**model.state, "client_state": client},
     )
     return without_empty_groups(manifest)[0]
+
+
+def _named(model: Manifest) -> set[str]:
+    """All names of a model's module."""
+    return {*(model.state.get("module") or ()), *model.parameters, *model.buffers}
+
+
+def stage_with_experts(model: Manifest, rank: ModelRank, names: Collection[str]) -> Manifest:
+    """One model rank of the target, whose model file and files of experts have its module."""
+    assert isinstance(model.engine, FlatBufferEngine)
+    layers = [layer for layer in model.engine.experts if any(_is_in(layer.name, n) for n in names)]
+    trained = [name for name in model.parameters if name in names]
+    source = {key: value for key, value in model.source.items() if key != "ep"}
+    ep = {"ep": max(layer.ep for layer in layers)} if layers else {}
+    return without_empty_groups(
+        replace(
+            model,
+            source={**source, **ep, "model_rank": rank},
+            engine=replace(model.engine, dtype=rank.grid.dtype, experts=tuple(layers)),
+            entries={
+                e.name: e
+                for e in model.entries.values()
+                if e.slot == "state" or e.parameter in names
+            },
+            parameters={name: model.parameters[name] for name in trained},
+            buffers=tuple(name for name in model.buffers if name in names),
+            replicas=(),
+            state={
+                **model.state,
+                "module": [n for n in model.state.get("module") or () if n in names],
+                "module_extra": {
+                    name: value
+                    for name, value in (model.state.get("module_extra") or {}).items()
+                    if name in names
+                },
+            },
+        )
+    )[0]
+
+
+def _is_in(layer: str, name: str) -> bool:
+    return name.startswith(f"{layer}.")
 
 
 def _is_kept(entry: Entry, names: Collection[str], model: Manifest) -> bool:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
+from ....core.experts import layers_of
 from ....core.manifest import Manifest
 from ....core.staging import Layout, Shell
+from ....core.values import replace
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....training import objects
 from ....training.options import ALLOW_OBJECT, DP, DTYPE, EP, PARAM_NAMES, Options
@@ -24,7 +26,7 @@ from ..files import Numbered, locate, rank_files, recovery_scripts
 from ..moe import regroup
 from .apart import ModelGrid, layer_siblings, open_apart, stacked
 from .copies import compare_copies
-from .grid import GridFiles, grid_files
+from .grid import TIED, GridFiles, grid_files
 from .rank_shells import rank_shells
 from .recut import recut, under_names_of
 
@@ -52,8 +54,16 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     inferred: Sequence[str] = ()
     if _cuts_again(source.root, files, options):
         models = read.tensor_ranks(directory, files, None)
-        pipeline = recut(apart, models, [*files.layers_of(0)], grid, options)
+        layers = [*files.layers_of(0)] or _layers_of_names(models[0], options)
+        pipeline = recut(apart, models, layers, grid, options)
         apart, grid, inferred = [*pipeline.ranks], pipeline.grid, pipeline.inferred
+    with_experts = [bool(layers_of(manifest.engine)) for manifest in apart]
+    if any(with_experts) and not all(with_experts):
+        raise WrongOption(
+            f"a stage of the target would have none of the layers of experts of {source.root}, and "
+            "DeepSpeed trains no such pipeline",
+            hint="choose other bounds with --pp-bounds: every stage needs a layer of experts",
+        )
     schedulers: list[Shell] = []
     targets = []
     for manifest in apart:
@@ -125,10 +135,34 @@ def _cuts_again(root: str, files: GridFiles, options: Options) -> bool:
     """Whether the target has other stages; raises WrongOption if the source has no pipeline."""
     if all(options[option] is None for option in STAGES):
         return False
-    if not files.layers:
+    if not files.layers and not files.ranks[0].experts:
         refuse_without_stages(root, options)
     is_given = options[PP_BOUNDS] is not None or options[PP_PARTITION] is not None
     return is_given or options[PP] != files.pp
+
+
+def _layers_of_names(model: Manifest, options: Options) -> list[int]:
+    """The layers of a pipeline with experts, whose names begin with their numbers."""
+    heads = [name.partition(".")[0] for name in (*model.parameters, *model.buffers)]
+    numbers = {int(head) for head in heads if head.isdecimal()}
+    if not numbers or {head for head in heads if not head.isdecimal()} - {TIED.rstrip(".")}:
+        refuse_without_stages(model.root, options)
+    return sorted(numbers)
+
+
+def with_stages(source: Manifest, options: Options) -> Manifest:
+    """A run of one model rank with experts under the names of `apart.stacked`, if --pp asks."""
+    if source.format != "deepspeed" or not layers_of(source.engine):
+        return source
+    if all(options[option] is None for option in STAGES):
+        return source
+    directory = TagDirectory(source.root, str(source.source["tag"]), None)
+    files = grid_files(directory)
+    if len(files.ranks) > 1 or not files.ranks[0].optimizers:
+        return source
+    _layers_of_names(source, options)
+    stage = stacked(open_apart(directory, files.ranks, ModelGrid.of(files, source), None))
+    return replace(stage, fingerprints=source.fingerprints, objects=source.objects)
 
 
 def refuse_without_stages(root: str, options: Options) -> None:

@@ -18,7 +18,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ....core.experts import ExpertLayer
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Parameter
 from ....core.values import replace, valueclass
@@ -29,7 +28,6 @@ from ...deepspeed_states.directories import refuse
 from ...deepspeed_states.experts import (
     ExpertLayers,
     ExpertRanks,
-    expert_name,
 )
 from ...deepspeed_states.flats import FlatBuffer
 from ...deepspeed_states.manifest import manifest_of
@@ -37,8 +35,8 @@ from ...deepspeed_states.states import EngineStates, ParameterShapes
 from ..flats import flat_buffers
 from .expert_files import LayerFiles, layers_of
 from .expert_places import UNKNOWN, places_by_bytes
+from .layers import GATE, check_order, named_of, spread_over
 
-GATE = ".deepspeed_moe.gate.wg.weight"
 SPREAD = "mixture-of-experts layers whose experts are spread over tensor ranks"
 
 
@@ -263,8 +261,10 @@ def open_experts(ranks: EngineStates, paths: Mapping[tuple[int, int], str]) -> E
     if _are_spread_over_tensor_ranks(ranks):
         refuse(directory, SPREAD)
     files = layers_of(ranks, paths)
-    _check_order(ranks, [layer.name for layer in files])
-    layers = ExpertLayers({layer.name: _spread_over(ranks, layer) for layer in files})
+    check_order(ranks, [layer.name for layer in files])
+    layers = ExpertLayers(
+        {layer.name: spread_over(ranks, layer, named_of(ranks)) for layer in files}
+    )
     return Experts(ranks, files, layers, _places(ranks, files, layers))
 
 
@@ -293,51 +293,6 @@ def _places(ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLaye
     items = [item for layer in files for item in layer.files]
     stored = {name: (item.file, t) for item in items for name, t in item.tensors.items()}
     return places_by_bytes(ranks, layers, stored)
-
-
-def _check_order(ranks: EngineStates, names: Sequence[str]) -> None:
-    """The numbers of layers in names of files, and the module's own order, must agree."""
-    gates = [key.removesuffix(GATE) for key in ranks.model["module"] if key.endswith(GATE)]
-    if set(gates) == set(names) and gates != [*names]:
-        raise InconsistentCheckpoint(
-            f"{ranks.directory.path}: by the names of the expert files the layers are "
-            f"{listed(names)}, in the model they are {listed(gates)}",
-            hint="expert files of two layers seem to be swapped; copy all files again",
-        )
-
-
-def _spread_over(ranks: EngineStates, layer: LayerFiles) -> ExpertLayer:
-    """Over how many ranks the experts of a layer are spread: by how many rank 0 has."""
-    model = ranks.model
-    named = (
-        *(name for names in ranks.param_shapes() for name in names),
-        *(model.get("frozen_param_shapes") or ()),
-        *(model.get("buffer_names") or ()),
-    )
-    parts = [part for part in map(expert_name, named) if part and part.layer == layer.name]
-    local, experts = len({part.number for part in parts}), len(layer.files)
-    if f"{layer.name}{GATE}" not in model["module"]:
-        raise InconsistentCheckpoint(
-            f"{layer.files[0].file.path} has an expert of {layer.name}, a layer that "
-            f"{ranks.models[0].path} does not have",
-            hint="expert files of two stages or saves seem to be mixed; copy all files again",
-        )
-    if not local:
-        refuse(ranks.directory, f"experts of {layer.name}, none of which is trained")
-    ep = experts // local
-    if {part.number for part in parts} != set(range(local)) or ep * local != experts:
-        raise InconsistentCheckpoint(
-            f"{ranks.directory.path}: rank 0 has {local} of the {experts} experts of {layer.name}, "
-            "which is no equal share",
-            hint="model and expert files of different saves seem to be mixed",
-        )
-    if ranks.dp % ep:
-        raise InconsistentCheckpoint(
-            f"{ranks.directory.path}: {ranks.dp} ranks cannot share {layer.name} by an "
-            f"expert-parallel size of {ep}",
-            hint="model and optimizer files of different saves seem to be mixed",
-        )
-    return ExpertLayer(layer.name, experts, ep)
 
 
 def with_experts(

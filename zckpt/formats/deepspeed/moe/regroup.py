@@ -88,11 +88,26 @@ def _check_sizes(layers: ExpertLayers, ep: int | None, given: int | None, before
 
 
 def check_target(target: DeepSpeedTarget) -> None:
-    """Raises WrongOption for a stage that has no experts."""
-    stage = target.engine.stage
-    if target.experts and stage not in (1, 2):
+    """Raises WrongOption for a stage that cannot have these experts."""
+    if not target.experts:
+        return
+    if target.engine.stage == 3:
         raise WrongOption(
-            f"zckpt does not write layers of experts in ZeRO stage {stage}",
+            "DeepSpeed has no layers of experts in ZeRO stage 3",
+            hint="choose --stage 0, --stage 1 or --stage 2",
+        )
+    if not target.engine.whole:
+        return
+    if "model_rank" in target.source.source:
+        raise WrongOption(
+            "zckpt does not write experts in ZeRO stage 0 on several model ranks",
+            hint="choose --stage 1",
+        )
+    sizes = target.experts.sizes
+    if any(sizes[-1] % size for size in sizes):
+        raise WrongOption(
+            f"layers of experts have the expert-parallel sizes {listed([*map(str, sizes)])}: in "
+            "ZeRO stage 0 all sizes must divide the largest one",
             hint="choose --stage 1 or --stage 2",
         )
 

@@ -23,6 +23,7 @@ from ....files.torchfile import Tensor, TorchFile
 from .samples import Stored, labels
 
 Shapes = Mapping[str, tuple[int, ...]]
+FLATS = "fp32_groups_flat"
 
 
 def whole(name: str, file: TorchFile, tensor: Tensor) -> Whole:
@@ -37,24 +38,38 @@ def whole(name: str, file: TorchFile, tensor: Tensor) -> Whole:
 def partitions(file: TorchFile) -> Iterator[Partition]:
     """The module's tensors, each memory once, and then the optimizer's."""
     model, optimizer = file.value, file.value["optimizer"]
+    yield from module(file)
+    stated = model.get("param_shapes")
+    shapes: list[Shapes] = [{n: tuple(s) for n, s in own.items()} for own in stated or ()]
+    if FLATS in optimizer and not shapes:
+        shapes = _views(file, optimizer[FLATS])
+    yield from of_optimizer(file, optimizer, shapes)
+
+
+def module(file: TorchFile) -> Iterator[Whole]:
+    """The tensors of the module in a model file, each memory once."""
     seen = set()
-    for name, tensor in model["module"].items():
+    for name, tensor in file.value["module"].items():
         if isinstance(tensor, Tensor) and not name.endswith("_extra_state"):
             if tensor.numel == 0 or tensor.place not in seen:
                 yield whole(f"{name}/param", file, tensor)
             seen.add(tensor.place)
+
+
+def of_optimizer(
+    file: TorchFile, optimizer: Mapping[str, Any], listed: Sequence[Shapes]
+) -> Iterator[Partition]:
+    """The tensors of an optimizer; `listed` are names and shapes of its groups, if known."""
     base = optimizer.get("optimizer_state_dict", optimizer)
     groups = [group["params"] for group in base["param_groups"]]
-    shapes = model.get("param_shapes")
-    listed: list[Shapes] = [{n: tuple(s) for n, s in own.items()} for own in shapes or ()]
-    if "fp32_groups_flat" in optimizer:
-        flats = optimizer["fp32_groups_flat"]
-        listed = listed or _views(file, flats)
+    if FLATS in optimizer:
+        flats = optimizer[FLATS]
         for (number,), master, members in zip(groups, flats, listed, strict=True):
             yield from _flat(file, members, {"master": master, **base["state"].get(number, {})})
         return
-    masters = optimizer.get("fp32_groups")
-    for place, numbers in enumerate(groups):
+    masters, frozen = optimizer.get("fp32_groups"), {*(optimizer.get("zckpt_frozen") or ())}
+    for place, group in enumerate(groups):
+        numbers = [number for number in group if number not in frozen]  # these have no names
         names = list(listed[place]) if listed else [None] * len(numbers)
         for position, (number, name) in enumerate(zip(numbers, names, strict=True)):
             state = dict(base["state"].get(number) or {})

@@ -84,6 +84,60 @@ def _flat(members: Mapping[str, Tensor]) -> Tensor:
     return Tensor(first.storage, first.dtype, 0, (numel,), (1,))
 
 
+def by_order(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list[list[str]]:
+    """The names of each flat master's parameters, whose weights are copies and no views.
+
+    They stand in the module's order, and each piece of the master rounds to its weight. Raises
+    MissingData if there is no such way to name them, or if there are several.
+    """
+    taken: Counter[str] = Counter()
+    chosen = []
+    for number, flat in enumerate(flats):
+        ways = {0: 1}  # by how many elements have names: in how many ways
+        before: list[dict[int, int]] = []
+        for weight in weights.values():
+            before.append(ways)
+            following = dict(ways)
+            for start, count in ways.items():
+                stop = start + weight.tensor.numel
+                if start < stop <= flat.numel and _rounds(file, flat, start, stop, weight):
+                    following[stop] = following.get(stop, 0) + count
+            ways = following
+        if ways.get(flat.numel) != 1:
+            several = "several ways fit" if ways.get(flat.numel) else "no weights fit"
+            raise MissingData(
+                f"{file.path}: the optimizer's state has no names, and of the weights whose bytes "
+                f"show those of group {number}, {several}",
+                hint=TRAINED,
+            )
+        members: list[str] = []
+        stop = flat.numel
+        for (name, weight), ways in zip(
+            reversed([*weights.items()]), reversed(before), strict=True
+        ):
+            start = stop - weight.tensor.numel
+            if stop not in ways and start in ways:
+                members.append(name)
+                stop = start
+        chosen.append(members[::-1])
+        taken.update(members)
+    if twice := [name for name, count in taken.items() if count > 1]:
+        raise MissingData(
+            f"{file.path}: by its bytes, {listed(twice, 4)} would be in two groups", hint=TRAINED
+        )
+    return chosen
+
+
+def _rounds(file: TorchFile, flat: Tensor, start: int, stop: int, weight: Stored) -> bool:
+    """Whether elements [start, stop) of a flat master round to a weight, by a sample."""
+    shape = (stop - start,)
+    own = Tensor(weight.tensor.storage, weight.tensor.dtype, weight.tensor.offset, shape, (1,))
+    (label,), (rounded,) = labels(
+        [Stored(weight.file, own)], [Stored(file, flat.part(start, stop))]
+    )
+    return label in rounded
+
+
 def by_bytes(file: TorchFile, orders: Sequence[Sequence[Tensor]], weights: Weights) -> MatchedNames:
     """The names of whole masters: each has the bytes of its weight once it is rounded.
 

@@ -16,7 +16,13 @@ from typing import Any
 
 from ....core.dtypes import FLOATS
 from ....core.values import replace, valueclass
-from ....errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, listed
+from ....errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    MissingData,
+    listed,
+)
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.manifest import INFERRED
@@ -60,7 +66,8 @@ class WholeOptimizer:
 
     @property
     def file(self) -> TorchFile:
-        return self.states.models[0]
+        """The file with the optimizer."""
+        return self.states.optimizers[0]
 
 
 def open_whole(directory: TagDirectory, files: RankFiles, numbered: Numbered) -> WholeOptimizer:
@@ -78,26 +85,45 @@ def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = Fal
 
     Raises IncompleteCheckpoint if it has no optimizer, CorruptCheckpoint if that has no state.
     """
-    (file, *_) = models = open_files(files.models, Parsed())
+    (file, *_) = open_files(files.models, Parsed())
     model = dictionary(file, file.value)
     if is_stage and model.get("module") is None:
         model = {**model, "module": {}}
-    optimizer = model.get("optimizer")
+    if (files.experts or model.get("num_experts")) and not files.of_ep:
+        raise IncompleteCheckpoint(
+            f"{directory.path} has experts, and lacks the optimizers of all ep ranks",
+            hint="expected expp_rank_0_mp_rank_00_optim_states.pt and one per further rank (stage "
+            "0), or zero_pp_rank_0_mp_rank_00_optim_states.pt and one per further rank",
+        )
+    if files.experts or files.of_ep or model.get("num_experts"):
+        refuse(directory, "mixture-of-experts layers in ZeRO stage 0 on several model ranks")
+    return states_with(directory, file, model, file, model.get("optimizer"))
+
+
+def states_with(
+    directory: TagDirectory,
+    file: TorchFile,
+    model: dict[str, Any],
+    beside: TorchFile,
+    optimizer: Any,
+) -> EngineStates:
+    """What a model file says, with an `optimizer` that lies in the file `beside`, or in it.
+
+    Raises as `states_of`.
+    """
     if not isinstance(optimizer, dict) or not optimizer:
         raise without_optimizer(directory)
     version = version_of(model)
     check_kind(directory, version, model, stated_config(model, model))
-    if files.experts or model.get("num_experts"):
-        refuse(directory, "mixture-of-experts layers in ZeRO stage 0")
     wrapper = wrapper_of(optimizer)
     base = optimizer if wrapper is None else optimizer.get("optimizer_state_dict")
     if not isinstance(base, dict) or not isinstance(base.get("param_groups"), list):
-        raise CorruptCheckpoint(f"{file.path} holds no state of a torch optimizer")
+        raise CorruptCheckpoint(f"{beside.path} holds no state of a torch optimizer")
     dp = model.get("dp_world_size")
     return EngineStates(
         directory,
-        models[:1],
-        models[:1],
+        [file],
+        [beside],
         model,
         [optimizer],
         [base],
@@ -113,7 +139,7 @@ def named_optimizer(states: EngineStates, weights: Weights, numbered: Numbered) 
 
     Raises MissingData as `open_whole`.
     """
-    path = states.models[0].path
+    path = states.optimizers[0].path
     shapes = {name: weight.tensor.shape for name, weight in weights.items()}
     if states.model.get("param_shapes") and not weights:  # a stage whose layers are not there yet
         shapes = {name: shape for group in states.param_shapes() for name, shape in group.items()}
@@ -162,7 +188,7 @@ def _members(
     states: EngineStates, weights: Weights, param_names: Sequence[str] | None
 ) -> tuple[list[list[str | None]], list[str]]:
     """The names of each group's parameters, and those of them that are inferred."""
-    file, optimizer, base = states.models[0], states.first, states.bases[0]
+    file, optimizer, base = states.optimizers[0], states.first, states.bases[0]
     numbers = [list(group["params"]) for group in base["param_groups"]]
     if stated := states.model.get("param_shapes"):
         frozen = set(optimizer.get(FROZEN) or ())
@@ -217,7 +243,7 @@ def _of_torch(
     The engine gives every weight that is trained a gradient, so that one without a state is frozen.
     If none has a state, as with plain SGD, nothing shows which are frozen.
     """
-    path, state = states.models[0].path, states.bases[0].get("state") or {}
+    path, state = states.optimizers[0].path, states.bases[0].get("state") or {}
     groups = states.bases[0]["param_groups"]
     shapes = [[shape_of(state.get(number)) for number in own] for own in numbers]
     is_frozen = [[bool(state) and not state.get(number) for number in own] for own in numbers]

@@ -1,16 +1,20 @@
 """The optimizer of a target without ZeRO (stage 0), which the model file keeps.
 
 Its form is that of the class which the target's engine puts around the optimizer: see whole.py.
+With experts there is a file for each ep rank instead: see moe/whole_experts.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
 from ....core.manifest import slot_key
-from ....files.torchshell import Storages
+from ....core.staging import Shell
+from ....files.torchshell import Storages, shell
 from ...deepspeed_states.hyper import FLAT
+from ...deepspeed_states.model_files import model_files
 from ...deepspeed_states.optimizer_values import (
     clipping,
     group_step,
@@ -23,10 +27,29 @@ from ...deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 from .whole import FROZEN
 
 
-def optimizer(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
-    """The value of `optimizer` in the model file."""
+def model_shells(target: DeepSpeedTarget) -> Iterator[Shell]:
+    """The model file, and with experts the optimizers of all ep ranks."""
+    if not target.experts:
+        yield from model_files(target, True, optimizer)
+        return
+    yield from model_files(target, True)
+    for rank in range(max(target.experts.sizes)):
+        storages, own = Storages(), target.ranks_in_layers(rank)
+
+        def named(name: str, own: dict[str, int] = own) -> str:
+            layer = target.experts.layer_of(name)
+            return name if layer is None else target.experts.global_name(name, own[layer.name])
+
+        value = {"optimizer": optimizer(target, storages, named)}
+        yield shell(f"{target.tag}/expp_rank_{rank}_mp_rank_00_optim_states.pt", value, storages)
+
+
+def optimizer(
+    target: DeepSpeedTarget, storages: Storages, named: Callable[[str], str] = str
+) -> dict[str, Any]:
+    """The value of `optimizer`; `named` gives the name in the whole model of rank 0's names."""
     groups = _members(target)
-    base, frozen = _base(target, groups, storages)
+    base, frozen = _base(target, groups, storages, named)
     own = {**inferred(target), **({FROZEN: frozen} if frozen else {})}
     if target.wrapper is None:
         return {**base, **own}
@@ -71,7 +94,10 @@ def _members(target: DeepSpeedTarget) -> list[list[TargetBuffer | None]]:
 
 
 def _base(
-    target: DeepSpeedTarget, groups: list[list[TargetBuffer | None]], storages: Storages
+    target: DeepSpeedTarget,
+    groups: list[list[TargetBuffer | None]],
+    storages: Storages,
+    named: Callable[[str], str],
 ) -> tuple[dict[str, Any], list[int]]:
     """The base optimizer's state_dict, and the numbers of frozen parameters."""
     numbered = count()
@@ -82,14 +108,19 @@ def _base(
         for number, buffer in zip(own, group, strict=True):
             if buffer is None:
                 frozen.append(number)
-            elif state := _state(target, buffer, storages):
+            elif state := _state(target, buffer, storages, named):
                 states[number] = state
         stepped = group_step(target, [places[id(each)] for each in group if each], storages)
         param_groups.append(target.thawed(hyper, storages) | stepped | {"params": own})
     return {"state": states, "param_groups": param_groups}, frozen
 
 
-def _state(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -> dict[str, Any]:
+def _state(
+    target: DeepSpeedTarget,
+    buffer: TargetBuffer,
+    storages: Storages,
+    named: Callable[[str], str],
+) -> dict[str, Any]:
     """The state of one number."""
     return {
         **numbers(target, buffer, storages),
@@ -97,7 +128,7 @@ def _state(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) ->
             slot_key(slot): _tensor(target, buffer, dtype, storages)
             for slot, dtype in buffer.slots.items()
         },
-        **target.thawed(target.others.get(buffer.names[0]) or {}, storages),
+        **target.thawed(target.others.get(named(buffer.names[0])) or {}, storages),
     }
 
 

@@ -123,7 +123,7 @@ def buffers(
     states: EngineStates, units: Sequence[_Unit], step_policy: str | None
 ) -> Iterator[FlatBuffer]:
     """Every unit as the record of a flat buffer; the first of a group has its sightings."""
-    file, numbers = states.models[0], _number_keys(units)
+    file, numbers = states.optimizers[0], _number_keys(units)
     in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
     for unit in units:
         for stated, value in (

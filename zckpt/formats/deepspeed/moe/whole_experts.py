@@ -1,0 +1,367 @@
+"""What the optimizers of all ep ranks without ZeRO (stage 0) hold together.
+
+    expp_rank_0_mp_rank_00_optim_states.pt     experts 0, 1, and all dense parameters
+    expp_rank_1_mp_rank_00_optim_states.pt     experts 2, 3, and a copy of the dense parameters
+    mp_rank_00_model_states.pt                 a copy of ep rank 0's, which the engine does not load
+
+Every rank keeps a whole optimizer of what it has. The first of the ranks with the same experts
+saves it. If layers have several expert-parallel sizes, files count the ranks of the largest one,
+and several of them have the experts of the other layers. DeepSpeed 0.19.8, engine.py
+`_save_moe_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from ....core import compare
+from ....core.experts import ExpertLayer
+from ....core.manifest import Entry, Manifest
+from ....core.plan import Match
+from ....core.values import replace
+from ....errors import (
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+    counted,
+    listed,
+)
+from ....files.torchfile import Parsed, TorchFile
+from ....training import steps
+from ...deepspeed_states.directories import TagDirectory, refuse
+from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name
+from ...deepspeed_states.flats import BufferSlot, FlatBuffer
+from ...deepspeed_states.manifest import manifest_of
+from ...deepspeed_states.states import EngineStates, dictionary, open_files
+from ..files import Numbered, RankFiles
+from ..stage_0 import whole_states
+from ..stage_0.whole import WholeOptimizer, states_with
+from .expert_files import LayerFiles, layers_of
+from .experts import Experts
+from .layers import check_order, check_ranks, named_of, spread_over
+from .whole_names import (
+    check_rounding,
+    is_of_experts,
+    named_whole,
+    refuse_swapped,
+    second_names,
+    weights_of,
+    with_members,
+)
+
+EP_SIZE = re.compile(r"ep_size_(\d+)")
+
+
+def manifest_of_experts(
+    directory: TagDirectory, files: RankFiles, numbered: Numbered, step_policy: str | None
+) -> Manifest:
+    """The manifest of one model rank with experts in stage 0.
+
+    Raises IncompleteCheckpoint (an ep rank or an expert is missing), InconsistentCheckpoint (files
+    of different saves, or swapped), MissingData (nothing shows the names of parameters) and
+    UnsupportedCheckpoint (sizes of layers that nothing shows).
+    """
+    parsed = Parsed()
+    (file, *_) = open_files(files.models, parsed)
+    model = dictionary(file, file.value)
+    opened = open_files(files.of_ep, parsed)
+    optimizers = [dictionary(each, each.value).get("optimizer") for each in opened]
+    if not isinstance(model.get("num_experts"), list):
+        refuse(directory, "mixture-of-experts layers of an old release")
+    if model.get("ds_autoep_layers") or model.get("autoep_layers"):
+        refuse(directory, "AutoEP without ZeRO")
+    ranks = [
+        states_with(directory, file, model, beside, optimizer)
+        for beside, optimizer in zip(opened, optimizers, strict=True)
+    ]
+    layers_files = layers_of(ranks[0], files.experts)
+    check_order(ranks[0], [layer.name for layer in layers_files])
+    model = {**model, "shared_params": second_names(ranks[0], layers_files)}
+    ranks = [replace(each, model=model) for each in ranks]
+    layers = _layers(ranks[0], layers_files, numbered)
+    _check_files(ranks, layers)
+    places = ExpertRanks.of_config(ranks[0].dp, ranks[0].config)
+    wholes = _named(ranks, layers_files, layers, places, numbered)
+    model_copy = model.get("optimizer")
+    if isinstance(model_copy, dict) and model_copy:
+        states = states_with(directory, file, model, file, model_copy)
+        first = wholes[0]
+        shapes = first.states.model["param_shapes"]
+        states = replace(states, model={**model, "param_shapes": shapes})
+        wholes.append(replace(first, states=states))
+    return _Joined(wholes, layers_files, layers, places, len(ranks)).manifest(step_policy)
+
+
+# -- the sizes of layers
+
+
+def _layers(ranks: EngineStates, files: Sequence[LayerFiles], numbered: Numbered) -> ExpertLayers:
+    """Over how many ranks each layer is spread."""
+    named = [*(numbered.param_names or ())]
+    if ranks.model.get("param_shapes"):
+        named += named_of(ranks)
+    if named:
+        return ExpertLayers({each.name: spread_over(ranks, each, named) for each in files})
+    groups = ranks.bases[0]["param_groups"]
+    stated = (EP_SIZE.fullmatch(str(group.get("name"))) for group in filter(is_of_experts, groups))
+    sizes = {int(match[1]) for match in stated if match}
+    if len(sizes) > 1:
+        raise MissingData(
+            f"{ranks.directory.path}: layers of experts have the expert-parallel sizes "
+            f"{listed([*map(str, sorted(sizes))])}, and without ZeRO no file says which layer has "
+            "which",
+            hint="name the parameters of rank 0 with --param-names names.txt, in the order of "
+            "optimizer.param_groups",
+        )
+    if not sizes:
+        refuse(ranks.directory, "experts without ZeRO in groups that are not named ep_size_N")
+    ep = sizes.pop()
+    layers = {}
+    for each in files:
+        check_ranks(ranks, each.name, ep)
+        if len(each.files) % ep:
+            raise InconsistentCheckpoint(
+                f"{ranks.directory.path}: {ep} ranks cannot share the {len(each.files)} experts of "
+                f"{each.name}",
+                hint="model and expert files of different saves seem to be mixed",
+            )
+        layers[each.name] = ExpertLayer(each.name, len(each.files), ep)
+    return ExpertLayers(layers)
+
+
+def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
+    """There is one optimizer for each rank of the largest size, and all have the same groups."""
+    path, largest = ranks[0].directory.path, max(layers.sizes)
+    if len(ranks) < largest:
+        raise IncompleteCheckpoint(
+            f"{path} holds the optimizers of {len(ranks)} of {largest} ep ranks",
+            hint=f"expected expp_rank_{len(ranks)}_mp_rank_00_optim_states.pt",
+        )
+    if len(ranks) > largest:
+        raise InconsistentCheckpoint(
+            f"{ranks[largest].optimizers[0].path} is one file too many: the expert-parallel size "
+            f"is {largest}",
+            hint="files of another save may lie between them; keep those of one save",
+        )
+    if odd := [size for size in layers.sizes if largest % size]:
+        raise UnsupportedCheckpoint(
+            f"{path} has layers of experts of the expert-parallel sizes {odd[0]} and {largest}: "
+            "without ZeRO, DeepSpeed saves one optimizer for each rank of the largest size, which "
+            "does not have all experts of the other",
+            hint="train with ZeRO stage 1, or with sizes that divide each other",
+        )
+    kinds = [_kinds(each) for each in ranks]
+    for each, kind in zip(ranks, kinds, strict=True):
+        if kind == kinds[0]:
+            continue
+        if sorted(map(str, kind)) == sorted(map(str, kinds[0])):
+            raise UnsupportedCheckpoint(
+                f"{each.optimizers[0].path} lists its groups in another order than ep rank 0's",
+                hint="sort the groups in the training program, or set PYTHONHASHSEED, and save "
+                "again",
+            )
+        raise InconsistentCheckpoint(
+            f"{each.optimizers[0].path} has other groups or settings than ep rank 0's file",
+            hint="files of different saves seem to be mixed",
+        )
+
+
+def _kinds(ranks: EngineStates) -> list[object]:
+    """What every group states, and how many parameters it has."""
+    return [
+        (
+            group.get("name"),
+            len(group["params"]),
+            sorted(
+                (key, repr(value))
+                for key, value in group.items()
+                if key not in ("params", "step") and isinstance(value, (int, float, str, tuple))
+            ),
+        )
+        for group in ranks.bases[0]["param_groups"]
+    ]
+
+
+def _named(
+    ranks: Sequence[EngineStates],
+    files: Sequence[LayerFiles],
+    layers: ExpertLayers,
+    places: ExpertRanks,
+    numbered: Numbered,
+) -> list[WholeOptimizer]:
+    """The optimizers with the names of their parameters, which are those of the first one."""
+    weights = [
+        weights_of(each, files, layers, places.in_layers(layers, number))
+        for number, each in enumerate(ranks)
+    ]
+    try:
+        first = named_whole(ranks[0], weights[0], numbered)
+    except MissingData as error:
+        refuse_swapped(ranks[0], weights[1:], error)
+    is_stated = bool(ranks[0].model.get("param_shapes"))
+    wholes = [first]
+    for each, own in zip(ranks[1:], weights[1:], strict=True):
+        wholes.append(with_members(each, first.members, (), own))
+    if not is_stated:  # those of zckpt's may be empty still
+        for whole, own in zip(wholes[1:], weights[1:], strict=True):
+            check_rounding(whole, own)
+    return wholes
+
+
+def compare_ranks(manifest: Manifest, replicas: str | None) -> list[str]:
+    """Compares the copies that ep ranks keep of dense parameters; gives warnings.
+
+    Raises InconsistentCheckpoint if they differ, unless `replicas` says that rank 0's are taken.
+    """
+    matches = [
+        Match(entry, manifest.entries[entry.name])
+        for entry in manifest.replicas
+        if entry.slot != "state" and entry.name in manifest.entries
+    ]
+    results = compare.compare(matches, manifest, manifest).results
+    names = [r.match.a.name for r in results if r.difference is not None and r.difference.count]
+    differing = list(dict.fromkeys(names))
+    if differing and replicas != "rank0":
+        raise InconsistentCheckpoint(
+            f"{manifest.root}: ep ranks hold different copies of {listed(differing, 4)}",
+            hint="files of different saves may be mixed: copy all files again; if the copies "
+            "drifted in training, take those of ep rank 0 with --replicas rank0",
+        )
+    return [f"the ep ranks' copies of {name} differ; rank 0's is taken" for name in differing]
+
+
+# -- the manifest
+
+
+class _Joined:
+    """All optimizers together: those of `count` ep ranks, then a copy of the first's."""
+
+    def __init__(
+        self,
+        wholes: Sequence[WholeOptimizer],
+        files: Sequence[LayerFiles],
+        layers: ExpertLayers,
+        places: ExpertRanks,
+        count: int,
+    ) -> None:
+        self.wholes = wholes
+        self.files = files
+        self.layers = layers
+        self.places = places
+        self.count = count
+        self.first = wholes[0]
+        self.replicas: list[Entry] = []
+
+    def manifest(self, step_policy: str | None) -> Manifest:
+        """The whole model; its replicas are the copies that several files have."""
+        known: dict[str, FlatBuffer] = {}
+        buffers: list[FlatBuffer] = []
+        other: dict[str, dict[str, object]] = {}
+        for number, whole in enumerate(self.wholes):
+            states, units = whole_states.with_states(whole)
+            of_layer = self.places.in_layers(self.layers, number % self.count)
+            for buffer in whole_states.buffers(states, units, step_policy):
+                renamed = self._renamed(buffer, of_layer)
+                owner = next(iter(renamed.shapes), "")
+                if owner in known:
+                    self._add_copy(known[owner], renamed, whole.file)
+                    continue
+                known[owner] = renamed
+                buffers.append(renamed if not number else replace(renamed, sightings=()))
+            for name, values in (states.first.get("other") or {}).items():
+                other.setdefault(self._global(name, of_layer), values)
+        first, _ = whole_states.with_states(self.first)
+        optimizer = {key: v for key, v in first.first.items() if key not in ("members", "other")}
+        ranks = replace(first, states=[{**optimizer, **({"other": other} if other else {})}])
+        experts = Experts(ranks, self.files, self.layers, self.places)
+        manifest = manifest_of(ranks, buffers, "deepspeed", ranks.config, experts.module_dtype)
+        manifest = experts.complete(manifest)
+        return self._with_places(
+            replace(
+                manifest,
+                replicas=(*manifest.replicas, *self.replicas),
+                files=tuple(dict.fromkeys((*manifest.files, *(w.file.path for w in self.wholes)))),
+                records=tuple(
+                    dict.fromkeys(
+                        (
+                            *manifest.records,
+                            *(r for whole in self.wholes for r in whole.file.records.values()),
+                        )
+                    )
+                ),
+                inferred=tuple(self._inferred()),
+                warnings=(*manifest.warnings, *self._warnings()),
+                zero_padding=True,
+            )
+        )
+
+    def _global(self, name: str, of_layer: Mapping[str, int]) -> str:
+        parts = expert_name(name)
+        return name if parts is None else self.layers.global_name(name, of_layer[parts.layer])
+
+    def _renamed(self, buffer: FlatBuffer, of_layer: Mapping[str, int]) -> FlatBuffer:
+        """A buffer with the names of the whole model."""
+        return replace(
+            buffer,
+            shapes={self._global(name, of_layer): shape for name, shape in buffer.shapes.items()},
+            slots=[
+                BufferSlot(
+                    slot.name,
+                    slot.dtype,
+                    {self._global(name, of_layer): runs for name, runs in slot.fragments.items()},
+                )
+                for slot in buffer.slots
+            ],
+        )
+
+    def _add_copy(self, first: FlatBuffer, copy: FlatBuffer, file: TorchFile) -> None:
+        """The copy in another file; raises InconsistentCheckpoint if it has another step."""
+        owner = next(iter(first.shapes))
+        stated = [
+            (f"{owner}, {where}", each.step)
+            for where, each in (("ep rank 0", first), (file.path, copy))
+            if each.step is not None
+        ]
+        steps.agree(stated, None)
+        kinds = [sorted((slot.name, slot.dtype) for slot in each.slots) for each in (first, copy)]
+        if first.shapes != copy.shapes or kinds[0] != kinds[1]:
+            raise InconsistentCheckpoint(
+                f"{file.path}: its copy of {owner} has other states or shapes than ep rank 0's",
+                hint="files of different saves seem to be mixed",
+            )
+        for slot in copy.slots:
+            for name, fragments in slot.fragments.items():
+                shape = copy.shapes[name]
+                self.replicas.append(Entry(f"{name}/{slot.name}", slot.dtype, shape, fragments))
+
+    def _inferred(self) -> list[str]:
+        """Names that only an order shows, of all ep ranks."""
+        return list(
+            dict.fromkeys(
+                self._global(name, self.places.in_layers(self.layers, number))
+                for number in range(self.count)
+                for name in self.first.inferred
+            )
+        )
+
+    def _warnings(self) -> list[str]:
+        inferred = self._inferred()
+        if not inferred:
+            return []
+        return [
+            f"the optimizers know their {counted(len(inferred), 'parameter')} by number: the names "
+            f"of {listed(inferred, 4)} are inferred from the order of the module"
+        ]
+
+    def _with_places(self, manifest: Manifest) -> Manifest:
+        """With the places in the module of what the optimizer lists, if frozen ones are there."""
+        if all(None not in own for own in self.first.members):
+            return manifest
+        places = {name: place for place, name in enumerate(manifest.state["module"])}
+        members = [
+            [None if name is None else places[name] for name in own] for own in self.first.members
+        ]
+        optimizer = {**manifest.state["optimizer"], "members": members}
+        return replace(manifest, state={**manifest.state, "optimizer": optimizer})
