@@ -17,9 +17,10 @@ from torch import Tensor, distributed
 from . import grid_models as models
 from . import oracle
 from .grids import GridCase
-from .rank import ENABLE, join, merge, prepare
+from .optimizers import deepspeed_fused_adam
+from .rank import ENABLE, compile_extension, join, merge, prepare
 
-__all__ = ["prepare", "resume", "train"]
+__all__ = ["compile_extension", "prepare", "resume", "train"]
 
 LLAMA_ROWS = re.compile(
     r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)|lm_head\.weight"
@@ -190,9 +191,10 @@ def build_engine(case: GridCase, axes: Axes, seed: int = 7) -> Any:
             model=model, model_parameters=model.parameters(), config=merge(config, case.config)
         )
         return engine
+    optimizer = deepspeed_fused_adam if case.fused else torch.optim.AdamW
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.AdamW(parameter_groups(model, case.groups), lr=0.01),
+        optimizer=optimizer(parameter_groups(model, case.groups)),
         config=merge(config, case.config),
         **more,
     )

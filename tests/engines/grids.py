@@ -33,6 +33,11 @@ class GridCase:
     info: bool = True  # save universal_checkpoint_info, as Megatron-DeepSpeed does
     config: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 3
+    fused: bool = False  # DeepSpeed's FusedAdam, which without ZeRO gets FP16_Optimizer
+
+    @property
+    def extension(self) -> str | None:
+        return "FusedAdamBuilder" if self.fused else None
 
 
 BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -61,6 +66,10 @@ CASES = {
         GridCase(
             "pipe_pp2_dp1_z0_plain", "pipe", pp=2, stage=0, dtype="fp16", ties=0, config=SCALE
         ),
+        GridCase("pipe_pp2_dp1_z0_fused", "pipe", pp=2, stage=0, dtype="fp16", fused=True),
+        GridCase(
+            "pipe_pp2_tp2_z0_fused", "pipe", pp=2, tp=2, stage=0, dtype="fp16", ties=0, fused=True
+        ),
         GridCase("pipe_pp2_dp1_z0_fp32", "pipe", pp=2, stage=0, dtype="fp32"),
         GridCase("pipe_pp2_tp2_z0_fp32", "pipe", pp=2, tp=2, stage=0, dtype="fp32"),
         GridCase("pipe_pp2_dp2_z0_bf16", "pipe", pp=2, dp=2, stage=0),
@@ -80,14 +89,17 @@ CASES = {
 
 NAMED = [  # others need --param-names
     name for name in CASES if not name.endswith("z0_fp32") and name not in
-    ("pipe_pp2_dp1_z0_fp16", "pipe_pp2_tp2_z0_fp16")
+    ("pipe_pp2_dp1_z0_fp16", "pipe_pp2_tp2_z0_fp16", "pipe_pp2_dp1_z0_fused")
 ]  # fmt: skip
 
 
 def train(case: GridCase, root: Path) -> Path:
     """Trains `case`, saves it in `root`/run, and what all ranks held in `root`/oracle.pt."""
     root.mkdir(parents=True, exist_ok=True)
-    submit("grid_rank", "train", case.pp * case.tp * case.dp, (case, root.resolve()), root)
+    submit(
+        "grid_rank", "train", case.pp * case.tp * case.dp, (case, root.resolve()), root,
+        case.extension,
+    )  # fmt: skip
     return root / "run"
 
 
@@ -111,7 +123,8 @@ def resume(
     resumed = replace(case, dp=dp, pp=pp or case.pp, config=config)
     output = root.resolve() / "resumed.pt"
     arguments = (resumed, directory.resolve(), output, universal)
-    submit("grid_rank", "resume", resumed.pp * case.tp * dp, arguments, root)
+    ranks = resumed.pp * case.tp * dp
+    submit("grid_rank", "resume", ranks, arguments, root, case.extension)
     held: dict[str, Any] = torch.load(output, weights_only=False)
     return held
 

@@ -9,7 +9,7 @@ from .. import formats
 from ..core.values import replace
 from ..training import options as shared
 from ..training.options import EVERYWHERE, Option, Options
-from . import dcp, hf, megatron
+from . import dcp, hf
 from .deepspeed_states import options as deepspeed
 from .format import Format
 
@@ -19,7 +19,6 @@ class Keywords(
     deepspeed.Keywords,
     dcp.Keywords,
     hf.Keywords,
-    megatron.Keywords,
     total=False,
 ):
     """The options of a conversion as keyword arguments, for type checkers and editors.

@@ -111,6 +111,15 @@ EP: Option[int | None] = Option(
     rare=True,
     reason="whole experts are written",
 )
+LIKE: Option[str | None] = Option(
+    "like",
+    "--like",
+    None,
+    "A directory that a run of the target's engine has saved, for a source of another engine: its "
+    "keys or stages, arguments and groups are taken",
+    metavar="RUN",
+    rare=True,
+)
 WEIGHTS_ONLY: Option[bool] = Option(
     "weights_only", "--weights-only", False, "Write no optimizer state", kind="switch"
 )
@@ -219,6 +228,7 @@ class Keywords(TypedDict, total=False):
     param_names: Sequence[str] | None
     tie: Renames  # pairs of a second name and the name that the source has
     rename: Renames  # pairs of a regular expression and its replacement
+    like: str | None  # a path
     family: str | None  # "llama", or "llama:heads=32,kv_heads=8,vocab_size=32000"
 
 

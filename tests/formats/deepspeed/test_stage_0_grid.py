@@ -106,19 +106,22 @@ PP_FP16, PP_FP32 = "pipe_pp2_dp1_z0_fp16", "pipe_pp2_dp1_z0_fp32"
 PP_BF16, PP_TP = "pipe_pp2_dp2_z0_bf16", "pipe_pp2_tp2_z0_fp16"
 PP_TP_FP32 = "pipe_pp2_tp2_z0_fp32"
 UNTIED = "pipe_pp2_dp1_z0_plain"
+FUSED, FUSED_TP = "pipe_pp2_dp1_z0_fused", "pipe_pp2_tp2_z0_fused"  # FP16_Optimizer
 DECAYED = "tied_modules.embed.weight", "6.fused.weight", "6.dense.weight"
 OTHERS = "5.gain", *(f"6.{n}" for n in ("norm.weight", "norm.bias", "fused.bias", "dense.bias"))
 
 
 def names_of(root: Path) -> list[str] | None:
     """What a user's program writes: the names of the first stage, then those of the second."""
-    if root.name in (PP_BF16, UNTIED):
+    if root.name in (PP_BF16, UNTIED, FUSED_TP):
         return None  # the files show them
     listed = torch.load(root / "oracle.pt", weights_only=False)["listed"]
     return [*listed, *DECAYED, *OTHERS, "7.weight", "7.bias"]
 
 
-@pytest.mark.parametrize("name", [PP_FP16, PP_FP32, PP_BF16, PP_TP, PP_TP_FP32, UNTIED])
+@pytest.mark.parametrize(
+    "name", [PP_FP16, PP_FP32, PP_BF16, PP_TP, PP_TP_FP32, UNTIED, FUSED, FUSED_TP]
+)
 def test_a_pipeline_is_what_all_stages_held(
     name: str, grid_trained: Trained, tmp_path: Path
 ) -> None:
@@ -143,6 +146,10 @@ def test_a_pipeline_is_what_all_stages_held(
         (PP_TP, {"dp": 1}, 0),
         (UNTIED, {"dp": 1}, 0),
         (UNTIED, {"dp": 1, "stage": 1, "tp": 1, "pp": 1}, 1),
+        (FUSED, {"dp": 2}, 0),
+        (FUSED, {"dp": 2, "stage": 1, "tp": 1, "pp": 1}, 1),
+        (FUSED_TP, {"dp": 2}, 0),
+        (FUSED_TP, {"dp": 1, "stage": 1, "tp": 1}, 1),
     ],
 )
 def test_a_pipeline_resumes(
@@ -153,7 +160,7 @@ def test_a_pipeline_resumes(
     expected = torch.load(root / "oracle.pt", weights_only=False)
     zckpt.reshard(root / "run", tmp_path / "run", param_names=names_of(root), **options)
     config = grids.BF16_OPTIMIZER if name == PP_BF16 else case.config
-    resumed = replace(case, stage=stage, config=config)
+    resumed = replace(case, stage=stage, config=config, tp=options.get("tp", case.tp))
     held = grids.resume(
         resumed, tmp_path / "run", tmp_path / "engine", options["dp"], options.get("pp")
     )
@@ -184,6 +191,43 @@ def test_names_that_no_file_of_a_pipeline_states(grid_trained: Trained, tmp_path
     run = grid_trained(PP_BF16) / "run"
     with pytest.raises(MissingData, match="list no parameters"):
         zckpt.verify(run, run, gather=True, device="cpu")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda names: [names[1], names[0], *names[2:]], "fill the groups|is that of"),
+        (lambda names: [*names[:5], names[6], names[5], *names[7:]], "is that of 1.norm"),
+        (lambda names: names[:-1], "fill the groups"),
+        (lambda names: [*names, "7.bias"], "are of no stage"),
+        (lambda names: ["8.weight", *names[1:]], "no file of a layer"),
+    ],
+)
+def test_wrong_names_of_flat_masters(
+    change: Any, said: str, grid_trained: Trained, tmp_path: Path
+) -> None:
+    """Two norms' weight and bias have one length: only the masters show that they are swapped."""
+    root = grid_trained(FUSED)
+    names = names_of(root)
+    assert names is not None
+    assert names[5:7] == ["1.norm.weight", "1.norm.bias"]
+    with pytest.raises(MissingData, match=r"tied layer, and no file states its key"):
+        zckpt.convert(root / "run", tmp_path / "out")
+    with pytest.raises(WrongOption, match=said):
+        zckpt.convert(root / "run", tmp_path / "out", param_names=change(names))
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_names_of_whole_masters(grid_trained: Trained, tmp_path: Path) -> None:
+    root = grid_trained(PP_FP16)
+    names = names_of(root)
+    assert names is not None
+    swapped = [*names[:5], names[6], names[5], *names[7:]]
+    with pytest.raises(
+        WrongOption, match=r"place of 1\.norm\.bias in .* is that of 1\.norm\.weight"
+    ):
+        zckpt.convert(root / "run", tmp_path / "out", param_names=swapped)
     assert not (tmp_path / "out").exists()
 
 

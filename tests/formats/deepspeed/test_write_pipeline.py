@@ -109,6 +109,22 @@ def test_another_type(
 
 
 @first
+@pytest.mark.parametrize("rows", [33, 41])
+def test_rows_of_a_tied_vocabulary(rows: int, grid_trained: Trained, tmp_path: Path) -> None:
+    """Both stages' copies have more or fewer of them; rows that the source lacks are zeros."""
+    run = grid_trained(BOTH) / "run"
+    zckpt.reshard(run, tmp_path / "out", tp=2, vocab_size=rows)
+    padded, kept = rows + rows % 2, min(36, rows + rows % 2)
+    for slot in ("param", "master", "exp_avg", "exp_avg_sq"):
+        name = f"tied_modules.embed.weight/{slot}"
+        before, after = zckpt.load(run, name), zckpt.load(tmp_path / "out", name)
+        assert after.shape == (padded, 14)
+        assert same_bits(after[:kept], before[:kept])
+        assert not after[kept:].any()
+    assert zckpt.verify(tmp_path / "out")["problems"] == []
+
+
+@first
 def test_files_of_layers_need_the_whole_model(grid_trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(WrongOption, match="--dtype does not apply") as raised:
         zckpt.reshard(grid_trained(BOTH) / "run", tmp_path / "out", dtype="fp32")

@@ -17,6 +17,7 @@ such files, and layer_NN[-model_TT]-model_states.pt with the weights of a pipeli
     write.py             the same files for another data-parallel size, stage or type
     optimizer_files.py   the optimizer files of a target
     elastic.py           targets whose files any number of ranks loads
+    like.py              sources of other engines, with the ranks and groups of a run: `--like`
     gather.py            the engine's own rule for its partitions
     stage_0/             runs without ZeRO
     model_ranks/         pipelines and tensor parallelism

@@ -11,7 +11,7 @@ from ...core.values import replace
 from ...errors import counted, listed, literal
 from ...files.torchshell import seal_records
 from ...training import trainers
-from ...training.options import Options
+from ...training.options import LIKE, Options
 from ...training.order import need_order
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
@@ -33,8 +33,19 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     Raises before anything is written: WrongOption (options or a ds_config that contradict each
     other or the source), MissingData (states that the target needs), InconsistentCheckpoint
     (parameters of one flat buffer whose steps differ). MissingData too if the order of the
-    parameters in the flat buffers is not known.
+    parameters in the flat buffers is not known. With `--like` what `like.as_in_run` raises.
     """
+    if (path := options[LIKE]) is not None:
+        from .like import as_in_run
+
+        alike = as_in_run(source, path, options)
+        layout = _of_any(alike, options)
+        return replace(layout, source=layout.source or alike)
+    return _of_any(source, options)
+
+
+def _of_any(source: Manifest, options: Options) -> Layout:
+    """The files of one model rank or of several."""
     if "model_ranks" in source.source:
         return write_grid.lay_out(source, options)
     if (apart := write_grid.with_stages(source, options)) is not source:

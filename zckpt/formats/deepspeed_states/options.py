@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 from ...errors import WrongOption
-from ...training.options import ALLOW_OBJECT, DP, DTYPE, EP, GROUP_DEFAULTS, WEIGHTS_ONLY, Option
+from ...training.options import (
+    ALLOW_OBJECT,
+    DP,
+    DTYPE,
+    EP,
+    GROUP_DEFAULTS,
+    LIKE,
+    WEIGHTS_ONLY,
+    Option,
+)
 
 
 def _check_group_size(size: int) -> None:
@@ -149,7 +158,7 @@ CONFIG: Option[dict[str, Any] | None] = Option(
 
 OPTIONS = (DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT)
 """What the writers of both of DeepSpeed's formats understand."""
-OF_RANKS = (EP, MAX_GROUP_SIZE, TP, VOCAB_SIZE, PP, PP_BOUNDS, PP_PARTITION)
+OF_RANKS = (EP, MAX_GROUP_SIZE, TP, VOCAB_SIZE, PP, PP_BOUNDS, PP_PARTITION, LIKE)
 """What only the writer of ranks' files understands."""
 
 

@@ -41,12 +41,17 @@ def shared(manifest: Manifest, rows: Mapping[str, int]) -> Manifest:
 
     The other rows of a target are holes in its files: zeros.
     """
-    entries = {}
-    for name, entry in manifest.entries.items():
+
+    def own(entry: Entry) -> Entry:
         few = rows.get(entry.parameter)
         is_whole = few is not None and entry.shape == manifest.parameters[entry.parameter].shape
-        entries[name] = _first_rows(entry, few) if few is not None and is_whole else entry
-    return replace(manifest, entries=entries)
+        return _first_rows(entry, few) if few is not None and is_whole else entry
+
+    return replace(
+        manifest,
+        entries={name: own(entry) for name, entry in manifest.entries.items()},
+        replicas=tuple(map(own, manifest.replicas)),  # stages have copies of a tied embedding
+    )
 
 
 def _first_rows(entry: Entry, rows: int) -> Entry:

@@ -24,35 +24,16 @@ Facts in this package are of megatron-core 0.16.1 unless said otherwise.
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 from ...training.options import (
     ALLOW_OBJECT,
     DTYPE,
     EP,
     GROUP_DEFAULTS,
+    LIKE,
     MAX_FILE_SIZE,
     WEIGHTS_ONLY,
-    Option,
 )
 from ..format import Format
-
-LIKE: Option[str | None] = Option(
-    "like",
-    "--like",
-    None,
-    "A directory that the next run has saved, for a source of another engine: its keys, arguments "
-    "and groups",
-    metavar="RUN",
-    rare=True,
-)
-
-
-class Keywords(TypedDict, total=False):
-    """The options of this module as keyword arguments, for type checkers and editors."""
-
-    like: str | None  # a path
-
 
 ANY_SIZES = "runs of any tp, pp and dp resume from the same files"
 

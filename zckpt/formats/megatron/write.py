@@ -44,8 +44,7 @@ from ...files.dcpshell import (
 )
 from ...files.pickling import dumps
 from ...files.torchshell import Storages, seal_whole, shell, thawed
-from ...training.options import EP, GROUP_DEFAULTS, Options
-from . import LIKE
+from ...training.options import EP, GROUP_DEFAULTS, LIKE, Options
 from .common import FILE, READABLE, SHARDING, arguments
 from .files import BACKEND, LATEST, MARKER, OF_ITERATION
 from .like import as_in_run

@@ -171,7 +171,7 @@ def refuse_without_stages(root: str, options: Options) -> None:
         if options[option] is not None:
             raise WrongOption(
                 f"{option.flag} does not apply to {root}, which is not a pipeline",
-                hint="leave it out: only the layers of a PipelineModule can be cut into stages",
+                hint="leave it out; or give --like RUN, a pipeline of the same model",
             )
 
 

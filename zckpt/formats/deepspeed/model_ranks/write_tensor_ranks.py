@@ -158,8 +158,8 @@ def cuts_of(source: Manifest, tp: int) -> Cuts:
     if not source.parameters.keys() <= texts.keys():  # none, or of other names
         raise MissingData(
             f"nothing says how the parameters of {source.root} are cut over tensor ranks",
-            hint="write it --to deepspeed first, then `zckpt reshard --tp` with rules: --tp-rules "
-            "FILE, or the family of the model, such as --tp-rules llama",
+            hint="give --like RUN, a run of these tensor ranks; or write it --to deepspeed first, "
+            "then `zckpt reshard --tp` with --tp-rules FILE, or a family such as --tp-rules llama",
         )
     info = _state(source, tp)["client_state"].get(INFO)
     stated = UniversalInfo(info) if isinstance(info, Mapping) else None

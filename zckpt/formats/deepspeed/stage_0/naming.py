@@ -4,6 +4,7 @@
     given     by the user, with --param-names
     place     FP16_Optimizer: the module's weights are views of one buffer per group
     bytes     FP16_UnfusedOptimizer: a master rounds to the module's weight, and to no other
+    sequence  FP16_Optimizer of a pipeline: so does each piece of a flat master, one after another
     shape     torch's own optimizer: no other weight has the shape of the states
 
 Where bytes or shapes leave several weights, the order of the module decides: the parameters of a
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from ....core.dtypes import SIZES
@@ -138,6 +140,43 @@ def _rounds(file: TorchFile, flat: Tensor, start: int, stop: int, weight: Stored
     return label in rounded
 
 
+def in_sequence(
+    file: TorchFile, flats: Sequence[Tensor], weights: Weights
+) -> list[list[str]] | None:
+    """The names of each flat master's parameters, whose weights are in other files.
+
+    The next elements of a flat master must round to one weight, and to no other of any shape. None
+    if they do not.
+    """
+    remaining = dict(weights)
+    groups: list[list[str]] = []
+    for flat in flats:
+        members: list[str] = []
+        start = 0
+        while start < flat.numel:
+            shapes = [
+                shape
+                for shape in dict.fromkeys(stored.tensor.shape for stored in remaining.values())
+                if 0 < prod(shape) <= flat.numel - start
+            ]
+            pieces = [Stored(file, _piece(flat, start, shape)) for shape in shapes]
+            of_weights, of_pieces = labels(list(remaining.values()), pieces)
+            fitting = {label for own in of_pieces for label in own}
+            names = [n for n, label in zip(remaining, of_weights, strict=True) if label in fitting]
+            if len(names) != 1:
+                return None
+            members += names
+            start += remaining.pop(names[0]).tensor.numel
+        groups.append(members)
+    return groups
+
+
+def _piece(flat: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+    """The elements of a flat tensor from `start` on, as a tensor of this shape."""
+    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return Tensor(flat.storage, flat.dtype, flat.offset + start, shape, strides)
+
+
 def by_bytes(file: TorchFile, orders: Sequence[Sequence[Tensor]], weights: Weights) -> MatchedNames:
     """The names of whole masters: each has the bytes of its weight once it is rounded.
 
@@ -228,11 +267,12 @@ def _why_not(
 
 
 def cut(
-    path: str, flats: Sequence[Tensor], weights: Weights, param_names: Sequence[str]
+    file: TorchFile, flats: Sequence[Tensor], weights: Weights, param_names: Sequence[str]
 ) -> list[list[str]]:
     """The user's names, cut into the groups of flat masters; raises WrongOption.
 
-    They are those of the trained parameters, in the order of the groups.
+    They are those of the trained parameters, in the order of the groups. No piece of a master may
+    round to the weight of another name.
     """
     if unknown := [name for name in param_names if name not in weights]:
         raise WrongOption(
@@ -251,8 +291,62 @@ def cut(
     lengths = [sum(weights[name].tensor.numel for name in members) for members in groups]
     if lengths != [flat.numel for flat in flats] or next(names, None) is not None:
         raise WrongOption(
-            f"--param-names: these weights do not fill the groups of {path}, which have "
+            f"--param-names: these weights do not fill the groups of {file.path}, which have "
             f"{listed([flat.numel for flat in flats])} elements",
             hint="name the trained parameters alone, group by group, in the optimizer's order",
         )
+    pieces = []
+    for flat, own in zip(flats, groups, strict=True):
+        start = 0
+        for name in own:
+            pieces.append(_piece(flat, start, weights[name].tensor.shape))
+            start += weights[name].tensor.numel
+    members = [name for own in groups for name in own]
+    _check_rounding(file, members, pieces, weights, strict=are_apart(file, weights))
     return groups
+
+
+def are_apart(file: TorchFile, weights: Weights) -> bool:
+    """Whether weights are in other files than the masters, as those of a pipeline's layers are."""
+    return any(weight.file is not file for weight in weights.values())
+
+
+def of_masters(
+    file: TorchFile,
+    masters: Sequence[Sequence[Tensor]],
+    weights: Weights,
+    param_names: Sequence[str],
+) -> list[list[str]]:
+    """The user's names of whole masters, none of which may round to the weight of another name."""
+    shapes = [[master.shape for master in group] for group in masters]
+    groups = by_param_names(file.path, shapes, weights, param_names)
+    every = [master for group in masters for master in group]
+    names = [name for own in groups for name in own]
+    _check_rounding(file, names, every, weights, strict=False)
+    return groups
+
+
+def _check_rounding(
+    file: TorchFile,
+    names: Sequence[str],
+    masters: Sequence[Tensor],
+    weights: Weights,
+    *,
+    strict: bool,
+) -> None:
+    """Raises WrongOption if the user gives a master's name to another one.
+
+    Unless `strict`, a master that rounds to no weight is taken: a program may have changed the
+    weights since.
+    """
+    stored = [Stored(file, master) for master in masters]
+    of_weights, of_masters = labels([*weights.values()], stored)
+    known = dict(zip(weights, of_weights, strict=True))
+    for name, fitting in zip(names, of_masters, strict=True):
+        others = [other for other, label in known.items() if label in fitting]
+        if (others or strict) and name not in others:
+            raise WrongOption(
+                f"--param-names: the master at the place of {name} in {file.path} is that of "
+                f"{others[0] if others else 'no weight'}, as the weights show",
+                hint="name the trained parameters in the optimizer's order, group by group",
+            )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from ....core.dtypes import FLOATS
@@ -19,7 +20,7 @@ from ....core.manifest import Manifest
 from ....core.values import replace, valueclass
 from ....errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
 from ....files.torchfile import Parsed, Tensor, TorchFile
-from ...deepspeed_states.directories import TagDirectory, refuse
+from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.states import (
     FLAT_MASTERS,
     WHOLE_MASTERS,
@@ -64,15 +65,16 @@ def open_stages(
     not fit, UnsupportedCheckpoint if several layers may be a tied one.
     """
     states = [states_of(directory, each, is_stage=True) for each in files]
-    if any(FLAT_MASTERS in each.first for each in states):
-        refuse(directory, "a pipeline in ZeRO stage 0 with FP16_Optimizer (flat masters)")
+    is_flat = any(FLAT_MASTERS in each.first for each in states)
     buffers = {name for each in states for name in each.model.get("buffer_names") or ()}
     names = numbered.param_names
     own: list[Sequence[str] | None] = [None] * len(states)
     shapes: dict[str, Shape | None] = {}
-    if all(each.model.get("param_shapes") for each in states):  # zckpt wrote them
+    if is_stated := all(each.model.get("param_shapes") for each in states):  # zckpt wrote them
         every = [group for each in states for group in each.param_shapes()]
         shapes = {name: shape for group in every for name, shape in group.items()}
+    elif names is not None and is_flat:
+        tied = tied or _tied_of_flats(directory, states, names, layers, buffers)
     elif names is not None:
         own = [*_of_stages(directory, states, names)]
         in_order = [shape for each in states for shape in _shapes(each)]
@@ -80,6 +82,8 @@ def open_stages(
     alone = numbered.weights_only and tied is not None
     tied = tied or _tied_layers(shapes, layers)
     weights = _weights(layers, buffers, tied)
+    if names is not None and is_flat and not is_stated:
+        own = [*_of_flat_stages(directory, states, names, weights)]
     if alone and all(wrapper_of(each.first) is None for each in states):
         first, *others = states
         return WholeStages([unnamed(first, weights), *(unnamed(each, {}) for each in others)], tied)
@@ -166,6 +170,86 @@ def _of_stages(
     return [[next(remaining) for _ in range(count)] for count in counts]
 
 
+def _of_flat_stages(
+    directory: TagDirectory,
+    states: Sequence[EngineStates],
+    names: Sequence[str],
+    weights: Mapping[str, Stored],
+) -> list[Sequence[str]]:
+    """The user's names, cut into those whose weights fill the flat masters of each stage."""
+    if unknown := [name for name in names if name not in weights]:
+        raise WrongOption(
+            f"--param-names names {listed(unknown, 4)}, which no file of a layer of "
+            f"{directory.path} has",
+            hint=_hint(states[0]),
+        )
+    remaining = list(names)
+    parts: list[Sequence[str]] = []
+    for each in states:
+        count, numel = 0, sum(flat.numel for flat in each.first[FLAT_MASTERS])
+        while numel > 0 and count < len(remaining):
+            numel -= weights[remaining[count]].tensor.numel
+            count += 1
+        parts.append(remaining[:count])
+        remaining = remaining[count:]
+    if remaining:
+        raise WrongOption(
+            f"--param-names has {len(names)} names, but the last {len(remaining)} of them are of "
+            f"no stage of {directory.path}",
+            hint=_hint(states[0]),
+        )
+    return parts
+
+
+def _tied_of_flats(
+    directory: TagDirectory,
+    states: Sequence[EngineStates],
+    names: Sequence[str],
+    layers: Mapping[int, TorchFile],
+    buffers: set[str],
+) -> dict[int, str]:
+    """The keys of tied layers by the numbers of their files: those whose weights fill the masters.
+
+    Raises as `open_stages`.
+    """
+    named = {name.partition(".")[0] for name in names}
+    choices: list[list[dict[int, str]]] = []  # for each key, the layers that it may be
+    for key, wanted in _keys(dict.fromkeys(names)).items():
+        alike: dict[Any, dict[int, str]] = {}
+        for number, file in layers.items():
+            tensors = dictionary(file, file.value)
+            if str(number) not in named and _has(tensors, wanted):
+                alike.setdefault(tuple(tensors[n].shape for n in wanted), {})[number] = key
+        choices.append([*alike.values()])
+    failure: WrongOption | None = None
+    fitting = []
+    for chosen in product(*choices):
+        tied = {number: key for each in chosen for number, key in each.items()}
+        weights = _weights(layers, buffers, tied)
+        try:
+            for each, part in zip(
+                states, _of_flat_stages(directory, states, names, weights), strict=True
+            ):
+                naming.cut(each.models[0], each.first[FLAT_MASTERS], weights, part)
+        except WrongOption as error:
+            failure = failure or error
+            continue
+        fitting.append(tied)
+    if failure is not None and not fitting:
+        raise failure
+    if len(fitting) != 1:
+        every = sorted({number for tied in fitting for number in tied})
+        raise _unclear(every, "tied ones")
+    return fitting[0]
+
+
+def _unclear(layers: Sequence[int], what: str) -> UnsupportedCheckpoint:
+    return UnsupportedCheckpoint(
+        f"the layers {listed(list(map(str, layers)))} may each be {what}",
+        hint="no file says which one it is",
+    )
+
+
 def _shapes(states: EngineStates) -> list[Shape | None]:
     """The shapes of the parameters of a stage's optimizer, in its order; None if not known."""
     optimizer, base = states.first, states.bases[0]
@@ -177,21 +261,16 @@ def _shapes(states: EngineStates) -> list[Shape | None]:
 
 
 def _hint(states: EngineStates) -> str:
-    return (naming.TRAINED if WHOLE_MASTERS in states.first else HINT) + JOIN
+    return (HINT if wrapper_of(states.first) is None else naming.TRAINED) + JOIN
 
 
 def _tied_layers(
     shapes: Mapping[str, Shape | None], layers: Mapping[int, TorchFile]
 ) -> dict[int, str]:
     """The keys of tied layers by the numbers of their files; `shapes` are those of all names."""
-    keys: dict[str, dict[str, Shape | None]] = {}
-    for name, shape in shapes.items():
-        if name.startswith(TIED):
-            key, _, inner = name.removeprefix(TIED).partition(".")
-            keys.setdefault(key, {})[inner] = shape
     named = {name.partition(".")[0] for name in shapes}
     tied: dict[int, str] = {}
-    for key, wanted in keys.items():
+    for key, wanted in _keys(shapes).items():
         places = [
             number
             for number, file in layers.items()
@@ -200,12 +279,19 @@ def _tied_layers(
         for inner in wanted:
             tensors = [Stored(layers[n], layers[n].value[inner]) for n in places]
             if len(set(labels(tensors, tensors[:1])[0])) > 1:
-                raise UnsupportedCheckpoint(
-                    f"the layers {listed(list(map(str, places)))} may each be the tied layer {key}",
-                    hint="no file says which one it is",
-                )
+                raise _unclear(places, f"the tied layer {key}")
         tied |= dict.fromkeys(places, key)
     return tied
+
+
+def _keys(shapes: Mapping[str, Shape | None]) -> dict[str, dict[str, Shape | None]]:
+    """The shapes of tied layers' parameters, by the layers' keys."""
+    keys: dict[str, dict[str, Shape | None]] = {}
+    for name, shape in shapes.items():
+        if name.startswith(TIED):
+            key, _, inner = name.removeprefix(TIED).partition(".")
+            keys.setdefault(key, {})[inner] = shape
+    return keys
 
 
 def _has(tensors: Mapping[str, Any], wanted: Mapping[str, Shape | None]) -> bool:

@@ -205,8 +205,7 @@ def _members(
     if WHOLE_MASTERS in optimizer:
         masters = [_tensors(file, group) for group in optimizer[WHOLE_MASTERS]]
         if param_names is not None:
-            shapes = [[master.shape for master in group] for group in masters]
-            return _plain(naming.by_param_names(file.path, shapes, weights, param_names)), []
+            return _plain(naming.of_masters(file, masters, weights, param_names)), []
         names, inferred = naming.by_bytes(file, masters, weights)
         return _plain(names), inferred
     return _of_torch(states, numbers, weights, param_names)
@@ -219,14 +218,18 @@ def _of_flats(
     param_names: Sequence[str] | None,
 ) -> list[list[str | None]]:
     """The names of flat masters; the user's are in the order of the groups, without frozen ones."""
-    if param_names is None:
-        names = naming.by_place(file, flats, weights)
-    else:
-        names = naming.cut(file.path, flats, weights, param_names)
+    if param_names is not None:
+        return _plain(naming.cut(file, flats, weights, param_names))
+    apart = naming.are_apart(file, weights)
+    names = (naming.in_sequence if apart else naming.by_place)(file, flats, weights)
     if names is None:
         raise MissingData(
-            f"{file.path}: the optimizer's state has no names, and the module's weights no longer "
-            "lie in its groups' buffers, which show them",
+            f"{file.path}: the optimizer's state has no names, and "
+            + (
+                "a piece of its masters rounds to no weight of a layer, or to several"
+                if apart
+                else "the module's weights no longer lie in its groups' buffers, which show them"
+            ),
             hint=naming.TRAINED,
         )
     return _plain(names)
