@@ -316,7 +316,7 @@ def _flats_cut_otherwise(pairs: Iterable[Pair]) -> Iterator[Extent]:
     longest: dict[int, Slices] = {}  # by the identity of the flats: what reaches into most of them
     for pair in pairs:
         source, target = pair.source.fragments, pair.target.fragments
-        if isinstance(source, Slices) and isinstance(target, Slices):
+        if type(source) is Slices and type(target) is Slices:
             known = longest.setdefault(id(source.flats), source)
             if len(source) > len(known):
                 longest[id(source.flats)] = source

@@ -21,6 +21,7 @@ from .values import field, valueclass
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
 MAX_STEP = 1 << 63
+_set = object.__setattr__
 
 
 @valueclass
@@ -42,8 +43,8 @@ class Entry:
 
     def __post_init__(self) -> None:
         parameter, _, slot = self.name.rpartition("/")
-        object.__setattr__(self, "parameter", parameter)
-        object.__setattr__(self, "slot", slot)
+        _set(self, "parameter", parameter)
+        _set(self, "slot", slot)
 
     @property
     def numel(self) -> int:

@@ -230,7 +230,7 @@ def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[Target
     slices_in: dict[str, list[tuple[int, int]]] = {}
     for pair in pairs:
         fragments = pair.target.fragments
-        if isinstance(fragments, Slices):
+        if type(fragments) is Slices:  # isinstance takes long: a sequence has an abstract class
             flats = id(fragments.flats)
             if flats not in sliced:
                 for rank, flat in enumerate(fragments.flats):
