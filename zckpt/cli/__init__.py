@@ -26,7 +26,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         else:
             sys.exit(0)
     if arguments is None:
-        gc.set_threshold(50_000)  # imports and small checkpoints leave no cycles
+        # a checkpoint's description has no cycles: to search it again and again while it grows takes
+        # a tenth of the time. A progress bar starts the collector (`display/terminal.py`).
+        gc.disable()
         # numpy's library starts a thread per processor, which costs 80 ms and serves no command
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from .run import run

@@ -6,8 +6,7 @@ processor's cache. Bytes between tensors (headers) are those that the file has a
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from .checksum import crc32, crc_of_runs
 from .dtypes import SIZES
@@ -21,14 +20,15 @@ from .plan import Chunk, TargetPiece
 
 # of what a CRC-32 is: a tensor of the target, a tensor of the source before it is cast
 TENSOR, SOURCE = "tensor", "source"
+SHORT_PIECE = 16 << 10  # bytes; to hash fewer takes less time than to combine CRC-32s in Python
 
 
 class Assembler:
     """Assembles chunks, for one thread.
 
     `numbers` are those of the pairs, by identity. The bytes of the pairs in `checking` count for
-    the source's records. `cast` has the keys of the source's tensors that are hashed before they
-    are cast.
+    the source's records. `hashed_first` has the numbers of the pairs whose source is hashed before
+    it is cast.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class Assembler:
         element_reader: ElementReader,
         numbers: Mapping[int, int],
         checking: Container[int],
-        cast: Container[Key],
+        hashed_first: Container[int],
     ) -> None:
         self.reader = element_reader
         self._numbers = numbers
         self._checking = checking
-        self._cast_keys = cast
+        self._hashed_first = hashed_first
 
     def assemble(self, target: TargetFile, chunk: Chunk, view: memoryview) -> list[Passed]:
         """Puts a chunk's bytes into `view`; gives their CRC-32s."""
@@ -49,7 +49,7 @@ class Assembler:
         self._keep_shell(target, chunk, view)
         same: list[ReadRequest] = []
         apart: dict[int, ReadRequest] = {}  # by the byte in the file
-        for piece in chain.from_iterable(map(_parts, chunk.pieces)):
+        for piece in _parts(chunk.pieces):
             source, at = piece.pair.source, piece.offset - chunk.offset
             if source.mean:
                 self._mean(piece, chunk.offset, view)
@@ -72,12 +72,16 @@ class Assembler:
 
     def _keep_shell(self, target: TargetFile, chunk: Chunk, view: memoryview) -> None:
         """Reads what the file holds already between tensors (headers)."""
-        offset, end = chunk.offset, chunk.offset + chunk.length
-        for start, stop in (*[(piece.offset, piece.end) for piece in chunk.pieces], (end, end)):
-            if start > offset:
-                part = view[offset - chunk.offset : start - chunk.offset]
-                self.reader.reader.read(Extent(target.path, offset, start - offset), part)
-            offset = max(offset, stop)
+        offset, gaps = chunk.offset, []
+        for piece in chunk.pieces:
+            if piece.offset > offset:
+                gaps.append((offset, piece.offset))
+            offset = piece.end
+        if offset < chunk.offset + chunk.length:
+            gaps.append((offset, chunk.offset + chunk.length))
+        for start, stop in gaps:
+            part = view[start - chunk.offset : stop - chunk.offset]
+            self.reader.reader.read(Extent(target.path, start, stop - start), part)
 
     def _cast(self, piece: TargetPiece, at: int, view: memoryview) -> list[Passed]:
         source, key = piece.pair.source, (SOURCE, self._numbers[id(piece.pair)], 0)
@@ -89,7 +93,7 @@ class Assembler:
 
         request = ReadRequest(source, piece.start, piece.stop, at, check)
         dtype = piece.pair.target.dtype
-        self.reader.read_as(dtype, request, view, count if key in self._cast_keys else None)
+        self.reader.read_as(dtype, request, view, count if key[1] in self._hashed_first else None)
         return passed
 
     def _mean(self, piece: TargetPiece, offset: int, view: memoryview) -> None:
@@ -138,7 +142,7 @@ class Assembler:
                 into[:] = runs
                 continue
             cast(runs, source.dtype, into, target.dtype)
-            if key in self._cast_keys:
+            if key[1] in self._hashed_first:
                 passed.append(_passed_runs(key, source, piece, runs, stop))
         return passed
 
@@ -155,36 +159,50 @@ class Assembler:
         `hasher` hashes the pieces `apart`, by their byte in the file, for the source's records too.
         """
         passed: list[Passed] = []
-        of_file = Neighbors()
-        for start, stop, own in _ranges(target, chunk):
-            if start in apart:
-                crc = hasher.crc(apart[start], view)
-            else:
-                crc = crc32(view[start - chunk.offset : stop - chunk.offset])
-            of_file.add(target.passed(start, stop, crc))
-            if own is None:
-                continue
-            entry, key = own.pair.target, (TENSOR, self._numbers[id(own.pair)], 0)
-            if own.count > 1:
-                runs = view[start - chunk.offset : stop - chunk.offset]
-                last = own.stop + (own.count - 1) * own.stride
-                passed.append(_passed_runs(key, entry, own, runs, last))
+        begin, numbers = chunk.offset, self._numbers
+        crcs = [
+            hasher.crc(apart[piece.offset], view)
+            if piece.offset in apart
+            else crc32(view[piece.offset - begin : piece.end - begin])
+            for piece in chunk.pieces
+        ]
+        hasher.flush()
+        for piece, crc in zip(chunk.pieces, crcs, strict=True):
+            entry, key = piece.pair.target, (TENSOR, numbers[id(piece.pair)], 0)
+            if piece.count > 1:
+                runs = view[piece.offset - begin : piece.end - begin]
+                last = piece.stop + (piece.count - 1) * piece.stride
+                passed.append(_passed_runs(key, entry, piece, runs, last))
             else:
                 size = SIZES[entry.dtype]
-                passed.append((key, own.start * size, own.stop * size, crc))
-        hasher.flush()
-        return passed + of_file.parts
+                passed.append((key, piece.start * size, piece.stop * size, crc))
+        return passed + _hash_file(target, chunk, crcs, view)
 
 
-def _ranges(target: TargetFile, chunk: Chunk) -> Iterator[tuple[int, int, TargetPiece | None]]:
-    """The pieces of a chunk, and the gaps between them, in the order of the file."""
-    offset = chunk.offset
-    for piece in chunk.pieces:
-        if offset < piece.offset:
-            yield from ((*gap, None) for gap in target.edges(offset, piece.offset))
-        offset = piece.end
-        yield piece.offset, offset, piece
-    yield from ((*gap, None) for gap in target.edges(offset, chunk.offset + chunk.length))
+def _hash_file(
+    target: TargetFile, chunk: Chunk, crcs: Sequence[int], view: memoryview
+) -> list[Passed]:
+    """What the chunk's bytes give to the CRCs of the file and its records.
+
+    The `crcs` of the pieces are combined. It takes less time to hash short pieces again.
+    """
+    of_file = Neighbors()
+    offset, end = chunk.offset, chunk.offset + chunk.length
+
+    def hash_bytes(start: int, stop: int) -> None:
+        for first, last in target.edges(start, stop):
+            crc = crc32(view[first - chunk.offset : last - chunk.offset])
+            of_file.add(target.passed(first, last, crc))
+
+    if len(chunk.pieces) * SHORT_PIECE < chunk.length:
+        for piece, crc in zip(chunk.pieces, crcs, strict=True):
+            if offset < piece.offset:
+                hash_bytes(offset, piece.offset)
+            of_file.add(target.passed(piece.offset, piece.end, crc))
+            offset = piece.end
+    if offset < end:
+        hash_bytes(offset, end)
+    return of_file.parts
 
 
 def _passed_runs(key: Key, entry: Entry, piece: TargetPiece, runs: memoryview, stop: int) -> Passed:
@@ -194,7 +212,11 @@ def _passed_runs(key: Key, entry: Entry, piece: TargetPiece, runs: memoryview, s
     return key, stop * size - len(runs), stop * size, crc
 
 
-def _parts(piece: TargetPiece) -> Iterable[TargetPiece]:
-    """The piece itself if its runs are near each other, else each of its runs as a piece."""
-    near = piece.stride * SIZES[piece.pair.source.dtype] < SMALL
-    return [piece] if near or piece.count == 1 else piece.runs()
+def _parts(pieces: Iterable[TargetPiece]) -> Iterator[TargetPiece]:
+    """The pieces; one whose runs are far from each other is cut into its runs."""
+    for piece in pieces:
+        far = piece.count > 1 and piece.stride * SIZES[piece.pair.source.dtype] >= SMALL
+        if far:
+            yield from piece.runs()
+        else:
+            yield piece

@@ -18,8 +18,8 @@ from . import plan
 from .assembling import SOURCE, TENSOR, Assembler
 from .checksum import Cover, Scattered
 from .fileio import Buffer, is_small
-from .filling import FILE, RECORD, TargetFile, UnfinishedRegion
-from .fragments import Extent, Runs, Slices
+from .filling import FILE, RECORD, Sums, TargetFile, UnfinishedRegion
+from .fragments import Extent, Fragments, Runs, Slices
 from .journal import Journal, Key, Passed, Region
 from .manifest import Manifest
 from .pace import Pace
@@ -81,20 +81,24 @@ class _Copy:
         for record in target.records:
             self.records.setdefault(record.extent.file, []).append(record.extent)
         self.outcome = CopyOutcome()
-        in_order = [pair for pair in pairs if _is_in_order(pair)]
-        ordered = {id(pair) for pair in in_order}
-        self.covers: dict[Key, Cover | Scattered] = {}
-        self.numbers: dict[int, int] = {}  # by the identity of a pair
-        for number, pair in enumerate(pairs):
-            self.numbers[id(pair)] = number
-            kind = Cover if id(pair) in ordered else Scattered
-            self.covers[TENSOR, number, 0] = kind(pair.target.length)
-            if pair.source.digest is not None and pair.source.dtype != pair.target.dtype:
-                self.covers[SOURCE, number, 0] = kind(pair.source.length)
+        self.sums = Sums(self._cover_of)
+        self.numbers = {id(pair): number for number, pair in enumerate(pairs)}
+        self.scattered = {
+            number for number, pair in enumerate(pairs) if not _is_in_order(pair.target.fragments)
+        }
+        # tensors of the source that are hashed before they are cast
+        self.cast = {
+            number
+            for number, pair in enumerate(pairs)
+            if pair.source.digest is not None and pair.source.dtype != pair.target.dtype
+        }
         self.pairs = pairs
         # one pair per source entry counts for its records; the records of tensors that all targets
         # cut along inner axes are read once more in the end
-        first = {pair.source.name: id(pair) for pair in reversed(in_order)}
+        first: dict[str, int] = {}
+        for number, pair in enumerate(pairs):
+            if number not in self.scattered:
+                first.setdefault(pair.source.name, id(pair))
         self.checking = set(first.values())
         for pair in pairs:
             if pair.source.name not in first:
@@ -104,8 +108,9 @@ class _Copy:
             self.checker.require(flat)
         self.lock = threading.Lock()
         self.targets: dict[str, TargetFile] = {}
+        self.in_order: list[TargetFile] = []  # by number
         self.complete: set[tuple[str, int]] = set()  # files, and where their regions start
-        self.unsynced: list[tuple[TargetFile, UnfinishedRegion]] = []  # small files
+        self.unsynced: list[tuple[TargetFile, Region]] = []  # small files
         paths, pieces_of = plan.files(pairs)
         self.pieces_of = lru_cache(jobs)(pieces_of)
         for path in paths:
@@ -120,9 +125,10 @@ class _Copy:
         if not size:
             return
         number = len(self.targets)
-        target = TargetFile(number, path, name, size, self.records.get(path, ()), self.chunk)
-        self.covers.update(target.covers())
+        records = self.records.get(path, ())
+        target = TargetFile(number, path, name, size, records, self.chunk, self._cover_of)
         self.targets[name] = target
+        self.in_order.append(target)
         for region in self.take(self.journal.regions.get(name, ()) if self.journal else ()):
             if self.progress:
                 self.progress(region.stop - region.start)
@@ -169,9 +175,23 @@ class _Copy:
     def _count(self, passed: Iterable[Passed]) -> None:
         """Takes the CRC-32s of a region; the checker has those of source records already."""
         with self.lock:
-            for key, start, stop, crc in passed:
-                if key[0] != CHECKED:
-                    self.covers[key].add(start, stop, crc)
+            self.sums.add(part for part in passed if part[0][0] != CHECKED)
+
+    def _length_of(self, key: Key) -> int:
+        """The bytes that a key names."""
+        kind, number, _ = key
+        if kind == TENSOR:
+            return self.pairs[number].target.length
+        if kind == SOURCE:
+            return self.pairs[number].source.length
+        return self.in_order[number].length_of(key)
+
+    def _cover_of(self, key: Key) -> Cover | Scattered:
+        kind, number, _ = key
+        if kind == CHECKED:
+            return Cover(self.source_records[number].extent.length)
+        is_scattered = kind in (TENSOR, SOURCE) and number in self.scattered
+        return (Scattered if is_scattered else Cover)(self._length_of(key))
 
     def start(
         self, element_readers: Sequence[ElementReader]
@@ -179,7 +199,7 @@ class _Copy:
         """One thread's buffer, and the function that carries out a task."""
         (element_reader,) = element_readers
         element_reader.passed = [] if self.journal else None
-        assembler = Assembler(element_reader, self.numbers, self.checking, self.covers)
+        assembler = Assembler(element_reader, self.numbers, self.checking, self.cast)
         buffer = Buffer(self.chunk)
 
         def carry_out(task: tuple[TargetFile, Chunk]) -> None:
@@ -203,9 +223,9 @@ class _Copy:
         region = target.region_at(chunk.offset)
         with self.lock:
             self.outcome.bytes += chunk.length
-            region.add(passed, self.covers)
+            region.sums.add(passed)
             if log is not None:
-                region.add(self._checked(log), self.covers)
+                region.sums.add(self._checked(log))
             region.left -= 1
             is_complete = not region.left
         if self.progress:
@@ -213,8 +233,9 @@ class _Copy:
         if is_complete:
             self._complete(target, region)
 
-    def _complete(self, target: TargetFile, region: UnfinishedRegion) -> None:
+    def _complete(self, target: TargetFile, written: UnfinishedRegion) -> None:
         """Syncs a region and notes it; small files are synced many at once."""
+        region = Region(target.name, written.start, written.stop, written.sums.take())
         self._count(region.passed)
         if not is_small(target.size):
             self._sync((target, region))
@@ -231,14 +252,14 @@ class _Copy:
             complete, self.unsynced = self.unsynced, []
         together(complete, self._sync)
 
-    def _sync(self, complete: tuple[TargetFile, UnfinishedRegion]) -> None:
+    def _sync(self, complete: tuple[TargetFile, Region]) -> None:
         """Syncs a region and notes it."""
         target, region = complete
         target.close()
         with self.lock:
             self.complete.add((target.name, region.start))
         if self.journal:
-            self.journal.add(Region(target.name, region.start, region.stop, region.passed))
+            self.journal.add(region)
 
     def _checked(self, log: list[PassedRecord]) -> Iterator[Passed]:
         """The parts of source records that a thread has read since the last call."""
@@ -266,8 +287,7 @@ class _Copy:
         for number, pair in enumerate(self.pairs):
             crc = self._crc((TENSOR, number, 0))
             self.outcome.digests[pair.target.name] = crc
-            is_cast = (SOURCE, number, 0) in self.covers
-            source_crc = self._crc((SOURCE, number, 0)) if is_cast else crc
+            source_crc = self._crc((SOURCE, number, 0)) if number in self.cast else crc
             if pair.source.digest not in (None, source_crc):
                 raise CorruptCheckpoint(
                     f"{pair.source.name} is damaged: its CRC-32 is not the manifest's",
@@ -278,14 +298,14 @@ class _Copy:
         return self.outcome
 
     def _crc(self, key: Key) -> int:
-        crc = self.covers[key].crc
+        crc = self.sums.crc(key, self._length_of(key))
         assert crc is not None, key
         return crc
 
 
-def _is_in_order(pair: Pair) -> bool:
-    """Whether the target's fragments are single runs; False if a tensor is cut along inner axes."""
-    return isinstance(pair.target.fragments, (Runs, Slices))
+def _is_in_order(fragments: Fragments) -> bool:
+    """Whether they are single runs; False if a tensor is cut along inner axes."""
+    return isinstance(fragments, (Runs, Slices))
 
 
 def _flats_cut_otherwise(pairs: Iterable[Pair]) -> Iterator[Extent]:
@@ -296,7 +316,7 @@ def _flats_cut_otherwise(pairs: Iterable[Pair]) -> Iterator[Extent]:
     longest: dict[int, Slices] = {}  # by the identity of the flats: what reaches into most of them
     for pair in pairs:
         source, target = pair.source.fragments, pair.target.fragments
-        if isinstance(source, Slices) and isinstance(target, Slices):
+        if type(source) is Slices and type(target) is Slices:
             known = longest.setdefault(id(source.flats), source)
             if len(source) > len(known):
                 longest[id(source.flats)] = source

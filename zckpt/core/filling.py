@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from threading import Lock
 
@@ -39,51 +39,75 @@ class Neighbors:
         return self._before + [(key, *last) for key, last in self._last.items()]
 
 
+class Sums:
+    """CRC-32s by key, while their parts arrive in any order.
+
+    A key whose bytes came as one part, as those of a small tensor do, has no cover. `cover_of`
+    gives the empty cover of a key.
+    """
+
+    def __init__(self, cover_of: Callable[[Key], Cover | Scattered]) -> None:
+        self._cover_of = cover_of
+        self._alone: dict[Key, Passed] = {}
+        self._covers: dict[Key, Cover | Scattered] = {}
+
+    def add(self, passed: Iterable[Passed]) -> None:
+        """Takes CRC-32s of parts."""
+        alone, covers = self._alone, self._covers
+        for part in passed:
+            key, start, stop, crc = part
+            if key in covers:
+                covers[key].add(start, stop, crc)
+            elif key in alone:
+                cover = covers[key] = self._cover_of(key)
+                cover.add(*alone.pop(key)[1:])
+                cover.add(start, stop, crc)
+            else:
+                alone[key] = part
+
+    def crc(self, key: Key, length: int) -> int | None:
+        """The CRC of all `length` bytes; None while some are missing."""
+        if key in self._alone:
+            _, start, stop, crc = self._alone[key]
+            return crc if stop - start == length else None
+        if key in self._covers:
+            return self._covers[key].crc
+        return None if length else 0
+
+    def take(self) -> list[Passed]:
+        """What was seen so far, which is forgotten; neighboring parts are one."""
+        covered = [(key, *part) for key, cover in self._covers.items() for part in cover.parts()]
+        alone = self._alone.values()
+        self._alone, self._covers = {}, {}
+        return [*covered, *alone]
+
+
 class UnfinishedRegion:
     """Bytes [start, stop) of a target file, how many chunks they lack, and what has passed."""
 
-    def __init__(self, start: int, stop: int, left: int) -> None:
+    def __init__(self, start: int, stop: int, left: int, sums: Sums) -> None:
         self.start = start
         self.stop = stop
         self.left = left
-        self._covers: dict[Key, Cover | Scattered] = {}
-        self._alone: dict[Key, Passed] = {}  # a small tensor is in one piece
-
-    def add(self, passed: Iterable[Passed], wholes: Mapping[Key, Cover | Scattered]) -> None:
-        """Takes CRC-32s of a chunk; `wholes` are those of everything that several regions share."""
-        for part in passed:
-            key = part[0]
-            if key not in self._covers and key not in self._alone:
-                self._alone[key] = part
-                continue
-            if key in self._alone:
-                self._cover(self._alone.pop(key), wholes)
-            self._cover(part, wholes)
-
-    def _cover(self, part: Passed, wholes: Mapping[Key, Cover | Scattered]) -> None:
-        key, start, stop, crc = part
-        cover = self._covers.get(key)
-        if cover is None:
-            whole = wholes.get(key)
-            cover = Scattered(whole.length) if isinstance(whole, Scattered) else Cover(0)
-            self._covers[key] = cover
-        cover.add(start, stop, crc)
-
-    @property
-    def passed(self) -> list[Passed]:
-        """The CRC-32s of all chunks; neighboring bytes are one."""
-        covered = [(key, *part) for key, cover in self._covers.items() for part in cover.parts()]
-        return [*covered, *self._alone.values()]
+        self.sums = sums
 
 
 class TargetFile:
     """A target file while it is filled: its writer, its records, its regions.
 
-    `size` is given, since another process may have just written more, up to alignment.
+    `size` is given, since another process may have just written more, up to alignment. `cover_of`
+    is that of `Sums`.
     """
 
     def __init__(
-        self, number: int, path: str, name: str, size: int, records: Sequence[Extent], chunk: int
+        self,
+        number: int,
+        path: str,
+        name: str,
+        size: int,
+        records: Sequence[Extent],
+        chunk: int,
+        cover_of: Callable[[Key], Cover | Scattered],
     ) -> None:
         self.number = number
         self.path = path
@@ -93,7 +117,7 @@ class TargetFile:
         self._starts = [extent.offset for extent in self.records]
         self._width = max(1, REGION // chunk) * chunk
         self.regions = [
-            UnfinishedRegion(start, stop, -(-(stop - start) // chunk))
+            UnfinishedRegion(start, stop, -(-(stop - start) // chunk), Sums(cover_of))
             for start in range(0, self.size, self._width)
             for stop in [min(start + self._width, self.size)]
         ]
@@ -117,11 +141,10 @@ class TargetFile:
                 return
         self.writer.sync()
 
-    def covers(self) -> Iterator[tuple[Key, Cover]]:
-        """Of the whole file and of its records, all of them empty."""
-        yield (FILE, self.number, 0), Cover(self.size)
-        for place, extent in enumerate(self.records):
-            yield (RECORD, self.number, place), Cover(extent.length)
+    def length_of(self, key: Key) -> int:
+        """The bytes of this file, or of the record in it, that a key names."""
+        kind, _, place = key
+        return self.size if kind == FILE else self.records[place].length
 
     def region_at(self, offset: int) -> UnfinishedRegion:
         return self.regions[offset // self._width]

@@ -22,6 +22,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, product
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 from .values import valueclass
@@ -79,6 +80,9 @@ class Fragment:
             yield Fragment(self.start + shift, self.stop + shift, part)
 
 
+_start = attrgetter("start")
+
+
 class Fragments(Sequence[Fragment]):
     """All fragments of one tensor."""
 
@@ -98,21 +102,25 @@ class Fragments(Sequence[Fragment]):
 class Runs(Fragments):
     """A list of fragments in order of `start`; each has a count of one."""
 
-    __slots__ = ("listed", "starts")
+    __slots__ = ("listed",)
 
     def __init__(self, listed: Sequence[Fragment]) -> None:
         self.listed = tuple([fragment for fragment in listed if fragment.stop > fragment.start])
-        self.starts = [fragment.start for fragment in self.listed]
 
     def __getitem__(self, place: Any) -> Any:
         return self.listed[place]
+
+    def __iter__(self) -> Iterator[Fragment]:
+        return iter(self.listed)
 
     def __len__(self) -> int:
         return len(self.listed)
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
-        place = max(0, bisect_right(self.starts, start) - 1)
-        for fragment in self.listed[place:]:
+        listed = self.listed
+        if len(listed) > 1:
+            listed = listed[max(0, bisect_right(listed, start, key=_start) - 1) :]
+        for fragment in listed:
             if fragment.start >= stop:
                 return
             if fragment.stop > start:
@@ -151,6 +159,9 @@ class Slices(Fragments):
         flat, size = self.flats[place], self.size
         extent = Extent(flat.file, flat.offset + self.offset * size, (stop - start) * size)
         return Fragment(start, stop, extent)
+
+    def __iter__(self) -> Iterator[Fragment]:
+        return map(self.__getitem__, range(self.filled))
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
         if not self.numel:

@@ -183,6 +183,7 @@ def inside(path: str, key: Any) -> str:
 
 
 _TEXTS = frozenset({str, bytes, bytearray})
+_TUPLES = frozenset({tuple, Size})
 _NESTING = frozenset({dict, OrderedDict, list, tuple, Size, set, frozenset, Foreign})
 
 
@@ -242,7 +243,7 @@ def require_tree(value: Any, most: int, most_containers: int) -> None:
             if id(part) in begun:
                 raise CorruptCheckpoint("a value refers to itself")
             if id(part) not in done:
-                if type(part) is tuple and types_in(part) <= NUMBERS:  # there may be many
+                if type(part) in _TUPLES and types_in(part) <= NUMBERS:  # there may be many
                     done[id(part)] = len(part), 1, 1
                 else:
                     waiting.append(part)

@@ -15,12 +15,13 @@ from ..errors import brief
 from .dtypes import NUMBERS, SIZES
 from .facts import Engine, StepPlace
 from .fragments import Extent, Fragments, Record
-from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json, types_in
+from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
 from .sources import Fingerprint
 from .values import field, valueclass
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
 MAX_STEP = 1 << 63
+_set = object.__setattr__
 
 
 @valueclass
@@ -42,8 +43,8 @@ class Entry:
 
     def __post_init__(self) -> None:
         parameter, _, slot = self.name.rpartition("/")
-        object.__setattr__(self, "parameter", parameter)
-        object.__setattr__(self, "slot", slot)
+        _set(self, "parameter", parameter)
+        _set(self, "slot", slot)
 
     @property
     def numel(self) -> int:
@@ -112,7 +113,12 @@ def sizes_from_json(value: Any) -> tuple[int, ...]:
 
 def is_sizes(value: Any) -> bool:
     """Whether a value of a JSON document is a list of integers that are not negative."""
-    return type(value) is list and types_in(value) <= {int} and min(value, default=0) >= 0
+    if type(value) is not list:
+        return False
+    for size in value:
+        if type(size) is not int or size < 0:
+            return False
+    return True
 
 
 def texts_from_json(value: Any) -> tuple[str, ...]:
@@ -137,9 +143,12 @@ def is_step(value: Any) -> bool:
 
 def crc_from_json(value: Any) -> int:
     """A CRC-32; raises ValueError for anything but eight hex digits."""
-    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
+    if not isinstance(value, str) or not _HEX.fullmatch(value):
         raise ValueError(f"{brief(value)} is not a CRC-32")
     return int(value, 16)
+
+
+_HEX = re.compile("[0-9a-f]{8}")
 
 
 def _flag_from_json(value: Any) -> bool:

@@ -74,29 +74,34 @@ def _stateless(groups: Sequence[list[_States]]) -> list[str]:
 
 def _groups(manifest: Manifest) -> Iterator[list[_States]]:
     """The states of all parameters that are trained, group by group."""
-    shaped: dict[str, set[str]] = {}
-    for entry in manifest.entries.values():
-        if is_optimizers(entry.slot):
-            shaped.setdefault(entry.parameter, set()).add(slot_key(entry.slot))
-    if not shaped:
+    slots = {entry.slot for entry in manifest.entries.values()}
+    key_of = {slot: slot_key(slot) for slot in slots if is_optimizers(slot)}
+    if not key_of:
         return
+    shaped: dict[str, list[str]] = {}
+    for entry in manifest.entries.values():
+        if (key := key_of.get(entry.slot)) is not None:
+            shaped.setdefault(entry.parameter, []).append(key)
     others = manifest.state.get("optimizer")
     others = others.get("other") if isinstance(others, Mapping) else None
     others = others if isinstance(others, Mapping) else {}
     # a step of the group is stated for parameters that were never updated too
     own_steps = manifest.step_place is None or manifest.step_place.where == "state"
     groups: dict[int | None, list[_States]] = {}
+    sets: dict[tuple[str, ...], frozenset[str]] = {}  # most parameters have equal ones
     for name, parameter in manifest.parameters.items():
         if not parameter.trainable or not prod(parameter.shape):
             continue
-        keys = {*parameter.scalars, *shaped.get(name, ())}
-        if isinstance(other := others.get(name), Mapping):
-            keys |= {str(key) for key in other}
+        own = tuple(shaped.get(name, ()))
+        keys = (*own, *parameter.scalars)
+        if name in others and isinstance(other := others[name], Mapping):
+            keys += tuple(map(str, other))
         if own_steps and parameter.step is not None:
-            keys.add(STEP)
-        states = _States(
-            name, len(parameter.shape), frozenset(keys), frozenset(shaped.get(name, ()))
-        )
+            keys += (STEP,)
+        for each in (own, keys):
+            if each not in sets:
+                sets[each] = frozenset(each)
+        states = _States(name, len(parameter.shape), sets[keys], sets[own])
         groups.setdefault(parameter.group, []).append(states)
     yield from groups.values()
 

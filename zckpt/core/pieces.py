@@ -158,21 +158,25 @@ class ElementReader:
         """
         batch: list[ReadRequest] = []
         begin = end = 0  # elements of the flat buffers
+        flats: Sequence[Extent] = ()
         for item in islice(requests, place, None):
             slices = item.entry.fragments
             if not isinstance(slices, Slices) or (item.is_cut and not item.is_whole):
                 break
-            if slices.width * slices.size >= SMALL:
+            width, size = slices.width, slices.size
+            if width * size >= SMALL:
                 break
             if batch:
                 # between them are slices of tensors that are too small for this rank of the target
-                between = (slices.offset - end) * slices.size
-                if slices.flats is not _slices(batch[0]).flats or not 0 <= between < SMALL:
+                between = (slices.offset - end) * size
+                if slices.flats is not flats or not 0 <= between < SMALL:
                     break
                 if item.check != batch[0].check:
                     break
-            begin, end = begin if batch else slices.offset, slices.offset + slices.width
-            if (end - begin) * slices.size * len(slices.flats) > self.memory:
+            else:
+                begin, flats = slices.offset, slices.flats
+            end = slices.offset + width
+            if (end - begin) * size * len(flats) > self.memory:
                 break
             batch.append(item)
         return batch
@@ -196,21 +200,26 @@ class ElementReader:
             return
         import numpy as np
 
-        table = np.frombuffer(scratch, dtype=f"u{size}").reshape(len(ranks), width)
+        dtype = np.dtype(f"u{size}")
+        table = np.frombuffer(scratch, dtype).reshape(len(ranks), width)
+        aligned = view[: len(view) // size * size]
+        elements = np.frombuffer(aligned, dtype)
         for item, own in zip(batch, needed, strict=True):
-            slices = _slices(item)
-            column, skipped = slices.offset - begin, item.start - own.start * slices.width
-            rows = table[
-                own.start - ranks.start : own.stop - ranks.start, column : column + slices.width
-            ]
-            target = np.frombuffer(view[item.at : item.end], dtype=f"u{size}")
-            if skipped:
-                target[:] = rows.reshape(-1)[skipped : skipped + len(target)]
+            slices, at = _slices(item), item.at
+            column, each, count = slices.offset - begin, slices.width, item.stop - item.start
+            rows = table[own.start - ranks.start : own.stop - ranks.start, column : column + each]
+            if at % size:
+                target = np.frombuffer(view[at : item.end], dtype)
+            else:
+                target = elements[at // size : at // size + count]
+            if skipped := item.start - own.start * each:
+                target[:] = rows.reshape(-1)[skipped : skipped + count]
                 continue
-            whole, rest = divmod(len(target), slices.width)
-            target[: len(target) - rest].reshape(whole, slices.width)[:] = rows[:whole]
+            whole, rest = divmod(count, each)
             if rest:
                 target[-rest:] = rows[whole, :rest]
+                target, rows = target[:-rest], rows[:whole]
+            target.reshape(whole, each)[:] = rows
 
     def _spread(
         self,

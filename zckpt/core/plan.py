@@ -6,14 +6,15 @@ file at a time: at dp 1024 with 50,000 tensors there are millions of pieces.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from ..errors import MissingData
 from .dtypes import NUMBERS, SIZES
 from .fragments import Fragment, Slices
 from .manifest import Entry, Manifest
-from .values import replace, valueclass
+from .values import field, replace, valueclass
 from .weights import WEIGHTS, WIDE, counterpart, weight_of
 
 
@@ -41,11 +42,11 @@ class TargetPiece:
     count: int = 1
     stride: int = 0
     is_cut: bool = False
+    end: int = field(init=False)
 
-    @property
-    def end(self) -> int:
+    def __post_init__(self) -> None:
         numel = (self.stop - self.start) * self.count
-        return self.offset + numel * SIZES[self.pair.target.dtype]
+        object.__setattr__(self, "end", self.offset + numel * SIZES[self.pair.target.dtype])
 
     def runs(self) -> Iterator[TargetPiece]:
         """Each run as its own piece."""
@@ -229,7 +230,7 @@ def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[Target
     slices_in: dict[str, list[tuple[int, int]]] = {}
     for pair in pairs:
         fragments = pair.target.fragments
-        if isinstance(fragments, Slices):
+        if type(fragments) is Slices:  # isinstance takes long: a sequence has an abstract class
             flats = id(fragments.flats)
             if flats not in sliced:
                 for rank, flat in enumerate(fragments.flats):
@@ -256,7 +257,7 @@ def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[Target
             )
             for pair, fragment in in_file
         ]
-        return sorted(pieces, key=lambda piece: piece.offset)
+        return sorted(pieces, key=_offset)
 
     return list(dict.fromkeys((*listed, *slices_in))), pieces_of
 
@@ -269,25 +270,25 @@ def chunks(
     An edge never splits an element, since every format aligns tensors to their elements.
     """
     begin, stop = within
-    first = bisect_right(pieces, begin, key=lambda piece: piece.end)
+    first = bisect_right(pieces, begin, key=_end)
     for offset in range(begin, stop, chunk):
         end = min(offset + chunk, stop)
-        inside: list[TargetPiece] = []
-        number = first
-        while number < len(pieces) and pieces[number].offset < end:
-            piece = pieces[number]
-            inside += _clipped(piece, offset, end)
-            if piece.end <= end:
-                first = number + 1
-            number += 1
+        last = bisect_left(pieces, end, first, key=_offset)
+        inside = list(pieces[first:last])
+        # only the outer ones may reach over an edge: pieces do not overlap
+        if inside and inside[0].offset < offset:
+            inside[:1] = _clipped(inside[0], offset, end)
+        if inside and inside[-1].end > end:
+            inside[-1:] = _clipped(inside[-1], offset, end)
+        first = last - 1 if last > first and pieces[last - 1].end > end else last
         yield Chunk(file, offset, end - offset, inside)
+
+
+_offset, _end = attrgetter("offset"), attrgetter("end")
 
 
 def _clipped(piece: TargetPiece, offset: int, end: int) -> Iterator[TargetPiece]:
     """The part of a piece in bytes [offset, end) of its file; cut runs stand alone."""
-    if piece.offset >= offset and piece.end <= end:
-        yield piece
-        return
     size, length = SIZES[piece.pair.target.dtype], piece.stop - piece.start
     assert (max(piece.offset, offset) - piece.offset) % size == 0, piece
     # elements of the piece, counted as they lie in the file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -187,5 +188,11 @@ def progress(hidden: bool) -> Iterator[Callable[[int], Callable[[int], None]] | 
         console=Console(stderr=True),
         transient=True,
     )
+
+    def begin(total: int) -> Bar:
+        gc.freeze()  # what was read until now
+        gc.enable()  # the bar leaves cycles as long as it is drawn
+        return Bar(bar, total)
+
     with bar:
-        yield lambda total: Bar(bar, total)
+        yield begin

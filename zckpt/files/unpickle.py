@@ -158,6 +158,7 @@ class Unpickler:
             sources.note_objects(self.globals)
             return value
         finally:
+            self.memo, self.persistent = {}, None  # it may be a method of this very object
             if collects:
                 gc.enable()
 
@@ -189,32 +190,44 @@ class Unpickler:
             while True:
                 code = data[position]
                 position += 1
-                if code == _BINPUT:
-                    memo[data[position]] = stack[-1]
-                    position += 1
-                elif code == _LONG_BINPUT:
+                if code == _LONG_BINPUT:
                     memo[number(data, position)[0]] = stack[-1]
                     position += 4
-                elif code == _BINGET:
-                    stack.append(memo[data[position]])
-                    position += 1
                 elif code == _LONG_BINGET:
                     stack.append(memo[number(data, position)[0]])
                     position += 4
+                elif code == _BININT1:
+                    stack.append(data[position])
+                    position += 1
+                elif code == _BINGET:
+                    stack.append(memo[data[position]])
+                    position += 1
                 elif code == _BINUNICODE:
                     start = position + 4
                     position = start + number(data, position)[0]
                     if position > len(data):
                         raise CorruptCheckpoint("a pickle ends early")
                     stack.append(str(data[start:position], "utf-8", "surrogatepass"))
-                elif code == _EMPTY_TUPLE:
-                    stack.append(())
-                elif code == _BININT1:
-                    stack.append(data[position])
-                    position += 1
+                elif code == _TUPLE1:
+                    self.count_container()
+                    stack[-1] = (stack[-1],)
+                elif code == _REDUCE:
+                    self.position = position
+                    arguments = stack.pop()
+                    stack[-1] = self.call(stack[-1], arguments)
+                elif code == _TUPLE:
+                    self.count_container()
+                    value = tuple(self.pop_mark())
+                    stack = self.stack
+                    stack.append(value)
                 elif code == _MARK:
                     marked.append(stack)
                     self.stack = stack = []
+                elif code == _BINPUT:
+                    memo[data[position]] = stack[-1]
+                    position += 1
+                elif code == _EMPTY_TUPLE:
+                    stack.append(())
                 elif code == _STOP:
                     return
                 else:
@@ -297,8 +310,9 @@ class Unpickler:
         for item in arguments:
             if type(item) in _SIZED:
                 copied += len(item)
-                if build in _KEYED:  # of keys, or of pairs with keys
-                    copied += sum([_nested(part) for part in item if type(part) in _KEYS])
+        if build in _KEYED:  # of keys, or of pairs with keys
+            sized = [item for item in arguments if type(item) in _SIZED]
+            copied += sum([_nested(part) for item in sized for part in item if type(part) in _KEYS])
         self.copied += copied
         if self.copied > MAX_COPIES * (self.position - self.start) + 1000:
             self.charge(0)
@@ -526,11 +540,6 @@ def _build(self: Unpickler) -> None:
     # else: attributes of a plain value, which zckpt does not keep
 
 
-def _reduce(self: Unpickler) -> None:
-    arguments = self.stack.pop()
-    self.stack.append(self.call(self.stack.pop(), arguments))
-
-
 def _newobj(self: Unpickler) -> None:
     arguments = self.stack.pop()
     self.stack.append(self.new(self.stack.pop(), arguments))
@@ -614,8 +623,6 @@ _TABLE: dict[bytes, Callable[[Unpickler], None]] = {
     b"C": _bytes("<B", 1),
     b"\x8e": _bytes("<Q", 8),
     b"\x96": _push(lambda self: bytearray(self.take(self.number("<Q", 8)))),
-    b"t": _container(lambda self: tuple(self.pop_mark())),
-    b"\x85": _tuple(1),
     b"\x86": _tuple(2),
     b"\x87": _tuple(3),
     b"]": _container(lambda self: []),
@@ -631,7 +638,6 @@ _TABLE: dict[bytes, Callable[[Unpickler], None]] = {
     b"\x91": _container(lambda self: frozenset(_keys(self.pop_mark()))),
     b"c": _push(lambda self: self.named(self.line().decode(), self.line().decode())),
     b"\x93": _stack_global,
-    b"R": _reduce,
     b"b": _build,
     b"\x81": _newobj,
     b"\x92": _newobj_ex,
@@ -645,5 +651,6 @@ _TABLE: dict[bytes, Callable[[Unpickler], None]] = {
 }
 _BINPUT, _LONG_BINPUT, _BINGET, _LONG_BINGET = b"qrhj"
 _BINUNICODE, _BININT1, _EMPTY_TUPLE, _MARK, _STOP = b"XK)(."
+_TUPLE, _TUPLE1, _REDUCE = b"t\x85R"
 _NUMBER = struct.Struct("<I")
 _OPCODES = [_TABLE.get(bytes([code]), _refuse) for code in range(256)]

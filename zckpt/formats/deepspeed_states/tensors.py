@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -73,7 +74,7 @@ class ManifestTensors:
         """
         shapes = self.ranks.model.get("frozen_param_shapes") or {}
         fragments = [file.value.get("frozen_param_fragments") or {} for file in self.ranks.models]
-        apart = {*self.parameters, *self.buffer_names, *self._owners()}
+        apart = {*self.parameters, *self.buffer_names, *self.owners}
         lost = []
         for name, value in self.module.items():
             if name in apart or not isinstance(value, Tensor) or is_extra(name, value):
@@ -131,24 +132,29 @@ class ManifestTensors:
 
     def add_state_replicas(self, values: Mapping[str, Any], files: Sequence[TorchFile]) -> None:
         """Other ranks' copies, pickled equally, of the state that `kept` has entered for rank 0."""
-
-        def walk(value: Any, path: str) -> Any:
-            if isinstance(value, Tensor) and f"{path}/state" in self.entries:
-                for file in files:
-                    self._add_replica(f"{path}/state", value, file)
-            return map_values(value, lambda item, key: walk(item, inside(path, key)))
-
         for path, value in values.items():
-            walk(value, path)
+            self._add_state_replica(value, path, files)
 
-    def _owners(self) -> dict[str, str]:
-        """Second names of tied weights: as stated (since 0.9.0), or by their common memory."""
+    def _add_state_replica(self, value: Any, path: str, files: Sequence[TorchFile]) -> Any:
+        if isinstance(value, Tensor) and f"{path}/state" in self.entries:
+            for file in files:
+                self._add_replica(f"{path}/state", value, file)
+        return map_values(
+            value, lambda item, key: self._add_state_replica(item, inside(path, key), files)
+        )
+
+    @cached_property
+    def owners(self) -> dict[str, str]:
+        """Second names of tied weights: as stated (since 0.9.0), or by their common memory.
+
+        It is asked for when all trainable parameters are known.
+        """
         stated = self.ranks.model.get("shared_params") or {}
         owners = {name: owner for name, owner in stated.items() if name not in self.parameters}
         seen: dict[Any, str] = {}
         for name, value in self.module.items():
             # stage 3's placeholders are empty, but a tied weight's two names share one
-            shows = isinstance(value, Tensor) and (value.numel or self.ranks.partitioned)
+            shows = isinstance(value, Tensor) and (self.ranks.partitioned or value.numel)
             if shows and name not in owners:
                 first = seen.setdefault((value.place, value.shape, value.strides), name)
                 if first != name and name not in self.parameters:
@@ -161,7 +167,7 @@ class ManifestTensors:
         `exclude_frozen_parameters` leaves out a frozen weight by its first name alone (0.19.8).
         """
         alone = []
-        for alias, owner in self._owners().items():
+        for alias, owner in self.owners.items():
             if owner in self.parameters:
                 parameter = self.parameters[owner]
                 self.parameters[owner] = replace(parameter, aliases=(*parameter.aliases, alias))

@@ -196,7 +196,7 @@ def _overlap(fragments: Fragments, pieces: Sequence[TensorPiece], shape: Sequenc
     """Whether pieces with as many elements as the whole tensor have some element twice."""
     if isinstance(fragments, Runs):
         ends = [fragment.stop for fragment in fragments]
-        return ends[:-1] != fragments.starts[1:]
+        return ends[:-1] != [fragment.start for fragment in fragments.listed[1:]]
     cut = [axis for axis, whole in enumerate(shape) if any(p.sizes[axis] != whole for p in pieces)]
     if len(cut) > MAX_CUT:
         raise UnsupportedCheckpoint(

@@ -51,6 +51,15 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     Raises IncompleteCheckpoint (no manifest), UnsupportedCheckpoint (a newer version) and
     CorruptCheckpoint (a manifest that is damaged or contradicts itself).
     """
+    return _read(path, is_shell=False)
+
+
+def read_shells(path: str) -> Manifest:
+    """The manifest of files that were just laid out: its own checksum is not written yet."""
+    return _read(path, is_shell=True)
+
+
+def _read(path: str, is_shell: bool) -> Manifest:
     name = os.path.join(path, MANIFEST)
     if not sources.is_file(name):
         raise IncompleteCheckpoint(
@@ -73,7 +82,7 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
                 f"{name} has version {brief(version)}; this zckpt reads version {VERSION}",
                 hint="install a newer zckpt",
             )
-        manifest = _manifest(path, document)
+        manifest = _manifest(path, document, is_shell)
         sentences = list(contradictions(manifest))
     except MALFORMED as error:
         raise CorruptCheckpoint(f"{name} is malformed: {cause(error)}") from error
@@ -85,9 +94,11 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     return manifest
 
 
-def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
+def _manifest(path: str, document: Mapping[str, Any], is_shell: bool) -> Manifest:
     warnings = list(texts_from_json(document.get("warnings", [])))
-    if "crc32" not in document:
+    if is_shell:
+        pass
+    elif "crc32" not in document:
         warnings.append(
             f"{MANIFEST} has no checksum (zckpt 0.1 wrote none): damage to it may go unseen"
         )
