@@ -20,6 +20,7 @@ from .programs import program_of
 
 BUFFERS = re.compile(r".*\.router\.expert_bias")
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+LAYER_WISE = "use_layer_wise_distributed_optimizer"
 TIED = "untie_embeddings_and_output_weights"
 
 
@@ -149,6 +150,15 @@ def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
             f"{folder} has {counted(queries, 'query group')} on {tp} tensor ranks, which hold "
             "copies of keys and values",
             hint="zckpt reads linear_qkv if every rank has groups of its own",
+        )
+
+
+def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
+    """Raises UnsupportedCheckpoint if the optimizer dealt whole parameters to ranks (Muon)."""
+    if "muon" in str(args.get("optimizer")) or args.get(LAYER_WISE):
+        raise UnsupportedCheckpoint(
+            f"{folder} has the state of Muon, of which every rank has whole parameters",
+            hint="--weights-only takes the weights alone",
         )
 
 

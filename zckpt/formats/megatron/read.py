@@ -44,7 +44,14 @@ from .common import (
     sharding_of,
     with_groups,
 )
-from .contents import BUFFERS, Content, manifest_of, require_groups, size_of
+from .contents import (
+    BUFFERS,
+    Content,
+    manifest_of,
+    require_groups,
+    require_states_by_parameter,
+    size_of,
+)
 from .files import MARKER, is_fsdp, is_legacy, located
 from .flats import FlatItems, local_parts, read_bytes, slicing_of, states
 from .fsdp import read_fsdp
@@ -56,7 +63,7 @@ from .order import expert_of
 from .placing import Local
 from .programs import arguments_of, beside
 from .spaces import FlatFragments
-from .stages import HINT, Rank, placed
+from .stages import Rank, placed
 
 OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<key>.+)")
 MASTERS = ("param", "fp32_param")
@@ -114,10 +121,20 @@ class _Reader:
         self.keys: dict[str, int] = {}
         self.key_of: dict[str, str] = {}
         self.pieces: dict[str, list[TensorPiece]] = {}  # of weights
+        content = self.common.get("content_metadata")
+        if isinstance(content, dict) and content.get("singleton_local_shards"):
+            raise UnsupportedCheckpoint(
+                f"{folder} was saved with singleton_local_shards, which gives every expert and "
+                "both halves of gated layers keys of their own",
+                hint="load it in Megatron-Core, and save it without this option",
+            )
         self.replicas: list[Entry] = []
 
     def manifest(self, step_policy: str | None) -> Manifest:
-        sharding = None if self.weights_only else sharding_of(self.table, self.common)
+        sharding = None
+        if not self.weights_only:
+            require_states_by_parameter(self.folder, self.args)
+            sharding = sharding_of(self.table, self.common)
         tensor_ranks = self._stated("tensor_model_parallel_size") or 1
         require_groups(self.folder, self.args, tensor_ranks)
         shapes, trained = self._weights(), self._trained()
@@ -213,12 +230,8 @@ class _Reader:
                     )
             if slot != "master":
                 slots.add(slot)
-        stated = str(self.args.get("optimizer"))
-        if "muon" in stated or {"momentum_buffer", "exp_avg"} <= slots:
-            raise UnsupportedCheckpoint(
-                f"{self.folder} has the state of Muon, of which every rank has whole parameters",
-                hint=HINT,
-            )
+        if {"momentum_buffer", "exp_avg"} <= slots:
+            require_states_by_parameter(self.folder, {"optimizer": "muon"})
         return slots
 
     def _flat_states(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
