@@ -45,6 +45,7 @@ USUAL: dict[str, Any] = {
     "legacy": False,
     "load": None,
     "prefix": False,
+    "program": None,  # or "nemo", "bridge": whose directory it is
     "fsdp": None,  # or the strategy of Megatron-FSDP
 }
 
@@ -56,7 +57,7 @@ def case(name: str, **values: Any) -> dict[str, Any]:
 NORMS_OF_HEADS = {"qk_layernorm": True, "add_qkv_bias": True}
 SHARED = {"moe_shared_expert_intermediate_size": 16}
 BY_LAYER = {"moe_layer_freq": [0, 1, 1, 1]}  # the first layer has no experts
-MODEL = ("sizes", "gated", "tied", "bf16", "moe", "mla", "config", "adam")
+MODEL = ("program", "sizes", "gated", "tied", "bf16", "moe", "mla", "config", "adam")
 """What a run that resumes has as the first one had it."""
 
 READABLE = [
@@ -71,6 +72,7 @@ READABLE = [
     case("moe_ep2_prefix", world=2, ep=2, moe=True, prefix=True),
     case("moe_ep2_dp4", world=4, ep=2, moe=True, tied=False),
     case("pp2_vpp2", world=2, pp=2, vpp=2),
+    case("nemo_tp2", world=2, tp=2, program="nemo", tied=False),
     case("buckets_without_padding", world=2, bucket=700),
     case("not_distributed_tp2", world=2, tp=2, distributed=False),
     case("not_distributed_fp32", distributed=False, bf16=False, adam="torch"),
@@ -88,6 +90,7 @@ RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("legacy_tp2_pp2", {}, {"world": 1}),
     ("legacy_dp3", {}, {"world": 2, "tp": 2}),
     ("legacy_moe_ep2_dp4", {"ep": 1}, {"world": 2}),
+    ("nemo_tp2", {}, {"world": 2, "pp": 2}),
 ]
 MORE_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dp1", {}, {"world": 4, "tp": 2}),
@@ -123,6 +126,7 @@ OLD = [
     case("space_tp2_pp2", world=4, tp=2, pp=2, sharding=SPACE, tied=False),
     case("space_tp2_dp2", world=4, tp=2, sharding=SPACE, sizes=ODD, bf16=False),
     case("space_pp2", world=2, pp=2, sharding=SPACE, adam="torch"),
+    case("space_nemo_tp2", world=2, tp=2, sharding=SPACE, program="nemo"),
     case("space_moe_dp2", world=2, sharding=SPACE, moe=True),
     case("space_moe_ep2_dp4", world=4, ep=2, sharding=SPACE, moe=True),
 ]
@@ -192,6 +196,9 @@ MATRIX = [
     case("legacy_layers_differ", world=4, ep=2, pp=2, legacy=True, moe=True, config=BY_LAYER),
     case("legacy_not_distributed_fp32", legacy=True, distributed=False, bf16=False),
     case("legacy_not_distributed_pp2", world=2, pp=2, legacy=True, distributed=False),
+    case("bridge_tp2", world=2, tp=2, program="bridge"),
+    case("bridge_moe_ep2", world=2, ep=2, program="bridge", sharding=BUCKETS, moe=True),
+    case("nemo_pp2", world=2, pp=2, program="nemo", sharding=BUFFERS),
     case("buckets_dp1", sharding=BUCKETS, gated=False),
     case("buckets_dp4", world=4, sharding=BUCKETS, bucket=1100, sizes=ODD),
     case("buckets_tp2_dp2", world=4, tp=2, sharding=BUCKETS, bucket=700, adam="torch", tied=False),
@@ -210,10 +217,11 @@ MATRIX = [
     case("buffers_pp2_vpp2", world=2, pp=2, vpp=2, sharding=BUFFERS, bf16=False),
     case("buffers_moe_dp2", world=2, sharding=BUFFERS, moe=True, bucket=900),
 ]
-# `verify --gather` refuses optimizers that know parameters by number, stages of other lengths, and
-# latent attention on several tensor ranks
+# `verify --gather` refuses optimizers that know parameters by number, stages of other lengths,
+# latent attention on several tensor ranks, and stages of NeMo, whose number no file states
 WITHOUT_RULE = (
     "legacy_mla_tp2",
+    "nemo_pp2",
     "legacy_moe_not_distributed",
     "buckets_uneven_pp2",
     "legacy_not_distributed_tp2",
@@ -228,6 +236,9 @@ LEGACY_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("legacy_dp1", {}, {"world": 2, "tp": 2}),
     ("legacy_pp2_vpp2", {}, {"world": 2, "tp": 2}),
     ("legacy_tp2_pp2_vpp2", {}, {"world": 1}),
+    ("bridge_tp2", {}, {"world": 2, "tp": 2}),  # the same grid
+    ("bridge_moe_ep2", {"ep": 1}, {"world": 2, "pp": 2}),
+    ("nemo_pp2", {}, {"world": 2}),
     ("legacy_moe_ep4", {}, {"world": 4, "ep": 2, "pp": 2}),
     ("legacy_moe_tp2_ep2", {"ep": 4}, {"world": 4, "ep": 4}),
     ("legacy_mla_tp2", {}, {"world": 2, "pp": 2}),
@@ -242,6 +253,7 @@ BETWEEN_RELEASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("space_tp2_pp2", {}, {"world": 2}),
     ("space_pp2", {}, {"world": 2, "tp": 2, "adam": "fused"}),
     ("space_moe_ep2_dp4", {"ep": 1}, {"world": 2}),
+    ("space_nemo_tp2", {}, {"world": 2, "pp": 2}),
     ("new_dp3", {}, {"world": 2, "tp": 2}),
     ("new_moe_ep2", {"ep": 1}, {"world": 2, "pp": 2}),
     ("new_buckets_tp2_dp2", {}, {"world": 1}),

@@ -281,7 +281,8 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
             parameter.main_grad.copy_(drawn(whole, salt, parameter.shape))
         done, _, _ = steps.step()
         assert done
-    folder = root / case["name"] / f"iter_{STEPS:07d}"
+    of_nemo = case["program"] == "nemo"
+    folder = root / case["name"] / ("weights" if of_nemo else f"iter_{STEPS:07d}")
     if rank == 0:
         folder.mkdir(parents=True)
     torch.distributed.barrier()
@@ -291,7 +292,7 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         "chained_optim_avoid_prefix": not case["prefix"],
         "singleton_local_shards": False,
     }
-    saved = sharded(wrapped, content)
+    saved = sharded(wrapped, content, "module." if of_nemo else "")
     state = {
         "args": argparse.Namespace(
             tensor_model_parallel_size=tp,
@@ -321,12 +322,14 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         "optimizer": steps.sharded_state_dict(saved, metadata=content),
         "rng_state": rng_state,
     }
+    if case["program"] is not None:
+        state = as_program(case, state, own if rank == 0 else None)
     if case["legacy"]:
         save_legacy(folder, state, wrapped, steps)
     else:
         dist_checkpointing.save(state, str(folder), content_metadata=content)
     record(steps, names, own / f"rank-{rank}.pt")
-    if rank == 0:
+    if rank == 0 and not of_nemo:
         (own / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
     update_by_weights(steps, names)
     record(steps, names, own / f"next-{rank}.pt")
@@ -349,9 +352,49 @@ def keys_of(wrapped: list[Any]) -> list[str]:
     return ["model"] if len(wrapped) == 1 else [f"model{number}" for number in range(len(wrapped))]
 
 
-def sharded(wrapped: list[Any], content: Any) -> dict[str, Any]:
+def sharded(wrapped: list[Any], content: Any, prefix: str = "") -> dict[str, Any]:
     chunks = zip(keys_of(wrapped), wrapped, strict=True)
-    return {key: chunk.module.sharded_state_dict(metadata=content) for key, chunk in chunks}
+    return {
+        key: chunk.module.sharded_state_dict(prefix=prefix, metadata=content)
+        for key, chunk in chunks
+    }
+
+
+def as_program(case: dict[str, Any], state: dict[str, Any], own: Path | None) -> dict[str, Any]:
+    """The state as another program saves it; its other files go into `own`.
+
+    Read in source: NeMo 2.5, megatron_strategy.py; Megatron-Bridge of 2026-08, checkpointing.py.
+    """
+    config = "model:\n" + "".join(
+        f"  {key}: {str(value).lower()}\n"
+        for key, value in {
+            "tensor_model_parallel_size": case["tp"],
+            "pipeline_model_parallel_size": case["pp"],
+            "expert_model_parallel_size": case["ep"],
+            "share_embeddings_and_output_weights": case["tied"],
+            "gated_linear_unit": case["gated"],
+        }.items()
+    )
+    rest = {key: value for key, value in state.items() if key != "args"}
+    if case["program"] == "bridge":
+        if own is not None:
+            counters = {"step": torch.tensor(STEPS)}
+            for name in (f"iter_{STEPS:07d}/train_state.pt", "latest_train_state.pt"):
+                torch.save(counters, own / name)
+            (own / f"iter_{STEPS:07d}" / "run_config.yaml").write_text(config)
+        return rest
+    if own is not None:
+        (own / "context").mkdir()
+        (own / "context" / "model.yaml").write_text(config)
+    models = {key: value for key, value in rest.items() if key.startswith("model")}
+    return {
+        "global_step": STEPS,
+        "state_dict": {},
+        "sharded_state_dict": models,
+        "optimizer_states": {},
+        "optimizer": [rest["optimizer"]],
+        "lr_schedulers": [rest["opt_param_scheduler"]],
+    }
 
 
 def folder_of_rank() -> str:
@@ -397,26 +440,40 @@ def load(run: Path, wrapped: list[Any], steps: Any, sizes: tuple[int, int], rng_
     """
     from megatron.core import dist_checkpointing
 
-    number = int((run / "latest_checkpointed_iteration.txt").read_text())
-    folder = str(run / f"iter_{number:07d}")
+    folder = str(run / "weights")
+    of_nemo = Path(folder).exists()
+    if not of_nemo:
+        number = int((run / "latest_checkpointed_iteration.txt").read_text())
+        folder = str(run / f"iter_{number:07d}")
     if not Path(folder, "metadata.json").exists():
         load_legacy(Path(folder), wrapped, steps)
         return
     common = dist_checkpointing.load_common_state_dict(folder)
     content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
-    args = common["args"]
-    saved = sharded(wrapped, content)
+    saved = sharded(wrapped, content, "module." if of_nemo else "")
     optimizer = steps.sharded_state_dict(saved, is_loading=True, metadata=content)
-    template = {**saved, "optimizer": optimizer}
-    of_file = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    asks = of_file == sizes and not getattr(args, "no_save_rng", False)
+    template = {**saved, "optimizer": [optimizer] if of_nemo else optimizer}
+    if "args" in common:
+        args = common["args"]
+        of_file = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        asks = of_file == sizes and not getattr(args, "no_save_rng", False)
+    else:
+        asks = not of_nemo and f"_parallel_size: {sizes[0]}\n" in text_of_config(folder)
     if asks:
         template["rng_state"] = rng_state
     state = dist_checkpointing.load(template, folder)
     assert not asks or state["rng_state"][0]["random_rng_state"] == (3, (1, 2), None)
     for key, chunk in zip(keys_of(wrapped), wrapped, strict=True):
-        chunk.module.load_state_dict(state[key])
-    steps.load_state_dict(state["optimizer"])
+        own = {name.removeprefix("module."): value for name, value in state[key].items()}
+        chunk.module.load_state_dict(own)
+    steps.load_state_dict(state["optimizer"][0] if of_nemo else state["optimizer"])
+
+
+def text_of_config(folder: str) -> str:
+    """The first size in the file that Megatron-Bridge reads, with the names before it."""
+    assert Path(folder).with_name("latest_train_state.pt").exists()
+    assert Path(folder, "train_state.pt").exists()
+    return "".join(Path(folder, "run_config.yaml").read_text().splitlines(keepends=True)[:2])
 
 
 def load_legacy(folder: Path, wrapped: list[Any], steps: Any) -> None:

@@ -81,10 +81,15 @@ def _shared_groups(value: dict[Any, Any]) -> None:
     value["args"].num_query_groups = 1
 
 
+def _of_muon(value: dict[Any, Any]) -> None:
+    value["args"].use_layer_wise_distributed_optimizer = True
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (_old_rows, "order of rows"),
+        (_of_muon, "state of Muon"),
         (_shared_groups, "1 query group on 2 tensor ranks"),
     ],
 )

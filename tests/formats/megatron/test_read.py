@@ -150,13 +150,25 @@ def test_other_types_are_refused(run: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "value", "message"),
-    [("optimizer", "dist_muon", "state of Muon"), ("num_query_groups", 1, "1 query group")],
+    [
+        ("optimizer", "dist_muon", "state of Muon"),
+        ("use_layer_wise_distributed_optimizer", True, "state of Muon"),
+        ("num_query_groups", 1, "1 query group"),
+    ],
 )
 def test_other_models_are_refused(run: Path, argument: str, value: Any, message: str) -> None:
     common = torch.load(run / ITERATION / "common.pt", weights_only=False)
     setattr(common["args"], argument, value)
     torch.save(common, run / ITERATION / "common.pt")
     with pytest.raises(errors.UnsupportedCheckpoint, match=message):
+        package.read(run)
+
+
+def test_keys_of_every_expert_are_refused(run: Path) -> None:
+    common = torch.load(run / ITERATION / "common.pt", weights_only=False)
+    common["content_metadata"]["singleton_local_shards"] = True
+    torch.save(common, run / ITERATION / "common.pt")
+    with pytest.raises(errors.UnsupportedCheckpoint, match="singleton_local_shards"):
         package.read(run)
 
 

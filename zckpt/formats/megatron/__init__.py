@@ -1,6 +1,7 @@
 """Megatron-Core's checkpoints: `torch_dist`, the older `mp_rank_*` directories, and its FSDP's.
 
     files.py     which directory is meant; the kinds that are refused
+    programs.py  whose directory it is, and what lies beside the items
     common.py    what the ranks share: arguments, hyper-parameters, the step
     names.py     names of parameters, from keys under which layers are stacked
     groups.py    which group each parameter is in, and its step
@@ -12,11 +13,13 @@
     stages.py    which parameters a flat buffer has
     placing.py   where in it they begin
     order.py     the order of a GPTModel's parameters
+    keys.py      the keys that a GPTModel has in torch_dist
     legacy.py    mp_rank_* directories; with legacy_ranks.py, cuts.py and legacy_states.py
     fsdp.py      Megatron-FSDP's directories (fsdp_dtensor); with fsdpitems.py
     optimizers.py  the optimizers and groups that a target's run has
     write.py     an iteration's directory, from which any tp, pp and dp resumes
-    gather.py    Megatron-Core's own rule for its buffers, for `verify --gather`
+    gather.py    Megatron-Core's own rule, for `verify --gather`; with gather_folders.py
+    buffer_rule.py  where it places parameters in buffers
     like.py      sources of other engines, with the keys and groups of a run: `--like`
 
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.

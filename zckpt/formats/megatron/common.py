@@ -105,10 +105,13 @@ def with_groups(common: dict[Any, Any], listed: Sequence[Sequence[Any]]) -> dict
 def optimizers_of(common: dict[Any, Any]) -> list[dict[Any, Any]]:
     """The state of every optimizer: experts of several ranks have one of their own."""
     state = common.get("optimizer")
-    if not isinstance(state, dict):
-        return []
-    numbered = [state[key] for key in sorted(key for key in state if type(key) is int)]
-    return [item for item in (numbered or [state]) if isinstance(item, dict)]
+    states = state if isinstance(state, list) else [state]  # NeMo has a list of one
+    result: list[dict[Any, Any]] = []
+    for each in states:
+        if isinstance(each, dict):
+            numbered = [each[key] for key in sorted(key for key in each if type(key) is int)]
+            result += [item for item in (numbered or [each]) if isinstance(item, dict)]
+    return result
 
 
 def arguments(common: dict[Any, Any]) -> dict[str, Any]:

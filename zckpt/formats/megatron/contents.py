@@ -9,16 +9,18 @@ from typing import Any
 
 from ...core.facts import GraphEngine
 from ...core.fragments import Record
-from ...core.manifest import Entry, Manifest, Parameter
+from ...core.manifest import Entry, Manifest, Parameter, Sibling
 from ...core.values import field, mutable
 from ...errors import UnsupportedCheckpoint, counted
 from ...files.torchfile import TorchFile
 from ...training.steps import infer_optimizer
 from .common import FSDP, NOT_DISTRIBUTED, arguments, kept
 from .groups import groups_of, members, stated_step
+from .programs import program_of
 
 BUFFERS = re.compile(r".*\.router\.expert_bias")
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+LAYER_WISE = "use_layer_wise_distributed_optimizer"
 TIED = "untie_embeddings_and_output_weights"
 
 
@@ -30,7 +32,8 @@ class Content:
     weights and buffers, `frozen` are weights without a state of the optimizer although others have
     one, `slots` the optimizer's own. `sharding` says how its state was sharded; None if it was not
     read. `keys` are those of the directory, with the number of axes in front of a parameter's own.
-    `group_of` is the group of every parameter, if the files state it.
+    `args` are the run's arguments, if they are not in the common state. `group_of` is the group of
+    every parameter, if the files state it.
     """
 
     folder: str
@@ -47,6 +50,8 @@ class Content:
     keys: dict[str, int] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    siblings: Sequence[Sibling] = ()
+    args: Mapping[str, Any] | None = None
     group_of: dict[str, int] | None = None
 
 
@@ -66,7 +71,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
             "no file lists the members of the parameter groups, and Megatron-Core's usual rule "
             "does not give them: the groups are kept in the state alone"
         )
-    args = arguments(common)
+    args = content.args or arguments(common)
     tied = args.get(TIED) is False
     parameters = {
         name: Parameter(
@@ -86,6 +91,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
             "gated": args.get("swiglu") if isinstance(args.get("swiglu"), bool) else None,
             "vocabulary": _vocabulary(args, shapes),
             "objects": content.objects,
+            "program": program_of(content.folder),
         }
     }
     dtype = _usual_dtype(content.entries, known)
@@ -113,6 +119,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         replicas=tuple(content.replicas),
         files=tuple(dict.fromkeys(content.files)),
         left_out=tuple(content.left_out),
+        siblings=tuple(content.siblings),
         warnings=tuple(warnings),
         states_inferred=False,
     )
@@ -143,6 +150,15 @@ def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
             f"{folder} has {counted(queries, 'query group')} on {tp} tensor ranks, which hold "
             "copies of keys and values",
             hint="zckpt reads linear_qkv if every rank has groups of its own",
+        )
+
+
+def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
+    """Raises UnsupportedCheckpoint if the optimizer dealt whole parameters to ranks (Muon)."""
+    if "muon" in str(args.get("optimizer")) or args.get(LAYER_WISE):
+        raise UnsupportedCheckpoint(
+            f"{folder} has the state of Muon, of which every rank has whole parameters",
+            hint="--weights-only takes the weights alone",
         )
 
 

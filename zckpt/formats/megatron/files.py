@@ -2,6 +2,7 @@
 
 RUN/latest_checkpointed_iteration.txt     "6", or "release"
 RUN/iter_0000006/, RUN/release/           one checkpoint each
+NAME/weights/                             one checkpoint of NeMo; RUN/NAME/weights/ in its run
     metadata.json                         {"sharded_backend": "torch_dist", ...}
     .metadata, __R_I.distcp               the items of torch.distributed.checkpoint
     common.pt                             what ranks share; since 0.19 an item of its own
@@ -20,6 +21,7 @@ from typing import Any
 from ...core import sources
 from ...errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint
 from ...files.dcpnames import names_any
+from .programs import WEIGHTS
 
 MARKER = "metadata.json"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -35,13 +37,20 @@ def detect(path: str) -> list[str]:
     """One empty tag for a checkpoint; the names of a run's iterations, or of the latest one."""
     if not sources.is_folder(path):
         return []
-    if is_checkpoint(path):
+    if is_checkpoint(path) or is_checkpoint(os.path.join(path, WEIGHTS)):
         return [""]
     with os.scandir(path) as entries:
-        names = [entry.name for entry in entries if OF_ITERATION.fullmatch(entry.name)]
-    tags = sorted(name for name in names if is_checkpoint(os.path.join(path, name)))
+        names = [entry.name for entry in entries if not entry.name.startswith(".")]
+    tags = sorted(name for name in names if _is_one_of_run(path, name))
     latest = _latest(path)
     return [latest] if latest in tags else tags
+
+
+def _is_one_of_run(run: str, name: str) -> bool:
+    """Whether a run has a checkpoint in the folder of this name."""
+    if OF_ITERATION.fullmatch(name):
+        return is_checkpoint(os.path.join(run, name))
+    return "sharded_backend" in _marker(os.path.join(run, name, WEIGHTS))
 
 
 def is_checkpoint(path: str) -> bool:
@@ -59,6 +68,8 @@ def located(path: str, tag: str | None) -> str:
     folder = os.path.join(path, tag) if tag else path
     if not is_checkpoint(folder) and not tag and len(tags := detect(path)) == 1:
         folder = os.path.join(path, tags[0])
+    if not is_checkpoint(folder) and is_checkpoint(os.path.join(folder, WEIGHTS)):
+        folder = os.path.join(folder, WEIGHTS)
     if is_legacy(folder) or is_fsdp(folder):
         return folder
     backend = _marker(folder).get("sharded_backend")

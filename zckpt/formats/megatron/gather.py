@@ -23,6 +23,7 @@ from ...errors import MALFORMED, not_understood
 from ...files.dcpfile import ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles
 from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile
+from . import programs
 from .buffer_rule import (
     EMBEDDING,
     INSIDE,
@@ -89,7 +90,7 @@ class _Items:
         else:
             location = self.table.location("common_state/shard_0_1")
             value = self.files.torch_file(location).value[0]
-        self.args = arguments_of(value)
+        self.args = arguments_of(value) or programs.arguments_of(path)
         self.model = {
             key: item
             for key, item in self.table.items.items()
@@ -251,14 +252,20 @@ def _rank_of(name: str, experts: int) -> int | None:
     return None if number is None else number // experts
 
 
+def _bare(key: str) -> str:
+    """A key without the name of the module that NeMo saves around the model."""
+    return re.sub(r"^(module|model)\.", "", key)
+
+
 def _axes(key: str) -> int:
     """How many axes of a key's tensor count layers and experts."""
+    key = _bare(key)
     return bool(re.match(r"(de|en)coder\.layers\.(?!\d)", key)) + (".experts.experts.linear" in key)
 
 
 def _name(key: str, place: Shape) -> str:
     """What `named_parameters()` calls the tensor of a layer and an expert."""
-    numbers = list(place)
+    numbers, key = list(place), _bare(key)
     if re.match(r"(de|en)coder\.layers\.(?!\d)", key):
         key = key.replace(".layers.", f".layers.{numbers.pop(0)}.", 1)
     if numbers:

@@ -33,7 +33,7 @@ from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedChec
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from ...training.tensor_rules import Rules
 from .common import NOT_DISTRIBUTED, arguments, kept, with_groups
-from .contents import BUFFERS, TIED, Content, manifest_of
+from .contents import BUFFERS, TIED, Content, manifest_of, require_states_by_parameter
 from .cuts import cuts_of
 from .files import LEGACY
 from .flats import buffers_of, param_groups, read_bytes, states
@@ -101,6 +101,8 @@ class _LegacyReader:
         common = {key: value for key, value in self.common.items() if not models(str(key))}
         common.pop("rng_state", None)
         slots: set[str] = set()
+        if not weights_only:
+            require_states_by_parameter(self.folder, self.args)
         has_states = not weights_only and isinstance(common.get("optimizer"), (dict, list))
         sharding = NOT_DISTRIBUTED if has_states else None
         common.pop("optimizer", None)

@@ -40,6 +40,7 @@ from . import FORMAT
 from .common import arguments, optimizers_of
 from .groups import groups_of
 from .names import with_plain_norms
+from .programs import NEMO, TRAIN_STATE
 from .read import read
 
 HYPER = ("lr", "betas", "eps", "weight_decay")
@@ -66,7 +67,8 @@ def as_in_run(source: Manifest, path: str, options: Options) -> tuple[Manifest, 
                 f"--like {path} is no checkpoint of Megatron-Core",
                 hint="give a directory that the next run has saved, such as run/iter_0000001",
             ) from error
-        like = replace(like, fingerprints=watch.of(like.files))
+        beside = [item.path for item in like.siblings]
+        like = replace(like, fingerprints=watch.of((*like.files, *beside)))
     like = without_others(like, FORMAT.objects or (), options[ALLOW_OBJECT])
     types = {entry.parameter: entry.dtype for entry in like.slots.get("param", ())}
     return _Run(source, like, options).manifest(), types
@@ -87,6 +89,11 @@ class _Run:
                 f"--like {like.root} is not of torch_dist, and zckpt does not know the keys of all "
                 "its modules",
                 hint="load it in Megatron-LM and save it with --ckpt-format torch_dist",
+            )
+        if self.kept.get("program") == NEMO:
+            raise UnsupportedCheckpoint(
+                f"--like {like.root} is of NeMo, whose counters of a run zckpt cannot write anew",
+                hint="give a run of Megatron-LM or Megatron-Bridge",
             )
         self.states = not options.weights_only and any(
             is_optimizers(entry.slot) for entry in source.entries.values()
@@ -121,6 +128,9 @@ class _Run:
         }
         self._warn_of(objects)
         state["megatron"] = {**self.kept, "objects": objects, "common": self._common()}
+        beside = [
+            item for item in like.siblings if item.name != TRAIN_STATE
+        ]  # it counts RUN's steps
         left_out = [f"--like: {line}" for line in like.left_out if not line.endswith("directory")]
         if "megatron" in source.state:
             left_out.append(
@@ -134,6 +144,7 @@ class _Run:
             buffers=like.buffers,
             groups=like.groups,
             replicas=(),
+            siblings=(*source.siblings, *beside),
             state=state,
             left_out=(*source.left_out, *left_out),
             warnings=(*source.warnings, *self.warnings),

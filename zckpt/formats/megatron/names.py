@@ -24,6 +24,8 @@ GROUPED = re.compile(
     r"(?P<experts>.*\bmlp\.experts)\.(?P<linear>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)"
 )
 """A parameter of Transformer Engine's module of all experts of a rank."""
+PREFIX = re.compile(r"mod(?:ule|el)\.")
+"""In front of NeMo's keys: it saves a module around the model."""
 PLACE = "*"  # instead of a number
 NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -31,8 +33,15 @@ NORMS = {
 }
 
 
+def without_prefix(key: str) -> str:
+    """A key as Megatron-LM has it."""
+    match = PREFIX.match(key)
+    return key[match.end() :] if match else key
+
+
 def axes_of(key: str) -> int:
     """How many axes in front of a parameter's own count layers and experts."""
+    key = without_prefix(key)
     return int(bool(LAYERS.fullmatch(key))) + int(bool(EXPERTS.fullmatch(key)))
 
 
@@ -43,8 +52,8 @@ def places(shape: tuple[int, ...], axes: int) -> Iterator[tuple[int, ...]]:
 
 def named(key: str, place: tuple[int | str, ...]) -> str:
     """The name of the parameter at a place on the axes of layers and experts."""
-    numbers, name = list(place), key
-    if match := LAYERS.fullmatch(key):
+    numbers, name = list(place), without_prefix(key)
+    if match := LAYERS.fullmatch(name):
         name = f"{match['stack']}.{numbers.pop(0)}.{match['rest']}"
     if match := EXPERTS.fullmatch(name):
         name = f"{match['before']}.local_experts.{numbers.pop(0)}.{match['rest']}"

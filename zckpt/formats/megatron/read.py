@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ...core.manifest import Entry, Manifest, slot_name
+from ...core.manifest import Entry, Manifest, Sibling, slot_name
 from ...core.values import replace
 from ...errors import (
     MALFORMED,
@@ -44,18 +44,26 @@ from .common import (
     sharding_of,
     with_groups,
 )
-from .contents import BUFFERS, Content, manifest_of, require_groups, size_of
+from .contents import (
+    BUFFERS,
+    Content,
+    manifest_of,
+    require_groups,
+    require_states_by_parameter,
+    size_of,
+)
 from .files import MARKER, is_fsdp, is_legacy, located
 from .flats import FlatItems, local_parts, read_bytes, slicing_of, states
 from .fsdp import read_fsdp
 from .legacy import read_legacy
 from .masters import check as check
 from .masters import rebuilt as rebuilt
-from .names import axes_of, named, places
+from .names import axes_of, named, places, without_prefix
 from .order import expert_of
 from .placing import Local
+from .programs import arguments_of, beside
 from .spaces import FlatFragments
-from .stages import HINT, Rank, placed
+from .stages import Rank, placed
 
 OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<key>.+)")
 MASTERS = ("param", "fp32_param")
@@ -107,17 +115,28 @@ class _Reader:
         self.table: ItemTable = read_table(folder)
         self.files = ItemFiles()
         self.file, self.common = read_common(self.table, self.files)
+        self.args = arguments(self.common) or arguments_of(folder)
         self.records = list(self.file.records.values())
         self.entries: dict[str, Entry] = {}
         self.keys: dict[str, int] = {}
         self.key_of: dict[str, str] = {}
         self.pieces: dict[str, list[TensorPiece]] = {}  # of weights
+        content = self.common.get("content_metadata")
+        if isinstance(content, dict) and content.get("singleton_local_shards"):
+            raise UnsupportedCheckpoint(
+                f"{folder} was saved with singleton_local_shards, which gives every expert and "
+                "both halves of gated layers keys of their own",
+                hint="load it in Megatron-Core, and save it without this option",
+            )
         self.replicas: list[Entry] = []
 
     def manifest(self, step_policy: str | None) -> Manifest:
-        sharding = None if self.weights_only else sharding_of(self.table, self.common)
-        args = arguments(self.common)
-        require_groups(self.folder, args, size_of(args, "tensor_model_parallel_size") or 1)
+        sharding = None
+        if not self.weights_only:
+            require_states_by_parameter(self.folder, self.args)
+            sharding = sharding_of(self.table, self.common)
+        tensor_ranks = self._stated("tensor_model_parallel_size") or 1
+        require_groups(self.folder, self.args, tensor_ranks)
         shapes, trained = self._weights(), self._trained()
         slots: set[str] = set()
         if sharding in FLAT:
@@ -125,6 +144,7 @@ class _Reader:
         elif sharding is not None:
             slots = self._states(shapes, sharding == MODEL_SPACE)
         values = self._values(not self.weights_only and sharding not in FLAT)
+        siblings = beside(self.folder)
         content = Content(
             folder=self.folder,
             file=self.file,
@@ -139,16 +159,20 @@ class _Reader:
             replicas=self.replicas,
             keys=self.keys,
             objects=values,
-            left_out=[f"{name}, a file of the directory" for name in self._strangers()],
+            left_out=[*self._strangers(siblings.files), *siblings.left_out],
+            siblings=siblings.files,
+            args=self.args,
         )
         return manifest_of(content, step_policy)
 
-    def _strangers(self) -> list[str]:
-        """Names in the directory that are none of its own files."""
+    def _strangers(self, siblings: Sequence[Sibling]) -> list[str]:
+        """Lines about files and folders in the directory that do not go along."""
         stated = {location.file for location in self.table.locations.values()}
-        own = {*self.table.files, *stated, self.file.path, self.marker}
+        known = {os.path.join(self.folder, item.name.split("/")[0]) for item in siblings}
+        own = {*self.table.files, *stated, self.file.path, self.marker, *known}
         with os.scandir(self.folder) as items:
-            return sorted(item.name for item in items if item.path not in own)
+            names = sorted(item.name for item in items if item.path not in own)
+        return [f"{name}, a file of the directory" for name in names]
 
     # -- tensors
 
@@ -158,7 +182,7 @@ class _Reader:
         for key, item in self.table.items.items():
             if item is None or OPTIMIZER.fullmatch(key):
                 continue
-            if key.startswith(("mtp.", "model.")):
+            if without_prefix(key).startswith(("mtp.", "module.")):
                 raise UnsupportedCheckpoint(
                     f"{self.folder} has {key}: zckpt reads neither layers of multi-token "
                     "prediction, nor weights of Megatron-FSDP in such a directory"
@@ -206,12 +230,8 @@ class _Reader:
                     )
             if slot != "master":
                 slots.add(slot)
-        stated = str(arguments(self.common).get("optimizer"))
-        if "muon" in stated or {"momentum_buffer", "exp_avg"} <= slots:
-            raise UnsupportedCheckpoint(
-                f"{self.folder} has the state of Muon, of which every rank has whole parameters",
-                hint=HINT,
-            )
+        if {"momentum_buffer", "exp_avg"} <= slots:
+            require_states_by_parameter(self.folder, {"optimizer": "muon"})
         return slots
 
     def _flat_states(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
@@ -273,7 +293,7 @@ class _Reader:
         return self._stated(argument) or max(seen, default=1)
 
     def _stated(self, argument: str) -> int | None:
-        return size_of(arguments(self.common), argument)
+        return size_of(self.args, argument)
 
     def _parts(
         self, key: str, item: TensorItem, stacked: str, slot: str

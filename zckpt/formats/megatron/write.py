@@ -50,9 +50,11 @@ from .files import BACKEND, LATEST, MARKER, OF_ITERATION
 from .like import as_in_run
 from .names import keys_of
 from .optimizers import optimizers
+from .programs import BRIDGE, LOADING, NEMO, WEIGHTS, WITHOUT_RANDOM, placed
 
 LARGEST = 64 << 20  # bytes of a piece: a rank that needs a slice of it reads it as a whole
 OF_MODULES = re.compile(r".*\._extra_state/shard_.*")
+RERUN, OF_RERUN = "rerun_state_machine", "rerun_state_machine_state/"
 OF_RANKS = re.compile(r"rng_state/shard_[\d.]+_(?P<grid>[\d.]+)")
 FORMATS = {  # of 0.16.1; 0.19 reads it as well
     "sharded_backend": BACKEND,
@@ -82,7 +84,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     writer = MegatronWriter(source, options, types)
     return Layout(
         writer.shells,
-        [(item.name, item) for item in source.siblings],
+        list(placed(source.siblings, writer.program, writer.folder)),
         writer.left_out,
         writer.warnings,
         about="a directory of Megatron-Core, from which runs of any tp, pp and dp resume",
@@ -138,7 +140,9 @@ class MegatronWriter:
         self.objects = self._objects(common)
         self.moved: dict[str, Entry] = {}
         self.common = self._moved(self._common(common), "megatron.common")
-        self.folder = self._folder(common)
+        program = self.kept.get("program")
+        self.program = program if program in LOADING else None
+        self.folder = WEIGHTS if self.program == NEMO else self._folder(common)
         self._text: bytes | None = None
         self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
         others = {key for key, value in source.state.items() if key != "megatron" and value}
@@ -225,15 +229,13 @@ class MegatronWriter:
         """Objects of modules and ranks, by key, without those that other ranks could not load."""
         kept = self.kept.get("objects")
         kept = kept if isinstance(kept, dict) else {}
-        args = arguments(common)
-        sizes = args.get("pipeline_model_parallel_size"), args.get("tensor_model_parallel_size")
-        # if experts are spread, a trainer may add an axis for dp: no other dp loads such items
-        own = ".".join(map(str, sizes)) if self.options[EP] is None else None
+        grid = self._grid(arguments(common))
         objects, lost = {}, []
         for key, value in kept.items():
             match = OF_RANKS.fullmatch(key)
-            resumes = not self.options.weights_only and (match is None or match["grid"] == own)
-            if resumes or OF_MODULES.fullmatch(key):
+            of_ranks = match is not None and re.fullmatch(grid, match["grid"]) is None
+            stays = not (of_ranks or key.startswith(OF_RERUN) or self.options.weights_only)
+            if stays or OF_MODULES.fullmatch(key):
                 objects[key] = value
             else:
                 lost.append(key)
@@ -245,11 +247,24 @@ class MegatronWriter:
             self.left_out.append(f"{listed(lost)}: {reason}")
         return objects
 
+    def _grid(self, args: Mapping[str, Any]) -> str:
+        """The sizes of pp and tp in the keys of random states that a run of the target can load."""
+        if self.options[EP] is not None:
+            # if experts are spread, a trainer may add an axis for dp: no other dp loads such items
+            return "none"
+        if not args:  # the program has them in files of its own
+            return r"\d+\.\d+"
+        sizes = args.get("pipeline_model_parallel_size"), args.get("tensor_model_parallel_size")
+        return re.escape(".".join(map(str, sizes)))
+
     def _common(self, common: Mapping[Any, Any]) -> dict[Any, Any]:
         """The common state as runs with the distributed optimizer load it."""
         result = dict(common)
+        if result.pop(RERUN, None) is not None:
+            self.left_out.append(f"{RERUN}: it has states of single ranks")
         if self.states:
-            result["optimizer"] = optimizers(self.source, common, self.options[EP])
+            own = optimizers(self.source, common, self.options[EP])
+            result["optimizer"] = [own] if self.kept.get("program") == NEMO else own
         else:
             for key in ("optimizer", "opt_param_scheduler"):
                 if result.pop(key, None):
@@ -301,9 +316,14 @@ class MegatronWriter:
     # -- files
 
     def loading(self, path: str) -> str:
-        """The options of Megatron-LM that resume from the target."""
+        """How the program resumes from the target."""
+        name = literal(path)[1:-1]
+        if self.program is not None:
+            return LOADING[self.program].format(name) + WITHOUT_RANDOM * (
+                self.program == BRIDGE and self.without_rng
+            )
         states = "--use-distributed-optimizer" if self.states else "--no-load-optim --no-load-rng"
-        return f"among the options of Megatron-LM: --load {literal(path)[1:-1]} {states}"
+        return f"among the options of Megatron-LM: --load {name} {states}"
 
     def shells(self) -> Iterator[Shell]:
         """Every file, one at a time; the one that names the iteration last."""
@@ -319,6 +339,8 @@ class MegatronWriter:
         common = thawed(self.common, {**self.source.entries, **self.moved}, storages)
         yield self._inside(shell(FILE, common, storages))
         yield self._inside(_known(MARKER, json.dumps(FORMATS).encode()))
+        if self.program == NEMO:
+            return
         iteration = self.folder.removeprefix("iter_")
         latest = str(int(iteration)) if iteration.isdecimal() else iteration
         yield _known(LATEST, latest.encode())

@@ -1,0 +1,91 @@
+"""Which program saved the items of Megatron-Core, and which files did it put beside them?
+
+    Megatron-LM      RUN/iter_0000006/   its arguments are in the common state
+    Megatron-Bridge  RUN/iter_0000006/   run_config.yaml, train_state.pt, tokenizer/ instead
+                     RUN/latest_train_state.pt, a copy of train_state.pt
+    NeMo 2           NAME/weights/       NAME/context/ instead
+
+A program resumes only with its own files, so they go along. Bridge and NeMo are read in source:
+Megatron-Bridge of 2026-08, NeMo 2.5. Their keys are Megatron-Core's; NeMo has `module.` in front.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ...core import sources
+from ...core.manifest import Sibling
+from ...core.siblings import SiblingList
+
+CONFIG, TRAIN_STATE, TOKENIZER = "run_config.yaml", "train_state.pt", "tokenizer"
+LATEST_STATE = f"latest_{TRAIN_STATE}"
+WEIGHTS, CONTEXT = "weights", "context"
+NEMO, BRIDGE = "nemo", "bridge"
+LOADING = {
+    NEMO: "in NeMo: AutoResume(resume_from_path={!r})",
+    BRIDGE: "in Megatron-Bridge: checkpoint.load={}",
+}
+WITHOUT_RANDOM = (
+    " checkpoint.load_rng=false"  # its run_config.yaml says that there are random states
+)
+MAX_TEXT = 1 << 20  # bytes of run_config.yaml
+SECTION = re.compile(r"^model:[ \t]*\n((?:[ \t]+.*\n|[ \t]*\n)*)", re.MULTILINE)
+SCALAR = re.compile(r"^ {2}(\w+): (\d{1,9}|true|false)[ \t]*$", re.MULTILINE)
+NAMES = {  # in the arguments of Megatron-LM; the value is the other way round
+    "share_embeddings_and_output_weights": "untie_embeddings_and_output_weights",
+}
+
+
+def program_of(folder: str) -> str | None:
+    """The program that saved a directory of items; None for Megatron-LM, and for unknown ones."""
+    if os.path.basename(folder) == WEIGHTS:
+        return NEMO
+    return BRIDGE if sources.is_file(os.path.join(folder, CONFIG)) else None
+
+
+def beside(folder: str) -> SiblingList:
+    """The program's own files, by their names in its directory; raises OSError."""
+    of_nemo = program_of(folder) == NEMO
+    root = os.path.dirname(folder) if of_nemo else folder
+    names = (CONTEXT,) if of_nemo else (CONFIG, TRAIN_STATE, TOKENIZER)
+    siblings = SiblingList(root)
+    siblings.add_below(root, lambda name, _: name.split("/")[0] not in names)
+    return siblings
+
+
+def arguments_of(folder: str) -> dict[str, Any]:
+    """Sizes of Megatron-Bridge's run_config.yaml, called as the arguments of Megatron-LM."""
+    path = os.path.join(folder, CONFIG)
+    if not sources.is_file(path) or sources.size(path) > MAX_TEXT:
+        return {}
+    with sources.opened(path) as file:
+        text = file.read().decode("utf-8", "replace")
+    section = SECTION.search(text if text.endswith("\n") else f"{text}\n")
+    if section is None:
+        return {}
+    values: dict[str, Any] = {}
+    for key, word in SCALAR.findall(section[1]):
+        value: Any = {"true": True, "false": False}.get(word)
+        value = int(word) if value is None else value
+        if key in NAMES:
+            key, value = NAMES[key], not value
+        values[key] = value
+    if isinstance(values.get("gated_linear_unit"), bool):
+        values["swiglu"] = values["gated_linear_unit"]
+    return values
+
+
+def placed(
+    siblings: Iterable[Sibling], program: str | None, iteration: str
+) -> Iterator[tuple[str, Sibling]]:
+    """The names of files beside a target whose items are in the folder `iteration`."""
+    for item in siblings:
+        if program == BRIDGE and item.name.split("/")[0] in (CONFIG, TRAIN_STATE, TOKENIZER):
+            yield f"{iteration}/{item.name}", item
+            if item.name == TRAIN_STATE:
+                yield LATEST_STATE, item
+        else:
+            yield item.name, item
