@@ -268,16 +268,6 @@ def test_unknown_files_are_refused_by_name(name: str, what: str, run: Path) -> N
 
 
 @pytest.mark.first
-def test_auto_ep_is_refused_by_name(run: Path) -> None:
-    path = tag_of(run) / "mp_rank_00_model_states.pt"
-    model = torch.load(path, weights_only=False)
-    model["ds_autoep_layers"] = [{"moe_layer_id": 0}]
-    torch.save(model, path)
-    with pytest.raises(UnsupportedCheckpoint, match="AutoEP"):
-        zckpt.read(run)
-
-
-@pytest.mark.first
 @pytest.mark.parametrize(
     ("counts", "error", "message"),
     [

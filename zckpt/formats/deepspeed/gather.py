@@ -31,7 +31,9 @@ from .stage_0.gather_whole import whole
 Shapes = Mapping[str, tuple[int, ...]]
 SEVERAL = re.compile(r"^layer_\d+-.*model_states\.pt$|mp_rank_0*[1-9]\d*_")
 EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_(\d+)_model_states\.pt")
-LOCAL = re.compile(r"(?<=\.deepspeed_moe\.experts\.deepspeed_experts\.)\d+(?=\.)")
+LOCAL = re.compile(
+    r"(?<=\.deepspeed_moe\.experts\.deepspeed_experts\.)\d+(?=\.)|(?<=\.experts\.w[123]\.)\d+$"
+)
 RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?(optim|model)_states\.pt")
 MODEL_RANK = re.compile(r"mp_rank_(\d+)_?(?:optim|model)_states\.pt$")
 
@@ -135,7 +137,7 @@ class _EngineFiles:
                 hint="verify without --gather",
             )
         groups = [shapes] if isinstance(shapes, dict) else shapes
-        return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+        return [_sliced({n: tuple(s) for n, s in group.items()}, self.model) for group in groups]
 
     def process_groups(self, number: int, shapes: Shapes) -> list[tuple[range, Shapes]]:
         """The ranks that flatten a group together, and the names of what they flatten.
@@ -235,6 +237,8 @@ class _EngineFiles:
     def _firsts(self, number: int, shapes: Shapes) -> dict[str, int]:
         """Where each parameter begins: in the flattened group, or in every rank's part of it."""
         paddings = (self.states[0].get("param_alignment_paddings") or {number: None})[number]
+        if paddings and len(paddings) < len(shapes):  # of AutoEP's stacks, which is never aligned
+            paddings = None
         firsts, start = {}, 0
         for place, (name, shape) in enumerate(shapes.items()):
             firsts[name] = start
@@ -323,6 +327,22 @@ class _EngineFiles:
         for file in self.expert_files:
             for name, tensor in file.value.items():
                 yield whole(f"{name}/param", file, tensor)
+
+
+def _sliced(shapes: Shapes, model: Mapping[str, Any]) -> Shapes:
+    """AutoEP stacks a rank's experts; files of experts have slices, whose names end with a number.
+
+    auto_ep_layer.py, `load_moe_state_dict` of engine.py: slices of a rank in the order of experts.
+    """
+    stated = model.get("ds_autoep_layers") or ()
+    stacks = {f"{each['expert_key_prefix']}.{w}" for each in stated for w in ("w1", "w2", "w3")}
+    sliced: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if name in stacks:
+            sliced |= {f"{name}.{number}": shape[1:] for number in range(shape[0])}
+        else:
+            sliced[name] = shape
+    return sliced
 
 
 def _is_partition(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:

@@ -13,6 +13,7 @@ from ...core.staging import Shell
 from ...core.values import valueclass
 from ...files.torchshell import Storages, shell
 from .. import zero
+from ..deepspeed_states.experts import parameter_of
 from ..deepspeed_states.optimizer_values import (
     base_state,
     clipping,
@@ -85,8 +86,14 @@ def _flat_state(
         **loss_scaling(target, storages),
         **common,
         "zero_stage": stage_enum(target),
-        "param_alignment_paddings": [list(buffer.paddings) for buffer in target.buffers],
+        "param_alignment_paddings": [_paddings(buffer) for buffer in target.buffers],
     }
+
+
+def _paddings(buffer: TargetBuffer) -> list[int]:
+    """Those of the engine's parameters; slices of one have none between each other."""
+    parameters = dict.fromkeys(map(parameter_of, buffer.names))
+    return list(buffer.paddings) if len(parameters) == len(buffer.names) else [0] * len(parameters)
 
 
 def _partition(target: DeepSpeedTarget, buffer: TargetBuffer, rank: int) -> _RankPartition:
@@ -169,9 +176,13 @@ class _RankPartition:
     def mapping(self) -> OrderedDict[str, Foreign]:
         """Where parameters lie in this partition, as DeepSpeed's own converter reads it."""
         address = Global("deepspeed.utils.tensor_fragment.fragment_address")
+        places: dict[str, tuple[int, int]] = {}
+        for name, _, start, stop in self._overlaps():
+            first, _ = places.get(parameter_of(name), (start, stop))
+            places[parameter_of(name)] = first, stop
         return OrderedDict(
             (name, Foreign(address, (), {"numel": stop - start, "start": start}, "new"))
-            for name, _, start, stop in self._overlaps()
+            for name, (start, stop) in places.items()
         )
 
     def whole_length(self) -> int:

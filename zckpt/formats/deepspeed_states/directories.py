@@ -151,11 +151,12 @@ def pointed(path: str, pointer: str) -> str | None:
         return file.read(4096).decode("utf-8", "replace").strip()
 
 
-def refuse(directory: TagDirectory, what: str) -> NoReturn:
-    """Raises UnsupportedCheckpoint."""
+def refuse(directory: TagDirectory, what: str, hint: str | None = None) -> NoReturn:
+    """Raises UnsupportedCheckpoint; without a `hint` it says what is read."""
     raise UnsupportedCheckpoint(
         f"{directory.path} was saved with {what}, which zckpt does not read yet",
-        hint="what is read: stage 0, 1, 2 and 3, and of pipelines stage 1; see `zckpt formats`",
+        hint=hint
+        or "what is read: stage 0, 1, 2 and 3, and of pipelines stage 1; see `zckpt formats`",
     )
 
 

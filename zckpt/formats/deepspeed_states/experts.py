@@ -7,6 +7,11 @@ own from 0, and calls them by these local numbers. Manifests have the numbers in
     local number     0      1      0      1
     number           0      1      2      3
 
+AutoEP (`expert_parallel` in a ds_config) keeps a layer's experts stacked in three parameters. Files
+of experts have their slices, whose names end with the number. These are the names here too:
+
+    mlp.experts.w1   of shape [2, 20, 16]      ->      mlp.experts.w1.0, mlp.experts.w1.1
+
 So the names on the ranks of ep rank 0 are also names of the whole model. Which rank has which ep
 rank depends on the ds_config (`use_data_before_expert_parallelism`). DeepSpeed 0.19.8.
 """
@@ -14,6 +19,7 @@ rank depends on the ds_config (`use_data_before_expert_parallelism`). DeepSpeed 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,25 +31,55 @@ from .states import nested
 
 INSIDE = ".deepspeed_moe.experts.deepspeed_experts."
 NAME = re.compile(rf"(.+){re.escape(INSIDE)}(\d+)\.(.+)")
+STACKED = re.compile(r"(.+)\.experts\.(w[123])\.(\d+)")
 
 
 @valueclass
 class ExpertName:
-    """The parts of an expert's name: its layer, its number, and the name inside of the expert."""
+    """The parts of an expert's name: its layer, its number, and the name inside of the expert.
+
+    It may be a slice of a parameter that has all experts of a rank.
+    """
 
     layer: str
     number: int
     inner: str
+    is_slice: bool = False
+
+    @property
+    def parameter(self) -> str:
+        """The parameter whose slice it is."""
+        return f"{self.layer}.experts.{self.inner}"
 
     def numbered(self, number: int) -> str:
         """The name of the same tensor of another expert."""
+        if self.is_slice:
+            return f"{self.parameter}.{number}"
         return f"{self.layer}{INSIDE}{number}.{self.inner}"
 
 
 def expert_name(name: str) -> ExpertName | None:
     """The parts of a name; None if it is not an expert's."""
+    if match := STACKED.fullmatch(name):
+        return ExpertName(match[1], int(match[3]), match[2], is_slice=True)
     match = NAME.fullmatch(name)
     return ExpertName(match[1], int(match[2]), match[3]) if match else None
+
+
+def parameter_of(name: str) -> str:
+    """The parameter that the engine has: of a slice the one that it is cut from."""
+    parts = expert_name(name)
+    return parts.parameter if parts is not None and parts.is_slice else name
+
+
+def stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a rank as the engine has them: slices are put together."""
+    counts = Counter(map(parameter_of, shapes))
+    together: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        parameter = parameter_of(name)
+        together[parameter] = shape if parameter == name else (counts[parameter], *shape)
+    return together
 
 
 @valueclass

@@ -13,6 +13,8 @@ from ...core.staging import Shell
 from ...files.torchfile import Tensor
 from ...files.torchshell import Storages, shell
 from ...training import peft
+from . import auto_ep
+from .experts import stacked
 from .target import DeepSpeedTarget
 
 Optimizer = Callable[[DeepSpeedTarget, Storages], dict[str, Any]]
@@ -72,8 +74,9 @@ def _model_file(
         "buffer_names": buffers,
         "optimizer": None if optimizer is None else optimizer(target, storages),
         "param_shapes": [
-            OrderedDict((name, Size(target.trainable[name].shape)) for name in names)
+            OrderedDict((name, Size(shape)) for name, shape in stacked(shapes).items())
             for names in _listed(target)
+            for shapes in [{name: target.trainable[name].shape for name in names}]
         ],
         "frozen_param_shapes": frozen_shapes,
         "shared_params": _shared(target, rank),
@@ -88,8 +91,8 @@ def _model_file(
         "checkpoint_parallel_dimensions": {"pp_degree": pp, "tp_degree": tp},
         "ds_config": target.engine.config,
         "ds_version": target.version,
-        **_of_experts(target),
         **target.thawed(target.client_state, storages),
+        **_of_experts(target),
     }
     return shell(name, value, storages)
 
@@ -120,8 +123,14 @@ def _of_experts(target: DeepSpeedTarget) -> dict[str, Any]:
     """What the model file of a model with experts states of them."""
     if not target.experts:
         return {}
-    counts = [layer.experts for layer in target.experts.layers.values()]
-    return {"num_experts": counts, "ds_autoep_layers": None}
+    counts = [layer.experts for layer in target.experts.listed]
+    stated = auto_ep.layers(target.experts, target.source.parameters)
+    info = target.client_state.get(auto_ep.INFO) or {}
+    return {
+        "num_experts": counts,
+        "ds_autoep_layers": stated or None,
+        **({auto_ep.INFO: {**info, **auto_ep.info(stated)}} if stated else {}),
+    }
 
 
 def module_weights(

@@ -33,9 +33,10 @@ from ...deepspeed_states.flats import FlatBuffer
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates, ParameterShapes
 from ..flats import flat_buffers
+from .auto_ep import with_slices
 from .expert_files import LayerFiles, layers_of
 from .expert_places import UNKNOWN, places_by_bytes
-from .layers import GATE, check_order, named_of, spread_over
+from .layers import check_order, gate_of, named_of, spread_over
 
 SPREAD = "mixture-of-experts layers whose experts are spread over tensor ranks"
 
@@ -216,7 +217,7 @@ class Experts:
 
     def _state(self, manifest: Manifest) -> dict[str, Any]:
         """The state, with the experts where they stand in the module."""
-        behind = {f"{layer.name}{GATE}": layer for layer in self.files}
+        behind = {gate_of(layer): layer for layer in self.files}
         module: list[str] = []
         for name in manifest.state["module"]:
             module.append(name)
@@ -250,18 +251,22 @@ def open_experts(ranks: EngineStates, paths: Mapping[tuple[int, int], str]) -> E
     an order of ranks that nothing shows),
     IncompleteCheckpoint and InconsistentCheckpoint.
     """
+    ranks = with_slices(ranks)
     directory, model = ranks.directory, ranks.model
-    if model.get("ds_autoep_layers") or model.get("autoep_layers"):
-        refuse(directory, "AutoEP")
     counts = model.get("num_experts")
     if not isinstance(counts, list):
         refuse(directory, "mixture-of-experts layers of an old release")
     if ranks.partitioned or ranks.elastic:
         refuse(directory, "mixture-of-experts layers in stage 3 or in elastic files")
     if _are_spread_over_tensor_ranks(ranks):
-        refuse(directory, SPREAD)
+        refuse(
+            directory,
+            SPREAD,
+            "build the MoE layers with enable_expert_tensor_parallelism=True: then each tensor "
+            "rank has a slice of every expert, which zckpt reads",
+        )
     files = layers_of(ranks, paths)
-    check_order(ranks, [layer.name for layer in files])
+    check_order(ranks, files)
     layers = ExpertLayers(
         {layer.name: spread_over(ranks, layer, named_of(ranks)) for layer in files}
     )
@@ -303,6 +308,7 @@ def with_experts(
     config = ranks.effective_config(ranks.round_robin)
     if experts.places.data_first:  # which a ds_config that is saved by its name does not say
         config = {**config, "use_data_before_expert_parallelism": True}
+    ranks = experts.ranks
     buffers = list(flat_buffers(ranks, step_policy, experts.sharing))
     buffers = _with_one_step(buffers, step_policy)
     manifest = manifest_of(ranks, buffers, "deepspeed", config, experts.module_dtype)

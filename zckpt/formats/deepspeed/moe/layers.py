@@ -9,16 +9,24 @@ from ....errors import InconsistentCheckpoint, listed
 from ...deepspeed_states.directories import refuse
 from ...deepspeed_states.experts import expert_name
 from ...deepspeed_states.states import EngineStates
+from .auto_ep import ROUTER
 from .expert_files import LayerFiles
 
 GATE = ".deepspeed_moe.gate.wg.weight"
-"""What stands before the experts in the module of a layer."""
 
 
-def check_order(ranks: EngineStates, names: Sequence[str]) -> None:
+def gate_of(layer: LayerFiles) -> str:
+    """What stands before the experts in the module of a layer."""
+    parts = expert_name(next(iter(layer.files[0].tensors)))
+    return layer.name + (ROUTER if parts is not None and parts.is_slice else GATE)
+
+
+def check_order(ranks: EngineStates, layers: Sequence[LayerFiles]) -> None:
     """The numbers of layers in names of files, and the module's own order, must agree."""
-    gates = [key.removesuffix(GATE) for key in ranks.model["module"] if key.endswith(GATE)]
-    if set(gates) == set(names) and gates != [*names]:
+    behind = {gate_of(layer): layer.name for layer in layers}
+    names = [layer.name for layer in layers]
+    gates = [behind[key] for key in ranks.model["module"] if key in behind]
+    if set(gates) == set(names) and gates != names:
         raise InconsistentCheckpoint(
             f"{ranks.directory.path}: by the names of the expert files the layers are "
             f"{listed(names)}, in the model they are {listed(gates)}",
@@ -44,7 +52,7 @@ def spread_over(ranks: EngineStates, layer: LayerFiles, named: Iterable[str]) ->
     model = ranks.model
     parts = [part for part in map(expert_name, named) if part and part.layer == layer.name]
     local, experts = len({part.number for part in parts}), len(layer.files)
-    if f"{layer.name}{GATE}" not in model["module"]:
+    if gate_of(layer) not in model["module"]:
         raise InconsistentCheckpoint(
             f"{layer.files[0].file.path} has an expert of {layer.name}, a layer that "
             f"{ranks.models[0].path} does not have",

@@ -9,6 +9,7 @@ themselves and all dense groups stay as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -19,7 +20,7 @@ from ....core.values import replace, valueclass
 from ....errors import InconsistentCheckpoint, MissingData, WrongOption, counted, listed
 from ....training.groups import regrouped
 from ....training.options import DP, EP, Options
-from ...deepspeed_states.experts import ExpertLayers, expert_name
+from ...deepspeed_states.experts import ExpertLayers, expert_name, parameter_of
 from ...deepspeed_states.options import MAX_GROUP_SIZE
 from ...deepspeed_states.target import DeepSpeedTarget
 from .named_layers import with_named_layers
@@ -93,8 +94,15 @@ def check_target(target: DeepSpeedTarget) -> None:
         return
     if target.engine.stage == 3:
         raise WrongOption(
-            "DeepSpeed has no layers of experts in ZeRO stage 3",
+            "zckpt does not write layers of experts in ZeRO stage 3",
             hint="choose --stage 0, --stage 1 or --stage 2",
+        )
+    is_auto = any(parameter_of(name) != name for name in target.trainable)
+    if is_auto and (target.engine.whole or target.engine.round_robin or target.engine.aligned):
+        raise WrongOption(
+            "zckpt does not write AutoEP's experts in ZeRO stage 0, nor with round_robin_gradients "
+            "or parameter_alignment",
+            hint="choose --stage 1 or --stage 2, without these settings in the ds_config",
         )
     if not target.engine.whole:
         return
@@ -117,7 +125,24 @@ def warnings(target: DeepSpeedTarget, source: Manifest) -> list[str]:
     sizes = target.experts.sizes
     if ExpertLayers.of_manifest(source).sizes == sizes:
         return []
+    if any(parameter_of(name) != name for name in source.parameters):
+        return [f"set autoep_size to {sizes[0]} in expert_parallel of the ds_config"]
     return [f"build the model with ep_size={sizes[0]} in its MoE layers"]
+
+
+Engine = FlatBufferEngine | StateDictEngine
+
+
+def _engine(engine: Engine, spread: ExpertLayers, ep: int) -> Engine:
+    """The engine with other sizes of its layers, which the ds_config of AutoEP states too."""
+    engine = replace(engine, experts=spread.listed)
+    if not isinstance(engine, FlatBufferEngine):
+        return engine
+    auto_ep = engine.config.get("expert_parallel")
+    if not isinstance(auto_ep, dict):
+        return engine
+    config = {**engine.config, "expert_parallel": {**auto_ep, "autoep_size": ep}}
+    return replace(engine, config=config)
 
 
 def _regrouped(
@@ -149,7 +174,7 @@ def _regrouped(
             source,
             source={**source.source, "ep": ep},
             parameters={name: source.parameters[name] for name in order},
-            engine=replace(source.engine, experts=spread.listed),
+            engine=_engine(source.engine, spread, ep),
         ),
         tuple(groups),
         members,
@@ -178,7 +203,8 @@ def _is_cut(
     alike = source.groups[last.number] == source.groups[group.number]
     if not alike or layers.is_dense(last.names[0]) or layers.is_dense(group.names[0]):
         return False
-    size = sum(_numels(source, last.last)) + _numels(source, group.names[:1])[0]
+    first = [n for n in group.names if parameter_of(n) == parameter_of(group.names[0])]
+    size = sum(_numels(source, [*last.last, *first]))
     if size > (limit or GROUP_SIZE):
         return True
     if limit is None:
@@ -203,11 +229,13 @@ def _cuts(source: Manifest, names: Sequence[str], limit: int) -> Iterator[list[s
     """A group of one rank, cut where DeepSpeed cuts it."""
     cut: list[str] = []
     size = 0
-    for name, numel in zip(names, _numels(source, names), strict=True):
+    for _, slices in groupby(names, parameter_of):
+        own = list(slices)
+        numel = sum(_numels(source, own))
         if cut and size + numel > limit:
             yield cut
             cut, size = [], 0
-        cut.append(name)
+        cut += own
         size += numel
     yield cut
 

@@ -38,6 +38,7 @@ from ...deepspeed_states.states import EngineStates, dictionary, open_files
 from ..files import Numbered, RankFiles
 from ..stage_0 import whole_states
 from ..stage_0.whole import WholeOptimizer, states_with
+from .auto_ep import READ, layers_in
 from .expert_files import LayerFiles, layers_of
 from .experts import Experts
 from .layers import check_order, check_ranks, named_of, spread_over
@@ -70,14 +71,14 @@ def manifest_of_experts(
     optimizers = [dictionary(each, each.value).get("optimizer") for each in opened]
     if not isinstance(model.get("num_experts"), list):
         refuse(directory, "mixture-of-experts layers of an old release")
-    if model.get("ds_autoep_layers") or model.get("autoep_layers"):
-        refuse(directory, "AutoEP without ZeRO")
+    if layers_in(model):
+        refuse(directory, "AutoEP in ZeRO stage 0", READ)
     ranks = [
         states_with(directory, file, model, beside, optimizer)
         for beside, optimizer in zip(opened, optimizers, strict=True)
     ]
     layers_files = layers_of(ranks[0], files.experts)
-    check_order(ranks[0], [layer.name for layer in layers_files])
+    check_order(ranks[0], layers_files)
     model = {**model, "shared_params": second_names(ranks[0], layers_files)}
     ranks = [replace(each, model=model) for each in ranks]
     layers = _layers(ranks[0], layers_files, numbered)

@@ -25,7 +25,7 @@ from ..stage_0 import naming
 from ..stage_0.samples import Stored, labels
 from ..stage_0.whole import WholeOptimizer, named_optimizer
 from .expert_files import LayerFiles
-from .layers import GATE
+from .layers import gate_of
 
 Members = Sequence[Sequence[str | None]]
 SWAPPED = (
@@ -45,7 +45,7 @@ def weights_of(
     """
     buffers, shared = {*(ranks.model.get("buffer_names") or ())}, ranks.model["shared_params"]
     weights: dict[str, Stored] = {}
-    behind = {f"{layer.name}{GATE}": layer for layer in files}
+    behind = {gate_of(layer): layer for layer in files}
     for name, file, tensor in _module(ranks, layers, behind, of_layer):
         if name not in buffers and name not in shared and tensor.dtype in FLOATS:
             weights[name] = Stored(file, tensor)

@@ -1,0 +1,121 @@
+"""Which experts do the stacked parameters of AutoEP have? The model file says it.
+
+    model["ds_autoep_layers"]       module_path, num_experts, ep_size, expert_placement
+    model["param_shapes"]           mlp.experts.w1 of shape [2, 20, 16]: those of ep rank 0
+    layer_0_expert_3_...            mlp.experts.w1.3 of shape [20, 16]
+
+A stacked parameter lies in a flat buffer as the slices of its experts do, one after the other. So
+every slice is a parameter by itself here. DeepSpeed 0.19.8, module_inject/auto_ep_layer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ....core.values import replace
+from ....errors import InconsistentCheckpoint
+from ....files.torchfile import Tensor
+from ...deepspeed_states.directories import refuse
+from ...deepspeed_states.states import EngineStates, nested
+
+LAYERS = ("ds_autoep_layers", "autoep_layers")
+ROUTER = ".router.gate.weight"
+INFO = "universal_checkpoint_info"
+READ = "AutoEP is read in ZeRO stages 1 and 2, without AutoTP and these settings of the ds_config"
+OWN_INFO = {"universal_checkpoint_version", "expert_parameter_patterns", "ds_autoep_layers"}
+
+
+def layers_in(model: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a model file says of AutoEP's layers; nothing for other models."""
+    stated = next((model[key] for key in LAYERS if model.get(key)), None)
+    return [each for each in stated if isinstance(each, dict)] if isinstance(stated, list) else []
+
+
+def with_slices(ranks: EngineStates) -> EngineStates:
+    """What the ranks say, with a parameter for each expert's slice of a stacked one.
+
+    Raises UnsupportedCheckpoint (stage 3, AutoTP beside it, an order of experts or of parameters
+    that zckpt does not read) and InconsistentCheckpoint.
+    """
+    model, directory = ranks.model, ranks.directory
+    layers = layers_in(model)
+    if not layers:
+        return ranks
+    formats = {str(layer.get("checkpoint_format") or "per_expert_files") for layer in layers}
+    if ranks.partitioned or formats != {"per_expert_files"}:
+        refuse(directory, "AutoEP in ZeRO stage 3", READ)
+    if model.get("folding") or int(model.get("mp_world_size") or 1) > 1:
+        refuse(directory, "AutoEP beside tensor ranks (AutoTP)", READ)
+    if ranks.round_robin or any(map(any, ranks.first.get("param_alignment_paddings") or ())):
+        refuse(directory, "AutoEP with round_robin_gradients or parameter_alignment", READ)
+    for layer in layers:
+        _check_placement(ranks, layer)
+    prefixes = {str(layer["expert_key_prefix"]): layer for layer in layers}
+    shapes = [_sliced(names, prefixes) for names in ranks.param_shapes()]
+    frozen = model.get("frozen_param_shapes")
+    info = {k: v for k, v in (model.get(INFO) or {}).items() if k not in OWN_INFO}
+    model = {**model, "param_shapes": shapes, INFO: info}
+    if not info:
+        del model[INFO]
+    model["shared_params"] = {**(model.get("shared_params") or {}), **_second_gates(ranks, layers)}
+    if frozen:
+        model["frozen_param_shapes"] = _sliced({n: tuple(s) for n, s in frozen.items()}, prefixes)
+    paddings = {"param_alignment_paddings": [[0] * len(names) for names in shapes]}
+    states = [{**state, **paddings} for state in ranks.states]
+    return replace(ranks, model=model, states=states)
+
+
+def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Owners by second name of the routers' weights: a module of the model's own has them too.
+
+    No list of the engine has these names. Both were saved, with the same bytes.
+    """
+    module, file = ranks.model["module"], ranks.models[0]
+    others = {name for names in ranks.param_shapes() for name in names}
+    others |= {*(ranks.model.get("buffer_names") or ()), *(ranks.model.get("shared_params") or ())}
+    owners: dict[str, str] = {}
+    for layer in layers:
+        path = layer["module_path"]
+        owner = f"{path}{ROUTER}"
+        if not isinstance(router := module.get(owner), Tensor):
+            continue
+        form = router.dtype, router.shape, file.crc(router)
+        if form[2][1] is None:  # saved without checksums
+            continue
+        for name, tensor in module.items():
+            if name in others or name == owner or not name.startswith(f"{path}."):
+                continue
+            if isinstance(tensor, Tensor) and form == (
+                tensor.dtype, tensor.shape, file.crc(tensor)
+            ):  # fmt: skip
+                owners[name] = owner
+    return owners
+
+
+def _sliced(
+    shapes: Mapping[str, tuple[int, ...]], prefixes: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes with slices in the place of stacked parameters."""
+    sliced: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if name.rpartition(".")[0] in prefixes:
+            sliced |= {f"{name}.{number}": shape[1:] for number in range(shape[0])}
+        else:
+            sliced[name] = shape
+    return sliced
+
+
+def _check_placement(ranks: EngineStates, layer: Mapping[str, Any]) -> None:
+    """Each ep rank must have the experts that follow those of the rank before it."""
+    count, ep, path = layer.get("num_experts"), layer.get("ep_size"), layer.get("module_path")
+    if not (isinstance(count, int) and isinstance(ep, int) and ep > 0 and not count % ep):
+        raise InconsistentCheckpoint(
+            f"{ranks.models[0].path}: {ep} ranks cannot share the {count} experts of {path}"
+        )
+    placement = nested(layer, "expert_placement", "ranks")
+    local = count // ep
+    for entry in placement if isinstance(placement, list) else ():
+        rank, experts = entry.get("rank"), entry.get("experts")
+        if experts != list(range(rank * local, (rank + 1) * local)):
+            refuse(ranks.directory, f"AutoEP experts of {path} in an order of their own")
