@@ -390,7 +390,7 @@ class TestCopies:
         kept = one.read_bytes()
         one.write_bytes(other.read_bytes())
         other.write_bytes(kept)
-        (said,) = zckpt.convert(run, tmp_path / "out")["warnings"]
+        said = zckpt.convert(run, tmp_path / "out")["warnings"][-1]
         assert "are not the rounded masters" in said
         assert name in said
         assert not zckpt.verify(run)["equal"]
@@ -463,6 +463,9 @@ class TestRules:
             ("0:16,4,8", "x", WrongOption, "not of the form REGEX = RULE"),
             ("0:2x", "0:3x", WrongOption, "cannot be cut into 3"),
             ("vocab:31", "vocab:37", WrongOption, "hold 36 rows"),
+            ("weight = 1", "weight = 0", WrongOption, r"dense.weight has 28 rows, .* 14 elements"),
+            ("0:16,4,8", "1", WrongOption, "is for|rows, but by the rule|which has the shape"),
+            ("0:2x", "0", WrongOption, "has 2 fused parts"),
             (r"5\.gain = replicated", r"5\.gain = 0", InconsistentCheckpoint, "hold the same"),
             ("weight = 1", "weight = replicated", InconsistentCheckpoint, "different copies"),
         ],

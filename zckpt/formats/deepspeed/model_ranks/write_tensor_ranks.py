@@ -234,6 +234,13 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
             "rows of a vocabulary",
             hint="give a rule `vocab:N` for them with --tp-rules FILE",
         )
+    for name, about in facts.items():
+        if given is not None and given < about["used"]:
+            raise WrongOption(
+                f"--vocab-size {given} is less than the {about['used']} rows of {name} that have a "
+                f"meaning in {source.root}",
+                hint="give at least so many; the vocabulary of a model is not made smaller here",
+            )
     rows: dict[str, int] = {}
     if given is None and facts and _is_auto(_engine(source, tp).config):
         return rows  # AutoTP pads nothing: ranks have shares that differ by one row
