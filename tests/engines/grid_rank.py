@@ -194,20 +194,23 @@ def build_engine(case: GridCase, axes: Axes, seed: int = 7) -> Any:
     optimizer = deepspeed_fused_adam if case.fused else torch.optim.AdamW
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=optimizer(parameter_groups(model, case.groups)),
+        optimizer=optimizer(parameter_groups(model, case.groups, case.lists_frozen)),
         config=merge(config, case.config),
         **more,
     )
     return engine
 
 
-def parameter_groups(model: torch.nn.Module, count: int) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: torch.nn.Module, count: int, lists_frozen: bool
+) -> list[dict[str, Any]]:
     """With decay, without decay, and some biases.
 
     Every stage has a parameter of each group: the engine (0.19.8) hangs in the norm of gradients if
     stages have different numbers of groups.
     """
-    named = dict(model.named_parameters())
+    every = model.named_parameters()
+    named = {name: each for name, each in every if lists_frozen or each.requires_grad}
     biases = [name for name in named if count > 2 and name.endswith("dense.bias")]
     members = [
         [name for name in named if named[name].ndim > 1],

@@ -87,6 +87,39 @@ def test_a_fused_layer_is_seen_by_its_neighbor() -> None:
     assert found["3.mlp.dense_h_to_4h.weight"].rule == "0:2x"
 
 
+@pytest.mark.parametrize(
+    ("weight", "bias", "said"),
+    [
+        ("0", "replicated", "has 8 rows, but by the rule `replicated` its bias has 4 elements"),
+        ("1", "0", "has 4 rows, but by the rule `0` its bias has 8"),
+        ("0:2x", "0", "the rule `0:2x` cuts the rows of a.up.weight, but the rule `0` its bias"),
+        ("0:4,4", "0:2,6", "the rule `0:4,4` cuts"),
+        ("0", "0", None),
+        ("0:1x", "0", None),
+        ("1", "replicated", None),
+        ("1", "sum", None),
+        ("1:1x", "0", None),
+        ("vocab:7", "replicated", None),
+    ],
+)
+def test_a_wrong_rule_is_seen_by_the_bias(
+    weight: str, bias: str, said: str | None, tmp_path: Path
+) -> None:
+    """The sizes of the ranks fit, but the whole bias does not fit the whole weight."""
+    path = tmp_path / "rules"
+    path.write_text(f".*weight = {weight}\n.*bias = {bias}\n")
+    shapes: dict[str, Shapes] = {"a.up.weight": [(4, 4)] * 2, "a.up.bias": [(4,)] * 2}
+    rules = [rules_of(str(path))]
+    if said is None:
+        assert len(decide("run", shapes, rules, 2)) == 2
+        return
+    with pytest.raises(WrongOption, match=said) as raised:
+        decide("run", shapes, rules, 2)
+    assert "1:1x" in raised.value.hint or weight != "1"
+    transposed = {name.replace("up", "c_fc"): shape for name, shape in shapes.items()}
+    assert len(decide("run", transposed, rules, 2)) == 2
+
+
 def test_files_of_rules(tmp_path: Path) -> None:
     path = tmp_path / "rules"
     path.write_text("# own names first\n\n.*q_proj.weight = 1  # columns\ninclude llama\n")

@@ -65,6 +65,7 @@ WIDTHS: tuple[tuple[str, str], ...] = (
     ("dense_h_to_4h.weight", "dense_4h_to_h.weight"),
     ("linear_fc1.weight", "linear_fc2.weight"),
     ("gate_up_proj.weight", "down_proj.weight"),
+    ("gate_up.weight", "down.weight"),
     ("linear1.weight", "linear2.weight"),
 )
 """Rows of the first, by its fused parts, are as many as columns of the second."""

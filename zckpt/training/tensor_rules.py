@@ -34,6 +34,7 @@ from ..errors import (
     WrongOption,
     ZckptError,
     cause,
+    counted,
     listed,
 )
 from .tensor_families import FAMILIES, WIDTHS
@@ -41,6 +42,9 @@ from .tensor_families import FAMILIES, WIDTHS
 Shapes = Sequence[tuple[int, ...] | None]
 """A parameter's shape on every tensor rank; None where the rank has none of it."""
 SUM = "sum"
+GEOMETRIC = ("affine_map", "view")  # rules of a checkpoint that state every piece
+PLAIN = {"0:1x": "0"}
+CONV1D = re.compile(r"(^|\.)c_(attn|fc|proj)\.")
 HELP = (
     "a rule is `replicated`, `sum`, `0` or `1` (the dimension that is cut), `0:64,16,16` or `0:2x` "
     "(sub-parameters) or `vocab:N`"
@@ -255,8 +259,41 @@ def decide(
                 f"{list(sliced.shape)} once",
                 hint="give rules with --tp-rules FILE",
             )
+    _check_biases(root, decided)
     _check_widths(root, decided)
     return decided
+
+
+def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
+    """A layer's bias is as long as its weight has rows, and both are cut into the same parts.
+
+    Layers of GPT-2 in transformers have a transposed weight (Conv1D).
+    """
+    for name, sliced in decided.items():
+        bias = decided.get(f"{name.removesuffix('.weight')}.bias")
+        if not name.endswith(".weight") or bias is None or CONV1D.search(name):
+            continue
+        if sliced.vocabulary is not None:  # a bias may lack padded rows
+            continue
+        rules = sliced.rule, bias.rule
+        if len(sliced.shape) != 2 or len(bias.shape) != 1 or {*rules} & {*GEOMETRIC, "1:1x"}:
+            continue
+        hint = "correct the rule (--tp-rules FILE)"
+        if sliced.shape[0] != bias.shape[0]:
+            if bias.shape[0] == sliced.shape[1]:
+                hint += ", or use `1:1x` if the layer has its inputs along the rows"
+            raise WrongOption(
+                f"{root}: by the rule `{rules[0]}` {name} has {sliced.shape[0]} rows, but by the "
+                f"rule `{rules[1]}` its bias has {bias.shape[0]} elements",
+                hint=hint,
+            )
+        parts = [PLAIN.get(rule, rule) for rule in rules]
+        if parts[0] != parts[1] and all(part.startswith("0") for part in parts):
+            raise WrongOption(
+                f"{root}: the rule `{rules[0]}` cuts the rows of {name}, but the rule "
+                f"`{rules[1]}` its bias",
+                hint=hint,
+            )
 
 
 def _check_widths(root: str, decided: Mapping[str, Sliced]) -> None:
@@ -265,6 +302,8 @@ def _check_widths(root: str, decided: Mapping[str, Sliced]) -> None:
         for wide, narrow in WIDTHS:
             other = decided.get(name.replace(wide, narrow)) if name.endswith(wide) else None
             if other is None or len(sliced.shape) != 2 or len(other.shape) != 2:
+                continue
+            if other.is_replicated:  # its rule is wrong, as its bytes will show
                 continue
             fused = re.fullmatch(r"0(?::(\d+)x)?", sliced.rule)
             count = int(fused[1] or 1) if fused and fused[1] != "1" else 0
@@ -292,8 +331,8 @@ def _undecided(
     known = "" if family is None else f"a family knows these names: --tp-rules {family}; else "
     text = "\n".join(f"  {pattern} = {rule}" for pattern, rule in lines.items())
     return MissingData(
-        f"{root} has {ranks} tensor ranks, and nothing says how {len(undecided)} parameters are "
-        f"cut: {listed(names)}",
+        f"{root} has {counted(ranks, 'tensor rank')}, and nothing says how "
+        f"{counted(len(undecided), 'parameter')} are cut: {listed(names)}",
         hint=f"{known}replace each ? and give the file with --tp-rules FILE; {HELP}:\n{text}",
     )
 

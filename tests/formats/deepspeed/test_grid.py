@@ -374,6 +374,27 @@ class TestCopies:
         lines = zckpt.verify(run)["differences"]
         assert [line["tensor"] for line in lines] == ["4.down.weight/param"]
 
+    @pytest.mark.parametrize(
+        ("files", "ranks", "name"),
+        [
+            ("layer_01-model_0{}-*", (0, 1), "1.fused.weight"),
+            ("bf16_zero_*_mp_rank_0{}_*", (2, 3), "6.fused.weight"),
+        ],
+    )
+    def test_swapped_files_of_two_ranks_are_a_warning(
+        self, files: str, ranks: Any, name: str, run: Path, tmp_path: Path
+    ) -> None:
+        """A conversion compares the begin of each weight with its master."""
+        assert zckpt.convert(run, tmp_path / "before")["warnings"] == []
+        one, other = (next(run.glob(f"*/{files.format(rank)}")) for rank in ranks)
+        kept = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(kept)
+        said = zckpt.convert(run, tmp_path / "out")["warnings"][-1]
+        assert "are not the rounded masters" in said
+        assert name in said
+        assert not zckpt.verify(run)["equal"]
+
     def test_other_choices_do_not_exist(self, run: Path, tmp_path: Path) -> None:
         with pytest.raises(WrongOption, match="none of rank0, mean"):
             zckpt.convert(run, tmp_path / "out", replicas="most")
@@ -442,6 +463,9 @@ class TestRules:
             ("0:16,4,8", "x", WrongOption, "not of the form REGEX = RULE"),
             ("0:2x", "0:3x", WrongOption, "cannot be cut into 3"),
             ("vocab:31", "vocab:37", WrongOption, "hold 36 rows"),
+            ("weight = 1", "weight = 0", WrongOption, r"dense.weight has 28 rows, .* 14 elements"),
+            ("0:16,4,8", "1", WrongOption, "is for|rows, but by the rule|which has the shape"),
+            ("0:2x", "0", WrongOption, "has 2 fused parts"),
             (r"5\.gain = replicated", r"5\.gain = 0", InconsistentCheckpoint, "hold the same"),
             ("weight = 1", "weight = replicated", InconsistentCheckpoint, "different copies"),
         ],

@@ -139,15 +139,15 @@ def test_a_pipeline_is_what_all_stages_held(
     ("name", "options", "stage"),
     [
         (PP_FP16, {"dp": 2}, 0),
-        (PP_FP16, {"dp": 2, "stage": 1, "tp": 1}, 1),
+        (PP_FP16, {"dp": 2, "stage": 1}, 1),
         (PP_FP32, {"dp": 2}, 0),
         (PP_FP32, {"dp": 1, "stage": 1, "tp": 1}, 1),
         (PP_BF16, {"dp": 1}, 1),
         (PP_TP, {"dp": 1}, 0),
         (UNTIED, {"dp": 1}, 0),
-        (UNTIED, {"dp": 1, "stage": 1, "tp": 1, "pp": 1}, 1),
+        (UNTIED, {"dp": 1, "stage": 1, "pp": 1}, 1),
         (FUSED, {"dp": 2}, 0),
-        (FUSED, {"dp": 2, "stage": 1, "tp": 1, "pp": 1}, 1),
+        (FUSED, {"dp": 2, "stage": 1, "pp": 1}, 1),
         (FUSED_TP, {"dp": 2}, 0),
         (FUSED_TP, {"dp": 1, "stage": 1, "tp": 1}, 1),
     ],
@@ -171,6 +171,46 @@ def test_a_pipeline_resumes(
     assert held["steps"] == expected["steps"]
     most = 1e-5 if case.dtype == "fp32" else 2e-3
     assert abs(held["losses"][0] - expected["losses"][0]) < most
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("pipe_pp2_dp1_fp16", {"dp": 2}, marks=first),
+        ("pipe_pp2_dp1_ties", {"dp": 1, "dtype": "fp16"}),
+        ("pipe_pp2_tp2_dp1_fp32", {"dp": 1, "tp": 1}),
+        ("pipe_pp2_dp2_fp32", {"dp": 1, "pp": 1}),
+    ],
+)
+def test_a_pipeline_leaves_zero(
+    name: str, options: dict[str, Any], grid_trained: Trained, tmp_path: Path
+) -> None:
+    root, case = grid_trained(name), CASES[name]
+    report = zckpt.reshard(root / "run", tmp_path / "run", stage=0, **options)
+    dtype = options.get("dtype", case.dtype)
+    said = "give the optimizer the trained" if dtype == "fp32" else "divides gradients by the loss"
+    assert [said in line for line in report["warnings"]] == [True] * (case.dtype == dtype)
+    assert zckpt.verify(tmp_path / "run", against=root / "run")["equal"]
+    resumed = replace(
+        case, stage=0, dtype=dtype, tp=options.get("tp", case.tp), lists_frozen=dtype != "fp32"
+    )
+    held = grids.resume(
+        resumed, tmp_path / "run", tmp_path / "engine", options["dp"], options.get("pp")
+    )
+    expected = torch.load(root / "oracle.pt", weights_only=False)
+    for key, tensor in expected["tensors"].items():
+        own = key if key in held["tensors"] else key.replace("/master", "/param")
+        if dtype == case.dtype or not key.endswith("/param"):
+            assert same_bits(held["tensors"][own], tensor), key
+    assert held["steps"] == expected["steps"]
+    assert abs(held["losses"][0] - expected["losses"][0]) < (1e-5 if dtype == "fp32" else 4e-3)
+
+
+@first
+def test_bf16_pipelines_keep_zero(grid_trained: Trained, tmp_path: Path) -> None:
+    """The engine's own file of such a run does not load: `param_shapes` is None in it."""
+    with pytest.raises(WrongOption, match="--stage 0 does not go with a pipeline in bf16"):
+        zckpt.reshard(grid_trained("pipe_pp2_dp2") / "run", tmp_path / "run", stage=0)
 
 
 def test_names_that_no_file_of_a_pipeline_states(grid_trained: Trained, tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ class TestRefusals:
         [
             ({"tp": 0}, WrongOption, "--tp cannot be 0"),
             ({"tp": 8}, UnsupportedCheckpoint, "cannot be cut evenly over 8 .*fused.weight"),
-            ({"tp": 2, "pp": 2}, WrongOption, "--pp does not go with --tp"),
+            ({"tp": 2, "pp": 2}, WrongOption, "--pp does not apply .* is not a pipeline"),
             ({"tp": 2, "rename": [("head", "out")]}, MissingData, "nothing says how"),
         ],
     )
@@ -276,3 +276,11 @@ class TestRefusals:
             return
         report = zckpt.reshard(run, tmp_path / "out", tp=1, replicas=replicas)
         assert any("copies of" in line for line in report["warnings"])
+
+
+@pytest.mark.engines
+def test_a_vocabulary_does_not_lose_rows(grid_trained: Trained, tmp_path: Path) -> None:
+    run = grid_trained("tensor_tp2_dp2") / "run"
+    with pytest.raises(WrongOption, match=r"--vocab-size 20 is less than the 31 rows of emb"):
+        zckpt.reshard(run, tmp_path / "out", tp=4, vocab_size=20)
+    assert not (tmp_path / "out").exists()

@@ -78,12 +78,16 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
         from .moe.whole_experts import compare_ranks
 
         return compare_ranks(manifest, replicas)
-    from .model_ranks.copies import compare_copies, refuse_sums
+    tp = int(manifest.source.get("tp") or 0)
+    if not tp:
+        return []
+    from .model_ranks.copies import compare_copies, refuse_sums, unlike_masters
 
     refuse_sums(manifest.root, (manifest.state.get("tensor_parallel") or {}).get("rules") or {})
-    check_slices(manifest)
-    tp = int(manifest.source.get("tp") or 0)
-    return compare_copies(manifest, tp, replicas) if tp else []
+    ranks = _ranks_again(manifest)
+    _refuse_equal_slices(manifest, ranks)
+    copies = compare_copies(manifest, tp, replicas)
+    return [*copies, *unlike_masters(manifest.root, ranks, "pipeline" in manifest.state)]
 
 
 def averaged(manifest: Manifest) -> Manifest:
@@ -99,13 +103,24 @@ def averaged(manifest: Manifest) -> Manifest:
 def check_slices(manifest: Manifest) -> None:
     """Raises InconsistentCheckpoint if all tensor ranks hold the same of what a rule cuts."""
     if int(manifest.source.get("tp") or 0) > 1:
+        _refuse_equal_slices(manifest, _ranks_again(manifest))
+
+
+def _ranks_again(manifest: Manifest) -> list[Manifest]:
+    """The model of each tensor rank, as they were before they were joined."""
+    if int(manifest.source.get("tp") or 0) < 2:
+        return [manifest]
+    directory = locate(manifest.root, None)
+    weights = Numbered(weights_only=True)
+    pipeline = manifest.state.get("pipeline") or {"tied": ()}
+    tied = {int(number): str(key) for number, key in pipeline["tied"]}
+    return tensor_ranks(directory, grid_files(directory), KEEP, weights, tied)
+
+
+def _refuse_equal_slices(manifest: Manifest, ranks: Sequence[Manifest]) -> None:
+    if len(ranks) > 1:
         from .model_ranks.copies import refuse_equal_slices
 
-        directory = locate(manifest.root, None)
-        weights = Numbered(weights_only=True)
-        pipeline = manifest.state.get("pipeline") or {"tied": ()}
-        tied = {int(number): str(key) for number, key in pipeline["tied"]}
-        ranks = tensor_ranks(directory, grid_files(directory), KEEP, weights, tied)
         refuse_equal_slices(manifest.root, ranks, manifest.state["tensor_parallel"]["rules"])
 
 

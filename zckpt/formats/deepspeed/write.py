@@ -20,7 +20,7 @@ from ..deepspeed_states.options import TP
 from ..deepspeed_states.target import DeepSpeedTarget
 from . import elastic
 from .files import recovery_scripts
-from .model_ranks import write_grid, write_pipeline, write_tensor_ranks
+from .model_ranks import stage_bounds, write_grid, write_pipeline, write_tensor_ranks
 from .moe import regroup
 from .moe.expert_shells import expert_files
 from .optimizer_files import optimizer_files
@@ -63,7 +63,7 @@ def _of_any(source: Manifest, options: Options) -> Layout:
 def _lay_out(source: Manifest, options: Options) -> Layout:
     """The files of one model rank."""
     if not source.source.get("pp"):  # others are refused by name
-        write_grid.refuse_without_stages(source.root, options)
+        stage_bounds.refuse_without_stages(source.root, options)
     need_order(source)
     spread, schedulers = regroup.over_ranks(source, options)
     target = DeepSpeedTarget(spread, options)

@@ -25,9 +25,10 @@ from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, l
 from ....training.tensor_rules import SUM
 from ..files import model_rank_of
 from .grid import LAYER
-from .pipeline import head
+from .pipeline import begins_as, head
 
 SAMPLE = 1 << 14  # elements of each slice
+FEW = 1 << 8  # elements of each weight that are compared with its master
 
 
 def compare_copies(manifest: Manifest, tp: int, replicas: str | None) -> list[str]:
@@ -128,6 +129,30 @@ def refuse_equal_slices(root: str, ranks: Sequence[Manifest], rules: Mapping[str
             "ranks hold the same values",
             hint="give the rule `replicated` for such a parameter with --tp-rules FILE",
         )
+
+
+def unlike_masters(root: str, ranks: Sequence[Manifest], is_apart: bool) -> list[str]:
+    """A warning about weights that do not begin as their masters do, once these are rounded.
+
+    Then files of two ranks are swapped, or some are of another save. Nothing else shows that of the
+    files of layers, which have no counters. `is_apart` says that weights are in such files.
+    """
+    wrong: dict[str, None] = {}
+    for rank in ranks:
+        for name in rank.parameters:
+            weight, master = (rank.entries.get(f"{name}/{slot}") for slot in ("param", "master"))
+            if weight is None or master is None or weight.shape != master.shape:
+                continue
+            if not begins_as(weight, master, min(FEW, master.numel)):
+                wrong[name] = None
+    if not wrong:
+        return []
+    files = "files of layers and of the optimizer" if is_apart else "model and optimizer files"
+    return [
+        f"{counted(len(wrong), 'weight')} of {root} are not the rounded masters: "
+        f"{listed(list(wrong), 4)}: {files} seem to be swapped, or of different saves (`zckpt "
+        "verify` compares all elements)"
+    ]
 
 
 def refuse_sums(root: str, rules: Mapping[str, str]) -> None:

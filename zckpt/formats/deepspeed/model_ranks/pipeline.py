@@ -209,14 +209,22 @@ def _is_its_weight(
     if tensor is None or tensor.shape != shapes[name] or not tensor.contiguous:
         return False
     master = next(entry for entry in entries[name] if entry.slot == "master")
-    count = min(SAMPLE, master.numel)
-    narrow = head(file.fragments(tensor), tensor.dtype, count)
+    weight = Entry(f"{name}/param", tensor.dtype, tensor.shape, file.fragments(tensor))
+    return begins_as(weight, master, min(SAMPLE, master.numel))
+
+
+def begins_as(weight: Entry, master: Entry, count: int) -> bool:
+    """Whether so many elements of a master round to those of the weight.
+
+    True too if no engine makes weights of this type of such masters.
+    """
+    narrow = head(weight.fragments, weight.dtype, count)
     wide = head(master.fragments, master.dtype, count)
-    if tensor.dtype == master.dtype:
+    if weight.dtype == master.dtype:
         return narrow == wide
-    if (master.dtype, tensor.dtype) == ("F32", "BF16"):
+    if (master.dtype, weight.dtype) == ("F32", "BF16"):
         return rounds_to(memoryview(wide), memoryview(narrow))
-    if (master.dtype, tensor.dtype) == ("F32", "F16"):
+    if (master.dtype, weight.dtype) == ("F32", "F16"):
         values = struct.unpack(f"<{count}f", wide)
         try:
             return struct.pack(f"<{count}e", *values) == narrow
@@ -226,14 +234,16 @@ def _is_its_weight(
 
 
 def head(fragments: Fragments, dtype: str, count: int) -> bytes:
-    """The bytes of the first elements, which lie in fragments of row-major order."""
-    data, size = b"", SIZES[dtype]
+    """The bytes of the first elements."""
+    size = SIZES[dtype]
+    data = bytearray(count * size)
     for fragment in fragments.overlapping(0, count):
-        extent = fragment.extent
-        length = (min(fragment.stop, count) - fragment.start) * size
-        with sources.opened(extent.file) as file:
-            data += sources.pread(file.fileno(), length, extent.offset)
-    return data
+        for run in fragment.runs(0, count):
+            extent, stop = run.extent, min(run.stop, count)
+            with sources.opened(extent.file) as file:
+                part = sources.pread(file.fileno(), (stop - run.start) * size, extent.offset)
+            data[run.start * size : stop * size] = part
+    return bytes(data)
 
 
 def _weights(root: str, layers: Sequence[Layer]) -> tuple[dict[str, Entry], list[Entry]]:

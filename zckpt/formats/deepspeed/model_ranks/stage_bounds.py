@@ -24,6 +24,7 @@ from ....training.options import Options
 from ...deepspeed_states.options import PP, PP_BOUNDS, PP_PARTITION
 from .grid import TIED
 
+STAGES = (PP, PP_BOUNDS, PP_PARTITION)
 GIVE = "give the first layer of each stage and the number of all layers, functions included"
 PRINTED = "your program prints the layers of each stage at its start"
 
@@ -63,6 +64,16 @@ def bounds_of(
     if name == "uniform":
         return uniform(int(about or count), stages)
     return balanced(_weights(model, layers, uses), stages)
+
+
+def refuse_without_stages(root: str, options: Options) -> None:
+    """Raises WrongOption for an option of pipelines, if the source is none."""
+    for option in STAGES:
+        if options[option] is not None:
+            raise WrongOption(
+                f"{option.flag} does not apply to {root}, which is not a pipeline",
+                hint="leave it out; or give --like RUN, a pipeline of the same model",
+            )
 
 
 def _given(

@@ -71,6 +71,13 @@ class UniversalInfo:
             return by_rule(Rule(pattern, "1", 1), name, shapes)
         return by_rule(Rule(".*", "0", 0, vocabulary=rows), name, shapes)
 
+    def stated_shapes(self, name: str) -> Shapes | None:
+        """Each rank's shape, if the affine_map has it."""
+        mapped = next((self.maps[p] for p in self.maps if re.match(p, name)), None)
+        ranks = {} if mapped is None else {int(n): each for n, each in mapped["ranks"].items()}
+        shapes = [tuple(ranks[n]["shard_shape"]) for n in range(len(ranks)) if n in ranks]
+        return shapes or None
+
     def _matching(self, key: str, name: str) -> Iterator[str]:
         return (pattern for pattern in self.info.get(key) or () if re.match(pattern, name))
 
@@ -145,10 +152,14 @@ def of_json(text: str) -> UniversalInfo:
 def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[str, Any]:
     """The same for another number of tensor ranks, among which everything is cut evenly.
 
-    A view whose sub-parameters cannot be cut evenly has no widths in it. The map of pieces is left
-    out, since DeepSpeed makes it anew. It may be all that said which parameters are `whole` on each
+    For the same number nothing changes, if the map of pieces shows that it is the same. A view
+    whose sub-parameters cannot be cut evenly has no widths in it. The map of pieces is left out,
+    since DeepSpeed makes it anew. It may be all that said which parameters are `whole` on each
     rank, so their names become patterns.
     """
+    maps = ((info.get("affine_map") or {}).get("params") or {}).values()
+    if maps and all(len(each.get("ranks") or ()) == ranks for each in maps):
+        return dict(info)
     changed = {key: value for key, value in info.items() if key != "affine_map"}
     if "affine_map" in info:
         replicated = list(info.get("tp_replicated_parameter_patterns") or ())

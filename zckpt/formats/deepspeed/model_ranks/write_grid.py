@@ -24,14 +24,15 @@ from ...deepspeed_states.target import DeepSpeedTarget
 from .. import elastic, read
 from ..files import Numbered, locate, rank_files, recovery_scripts
 from ..moe import regroup
+from . import write_pipeline
 from .apart import ModelGrid, layer_siblings, open_apart, stacked
 from .copies import compare_copies
 from .grid import TIED, GridFiles, grid_files
 from .rank_shells import rank_shells
 from .recut import recut, under_names_of
+from .stage_bounds import STAGES, refuse_without_stages
 
 OF_WEIGHTS = frozenset({STAGE.name, DTYPE.name})  # they change files of layers too
-STAGES = (PP, PP_BOUNDS, PP_PARTITION)
 TAKEN = frozenset(
     option.name for option in (DP, EP, MAX_GROUP_SIZE, *STAGES, ALLOW_OBJECT, PARAM_NAMES)
 )
@@ -49,6 +50,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     _refuse_options(source.root, files, options)
     grid = before = ModelGrid.of(files, source)
     numbered = Numbered(options[PARAM_NAMES])
+    if files.tp == 1 and any(option.name in OF_WEIGHTS for option, _ in options.given):
+        return _as_pipeline(source, directory, files, numbered, options)
     apart = open_apart(directory, files.ranks, grid, None, numbered, files)
     models: list[Manifest] = []
     inferred: Sequence[str] = ()
@@ -117,11 +120,25 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     )
 
 
+def _as_pipeline(
+    source: Manifest,
+    directory: TagDirectory,
+    files: GridFiles,
+    numbered: Numbered,
+    options: Options,
+) -> Layout:
+    """The files of a pipeline whose layers change too; one tensor rank needs no rules for that."""
+    (model,) = read.tensor_ranks(directory, files, None, numbered)
+    model = replace(model, fingerprints=source.fingerprints, siblings=source.siblings)
+    layout = write_pipeline.lay_out(model, options)
+    return replace(layout, check=lambda: compare_copies(model, 1, None))
+
+
 def _refuse_options(root: str, files: GridFiles, options: Options) -> None:
     """Raises WrongOption for what needs files of layers to change, or the whole model."""
     for option, _ in options.given:
         is_known = option.name in OF_WEIGHTS
-        if option.name in TAKEN or (is_known and not files.layers):
+        if option.name in TAKEN or (is_known and (not files.layers or files.tp == 1)):
             continue
         raise WrongOption(
             f"{option.flag} does not apply to {root}, which was saved by several model ranks",
@@ -163,16 +180,6 @@ def with_stages(source: Manifest, options: Options) -> Manifest:
     _layers_of_names(source, options)
     stage = stacked(open_apart(directory, files.ranks, ModelGrid.of(files, source), None))
     return replace(stage, fingerprints=source.fingerprints, objects=source.objects)
-
-
-def refuse_without_stages(root: str, options: Options) -> None:
-    """Raises WrongOption for an option of pipelines, if the source is none."""
-    for option in STAGES:
-        if options[option] is not None:
-            raise WrongOption(
-                f"{option.flag} does not apply to {root}, which is not a pipeline",
-                hint="leave it out; or give --like RUN, a pipeline of the same model",
-            )
 
 
 def _target(manifest: Manifest, options: Options) -> DeepSpeedTarget:

@@ -101,7 +101,16 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         shells,
         list(first.take_siblings()),
         [*left_out, *recovery_scripts(source.root)],
-        list(dict.fromkeys([*source.warnings, *reports.of_weights(first), *inferred])),
+        list(
+            dict.fromkeys(
+                [
+                    *source.warnings,
+                    *reports.of_stage_0(wholes[0]),
+                    *reports.of_weights(first),
+                    *inferred,
+                ]
+            )
+        ),
         about=f"a DeepSpeed run of {counted(first.dp, 'data-parallel rank')}, pp {grid.pp}, tp "
         f"{tp}, ZeRO stage {first.engine.stage}, tag {tag}",
         loading=lambda path: f"model_engine.load_checkpoint({literal(path)})",
@@ -178,10 +187,16 @@ def _of_stage(model: Manifest, stage: Stage, number: int, grid: ModelGrid) -> Ma
 
 
 def _refuse_target(target: DeepSpeedTarget) -> None:
-    if target.engine.stage != 1:
+    if target.engine.stage > 1:
         raise WrongOption(
             f"--stage {target.engine.stage} does not go with a pipeline",
-            hint="DeepSpeed trains pipelines at ZeRO stage 1: choose --stage 1",
+            hint="DeepSpeed trains pipelines at ZeRO stage 1 and 0: choose --stage 1",
+        )
+    if target.engine.stage == 0 and target.engine.dtype == "BF16":
+        raise WrongOption(
+            "--stage 0 does not go with a pipeline in bf16: DeepSpeed does not load its files "
+            "(0.19.8)",
+            hint="choose --stage 1, and grad_accum_dtype fp32 in the ds_config",
         )
     if elastic.is_elastic(target) or target.experts:
         raise UnsupportedCheckpoint(

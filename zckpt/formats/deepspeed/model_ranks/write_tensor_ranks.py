@@ -15,7 +15,7 @@ from typing import Any
 
 from ....core.facts import FlatBufferEngine
 from ....core.fragments import Runs
-from ....core.manifest import Entry, Manifest
+from ....core.manifest import Entry, Manifest, Parameter
 from ....core.staging import Layout, Shell
 from ....core.values import replace, valueclass
 from ....errors import (
@@ -33,7 +33,7 @@ from ....training.tensor_rules import Rules, Shapes, Sliced, stated_rule
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
-from ...deepspeed_states.options import CONFIG, PP, PP_BOUNDS, PP_PARTITION, VOCAB_SIZE
+from ...deepspeed_states.options import CONFIG, VOCAB_SIZE
 from ...deepspeed_states.patterns import INFO
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...deepspeed_states.vocabulary import resized, shared
@@ -43,6 +43,7 @@ from .apart import ModelGrid, ModelRank
 from .arguments import TENSOR_RANKS, VOCABULARY, arguments, with_sizes
 from .grid import grid_files
 from .rank_shells import rank_shells
+from .stage_bounds import refuse_without_stages
 from .tensor_ranks import joined_slices
 from .universal_info import UniversalInfo, info_for
 
@@ -116,7 +117,8 @@ def for_one_rank(
 
 def _of_heads(target: DeepSpeedTarget) -> list[str]:
     """AutoTP gives some ranks more heads if it cannot deal them evenly (0.19.8, tp_shard.py)."""
-    if not _is_auto(target.engine.config):
+    is_as_before = "affine_map" in (target.client_state.get(INFO) or {})
+    if is_as_before or not _is_auto(target.engine.config):
         return []
     return [
         "each tensor rank gets an equal share of the attention: --tp must divide "
@@ -133,7 +135,8 @@ def as_one_rank(source: Manifest) -> Manifest:
 
 
 def _refuse(source: Manifest, options: Options) -> None:
-    for option in (PP, PP_BOUNDS, PP_PARTITION, WEIGHTS_ONLY, CONFIG):
+    refuse_without_stages(source.root, options)
+    for option in (WEIGHTS_ONLY, CONFIG):
         if options[option]:
             raise WrongOption(f"{option.flag} does not go with --tp", hint="leave out one of them")
 
@@ -171,7 +174,8 @@ def cuts_of(source: Manifest, tp: int) -> Cuts:
         own = stated_rule(name, texts[name]) or stated
         whole = parameter.shape
         near = is_auto and NEAR_EVEN.search(name) is not None
-        each = None if own is None else _slices(own, name, whole, tp, near)
+        first = None if stated is None else stated.stated_shapes(name)
+        each = None if own is None else _slices(own, name, whole, tp, near, first)
         if own is None or each is None:
             uneven[f"{name} {list(whole)} ({texts[name]})"] = whole
         else:
@@ -185,12 +189,18 @@ def cuts_of(source: Manifest, tp: int) -> Cuts:
     return Cuts(rules, shapes)
 
 
-def _slices(rules: Rules, name: str, whole: tuple[int, ...], tp: int, near: bool) -> Shapes | None:
+def _slices(
+    rules: Rules, name: str, whole: tuple[int, ...], tp: int, near: bool, stated: Shapes | None
+) -> Shapes | None:
     """Each rank's shape: those for which the rule gives the whole shape again.
+
+    `stated` are those that the source had, if it had as many ranks.
 
     None if no even cut of a dimension does; with `near` the first ranks may have one row more.
     """
-    candidates: list[list[tuple[int, ...]]] = [[whole] * tp]
+    candidates: list[Shapes] = [[whole] * tp]
+    if stated is not None and len(stated) == tp:
+        candidates.insert(0, stated)
     for axis, size in enumerate(whole):
         if near or not size % tp:
             sizes = [size // tp + (rank < size % tp) for rank in range(tp)]
@@ -224,6 +234,13 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
             "rows of a vocabulary",
             hint="give a rule `vocab:N` for them with --tp-rules FILE",
         )
+    for name, about in facts.items():
+        if given is not None and given < about["used"]:
+            raise WrongOption(
+                f"--vocab-size {given} is less than the {about['used']} rows of {name} that have a "
+                f"meaning in {source.root}",
+                hint="give at least so many; the vocabulary of a model is not made smaller here",
+            )
     rows: dict[str, int] = {}
     if given is None and facts and _is_auto(_engine(source, tp).config):
         return rows  # AutoTP pads nothing: ranks have shares that differ by one row
@@ -243,22 +260,36 @@ def slices_of(source: Manifest, number: int, cuts: Cuts, tp: int) -> Manifest:
     grid = ModelGrid(1, tp, False, _engine(source, tp).dtype)
     facts = {**source.source, "model_rank": ModelRank(number, grid, source.buffers)}
 
+    empty = {  # the module has such a slice, and no optimizer owns it
+        name: parameter
+        for name, parameter in source.parameters.items()
+        if 0 in (cuts.shapes[name][number] or ()) and 0 not in parameter.shape
+    }
+    engine = _engine(source, tp)
+
     def own(entry: Entry) -> Entry:
         shape = cuts.shapes[entry.parameter][number] if entry.parameter in cuts.shapes else None
         if shape is None or entry.slot == "state":
             return entry
-        return replace(entry, shape=shape, fragments=Runs(()), digest=None, mean=())
+        dtype = entry.dtype if entry.parameter not in empty else engine.dtype or entry.dtype
+        return replace(entry, dtype=dtype, shape=shape, fragments=Runs(()), digest=None, mean=())
 
     return replace(
         source,
         source={key: value for key, value in facts.items() if key not in ("tp", "pp")},
-        entries={name: own(entry) for name, entry in source.entries.items()},
+        entries={
+            name: own(entry)
+            for name, entry in source.entries.items()
+            if entry.parameter not in empty or entry.slot == "param"
+        },
         parameters={
             name: replace(parameter, shape=cuts.shapes[name][number] or ())
+            if name not in empty
+            else Parameter(cuts.shapes[name][number] or (), trainable=False)
             for name, parameter in source.parameters.items()
         },
         replicas=(),
-        engine=_engine(source, tp),
+        engine=engine,
         state=_state(source, tp),
     )
 
