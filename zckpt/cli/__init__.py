@@ -29,6 +29,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         # a checkpoint's description has no cycles: to search it again and again while it grows takes
         # a tenth of the time. A progress bar starts the collector (`display/terminal.py`).
         gc.disable()
+        # numpy's BLAS starts a thread for each processor, which waits for work in a loop; the threads
+        # here are zckpt's own
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from .run import run
 
     run(arguments)

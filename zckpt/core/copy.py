@@ -82,6 +82,7 @@ class _Copy:
             self.records.setdefault(record.extent.file, []).append(record.extent)
         self.outcome = CopyOutcome()
         self.sums = Sums(self._cover_of)
+        self.lengths = [pair.target.length for pair in pairs]  # bytes
         self.numbers = {id(pair): number for number, pair in enumerate(pairs)}
         self.scattered = {
             number for number, pair in enumerate(pairs) if not _is_in_order(pair.target.fragments)
@@ -116,7 +117,7 @@ class _Copy:
         for path in paths:
             self._add_target(path)
         self.tasks = in_turns(map(self._chunks, sharing.mine([*self._portions()])), jobs)
-        self.pace = Pace(io, sum(pair.target.length for pair in pairs))
+        self.pace = Pace(io, sum(self.lengths))
 
     def _add_target(self, path: str) -> None:
         name = os.path.relpath(path, self.journal.root) if self.journal else path
@@ -181,7 +182,7 @@ class _Copy:
         """The bytes that a key names."""
         kind, number, _ = key
         if kind == TENSOR:
-            return self.pairs[number].target.length
+            return self.lengths[number]
         if kind == SOURCE:
             return self.pairs[number].source.length
         return self.in_order[number].length_of(key)
@@ -287,8 +288,9 @@ class _Copy:
         for number, pair in enumerate(self.pairs):
             crc = self._crc((TENSOR, number, 0))
             self.outcome.digests[pair.target.name] = crc
-            source_crc = self._crc((SOURCE, number, 0)) if number in self.cast else crc
-            if pair.source.digest not in (None, source_crc):
+            if (stated := pair.source.digest) is None:
+                continue
+            if stated != (self._crc((SOURCE, number, 0)) if number in self.cast else crc):
                 raise CorruptCheckpoint(
                     f"{pair.source.name} is damaged: its CRC-32 is not the manifest's",
                     hint="take another copy of the source; nothing was written",

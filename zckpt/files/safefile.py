@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from json.encoder import encode_basestring
 from math import prod
 from typing import Any
 
@@ -139,12 +140,16 @@ def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, 
 
     The data begin at a multiple of 4096 bytes, so that direct reads need no copy.
     """
-    items: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    items = ['"__metadata__":{"format":"pt"}']
     start = 0
     for name, dtype, shape in tensors:
         stop = start + prod(shape) * SIZES[dtype]
-        items[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
+        sizes = ",".join(map(str, shape))
+        items.append(
+            f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{sizes}],'
+            f'"data_offsets":[{start},{stop}]}}'
+        )
         start = stop
-    text = json.dumps(items, separators=(",", ":"), ensure_ascii=False).encode()
+    text = f"{{{','.join(items)}}}".encode()
     length = align(8 + len(text)) - 8
     return length.to_bytes(8, "little") + text.ljust(length), 8 + length + start
