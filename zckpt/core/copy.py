@@ -81,7 +81,7 @@ class _Copy:
         for record in target.records:
             self.records.setdefault(record.extent.file, []).append(record.extent)
         self.outcome = CopyOutcome()
-        self.sums = Sums(self._cover_of)
+        self.sums = Sums()
         self.lengths = [pair.target.length for pair in pairs]  # bytes
         self.numbers = {id(pair): number for number, pair in enumerate(pairs)}
         self.scattered = {
@@ -126,8 +126,7 @@ class _Copy:
         if not size:
             return
         number = len(self.targets)
-        records = self.records.get(path, ())
-        target = TargetFile(number, path, name, size, records, self.chunk, self._cover_of)
+        target = TargetFile(number, path, name, size, self.records.get(path, ()), self.chunk)
         self.targets[name] = target
         self.in_order.append(target)
         for region in self.take(self.journal.regions.get(name, ()) if self.journal else ()):
@@ -176,7 +175,7 @@ class _Copy:
     def _count(self, passed: Iterable[Passed]) -> None:
         """Takes the CRC-32s of a region; the checker has those of source records already."""
         with self.lock:
-            self.sums.add(part for part in passed if part[0][0] != CHECKED)
+            self.sums.add((part for part in passed if part[0][0] != CHECKED), self._cover_of)
 
     def _length_of(self, key: Key) -> int:
         """The bytes that a key names."""
@@ -224,9 +223,9 @@ class _Copy:
         region = target.region_at(chunk.offset)
         with self.lock:
             self.outcome.bytes += chunk.length
-            region.sums.add(passed)
+            region.sums.add(passed, self._cover_of)
             if log is not None:
-                region.sums.add(self._checked(log))
+                region.sums.add(self._checked(log), self._cover_of)
             region.left -= 1
             is_complete = not region.left
         if self.progress:

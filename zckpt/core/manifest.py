@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import prod
+from sys import intern
 from typing import Any
 
 from ..errors import brief
@@ -44,7 +45,7 @@ class Entry:
     def __post_init__(self) -> None:
         parameter, _, slot = self.name.rpartition("/")
         _set(self, "parameter", parameter)
-        _set(self, "slot", slot)
+        _set(self, "slot", intern(slot))  # one text for all of a slot's tensors
 
     @property
     def numel(self) -> int:
@@ -115,10 +116,7 @@ def is_sizes(value: Any) -> bool:
     """Whether a value of a JSON document is a list of integers that are not negative."""
     if type(value) is not list:
         return False
-    for size in value:
-        if type(size) is not int or size < 0:
-            return False
-    return True
+    return not [size for size in value if type(size) is not int or size < 0]
 
 
 def texts_from_json(value: Any) -> tuple[str, ...]:

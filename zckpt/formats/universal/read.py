@@ -66,16 +66,8 @@ def _read(path: str, is_shell: bool) -> Manifest:
             f"{path} lacks {MANIFEST}, which says what its tensors are",
             hint="copy it from where the other files came from",
         )
-    with sources.opened(name) as file:
-        if os.fstat(file.fileno()).st_size > MAX_MANIFEST:
-            raise UnsupportedCheckpoint(
-                f"{name} has {os.fstat(file.fileno()).st_size} bytes; zckpt reads up to "
-                f"{MAX_MANIFEST}",
-                hint="zckpt writes none so large: convert again",
-            )
-        text = file.read()
     try:
-        document = json.loads(text.decode("utf-8", "surrogatepass"))
+        document = json.loads(_text_of(name))
         version = document["zckpt"]
         if version != VERSION:
             raise UnsupportedCheckpoint(
@@ -94,6 +86,18 @@ def _read(path: str, is_shell: bool) -> Manifest:
     return manifest
 
 
+def _text_of(name: str) -> str:
+    with sources.opened(name) as file:
+        if os.fstat(file.fileno()).st_size > MAX_MANIFEST:
+            raise UnsupportedCheckpoint(
+                f"{name} has {os.fstat(file.fileno()).st_size} bytes; zckpt reads up to "
+                f"{MAX_MANIFEST}",
+                hint="zckpt writes none so large: convert again",
+            )
+        text: str = file.read().decode("utf-8", "surrogatepass")
+        return text
+
+
 def _manifest(path: str, document: Mapping[str, Any], is_shell: bool) -> Manifest:
     warnings = list(texts_from_json(document.get("warnings", [])))
     if is_shell:
@@ -110,8 +114,9 @@ def _manifest(path: str, document: Mapping[str, Any], is_shell: bool) -> Manifes
         )
     _check_source(path, document)
     stored, files = _stored(path, document.get("files") or ())
-    entries = {}
-    for name, item in document["entries"].items():
+    entries, listed = {}, document["entries"]
+    for name in [*listed]:
+        item = listed.pop(name)  # its memory serves for the entry
         shape = sizes_from_json(item["shape"])
         if "fragments" in item:
             fragments: Fragments = _listed(path, name, item)
