@@ -76,18 +76,29 @@ class Parameter:
 
 
 def parameters_to_json(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Parameters as JSON, as a universal manifest and a proof write them."""
-    return {
-        name: {
-            "shape": list(parameter.shape),
-            "trainable": parameter.trainable,
-            "group": parameter.group,
-            "step": parameter.step,
-            "scalars": {key: _scalar_to_json(scalar) for key, scalar in parameter.scalars.items()},
-            "aliases": list(parameter.aliases),
-        }
-        for name, parameter in parameters.items()
-    }
+    """Parameters as JSON, as a universal manifest and a proof write them.
+
+    Those that differ in their names alone share a dictionary.
+    """
+    documents: dict[str, Any] = {}
+    alike: dict[Any, dict[str, Any]] = {}
+    for name, item in parameters.items():
+        key = item.shape, item.trainable, item.group, item.step, type(item.step)
+        is_plain = not item.scalars and not item.aliases
+        document = alike.get(key) if is_plain else None
+        if document is None:
+            document = {
+                "shape": list(item.shape),
+                "trainable": item.trainable,
+                "group": item.group,
+                "step": item.step,
+                "scalars": {key: _scalar_to_json(scalar) for key, scalar in item.scalars.items()},
+                "aliases": list(item.aliases),
+            }
+            if is_plain:
+                alike[key] = document
+        documents[name] = document
+    return documents
 
 
 def parameters_from_json(document: Mapping[str, Any]) -> dict[str, Parameter]:

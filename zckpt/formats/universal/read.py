@@ -117,23 +117,23 @@ def _manifest(path: str, document: Mapping[str, Any], is_shell: bool) -> Manifes
     entries, listed = {}, document["entries"]
     for name in [*listed]:
         item = listed.pop(name)  # its memory serves for the entry
-        shape = sizes_from_json(item["shape"])
+        tensor = stored.get(name)
         if "fragments" in item:
+            shape = sizes_from_json(item["shape"])
             fragments: Fragments = _listed(path, name, item)
-        elif name in stored:
-            tensor = stored[name]
-            if (tensor.dtype, tensor.shape) != (item["dtype"], shape):
-                raise CorruptCheckpoint(
-                    f"{tensor.extent.file} holds {name} as {tensor.dtype} {list(tensor.shape)}, "
-                    f"the manifest states {brief(item['dtype'])} {brief(list(shape))}"
-                )
-            numel = tensor.extent.length // SIZES[tensor.dtype]
-            fragments = solid(numel, tensor.extent)
-        else:
+        elif tensor is None:
             raise CorruptCheckpoint(
                 f"{path} lacks {brief(name)}, which its manifest lists",
                 hint="a file of the checkpoint is missing",
             )
+        elif tensor.dtype != item["dtype"] or [*tensor.shape] != item["shape"]:
+            raise CorruptCheckpoint(
+                f"{tensor.extent.file} holds {name} as {tensor.dtype} {list(tensor.shape)}, "
+                f"the manifest states {brief(item['dtype'])} {brief(item['shape'])}"
+            )
+        else:
+            shape = tensor.shape
+            fragments = solid(tensor.extent.length // SIZES[tensor.dtype], tensor.extent)
         digest = crc_from_json(item["crc32"]) if "crc32" in item else None
         entries[name] = Entry(name, item["dtype"], shape, fragments, digest)
     _require_room(path, entries, [*files, *_listed_files(entries)])
