@@ -19,6 +19,7 @@ from ..core.facts import FlatBufferEngine
 from ..core.manifest import Entry, Manifest
 from ..core.values import replace
 from ..errors import MissingData, WrongOption, listed
+from .peft import saved_name
 
 INSIDE = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 WRAPPERS = ("module.", "_forward_module.")
@@ -55,8 +56,6 @@ Spelling = Callable[[str], str]
 
 def without_adapter(name: str) -> str:
     """The name without wrappers' words and without the name of PEFT's adapter (see peft.py)."""
-    from .peft import saved_name  # its patterns take a millisecond, and `inspect` needs none
-
     return saved_name(plain(name))
 
 
@@ -83,8 +82,6 @@ def correspondence(wanted: Collection[str], available: Collection[str]) -> Corre
     try:
         return _by_rule(wanted, available, plain)
     except MissingData as error:
-        from .peft import saved_name
-
         if not any(saved_name(name) != name for name in (*wanted, *available)):
             raise
         try:
