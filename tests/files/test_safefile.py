@@ -195,7 +195,8 @@ def test_colons_in_names_hide_no_second_one(tmp_path: Path) -> None:
     path.write_bytes(file(**{"0:a:b": item()}))
     assert [stored.name for stored in safefile.read(str(path))] == ["0:a:b"]
     about = json.dumps(item())
-    text = f'{{"0:a": {about}, "0:a" : {about}}}'.encode()
+    again = about.replace('":', '" :')
+    text = f'{{"0:a": {about}, "0:a" : {again}}}'.encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(CorruptCheckpoint, match="malformed"):
         safefile.read(str(path))
