@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,3 +60,21 @@ def test_a_source_that_numbers_parameters_gets_the_names_from_before_a_renaming(
     zckpt.convert(folder, tmp_path / "u", param_names=names, rename=[("^", "net.")])
     assert paths_read == [folder, folder]
     assert zckpt.read(tmp_path / "u").entries.keys() == {f"net.{name}" for name in before.entries}
+
+
+@pytest.mark.parametrize("to", ["universal", "deepspeed", "gathered", "dcp"])
+def test_a_conversion_leaves_no_cycles(tmp_path: Path, to: str) -> None:
+    """The command line stops the garbage collector: tensors in cycles would never be freed."""
+    zckpt.convert(EXAMPLE, tmp_path / "warm", to=to)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        zckpt.convert(EXAMPLE, tmp_path / "target", to=to)
+        gc.collect()
+        kinds = {type(value).__name__ for value in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not kinds & {"Entry", "Manifest", "Parameter", "Pair", "TargetPiece", "Tensor"}

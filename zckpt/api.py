@@ -176,7 +176,7 @@ def reshard(
     "best-and-last") `source` is a Trainer's output directory, and several of its checkpoints are
     written; `best_in` is the directory in which the best one will lie. Otherwise as `convert`.
     """
-    from .writing import Running, read_for, write, write_run
+    from .writing import Running, read_for, write
 
     wanted = options_of(options)
     tp = options.get("tp")
@@ -198,6 +198,8 @@ def reshard(
 
     if checkpoints is None:
         return write_one(source, target, running, best_in)
+    from .writing.several import write_run
+
     return write_run(os.fspath(source), os.fspath(target), checkpoints, running, write_one)
 
 

@@ -101,12 +101,10 @@ def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[str]:
     """Options for tensor ranks of a checkpoint that has none."""
     if manifest.source.get("tp") not in (None, 1) or "tensor_parallel" in manifest.state:
         return []
-    given: dict[str, object] = {"--replicas": reading.replicas}
-    if not format.rules:
-        given["--tp-rules"] = reading.tp_rules
+    tp_rules = None if format.rules else reading.tp_rules  # such a reader says so itself
     return [
         f"{flag} {value} is not used: {manifest.root} has no tensor ranks"
-        for flag, value in given.items()
+        for flag, value in (("--tp-rules", tp_rules), ("--replicas", reading.replicas))
         if value is not None
     ]
 

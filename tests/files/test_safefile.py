@@ -190,6 +190,18 @@ def test_a_malformed_file_is_refused(tmp_path: Path, name: str) -> None:
             load(REFUSED[name])
 
 
+def test_colons_in_names_hide_no_second_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(file(**{"0:a:b": item()}))
+    assert [stored.name for stored in safefile.read(str(path))] == ["0:a:b"]
+    about = json.dumps(item())
+    again = about.replace('":', '" :')
+    text = f'{{"0:a": {about}, "0:a" : {again}}}'.encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(CorruptCheckpoint, match="malformed"):
+        safefile.read(str(path))
+
+
 def test_every_truncation_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     whole = file(a=item(), b=item(data_offsets=[8, 16])) + bytes(8)

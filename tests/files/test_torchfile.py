@@ -294,6 +294,21 @@ def test_equal_pickles_are_parsed_once(tmp_path: Path) -> None:
     ]
 
 
+def test_an_equal_pickle_under_another_checksum_is_damaged(tmp_path: Path) -> None:
+    """Although it is compared with the one before, whose CRC-32 was right."""
+    parsed = Parsed()
+    first = save(tmp_path / "a.pt", {"a": torch.ones(3)})
+    second = tmp_path / "b.pt"
+    with zipfile.ZipFile(first) as file:
+        entry = file.getinfo("a/data.pkl")
+    stated = entry.CRC.to_bytes(4, "little")
+    data = Path(first).read_bytes()
+    second.write_bytes(data.replace(stated, (entry.CRC ^ 1).to_bytes(4, "little")))
+    TorchFile(first, parsed)
+    with pytest.raises(CorruptCheckpoint, match=r"data\.pkl is damaged"):
+        TorchFile(str(second), parsed)
+
+
 def test_a_file_that_formats_looked_at_is_parsed_once(tmp_path: Path, parses: list[str]) -> None:
     path = save(tmp_path / "a.pt", {"a": torch.ones(3)})
     value = peek(path)

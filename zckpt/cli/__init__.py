@@ -26,10 +26,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         else:
             sys.exit(0)
     if arguments is None:
-        # a checkpoint's description has no cycles: to search it while it grows takes a tenth of the
-        # time. A progress bar starts the collector (`display/terminal.py`).
+        # What is read of a checkpoint has no cycles. To search it again and again while it grows
+        # takes a tenth of the time. A progress bar starts the collector (display/terminal.py).
         gc.disable()
-        # numpy's library starts a thread per processor, which costs 80 ms and serves no command
+        # zckpt has threads of its own. Those of numpy's BLAS would wait for work in a loop.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from .run import run
 

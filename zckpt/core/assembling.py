@@ -60,7 +60,7 @@ class Assembler:
             else:
                 check = id(piece.pair) in self._checking
                 is_apart = check and is_hashed_apart(source)
-                is_cut = piece.is_cut or not isinstance(piece.pair.target.fragments, Slices)
+                is_cut = piece.is_cut or type(piece.pair.target.fragments) is not Slices
                 same.append(
                     ReadRequest(source, piece.start, piece.stop, at, check and not is_apart, is_cut)
                 )

@@ -81,7 +81,8 @@ class _Copy:
         for record in target.records:
             self.records.setdefault(record.extent.file, []).append(record.extent)
         self.outcome = CopyOutcome()
-        self.sums = Sums(self._cover_of)
+        self.sums = Sums()
+        self.lengths = [pair.target.length for pair in pairs]  # bytes
         self.numbers = {id(pair): number for number, pair in enumerate(pairs)}
         self.scattered = {
             number for number, pair in enumerate(pairs) if not _is_in_order(pair.target.fragments)
@@ -116,7 +117,7 @@ class _Copy:
         for path in paths:
             self._add_target(path)
         self.tasks = in_turns(map(self._chunks, sharing.mine([*self._portions()])), jobs)
-        self.pace = Pace(io, sum(pair.target.length for pair in pairs))
+        self.pace = Pace(io, sum(self.lengths))
 
     def _add_target(self, path: str) -> None:
         name = os.path.relpath(path, self.journal.root) if self.journal else path
@@ -125,8 +126,7 @@ class _Copy:
         if not size:
             return
         number = len(self.targets)
-        records = self.records.get(path, ())
-        target = TargetFile(number, path, name, size, records, self.chunk, self._cover_of)
+        target = TargetFile(number, path, name, size, self.records.get(path, ()), self.chunk)
         self.targets[name] = target
         self.in_order.append(target)
         for region in self.take(self.journal.regions.get(name, ()) if self.journal else ()):
@@ -175,13 +175,13 @@ class _Copy:
     def _count(self, passed: Iterable[Passed]) -> None:
         """Takes the CRC-32s of a region; the checker has those of source records already."""
         with self.lock:
-            self.sums.add(part for part in passed if part[0][0] != CHECKED)
+            self.sums.add((part for part in passed if part[0][0] != CHECKED), self._cover_of)
 
     def _length_of(self, key: Key) -> int:
         """The bytes that a key names."""
         kind, number, _ = key
         if kind == TENSOR:
-            return self.pairs[number].target.length
+            return self.lengths[number]
         if kind == SOURCE:
             return self.pairs[number].source.length
         return self.in_order[number].length_of(key)
@@ -223,9 +223,9 @@ class _Copy:
         region = target.region_at(chunk.offset)
         with self.lock:
             self.outcome.bytes += chunk.length
-            region.sums.add(passed)
+            region.sums.add(passed, self._cover_of)
             if log is not None:
-                region.sums.add(self._checked(log))
+                region.sums.add(self._checked(log), self._cover_of)
             region.left -= 1
             is_complete = not region.left
         if self.progress:
@@ -287,8 +287,9 @@ class _Copy:
         for number, pair in enumerate(self.pairs):
             crc = self._crc((TENSOR, number, 0))
             self.outcome.digests[pair.target.name] = crc
-            source_crc = self._crc((SOURCE, number, 0)) if number in self.cast else crc
-            if pair.source.digest not in (None, source_crc):
+            if (stated := pair.source.digest) is None:
+                continue
+            if stated != (self._crc((SOURCE, number, 0)) if number in self.cast else crc):
                 raise CorruptCheckpoint(
                     f"{pair.source.name} is damaged: its CRC-32 is not the manifest's",
                     hint="take another copy of the source; nothing was written",

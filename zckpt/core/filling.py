@@ -39,27 +39,28 @@ class Neighbors:
         return self._before + [(key, *last) for key, last in self._last.items()]
 
 
+CoverOf = Callable[[Key], Cover | Scattered]
+
+
 class Sums:
     """CRC-32s by key, while their parts arrive in any order.
 
-    A key whose bytes came as one part, as those of a small tensor do, has no cover. `cover_of`
-    gives the empty cover of a key.
+    A key whose bytes came as one part, as those of a small tensor do, has no cover.
     """
 
-    def __init__(self, cover_of: Callable[[Key], Cover | Scattered]) -> None:
-        self._cover_of = cover_of
+    def __init__(self) -> None:
         self._alone: dict[Key, Passed] = {}
         self._covers: dict[Key, Cover | Scattered] = {}
 
-    def add(self, passed: Iterable[Passed]) -> None:
-        """Takes CRC-32s of parts."""
+    def add(self, passed: Iterable[Passed], cover_of: CoverOf) -> None:
+        """Takes CRC-32s of parts; `cover_of` gives the empty cover of a key."""
         alone, covers = self._alone, self._covers
         for part in passed:
             key, start, stop, crc = part
             if key in covers:
                 covers[key].add(start, stop, crc)
             elif key in alone:
-                cover = covers[key] = self._cover_of(key)
+                cover = covers[key] = cover_of(key)
                 cover.add(*alone.pop(key)[1:])
                 cover.add(start, stop, crc)
             else:
@@ -85,29 +86,21 @@ class Sums:
 class UnfinishedRegion:
     """Bytes [start, stop) of a target file, how many chunks they lack, and what has passed."""
 
-    def __init__(self, start: int, stop: int, left: int, sums: Sums) -> None:
+    def __init__(self, start: int, stop: int, left: int) -> None:
         self.start = start
         self.stop = stop
         self.left = left
-        self.sums = sums
+        self.sums = Sums()
 
 
 class TargetFile:
     """A target file while it is filled: its writer, its records, its regions.
 
-    `size` is given, since another process may have just written more, up to alignment. `cover_of`
-    is that of `Sums`.
+    `size` is given, since another process may have just written more, up to alignment.
     """
 
     def __init__(
-        self,
-        number: int,
-        path: str,
-        name: str,
-        size: int,
-        records: Sequence[Extent],
-        chunk: int,
-        cover_of: Callable[[Key], Cover | Scattered],
+        self, number: int, path: str, name: str, size: int, records: Sequence[Extent], chunk: int
     ) -> None:
         self.number = number
         self.path = path
@@ -117,7 +110,7 @@ class TargetFile:
         self._starts = [extent.offset for extent in self.records]
         self._width = max(1, REGION // chunk) * chunk
         self.regions = [
-            UnfinishedRegion(start, stop, -(-(stop - start) // chunk), Sums(cover_of))
+            UnfinishedRegion(start, stop, -(-(stop - start) // chunk))
             for start in range(0, self.size, self._width)
             for stop in [min(start + self._width, self.size)]
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import prod
+from sys import intern
 from typing import Any
 
 from ..errors import brief
@@ -44,7 +45,7 @@ class Entry:
     def __post_init__(self) -> None:
         parameter, _, slot = self.name.rpartition("/")
         _set(self, "parameter", parameter)
-        _set(self, "slot", slot)
+        _set(self, "slot", intern(slot))  # one text for all of a slot's tensors
 
     @property
     def numel(self) -> int:
@@ -75,18 +76,29 @@ class Parameter:
 
 
 def parameters_to_json(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Parameters as JSON, as a universal manifest and a proof write them."""
-    return {
-        name: {
-            "shape": list(parameter.shape),
-            "trainable": parameter.trainable,
-            "group": parameter.group,
-            "step": parameter.step,
-            "scalars": {key: _scalar_to_json(scalar) for key, scalar in parameter.scalars.items()},
-            "aliases": list(parameter.aliases),
-        }
-        for name, parameter in parameters.items()
-    }
+    """Parameters as JSON, as a universal manifest and a proof write them.
+
+    Those that differ in their names alone share a dictionary.
+    """
+    documents: dict[str, Any] = {}
+    alike: dict[Any, dict[str, Any]] = {}
+    for name, item in parameters.items():
+        key = item.shape, item.trainable, item.group, item.step, type(item.step)
+        is_plain = not item.scalars and not item.aliases
+        document = alike.get(key) if is_plain else None
+        if document is None:
+            document = {
+                "shape": list(item.shape),
+                "trainable": item.trainable,
+                "group": item.group,
+                "step": item.step,
+                "scalars": {key: _scalar_to_json(scalar) for key, scalar in item.scalars.items()},
+                "aliases": list(item.aliases),
+            }
+            if is_plain:
+                alike[key] = document
+        documents[name] = document
+    return documents
 
 
 def parameters_from_json(document: Mapping[str, Any]) -> dict[str, Parameter]:
@@ -115,10 +127,7 @@ def is_sizes(value: Any) -> bool:
     """Whether a value of a JSON document is a list of integers that are not negative."""
     if type(value) is not list:
         return False
-    for size in value:
-        if type(size) is not int or size < 0:
-            return False
-    return True
+    return not [size for size in value if type(size) is not int or size < 0]
 
 
 def texts_from_json(value: Any) -> tuple[str, ...]:

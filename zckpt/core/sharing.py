@@ -9,7 +9,6 @@ processes agree is not known here, except for parts, which need no talk:
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -174,12 +173,14 @@ def shares(portions: Iterable[Portion], count: int) -> list[list[Portion]]:
 
     The largest portion goes to the smallest share so far. Shares keep the order of the files.
     """
+    from heapq import heappop, heappush  # only parts of a run come here
+
     order = list(portions)
     place = {portion: number for number, portion in enumerate(order)}
     result: list[list[Portion]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
     for portion in largest_first(order):
-        load, number = heapq.heappop(loads)
+        load, number = heappop(loads)
         result[number].append(portion)
-        heapq.heappush(loads, (load + portion.length, number))
+        heappush(loads, (load + portion.length, number))
     return [sorted(share, key=place.__getitem__) for share in result]

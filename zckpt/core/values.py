@@ -92,13 +92,25 @@ def _build(cls: Any, eq: bool) -> Any:
     body["__slots__"] = tuple(own)
     body["__match_args__"] = tuple(fields)
     body["_defaults"] = defaults
-    body.setdefault("__init__", _init(fields, defaults, hasattr(cls, "__post_init__")))
     body.setdefault("__repr__", _repr)
     if eq:
         same, number = _equality(fields)
         body.setdefault("__eq__", same)
         body["__hash__"] = number
-    return type(cls)(cls.__name__, cls.__bases__, body)
+    built = type(cls)(cls.__name__, cls.__bases__, body)
+    if "__init__" not in body:
+        _set_init(built, fields, defaults)
+    return built
+
+
+def _set_init(cls: Any, fields: Iterable[str], defaults: dict[str, Any]) -> None:
+    """Gives a class its `__init__` when it is first called: few classes have instances in a run."""
+
+    def __init__(self: Any, *values: Any, **named: Any) -> None:
+        cls.__init__ = _init(fields, defaults, hasattr(cls, "__post_init__"))
+        cls.__init__(self, *values, **named)
+
+    cls.__init__ = __init__
 
 
 _DROPPED = ("__dict__", "__weakref__", "__slots__")

@@ -19,21 +19,20 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 CONFIG = "adapter_config.json"
 SAVED_WHOLE = f".modules_to_save.{ADAPTER}."
 """In the names of a module's copy that is trained whole, for example a new head."""
+# patterns, which are compiled when they are first used: that takes half a millisecond
 # modules and parameters that have one tensor or module per adapter
-TUNERS = re.compile(
+TUNERS = (
     r"(?P<tuner>base_model\..*\.(?:lora_(?:A|B|E|embedding_A|embedding_B|magnitude_vector)|ia3_l"
     r"|hada_[wt][12](?:_[ab])?|lokr_[wt][12](?:_[ab])?|oft_[Rr]|boft_[Rs]|vera_lambda_[bd]"
     r"|trainable_tokens_delta))(?P<rest>\.[^.]+)?"
 )
 
 # the layer that an adapter belongs to; its own weights are called `base_layer`
-ADAPTED = re.compile(
-    r"(?P<layer>base_model\..*?)\.(?:lora_|ia3_l|hada_|lokr_|oft_|boft_|vera_lambda)"
-)
+ADAPTED = r"(?P<layer>base_model\..*?)\.(?:lora_|ia3_l|hada_|lokr_|oft_|boft_|vera_lambda)"
 
-EMBEDDING = re.compile(r"(?P<layer>base_model\..*)\.lora_embedding_[AB]\.")
+EMBEDDING = r"(?P<layer>base_model\..*)\.lora_embedding_[AB]\."
 
-LORA = re.compile(
+LORA = (
     r"base_model\..*\.lora_(?:(?:[AB]|magnitude_vector)\.(?=[^.]+\.weight$)|embedding_[AB]\.)"
     r"(?P<adapter>[^.]+)(?:\.weight)?"
 )
@@ -60,13 +59,13 @@ def is_adapters(name: str) -> bool:
 
 def other_adapters(names: Iterable[str]) -> list[str]:
     """The names of LoRA adapters other than `default`."""
-    adapters = {match["adapter"] for name in names if (match := LORA.fullmatch(name))}
+    adapters = {match["adapter"] for name in names if (match := re.fullmatch(LORA, name))}
     return sorted(adapters - {ADAPTER})
 
 
 def missing_bases(names: Collection[str]) -> list[str]:
     """The base weights of adapted embeddings that `names` lack; PEFT saves them with an adapter."""
-    layers = {match["layer"] for name in names if (match := EMBEDDING.match(name))}
+    layers = {match["layer"] for name in names if (match := re.match(EMBEDDING, name))}
     return sorted({f"{layer}.base_layer.weight" for layer in layers} - set(names))
 
 
@@ -75,7 +74,7 @@ def is_adapter_alone(names: Collection[str]) -> bool:
 
     PEFT saves an adapted embedding with its base weights; a base model has those of every layer.
     """
-    adapted = {match["layer"] for name in names if (match := ADAPTED.match(name))}
+    adapted = {match["layer"] for name in names if (match := re.match(ADAPTED, name))}
     based = {name.partition(".base_layer.")[0] for name in names if ".base_layer." in name}
     return any(map(is_adapters, names)) and not (based and adapted <= based)
 
@@ -94,7 +93,7 @@ def module_names(
 
 
 def _module_name(saved: str, whole: Sequence[str]) -> str:
-    match = TUNERS.fullmatch(saved)
+    match = re.fullmatch(TUNERS, saved)
     if match and not is_adapters(saved):
         rest = match["rest"] or ""
         if match["tuner"].endswith(".lora_magnitude_vector"):

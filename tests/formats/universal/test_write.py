@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 import zckpt
 from zckpt.formats.universal import write
+from zckpt.training.options import Options
 
 from ...conftest import EXAMPLE, ROOT
 from ..equality import load, same_bits
@@ -167,3 +168,13 @@ class TestOptions:
 )
 def test_values_are_encoded_at_once_as_one_by_one(values: list[Any]) -> None:
     assert write._each(values) == [json.dumps(value, ensure_ascii=False) for value in values]
+
+
+def test_the_shell_of_a_manifest_has_room_for_its_checksum() -> None:
+    """A target's size is reported before it is written."""
+    source = zckpt.read(EXAMPLE)
+    shells = {shell.name: shell for shell in write.lay_out(source, Options()).shells()}
+    document = json.loads(shells["manifest.json"].parts[0][1])
+    assert "crc32" not in document
+    whole = write._text({**document, "crc32": "0123abcd"})
+    assert shells["manifest.json"].size == len(whole)

@@ -66,16 +66,8 @@ def _read(path: str, is_shell: bool) -> Manifest:
             f"{path} lacks {MANIFEST}, which says what its tensors are",
             hint="copy it from where the other files came from",
         )
-    with sources.opened(name) as file:
-        if os.fstat(file.fileno()).st_size > MAX_MANIFEST:
-            raise UnsupportedCheckpoint(
-                f"{name} has {os.fstat(file.fileno()).st_size} bytes; zckpt reads up to "
-                f"{MAX_MANIFEST}",
-                hint="zckpt writes none so large: convert again",
-            )
-        text = file.read()
     try:
-        document = json.loads(text.decode("utf-8", "surrogatepass"))
+        document = json.loads(_text_of(name))
         version = document["zckpt"]
         if version != VERSION:
             raise UnsupportedCheckpoint(
@@ -94,6 +86,18 @@ def _read(path: str, is_shell: bool) -> Manifest:
     return manifest
 
 
+def _text_of(name: str) -> str:
+    with sources.opened(name) as file:
+        if os.fstat(file.fileno()).st_size > MAX_MANIFEST:
+            raise UnsupportedCheckpoint(
+                f"{name} has {os.fstat(file.fileno()).st_size} bytes; zckpt reads up to "
+                f"{MAX_MANIFEST}",
+                hint="zckpt writes none so large: convert again",
+            )
+        text: str = file.read().decode("utf-8", "surrogatepass")
+        return text
+
+
 def _manifest(path: str, document: Mapping[str, Any], is_shell: bool) -> Manifest:
     warnings = list(texts_from_json(document.get("warnings", [])))
     if is_shell:
@@ -110,25 +114,26 @@ def _manifest(path: str, document: Mapping[str, Any], is_shell: bool) -> Manifes
         )
     _check_source(path, document)
     stored, files = _stored(path, document.get("files") or ())
-    entries = {}
-    for name, item in document["entries"].items():
-        shape = sizes_from_json(item["shape"])
+    entries, listed = {}, document["entries"]
+    for name in [*listed]:
+        item = listed.pop(name)  # its memory serves for the entry
+        tensor = stored.get(name)
         if "fragments" in item:
+            shape = sizes_from_json(item["shape"])
             fragments: Fragments = _listed(path, name, item)
-        elif name in stored:
-            tensor = stored[name]
-            if (tensor.dtype, tensor.shape) != (item["dtype"], shape):
-                raise CorruptCheckpoint(
-                    f"{tensor.extent.file} holds {name} as {tensor.dtype} {list(tensor.shape)}, "
-                    f"the manifest states {brief(item['dtype'])} {brief(list(shape))}"
-                )
-            numel = tensor.extent.length // SIZES[tensor.dtype]
-            fragments = solid(numel, tensor.extent)
-        else:
+        elif tensor is None:
             raise CorruptCheckpoint(
                 f"{path} lacks {brief(name)}, which its manifest lists",
                 hint="a file of the checkpoint is missing",
             )
+        elif tensor.dtype != item["dtype"] or [*tensor.shape] != item["shape"]:
+            raise CorruptCheckpoint(
+                f"{tensor.extent.file} holds {name} as {tensor.dtype} {list(tensor.shape)}, "
+                f"the manifest states {brief(item['dtype'])} {brief(item['shape'])}"
+            )
+        else:
+            shape = tensor.shape
+            fragments = solid(tensor.extent.length // SIZES[tensor.dtype], tensor.extent)
         digest = crc_from_json(item["crc32"]) if "crc32" in item else None
         entries[name] = Entry(name, item["dtype"], shape, fragments, digest)
     _require_room(path, entries, [*files, *_listed_files(entries)])

@@ -197,12 +197,7 @@ def describe(manifest: Manifest, digests: Mapping[str, int]) -> dict[str, Any]:
         "tuples": sorted(tuples),  # hyper-parameters that were tuples, such as betas
         "parameters": parameters_to_json(manifest.parameters),
         "buffers": list(manifest.buffers),
-        "entries": {
-            name: {"dtype": entry.dtype, "shape": entry.shape, "crc32": f"{digests[name]:08x}"}
-            if name in digests
-            else {"dtype": entry.dtype, "shape": entry.shape}
-            for name, entry in manifest.entries.items()
-        },
+        "entries": _entries(manifest, digests),
         "files": {},
         "steps": [
             {"where": line.where, "step": line.step, "truth": line.truth} for line in manifest.steps
@@ -212,6 +207,21 @@ def describe(manifest: Manifest, digests: Mapping[str, int]) -> dict[str, Any]:
         "inferred": list(manifest.inferred),
         "state": description.state(manifest),
     }
+
+
+def _entries(manifest: Manifest, digests: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """The entries as JSON; those without a digest share a few dictionaries."""
+    entries: dict[str, dict[str, Any]] = {}
+    bare: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    for name, entry in manifest.entries.items():
+        dtype, shape = entry.dtype, entry.shape
+        if name in digests:
+            entries[name] = {"dtype": dtype, "shape": shape, "crc32": f"{digests[name]:08x}"}
+        elif (dtype, shape) in bare:
+            entries[name] = bare[dtype, shape]
+        else:
+            entries[name] = bare[dtype, shape] = {"dtype": dtype, "shape": shape}
+    return entries
 
 
 def _text(document: Mapping[str, Any]) -> bytes:
@@ -236,9 +246,13 @@ _line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 def _each(values: list[Any]) -> list[str]:
     """The JSON of each value.
 
-    Dictionaries are encoded at once, in a tenth of the time. Their JSON is cut between them, unless
-    one of them has in it what is between two.
+    One that occurs several times is encoded once. Dictionaries are encoded at once, in a tenth of
+    the time. Their JSON is cut between them, unless one of them has in it what is between two.
     """
+    different = {id(value): value for value in values}
+    if len(different) < len(values):
+        texts = dict(zip(different, _each([*different.values()]), strict=True))
+        return [texts[id(value)] for value in values]
     if {*map(type, values)} == {dict}:
         parts = _line(values)[2:-2].split("}, {")
         if len(parts) == len(values):

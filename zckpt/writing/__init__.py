@@ -1,7 +1,8 @@
 """How a manifest becomes a checkpoint of another format or size, and the report about it.
 
 The target gets the source's tensors under the names and in the groups that its engine needs; what
-the target's format lays out is then written by `core.convert`.
+the target's format lays out is then written by `core.convert`. `several.py` writes several
+checkpoints of a trainer's run as one target.
 """
 
 from __future__ import annotations
@@ -13,27 +14,27 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from . import formats
-from .core.experts import layers_of
-from .core.manifest import Manifest
-from .core.resources import DEFAULT_COPYING, Begin, Copying, Tell
-from .core.sharing import ALONE, Sharing
-from .core.values import replace, valueclass
-from .errors import TargetExists, WrongOption, counted, literal
-from .formats.hf import MODEL_CONFIG
-from .reading import Reading, read
-from .training import objects, steps, ties
-from .training.families import translated
-from .training.names import called_as, canonical, former, renamed
-from .training.options import ALLOW_OBJECT, DP, FAMILY, PARAM_NAMES, RENAME, TIE, Options
-from .training.order import in_order_of
-from .version import __version__
+from .. import formats
+from ..core.experts import layers_of
+from ..core.manifest import Manifest
+from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
+from ..core.sharing import ALONE, Sharing
+from ..core.values import replace, valueclass
+from ..errors import TargetExists, WrongOption, counted
+from ..formats.hf import MODEL_CONFIG
+from ..reading import Reading, read
+from ..training import objects, steps, ties
+from ..training.families import translated
+from ..training.names import called_as, canonical, former, renamed
+from ..training.options import ALLOW_OBJECT, DP, FAMILY, PARAM_NAMES, RENAME, TIE, Options
+from ..training.order import in_order_of
+from ..version import __version__
 
 if TYPE_CHECKING:
-    from .core.copy import CopyOutcome
-    from .core.journal import Identity
-    from .core.staging import Layout, Shell
-    from .formats.format import Format
+    from ..core.copy import CopyOutcome
+    from ..core.journal import Identity
+    from ..core.staging import Layout, Shell
+    from ..formats.format import Format
 
 Report = dict[str, Any]
 
@@ -72,7 +73,7 @@ def read_for(
 
     If the run continues, there may be a target: whether it fits is known once the source is read.
     """
-    from .core.targets import refuse_existing, refuse_inside
+    from ..core.targets import refuse_existing, refuse_inside
 
     refuse_inside(os.fspath(source), os.fspath(target))
     if not running.continues:
@@ -101,7 +102,7 @@ def write(
     `to` is the target's format. `best_in` is the directory in which a Trainer's best checkpoint
     will lie. Gives the command's report.
     """
-    from .core import convert, description, staging, targets
+    from ..core import convert, description, staging, targets
 
     started = time.monotonic()
     format = formats.named(to)
@@ -189,8 +190,8 @@ def identity(
     manifest: Manifest, to: str, reading: Reading, options: Options, files: Mapping[str, int]
 ) -> Identity:
     """Which conversion this is: another one may not continue what it leaves unfinished."""
-    from .core.checksum import crc32
-    from .core.journal import Identity
+    from ..core.checksum import crc32
+    from ..core.journal import Identity
 
     crc = 0
     for record in manifest.records:
@@ -301,7 +302,7 @@ def _pointing_to_the_best(
 
     If the best checkpoint is another one, which is not written too, the layout gets a warning.
     """
-    from .training import best
+    from ..training import best
 
     path = best.best_of(manifest.siblings)
     if path is None:
@@ -313,97 +314,3 @@ def _pointing_to_the_best(
     else:
         return replace(layout, warnings=[*layout.warnings, best.warning(path)])
     return _with_files(layout, [best.pointing_to(manifest.siblings, path_of_best)])
-
-
-# -- several checkpoints of a run
-
-
-def write_run(
-    source: str,
-    target: str,
-    which: str,
-    running: Running,
-    write_one: Callable[[str, str, Running, str], Report],
-) -> Report:
-    """Several checkpoints of a Trainer's run, which appear together.
-
-    `which` is "all" or "best-and-last". `write_one` writes a checkpoint to a path; it also gets the
-    directory in which the best one will lie.
-    """
-    from .core import staging, targets
-    from .core.journal import Identity
-    from .training import best
-
-    if not running.sharing.is_alone:
-        raise WrongOption(
-            "several processes cannot share --checkpoints",
-            hint="let them share one checkpoint at a time, or start one process with --single",
-        )
-    if which not in best.CHOICES:
-        raise WrongOption(f"--checkpoints {which} is not one of {', '.join(best.CHOICES)}")
-    targets.refuse_inside(source, target)
-    if not running.resume:
-        targets.refuse_existing(target)
-    names = best.chosen(source, which)
-
-    def write_all(folder: str, running: Running) -> list[Report]:
-        return [
-            write_one(os.path.join(source, name), os.path.join(folder, name), running, target)
-            for name in names
-        ]
-
-    named = dict.fromkeys(names, 0)
-    stage = staging.Staging(
-        target,
-        Identity(__version__, {}, {"--checkpoints": which}, named),
-        resume=running.resume,
-        before_rename=running.before_rename,
-    )
-    reports = write_all(stage.path, replace(running, dry_run=True))
-    total = sum(report["bytes"] for report in reports)
-    last = "the last one " if len(names) > 1 else ""
-    summary: Report = {
-        "zckpt": 1,
-        "command": "reshard",
-        "source": {"path": source},
-        "format": reports[0]["format"],
-        "target": target,
-        "about": f"{counted(len(names), 'checkpoint')}, {last}{reports[-1]['about']}",
-        "next": reports[-1]["next"].replace(literal(stage.path)[1:-1], literal(target)[1:-1]),
-        "step": reports[-1]["step"],
-        **{
-            key: [
-                os.path.join(name, file)
-                for name, report in zip(names, reports, strict=True)
-                for file in report[key]
-            ]
-            for key in ("files", "copied")
-        },
-        "bytes": total,
-        "checkpoints": names,
-    }
-    for key in ("left_out", "warnings", "inferred"):
-        summary[key] = list(dict.fromkeys(line for report in reports for line in report[key]))
-    if running.resume and targets.is_taken(target):
-        there = write_all(target, replace(running, dry_run=True))
-        lacking = [name for name, r in zip(names, there, strict=True) if "dry_run" in r]
-        if lacking:
-            raise targets.of_another_run(target, f"but {lacking[0]} is missing there")
-        return summary | {"already_complete": True, "seconds": 0.0}
-    if running.dry_run:
-        memory = max(report.get("memory", 0) for report in reports)
-        return summary | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
-    targets.need_space(target, total, running.resume)
-    with stage:
-        reports = write_all(stage.path, replace(running, tell=None, before_rename=None))
-    summary["warnings"] += stage.warnings
-    written = [report for report in reports if "tensors" in report]  # now, not by an earlier run
-    keys = ("checked", "unchecked", "without_checksum")
-    records = {key: sum(r["records"][key] for r in written) for key in keys}
-    if running.resume:
-        summary["resumed"] = sum(report.get("resumed", report["bytes"]) for report in reports)
-    return summary | {
-        "tensors": sum(report["tensors"] for report in written),
-        "records": records,
-        "seconds": round(sum(report["seconds"] for report in written), 3),
-    }

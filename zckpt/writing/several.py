@@ -1,0 +1,101 @@
+"""How do several checkpoints of a trainer's run become one target, which appears at once?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from ..core import staging, targets
+from ..core.journal import Identity
+from ..core.values import replace
+from ..errors import WrongOption, counted, literal
+from ..training import best
+from ..version import __version__
+from . import Report, Running
+
+
+def write_run(
+    source: str,
+    target: str,
+    which: str,
+    running: Running,
+    write_one: Callable[[str, str, Running, str], Report],
+) -> Report:
+    """Several checkpoints of a Trainer's run, which appear together.
+
+    `which` is "all" or "best-and-last". `write_one` writes a checkpoint to a path; it also gets the
+    directory in which the best one will lie.
+    """
+    if not running.sharing.is_alone:
+        raise WrongOption(
+            "several processes cannot share --checkpoints",
+            hint="let them share one checkpoint at a time, or start one process with --single",
+        )
+    if which not in best.CHOICES:
+        raise WrongOption(f"--checkpoints {which} is not one of {', '.join(best.CHOICES)}")
+    targets.refuse_inside(source, target)
+    if not running.resume:
+        targets.refuse_existing(target)
+    names = best.chosen(source, which)
+
+    def write_all(folder: str, running: Running) -> list[Report]:
+        return [
+            write_one(os.path.join(source, name), os.path.join(folder, name), running, target)
+            for name in names
+        ]
+
+    named = dict.fromkeys(names, 0)
+    stage = staging.Staging(
+        target,
+        Identity(__version__, {}, {"--checkpoints": which}, named),
+        resume=running.resume,
+        before_rename=running.before_rename,
+    )
+    reports = write_all(stage.path, replace(running, dry_run=True))
+    total = sum(report["bytes"] for report in reports)
+    last = "the last one " if len(names) > 1 else ""
+    summary: Report = {
+        "zckpt": 1,
+        "command": "reshard",
+        "source": {"path": source},
+        "format": reports[0]["format"],
+        "target": target,
+        "about": f"{counted(len(names), 'checkpoint')}, {last}{reports[-1]['about']}",
+        "next": reports[-1]["next"].replace(literal(stage.path)[1:-1], literal(target)[1:-1]),
+        "step": reports[-1]["step"],
+        **{
+            key: [
+                os.path.join(name, file)
+                for name, report in zip(names, reports, strict=True)
+                for file in report[key]
+            ]
+            for key in ("files", "copied")
+        },
+        "bytes": total,
+        "checkpoints": names,
+    }
+    for key in ("left_out", "warnings", "inferred"):
+        summary[key] = list(dict.fromkeys(line for report in reports for line in report[key]))
+    if running.resume and targets.is_taken(target):
+        there = write_all(target, replace(running, dry_run=True))
+        lacking = [name for name, r in zip(names, there, strict=True) if "dry_run" in r]
+        if lacking:
+            raise targets.of_another_run(target, f"but {lacking[0]} is missing there")
+        return summary | {"already_complete": True, "seconds": 0.0}
+    if running.dry_run:
+        memory = max(report.get("memory", 0) for report in reports)
+        return summary | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
+    targets.need_space(target, total, running.resume)
+    with stage:
+        reports = write_all(stage.path, replace(running, tell=None, before_rename=None))
+    summary["warnings"] += stage.warnings
+    written = [report for report in reports if "tensors" in report]  # now, not by an earlier run
+    keys = ("checked", "unchecked", "without_checksum")
+    records = {key: sum(r["records"][key] for r in written) for key in keys}
+    if running.resume:
+        summary["resumed"] = sum(report.get("resumed", report["bytes"]) for report in reports)
+    return summary | {
+        "tensors": sum(report["tensors"] for report in written),
+        "records": records,
+        "seconds": round(sum(report["seconds"] for report in written), 3),
+    }
