@@ -250,8 +250,9 @@ def test_rules_count_before_those_of_a_model(sliced: Path, tmp_path: Path) -> No
         package.read(sliced, tp_rules="megatron")  # without gates
     rules = tmp_path / "rules"
     rules.write_text(r".*linear_fc2\.weight = replicated")
-    with pytest.raises(errors.WrongOption, match="it has 4 fused parts"):
-        package.read(sliced, tp_rules=str(rules))
+    with pytest.raises(errors.InconsistentCheckpoint, match=r"different copies of .*linear_fc2"):
+        package.convert(sliced, tmp_path / "copies", tp_rules=str(rules))
+    assert not (tmp_path / "copies").exists()
 
 
 @pytest.mark.parametrize("kind", ["megatron-0.16.1-tp2", "megatron-0.16.1-fsdp"])
