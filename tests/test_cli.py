@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from zckpt import __version__, api
-from zckpt.cli import cli, looking
+from zckpt.cli import cli
 
 from .conftest import EXAMPLE, ROOT, Result
 
@@ -119,39 +119,6 @@ def test_wrong_usage_is_2(words: list[Any], zckpt: Zckpt) -> None:
 
 
 class TestInspect:
-    @pytest.mark.parametrize("flags", [(), ("-q",), ("--json",), ("--quiet", "--json")])
-    def test_a_plain_command_line_is_understood_as_any_other(
-        self, flags: tuple[str, ...], zckpt: Zckpt
-    ) -> None:
-        assert looking.plain(["inspect", *flags, str(EXAMPLE)])
-        plain = zckpt("inspect", *flags, EXAMPLE)
-        other = zckpt("inspect", *flags, "--from", "deepspeed", EXAMPLE)
-        assert (plain.code, plain.err) == (other.code, other.err) == (0, "")
-        assert plain.out == other.out
-
-    @pytest.mark.parametrize(
-        "words",
-        [
-            [],
-            ["inspect"],
-            ["inspect", "-h"],
-            ["inspect", "--", "run"],
-            ["inspect", "run", "run"],
-            ["inspect", "run", "--json=1"],
-            ["inspect", "run", "--steps"],
-            ["--json", "inspect", "run"],
-            ["verify", "run"],
-        ],
-    )
-    def test_other_command_lines_are_for_click(self, words: list[str]) -> None:
-        assert looking.plain(words) is None
-
-    def test_a_path_that_is_not_there(self, zckpt: Zckpt) -> None:
-        plain = zckpt("inspect", "nothing", "--json")
-        other = zckpt("inspect", "nothing", "--json", "--from", "deepspeed")
-        assert (plain.code, plain.document) == (other.code, other.document)
-        assert plain.code == 1
-
     def test_summary(self, zckpt: Zckpt) -> None:
         ended = zckpt("inspect", EXAMPLE)
         assert (ended.code, ended.err) == (0, "")

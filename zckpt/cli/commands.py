@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from ..errors import NotEnoughSpace, WrongOption
+from ..errors import WrongOption
 from ..version import __version__
-from . import launched, looking, signals
+from . import work
 from .checking import diff, probe_diff, stats, verify
 from .help import WIDTH, Commands, FormatName
 from .options import (
@@ -73,7 +70,7 @@ def inspect(**words: Any) -> None:
     (whole, or one per rank) or of ONNX Runtime's rank files; a Hugging Face Trainer, Accelerate,
     Lightning or torchtitan directory around one of these; a single file; a universal checkpoint.
     """
-    looking.inspect(**words)
+    work.inspect(**words)
 
 
 @cli.command(
@@ -97,12 +94,12 @@ def inspect(**words: Any) -> None:
 @masters_from_weights
 @copying
 @common
-def convert(source: str, target: str, to: str, **words: Any) -> None:
+def convert(**words: Any) -> None:
     """Write a checkpoint in another format.
 
     DST is a new directory. The report lists what its format cannot store.
     """
-    write("convert", source, target, words, to=to)
+    work.write("convert", **words)
 
 
 @cli.command(
@@ -124,13 +121,13 @@ def convert(source: str, target: str, to: str, **words: Any) -> None:
 @replicas
 @copying
 @common
-def reshard(source: str, target: str, **words: Any) -> None:
+def reshard(**words: Any) -> None:
     """Write a checkpoint for another number of ranks or another ZeRO stage.
 
     DST is a new directory. The trainer of SRC resumes from it, unmodified, on --dp ranks. A
     universal SRC is written for the engine that it came from.
     """
-    write("reshard", source, target, words)
+    work.write("reshard", **words)
 
 
 @cli.command(
@@ -154,8 +151,6 @@ def reshard(source: str, target: str, **words: Any) -> None:
 @copying
 @reading
 def export(
-    source: str,
-    target: str,
     to: str,
     model_config: str | None,
     max_file_size: int | None,
@@ -172,50 +167,7 @@ def export(
             "--param-names does not apply to export",
             hint="leave it out: export writes no optimizer state",
         )
-    write("export", source, target, words, config=model_config, max_shard_size=max_file_size)
-
-
-def write(command: str, source: str, target: str, words: dict[str, Any], **more: Any) -> None:
-    """The work that convert, reshard and export share: options, progress, the report."""
-    from .. import api, display
-
-    as_json, quiet = (words.pop(key) for key in ("as_json", "quiet"))
-    dry_run: bool = words["dry_run"]
-    copying = api.Copying(*(words.pop(key) for key in ("jobs", "memory", "io")))
-    shown: list[str] = []
-
-    def tell(warnings: Sequence[str]) -> None:
-        shown.extend(warnings)
-        display.warn(warnings, quiet or as_json)
-
-    with display.progress(quiet or as_json or dry_run) as begin:
-        report = launched.write(
-            getattr(api, command),
-            source,
-            target,
-            **more,
-            **words,
-            copying=copying,
-            begin=begin,
-            tell=tell,
-            before_rename=signals.ignore,
-        )
-    if report is None:  # rank 0 reports what all have written
-        return
-    try:
-        display.answer(report, as_json, quiet, display.converted, shown)
-        sys.stdout.flush()
-        if dry_run and report["bytes"] > report["free"]:
-            raise NotEnoughSpace(
-                f"{target} needs {report['bytes'] / 1e9:.3f} GB, but only "
-                f"{report['free'] / 1e9:.3f} GB are free",
-                hint="choose a target on another filesystem, or free some space",
-            )
-    except OSError as error:  # a full disk behind stdout
-        if dry_run:
-            raise
-        click.echo(f"Warning: {target} is complete, but not reported: {error}", err=True)
-        os._exit(0)
+    work.write("export", config=model_config, max_shard_size=max_file_size, **words)
 
 
 for command in (verify, diff, stats, probe_diff):

@@ -9,6 +9,7 @@ from typing import Any
 from ..nodes.launch import launched, restarts
 
 Report = dict[str, Any]
+MEMORY = 256 << 20  # bytes of all buffers, unless --memory says another size
 
 
 def write(
@@ -16,8 +17,9 @@ def write(
     source: str,
     target: str,
     *,
-    single: bool,
-    part: Any,
+    single: bool = False,
+    part: Any = None,
+    resume: bool = False,
     **words: Any,
 ) -> Report | None:
     """The report of a conversion, which all processes of a launch share; None but on rank 0.
@@ -25,7 +27,7 @@ def write(
     A `single` process runs by itself, and so does a process with a `part`. Processes that were
     restarted continue their own run.
     """
-    words["resume"] = words["resume"] or (restarts() > 0 and not single)
+    words["resume"] = resume or (restarts() > 0 and not single)
     if part is not None:
         return command(source, target, sharing=part, **words)
     launch = None if single else launched()
@@ -42,14 +44,21 @@ def write(
         return command(source, target, sharing=Leader(group), **words)
 
 
-def look(command: Callable[..., Report], *paths: Any, single: bool, **words: Any) -> Report | None:
+def look(
+    command: Callable[..., Report],
+    *paths: Any,
+    single: bool = False,
+    jobs: int | None = None,
+    memory: int = MEMORY,
+    **words: Any,
+) -> Report | None:
     """The report of a command that only reads, as `write` gives that of a conversion.
 
     The processes of `--gather` meet by themselves.
     """
     from ..api import READING_JOBS, Copying
 
-    words["jobs"] = words["jobs"] or READING_JOBS
+    words |= {"jobs": jobs or READING_JOBS, "memory": memory}
     launch = None if single or words.get("gather") else launched()
     if launch is None:
         return command(*paths, **words)

@@ -26,7 +26,8 @@ from ..errors import (
     hint_for,
 )
 from ..errors import cause as why_of
-from . import looking, signals
+from . import signals
+from .plain import plain
 
 UNPRINTABLE = "backslashreplace"
 """What happens to characters that the terminal's encoding lacks: a path may have them."""
@@ -42,9 +43,11 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors=UNPRINTABLE)
     try:
-        code = None
-        if plain := looking.plain(words):
-            looking.inspect(**plain)
+        if line := plain(words):
+            from . import work
+
+            name, given = line
+            code = work.COMMANDS[name](**given)
         else:
             code = command(words)
     except ProcessFailed as error:

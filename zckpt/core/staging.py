@@ -8,7 +8,6 @@ interrupted after some work, leaves `.partial` with its journal behind, and can 
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -193,7 +192,7 @@ class Staging:
             os.makedirs(self.path, exist_ok=True)
             return
         if self.journal.is_new and os.path.lexists(self.path):
-            shutil.rmtree(self.path)
+            _remove_folder(self.path)
         os.makedirs(self.path, exist_ok=True)
         for name, regions in list(self.journal.regions.items()):
             path = os.path.join(self.path, name)
@@ -328,7 +327,7 @@ class Staging:
             return
         with suppress(OSError):
             self.journal.forget()
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove_folder(self.path, ignore_errors=True)
         with suppress(OSError):
             remove_empty(self.folder)
 
@@ -360,6 +359,12 @@ def make_folders(path: str) -> None:
         with suppress(FileExistsError):
             os.mkdir(folder)
         _sync(os.path.dirname(folder))
+
+
+def _remove_folder(path: str, ignore_errors: bool = False) -> None:
+    import shutil  # with all its archives it takes 2 ms, and few runs remove anything
+
+    shutil.rmtree(path, ignore_errors)
 
 
 def _sync(path: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from ..core.values import valueclass
 from ..errors import WrongOption
 
 # A variable for the rank and one for the number of ranks. A launcher inside of another one, such as
@@ -18,7 +18,7 @@ LAUNCHERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass
 class Launch:
     """This process's `rank` of `size` processes.
 

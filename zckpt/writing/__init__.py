@@ -24,7 +24,6 @@ from ..errors import TargetExists, WrongOption, counted
 from ..formats.hf import MODEL_CONFIG
 from ..reading import Reading, read
 from ..training import objects, steps, ties
-from ..training.families import translated
 from ..training.names import called_as, canonical, former, renamed
 from ..training.options import ALLOW_OBJECT, DP, FAMILY, PARAM_NAMES, RENAME, TIE, Options
 from ..training.order import in_order_of
@@ -260,6 +259,8 @@ def _named_for(format: Format, manifest: Manifest, options: Options) -> Manifest
         manifest = canonical(manifest)
     family, names = options[FAMILY], options[PARAM_NAMES]
     if family is not None:
+        from ..training.families import translated  # few conversions need it
+
         manifest = translated(manifest, family, options[MODEL_CONFIG])
     if names is not None and not _is_in_order(manifest):
         manifest = in_order_of(called_as(manifest, names), names)
