@@ -4,11 +4,11 @@ No constant says so. Buffered writes were up to twice as fast as direct ones on 
 whose free memory was hot, and took three times as long when the host first had to give the memory
 back. Direct writes needed half of the CPU time in one minute, and twice as much in the next, while
 processors of the host that share no cache with ours carried them out. So a copy begins with a trial
-of each way, and the better one goes on. After 256 MiB, then 512 MiB, then each GiB, the other way
-gets another trial.
+of each way, and the better one goes on. The other way gets another trial when the rate falls to
+half, and after each GiB.
 
-Each phase ends with a sync of what it wrote: the page cache takes bytes faster than the disk does.
-The first phase counts for neither way, because threads begin with new memory.
+A buffered phase ends with a sync of what it wrote: the page cache takes bytes faster than the disk
+does. The first phase counts for neither way, because threads begin with new memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from .fileio import Writer
 from .values import valueclass
 
 TRIAL = 32 << 20  # bytes
-FIRST, WINDOW = 256 << 20, 1 << 30  # bytes before the first new trial, and at most before others
+WINDOW = 1 << 30  # bytes before a new trial, unless the rate falls
+CHECK = 128 << 20  # bytes from one look at the rate to the next
+FALLEN = 2  # times the wall time of the trial: then the rate has fallen
 FASTER = 0.65  # of the wall time: what buffered writes must reach if they need more CPU time
 OTHER = {"direct": "buffered", "buffered": "direct"}
 
@@ -56,12 +58,12 @@ class Pace:
         self._is_first = True
         self._is_trial = True
         self._size = TRIAL  # bytes of the phase
-        self._window = FIRST
         self._changed = Condition()
         self._busy = 0  # threads that are writing
         self._ends = False  # the phase ends when the last of these threads is done
         self._begun = 0  # bytes of the phase so far
-        self._since = Cost()
+        self._since = Cost()  # what had passed when measuring began, after `_before` bytes
+        self._before = 0
         self._writers: set[Writer] = set()
 
     @contextmanager
@@ -81,12 +83,23 @@ class Pace:
             while self._ends:
                 self._changed.wait()
             if not self._begun:
-                self._since = self._clock()
+                self._since, self._before = self._clock(), 0
             self._busy += 1
             self._begun += length
             self._writers.add(writer)
-            self._ends = self._begun >= self._size
+            self._ends = self._begun >= self._size or self._is_falling()
             return self.mode
+
+    def _is_falling(self) -> bool:
+        """Whether writes have become much slower than they were in the trial of their mode."""
+        count = self._begun - self._before
+        if self._is_trial or count < CHECK:
+            return False
+        now = self._clock()
+        if now.wall - self._since.wall > FALLEN * count * self._costs[self.mode].wall:
+            return True
+        self._since, self._before = now, self._begun
+        return False
 
     def _end(self) -> None:
         with self._changed:
@@ -94,8 +107,9 @@ class Pace:
             if self._busy or not self._ends:
                 return
         try:
-            for writer in self._writers:
-                writer.sync()
+            if self.mode == "buffered":
+                for writer in self._writers:
+                    writer.sync()
         finally:
             with self._changed:
                 self._next_phase()
@@ -103,8 +117,8 @@ class Pace:
 
     def _next_phase(self) -> None:
         """Ends a phase, and chooses the mode of the next one."""
-        end, begun = self._clock(), self._begun
-        cost = Cost((end.wall - self._since.wall) / begun, (end.cpu - self._since.cpu) / begun)
+        end, since, count = self._clock(), self._since, self._begun - self._before
+        cost = Cost((end.wall - since.wall) / count, (end.cpu - since.cpu) / count)
         self._ends, self._begun = False, 0
         self._writers.clear()
         if self._is_first:
@@ -115,8 +129,7 @@ class Pace:
             self.mode, self._size, self._is_trial = OTHER[self.mode], TRIAL, True
             return
         self.mode = "buffered" if self._is_buffered_better() else "direct"
-        self._size, self._is_trial = self._window, False
-        self._window = min(2 * self._window, WINDOW)
+        self._size, self._is_trial = WINDOW, False
 
     def _is_buffered_better(self) -> bool:
         direct, buffered = self._costs["direct"], self._costs["buffered"]
