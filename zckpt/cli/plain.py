@@ -23,6 +23,10 @@ def _number(word: str) -> int | None:
     return int(word) if word.isascii() and word.isdecimal() and len(word) < 6 else None
 
 
+def _stage(word: str) -> int | None:
+    return int(word) if word in ("0", "1", "2", "3") else None
+
+
 def _one_of(*choices: str) -> Parse:
     return lambda word: word if word in choices else None
 
@@ -56,7 +60,7 @@ LINES = {
     "reshard": Line(
         ("source", "target"),
         _WRITTEN,
-        {**_TARGET, "--stage": ("stage", _number)},
+        {**_TARGET, "--stage": ("stage", _stage)},
     ),
     "verify": Line(("path",), _OUTPUT, {"--against": ("against", _text)}),
 }
