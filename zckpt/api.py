@@ -24,8 +24,9 @@ from .core.sharing import ALONE, Sharing
 from .core.sharing import Part as Part
 from .formats import hf
 from .formats.options import Keywords, options_of
-from .reading import Reading, read_other
+from .formats.reading import Reading
 from .reading import read as read_manifest
+from .reading import read_other
 from .training.names import Renames
 
 if sys.version_info >= (3, 11):
@@ -37,6 +38,10 @@ Path = str | os.PathLike[str]
 Options = Keywords
 """The options of a conversion, as keyword arguments; `zckpt convert --help` describes them."""
 Report = dict[str, Any]
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else os.fspath(path)
 
 
 def read(
@@ -56,8 +61,8 @@ def read(
     a file) says how tensor-parallel ranks cut parameters, if the checkpoint does not. Raises the
     ZckptError that fits: NotACheckpoint, IncompleteCheckpoint, ...
     """
-    names = param_names
-    reading = Reading(format, tag, step_policy, names, weights_only, tp_rules=tp_rules)
+    rules = _text(tp_rules)
+    reading = Reading(format, tag, step_policy, param_names, weights_only, tp_rules=rules)
     return read_manifest(path, reading)
 
 
@@ -89,7 +94,7 @@ def load(
     """
     from .core import loading  # `read` does not need it
 
-    reading = Reading(format, tag, step_policy, param_names, tp_rules=tp_rules)
+    reading = Reading(format, tag, step_policy, param_names, tp_rules=_text(tp_rules))
     manifest = read_manifest(path, reading)
     entry = loading.entry_of(manifest, name)
     with sources.unchanged(manifest):
@@ -125,29 +130,36 @@ def convert(
 ) -> Report:
     """Writes the checkpoint at `source` as a new directory `target`, in format `to`.
 
-    `options` are the options of `zckpt convert`: dtype="bf16", weights_only=True, ... `begin` is
-    called with the number of bytes to come and returns a function that is called with the number of
-    bytes of every piece. `tell` is called with the warnings before the first byte is written.
-    `resume` continues an interrupted run of the same source and options. `replicas` ("rank0",
-    "mean") says what to take where tensor-parallel ranks hold different copies. With
-    `masters_from_weights` wrong masters of Megatron-Core are widened weights. `before_rename` is
-    called before the last check. `sharing` is `zckpt.Part(k, n)` in a process that writes part
-    k of n; the last one completes `target`. Raises a ZckptError; then there is no `target`.
+    `options` are the options of `zckpt convert`: dtype="bf16", weights_only=True, ... They say what
+    the target is. The others say what is read, and how:
+
+        replicas        "rank0" or "mean": which copy is taken if those of tensor ranks differ
+        masters_from_weights   drops masters of Megatron-Core that do not round to their weights;
+                        the target gets masters that are widened weights
+        begin           is called with the number of bytes to come, and returns a function that is
+                        called with the number of bytes of every piece
+        tell            is called with the warnings, before the first byte is written
+        resume          continues an interrupted run of the same source and options
+        before_rename   is called before the last check
+        sharing         `zckpt.Part(k, n)` in the process that writes part k of n; the last one
+                        completes `target`
+
+    Raises a ZckptError; then there is no `target`.
     """
     from .writing import Running, read_for, write
 
-    wanted = options_of(options)
+    target_options = options_of(options)
     reading = Reading(
         format,
         tag,
         step_policy,
-        tp_rules=tp_rules,
+        tp_rules=_text(tp_rules),
         replicas=replicas,
         masters_from_weights=masters_from_weights,
     )
     running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
-    manifest = read_for(target, source, reading, wanted, running)
-    return write("convert", manifest, os.fspath(target), to, reading, wanted, running)
+    manifest = read_for(target, source, reading, target_options, running)
+    return write("convert", manifest, os.fspath(target), to, reading, target_options, running)
 
 
 def reshard(
@@ -178,23 +190,23 @@ def reshard(
     """
     from .writing import Running, read_for, write
 
-    wanted = options_of(options)
+    target_options = options_of(options)
     tp = options.get("tp")
     reading = Reading(
         format,
         tag,
         step_policy,
-        tp_rules=tp_rules,
+        tp_rules=_text(tp_rules),
         replicas=replicas,
-        apart=tp is None,
-        slices=tp is not None and (tp > 1 or options.get("vocab_size") is not None),
+        ranks_apart=tp is None,
+        with_slicings=tp is not None and (tp > 1 or options.get("vocab_size") is not None),
     )
     running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
 
     def write_one(source: Path, target: Path, running: Running, best_in: str | None) -> Report:
-        manifest = read_for(target, source, reading, wanted, running)
+        manifest = read_for(target, source, reading, target_options, running)
         to, engine = os.fspath(target), str(manifest.source.get("format"))
-        return write("reshard", manifest, to, engine, reading, wanted, running, best_in)
+        return write("reshard", manifest, to, engine, reading, target_options, running, best_in)
 
     if checkpoints is None:
         return write_one(source, target, running, best_in)
@@ -238,15 +250,15 @@ def export(
     from .writing import Running, read_for, write
 
     own: Report = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
-    own |= {"model_config": None if config is None else os.fspath(config)}
+    own |= {"model_config": _text(config)}
     own |= {"tie": tuple(tie), "rename": tuple(rename), "family": family}
     if wrong := sorted(options.keys() & {*own, "param_names"}):
         raise TypeError(f"export() takes no option {wrong[0]!r}")
-    wanted = options_of({**own, **options})
-    reading = Reading(format, tag, step_policy, tp_rules=tp_rules, replicas=replicas)
+    target_options = options_of({**own, **options})
+    reading = Reading(format, tag, step_policy, tp_rules=_text(tp_rules), replicas=replicas)
     running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
-    manifest = read_for(target, source, reading, wanted, running)
-    return write("export", manifest, os.fspath(target), "hf", reading, wanted, running)
+    manifest = read_for(target, source, reading, target_options, running)
+    return write("export", manifest, os.fspath(target), "hf", reading, target_options, running)
 
 
 # -- looking
@@ -282,9 +294,14 @@ def verify(
     """
     from .proving import prove
 
-    names = param_names
     reading = Reading(
-        format, tag, step_policy, names, rename=rename, family=family, tp_rules=tp_rules
+        format,
+        tag,
+        step_policy,
+        param_names,
+        rename=rename,
+        family=family,
+        tp_rules=_text(tp_rules),
     )
     means = Means(device, jobs, memory, pool)
     return prove(path, against, gather, reading, tensors, means, begin)
@@ -316,9 +333,14 @@ def diff(
 
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=pool)
-    names = param_names
     reading = Reading(
-        format, tag, step_policy, names, rename=rename, family=family, tp_rules=tp_rules
+        format,
+        tag,
+        step_policy,
+        param_names,
+        rename=rename,
+        family=family,
+        tp_rules=_text(tp_rules),
     )
     first = read_manifest(a, reading)
     second = read_other(b, first, reading)
@@ -351,7 +373,7 @@ def stats(
 
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=pool)
-    reading = Reading(format, tag, step_policy, param_names, tp_rules=tp_rules)
+    reading = Reading(format, tag, step_policy, param_names, tp_rules=_text(tp_rules))
     manifest = read_manifest(path, reading)
     report: Report = {"zckpt": 1, "command": "stats", "path": os.fspath(path)}
     report["format"] = manifest.format

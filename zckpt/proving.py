@@ -15,7 +15,8 @@ from .errors import (
     InconsistentCheckpoint,
     WrongOption,
 )
-from .reading import Reading, read, read_other
+from .formats.reading import Reading
+from .reading import read, read_other
 
 Path = str | os.PathLike[str]
 Report = dict[str, Any]
@@ -128,7 +129,7 @@ def _gather(
     about = saved.about(manifest)
     # the reader has ignored or refused rules of a checkpoint without tensor ranks
     has_ranks = int(manifest.source.get("tp") or 0) > 1
-    rules = os.fspath(reading.tp_rules) if reading.tp_rules and has_ranks else None
+    rules = reading.tp_rules if has_ranks else None
     with sources.unchanged(manifest, other):
         parts = formats.named(manifest.format).partitions(manifest.root, rules)
         return about | verify_gathered(manifest, parts, other, pattern, means, begin)

@@ -3,57 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 from . import formats
 from .core import sources
 from .core.manifest import Manifest
 from .core.neighbors import lacking
 from .core.targets import refuse_unfinished
-from .core.values import replace, valueclass
-from .errors import CorruptCheckpoint, WrongOption
+from .core.values import replace
+from .errors import CorruptCheckpoint
 from .formats.format import Format
+from .formats.reading import Reading
 from .training import steps
-from .training.names import Renames, called_as, names_of, renamed
-
-REPLICAS = ("rank0", "mean")
-"""What may be taken of the copies that tensor ranks hold, if they differ."""
-
-
-@valueclass
-class Reading:
-    """What a user says about a checkpoint that is to be read; see `zckpt.read`.
-
-    `format` and `tag` choose one where the path has several, `step_policy` decides between steps
-    that disagree, `param_names` are for an optimizer that knows its parameters by number. With
-    `weights_only` such an optimizer may be left unread. `rename` are pairs of a regular expression
-    and its replacement. `family` is the value of `--family`. `tp_rules` is a family or a file that
-    says how tensor ranks cut parameters. `replicas` says what is taken of their copies of one
-    tensor, if these differ. With `apart` ranks that share a model are not joined: a target for the
-    same ranks needs no whole tensors. With `slices` it is said too how one rank's tensors would be
-    cut over several. With `masters_from_weights` masters that do not round to their weights are
-    given up, with the states beside them: that reads all masters.
-    """
-
-    format: str | None = None
-    tag: str | None = None
-    step_policy: str | None = None
-    param_names: Sequence[str] | None = None
-    weights_only: bool = False
-    rename: Renames = ()
-    family: str | None = None
-    tp_rules: str | os.PathLike[str] | None = None
-    replicas: str | None = None
-    apart: bool = False
-    slices: bool = False
-    masters_from_weights: bool = False
-
-    def __post_init__(self) -> None:
-        if self.replicas not in (None, *REPLICAS):
-            raise WrongOption(
-                f"--replicas {self.replicas!r} is none of {', '.join(REPLICAS)}",
-                hint="leave it out, unless an error says that copies of tensor ranks differ",
-            )
+from .training.names import called_as, names_of, renamed
 
 
 def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
@@ -65,20 +26,9 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
     refuse_unfinished(path)
-    names = None if reading.param_names is None else tuple(reading.param_names)
     format = formats.recognize(path, reading.format, reading.tag)
     with sources.watching() as watch:
-        rules = None if reading.tp_rules is None else os.fspath(reading.tp_rules)
-        manifest = format.read(
-            path,
-            reading.tag,
-            reading.step_policy,
-            names,
-            reading.weights_only,
-            rules,
-            reading.apart,
-            reading.slices,
-        )
+        manifest = format.read(path, reading)
         siblings = (item.path for item in manifest.siblings)
         fingerprints = watch.of((*manifest.files, *siblings))
     _check_names(manifest)
@@ -101,7 +51,7 @@ def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[str]:
     """Options for tensor ranks of a checkpoint that has none."""
     if manifest.source.get("tp") not in (None, 1) or "tensor_parallel" in manifest.state:
         return []
-    tp_rules = None if format.rules else reading.tp_rules  # such a reader says so itself
+    tp_rules = None if format.reports_unused_rules else reading.tp_rules
     return [
         f"{flag} {value} is not used: {manifest.root} has no tensor ranks"
         for flag, value in (("--tp-rules", tp_rules), ("--replicas", reading.replicas))

@@ -42,10 +42,10 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
         CheckingReader,
         Files,
         Gatherer,
-        NumbersReader,
         Reader,
-        RulesReader,
-        SlicesReader,
+        RebuildingReader,
+        RulesGatherer,
+        TensorRanksReader,
         WeakFiles,
         Writer,
     )
@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
     from .hf import read as hf_read
     from .hf import write as hf_write
     from .megatron import files as megatron_files
+    from .megatron import gather as megatron_gather
     from .megatron import read as megatron_read
     from .megatron import write as megatron_write
     from .onnxruntime import files as onnxruntime_files
@@ -74,11 +75,10 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
         universal_files,
     )
     WEAK_FILES: tuple[WeakFiles, ...] = (dcp_files, gathered_files)
-    READERS: tuple[Reader, ...] = (deepspeed_universal_read, hf_read)
-    SLICES_READERS: tuple[SlicesReader, ...] = (deepspeed_read,)
+    READERS: tuple[Reader, ...] = (dcp_read, deepspeed_universal_read, gathered_read, hf_read)
     CHECKING_READERS: tuple[CheckingReader, ...] = (onnxruntime_read, universal_read)
-    NUMBERS_READERS: tuple[NumbersReader, ...] = (dcp_read, gathered_read)
-    RULES_READERS: tuple[RulesReader, ...] = (megatron_read,)
+    TENSOR_RANKS_READERS: tuple[TensorRanksReader, ...] = (deepspeed_read,)
+    REBUILDING_READERS: tuple[RebuildingReader, ...] = (megatron_read,)
     WRITERS: tuple[Writer, ...] = (
         dcp_write,
         deepspeed_write,
@@ -91,10 +91,11 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
     )
     GATHERERS: tuple[Gatherer, ...] = (
         dcp_gather,
-        deepspeed_gather,
         gathered_gather,
+        megatron_gather,
         onnxruntime_gather,
     )
+    RULES_GATHERERS: tuple[RulesGatherer, ...] = (deepspeed_gather,)
 
 FORMATS: tuple[Format, ...] = (
     deepspeed.FORMAT,

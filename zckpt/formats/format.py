@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..core.values import field, valueclass
 from ..errors import WrongOption
+from .reading import USUAL, Reading
 
 if TYPE_CHECKING:
     from ..core.copy import CopyOutcome
@@ -49,76 +50,31 @@ class WeakFiles(Files, Protocol):
 class Reader(Protocol):
     """`read.py` of a format."""
 
-    def read(self, path: str, tag: str | None, step_policy: str | None) -> Manifest:
-        """The checkpoint at `path`. Raises the ZckptError that says what is wrong."""
-
-
-class NumbersReader(Protocol):
-    """`read.py` of a format whose optimizers may know their parameters by number."""
-
-    def read(
-        self,
-        path: str,
-        tag: str | None,
-        step_policy: str | None,
-        param_names: tuple[str, ...] | None,
-        weights_only: bool,
-    ) -> Manifest:
-        """As `Reader.read`. `param_names` are the optimizer's parameters, in its order; with
-        `weights_only` they are not needed."""
-
-
-class RulesReader(Protocol):
-    """`read.py` of a format whose files may not say how tensors are cut."""
-
-    def read(
-        self,
-        path: str,
-        tag: str | None,
-        step_policy: str | None,
-        param_names: tuple[str, ...] | None,
-        weights_only: bool,
-        tp_rules: str | None,
-    ) -> Manifest:
-        """As `NumbersReader.read`. `tp_rules` is a family or a file: how tensors are cut."""
-
-
-class SlicesReader(Protocol):
-    """`read.py` of a format whose manifests may be those of single ranks with slices of tensors."""
-
-    def read(
-        self,
-        path: str,
-        tag: str | None,
-        step_policy: str | None,
-        param_names: tuple[str, ...] | None,
-        weights_only: bool,
-        tp_rules: str | None,
-        apart: bool,
-        slices: bool,
-    ) -> Manifest:
-        """As `RulesReader.read`. With `apart` ranks that share a model are not joined. With
-        `slices` the manifest of one rank says too how its tensors would be cut."""
-
-    def check(self, manifest: Manifest, replicas: str | None) -> list[str]:
-        """Warnings about copies that differ. Raises if `replicas` does not choose one."""
-
-    def check_slices(self, manifest: Manifest) -> None:
-        """Raises if the bytes show that tensors were cut in another way."""
-
-    def averaged(self, manifest: Manifest) -> Manifest:
-        """With the mean of the copies that tensor ranks hold of a parameter's tensors."""
+    def read(self, path: str, reading: Reading = USUAL) -> Manifest:
+        """The checkpoint at `path`, as the user says. Raises the ZckptError that says what is
+        wrong."""
 
 
 class CheckingReader(Reader, Protocol):
     """`read.py` of a format in which bytes may contradict each other without any checksum."""
 
-    def check(self, manifest: Manifest) -> None:
-        """Raises if the bytes contradict each other. Reads all of them."""
+    def check(self, manifest: Manifest, replicas: str | None) -> list[str]:
+        """Reads all of the bytes in question; gives warnings, or raises if they contradict each
+        other. `replicas` (rank0, mean) chooses among the copies of tensor ranks that differ."""
+
+
+class TensorRanksReader(CheckingReader, Protocol):
+    """`read.py` of a format whose files may be those of ranks that each have slices of tensors."""
+
+    def check_slices(self, manifest: Manifest) -> None:
+        """Raises if the bytes show that tensors were cut in another way; reads few of them."""
+
+    def averaged(self, manifest: Manifest) -> Manifest:
+        """With the mean of the copies that tensor ranks hold of a parameter's tensors."""
 
 
 class RebuildingReader(CheckingReader, Protocol):
-    """`read.py` of a format whose wrong masters may be given up."""
+    """`read.py` of a format whose masters an engine may have written wrongly."""
 
     def rebuilt(self, manifest: Manifest) -> Manifest:
         """Without wrong masters and their states; its warnings name them."""
@@ -139,6 +95,13 @@ class Gatherer(Protocol):
 
     def partitions(self, path: str) -> list[Partition]:
         """What ranks all-gather, by the engine's own rule. `path` is `Manifest.root`."""
+
+
+class RulesGatherer(Protocol):
+    """`gather.py` of a format whose files may not say how tensor ranks cut parameters."""
+
+    def partitions(self, path: str, tp_rules: str | None = None) -> list[Partition]:
+        """As `Gatherer.partitions`; `tp_rules` is a family or a file: how they are cut."""
 
 
 @valueclass(eq=False)
@@ -165,15 +128,15 @@ class Format:
     weak: bool = False
     """`files.py` has `detect_weak`."""
     numbers: bool = False
-    """`read.py` takes `param_names` and `weights_only`."""
-    rules: bool = False
-    """`read.py` takes `tp_rules`, and says itself if they are not used."""
-    slices: bool = False
-    """`read.py` takes `tp_rules`, and can leave ranks apart; its `check` takes `replicas`."""
+    """An optimizer may know its parameters by number: `read` uses `Reading.param_names`."""
+    reports_unused_rules: bool = False
+    """`read` warns itself if the files do not need `Reading.tp_rules`."""
     checks: bool = False
     """`read.py` has `check`."""
+    has_tensor_ranks: bool = False
+    """`read.py` has `check`, `check_slices` and `averaged`; `partitions` takes `tp_rules`."""
     rebuilds: bool = False
-    """`read.py` has `rebuilt`."""
+    """`read.py` has `check` and `rebuilt`."""
     gathers: bool = False
     """There is a `gather.py`."""
     keeps_steps: bool = False
@@ -193,55 +156,31 @@ class Format:
     def detect_weak(self, path: str) -> list[str]:
         return cast(WeakFiles, self._module("files")).detect_weak(path) if self.weak else []
 
-    def read(
-        self,
-        path: str,
-        tag: str | None = None,
-        step_policy: str | None = None,
-        param_names: tuple[str, ...] | None = None,
-        weights_only: bool = False,
-        tp_rules: str | None = None,
-        apart: bool = False,
-        slices: bool = False,
-    ) -> Manifest:
-        module = self._module("read")
-        if self.slices:
-            return cast(SlicesReader, module).read(
-                path, tag, step_policy, param_names, weights_only, tp_rules, apart, slices
-            )
-        if self.rules:
-            return cast(RulesReader, module).read(
-                path, tag, step_policy, param_names, weights_only, tp_rules
-            )
-        if self.numbers:
-            reader = cast(NumbersReader, module)
-            return reader.read(path, tag, step_policy, param_names, weights_only)
-        return cast(Reader, module).read(path, tag, step_policy)
+    def read(self, path: str, reading: Reading = USUAL) -> Manifest:
+        return cast(Reader, self._module("read")).read(path, reading)
 
     def read_shells(self, path: str) -> Manifest:
         """The manifest of files that were just laid out."""
         from ..training.steps import KEEP
 
-        return self.read(path, step_policy=KEEP if self.keeps_steps else None)
+        return self.read(path, Reading(step_policy=KEEP if self.keeps_steps else None))
 
     def check(self, manifest: Manifest, replicas: str | None = None) -> list[str]:
         """Warnings of the check of a source's bytes, before a conversion writes anything."""
-        if self.slices:
-            return cast(SlicesReader, self._module("read")).check(manifest, replicas)
-        if self.checks:
-            cast(CheckingReader, self._module("read")).check(manifest)
-        return []
+        if not (self.checks or self.has_tensor_ranks or self.rebuilds):
+            return []
+        return cast(CheckingReader, self._module("read")).check(manifest, replicas)
 
     def check_slices(self, manifest: Manifest) -> None:
         """Raises if the bytes show that ranks cut tensors in another way; reads few of them."""
-        if self.slices:
-            cast(SlicesReader, self._module("read")).check_slices(manifest)
+        if self.has_tensor_ranks:
+            cast(TensorRanksReader, self._module("read")).check_slices(manifest)
 
     def averaged(self, manifest: Manifest) -> Manifest:
         """With the mean of ranks' copies, where ranks that share a model hold copies."""
-        if not self.slices:
+        if not self.has_tensor_ranks:
             return manifest
-        return cast(SlicesReader, self._module("read")).averaged(manifest)
+        return cast(TensorRanksReader, self._module("read")).averaged(manifest)
 
     def rebuilt(self, manifest: Manifest) -> Manifest:
         """Without masters that do not round to their weights, and without the states beside them.
@@ -282,8 +221,8 @@ class Format:
         if not self.gathers:
             return None
         gather = self._module("gather")
-        if tp_rules is not None:
-            return cast("list[Partition]", gather.partitions(path, tp_rules=tp_rules))
+        if self.has_tensor_ranks:
+            return cast(RulesGatherer, gather).partitions(path, tp_rules)
         return cast(Gatherer, gather).partitions(path)
 
     def _module(self, name: str) -> Any:

@@ -22,7 +22,8 @@ from ..core.sharing import ALONE, Sharing
 from ..core.values import replace, valueclass
 from ..errors import TargetExists, WrongOption, counted
 from ..formats.hf import MODEL_CONFIG
-from ..reading import Reading, read
+from ..formats.reading import Reading
+from ..reading import read
 from ..training import objects, steps, ties
 from ..training.names import called_as, canonical, former, renamed
 from ..training.options import ALLOW_OBJECT, DP, FAMILY, PARAM_NAMES, RENAME, TIE, Options
@@ -203,8 +204,7 @@ def identity(
     asked |= {"--to": to, "--from": reading.format, "--tag": reading.tag}
     asked |= {"--step-policy": reading.step_policy, "--replicas": reading.replicas}
     asked |= {"--masters-from-weights": reading.masters_from_weights or None}
-    rules = reading.tp_rules
-    asked |= {"--tp-rules": None if rules is None else os.fspath(rules)}
+    asked |= {"--tp-rules": reading.tp_rules}
     given = {flag: value for flag, value in asked.items() if value is not None}
     plain = json.loads(json.dumps(given, default=repr))
     return Identity(__version__, source, plain, dict(files))

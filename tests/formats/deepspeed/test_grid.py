@@ -28,6 +28,7 @@ from zckpt.formats.deepspeed import read as deepspeed_read
 from zckpt.formats.deepspeed.model_ranks.grid import grid_files
 from zckpt.formats.deepspeed.model_ranks.together import check_equal, joined_groups
 from zckpt.formats.deepspeed_states.directories import TagDirectory
+from zckpt.formats.reading import Reading
 
 from ...engines import grids
 from ...engines.grids import CASES, NAMED
@@ -285,7 +286,7 @@ class TestFiles:
 
 def apart_of(run: Path) -> dict[str, int]:
     """The CRC-32 of each tensor of each model rank."""
-    manifest = deepspeed_read.read(str(run), apart=True)
+    manifest = deepspeed_read.read(str(run), Reading(ranks_apart=True))
     digests = {}
     for entry in manifest.entries.values():
         view = memoryview(bytearray(entry.length))

@@ -29,6 +29,7 @@ from ...files.dcpitems import ItemFiles, require_same
 from ...files.dcpnames import METADATA
 from ...files.torchfile import Tensor, TorchFile
 from ...training.trainers import beside
+from ..reading import USUAL, Reading
 from ..statedict.read import manifest
 from ..statedict.stated import checked
 from ..statedict.tree import (
@@ -48,20 +49,14 @@ MAX_LIST = 1_000_000  # elements of all lists
 FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
 
 
-def read(
-    path: str,
-    tag: str | None = None,
-    step_policy: str | None = None,
-    param_names: tuple[str, ...] | None = None,
-    weights_only: bool = False,
-) -> Manifest:
+def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of a directory, or of a trainer's directory around one.
 
     Raises NotACheckpoint, IncompleteCheckpoint (no `.metadata`, a missing file or element),
     InconsistentCheckpoint, CorruptCheckpoint, UnsupportedCheckpoint (Megatron-Core, compressed or
     encrypted items).
     """
-    root, parts = located(path, tag)
+    root, parts = located(path, reading.tag)
     shards = hf.files(root) if sources.is_folder(root) and not parts else []
     if not parts and not shards:
         raise NotACheckpoint(f"{root} has no {METADATA}")
@@ -75,7 +70,7 @@ def read(
         siblings, left_out = beside(root, [*parts, *shards, *own_files(root, parts)], path)
         saved.siblings += siblings
         saved.left_out += left_out
-        return manifest(saved, step_policy, param_names, weights_only)
+        return manifest(saved, reading)
     except MALFORMED as error:
         raise not_understood(root, error) from error
 

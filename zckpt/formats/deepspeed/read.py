@@ -15,41 +15,32 @@ from ...files.torchfile import Parsed
 from ...training.steps import KEEP
 from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.states import open_layers
+from ..reading import USUAL, Reading
 from .files import NAMED, Numbered, locate
 from .model_ranks.apart import ModelGrid, of_rank, open_apart, stacked
 from .model_ranks.grid import SOME_STAGES, GridFiles, check_grid, grid_files
 from .ranks import open_ranks
 
 
-def read(
-    path: str,
-    tag: str | None = None,
-    step_policy: str | None = None,
-    param_names: Sequence[str] | None = None,
-    weights_only: bool = False,
-    tp_rules: str | None = None,
-    apart: bool = False,
-    slices: bool = False,
-) -> Manifest:
+def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of a run directory, a tag directory, or a trainer's directory around one.
 
-    `param_names` name the optimizer's parameters where no file does: in stage 0.
-    `tp_rules` is a family or a file of rules: how tensor ranks cut parameters. With `apart` several
-    model ranks are not joined, and each name begins with the number of its rank. With `slices` the
-    rules are applied to a run of one tensor rank too, which they do not change. Raises
+    Only stage 0 needs `reading.param_names`. With `reading.ranks_apart` several model ranks are not
+    joined, and each name begins with the number of its rank. With `reading.with_slicings` the rules
+    are applied to a run of one tensor rank too, which they do not change. Raises
     NotACheckpoint, IncompleteCheckpoint (a rank is missing), InconsistentCheckpoint (ranks
     contradict each other), CorruptCheckpoint, MissingData (nothing says how parameters are cut, or
     what they are called), UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10).
     """
-    directory = locate(path, tag)
+    directory, step_policy = locate(path, reading.tag), reading.step_policy
     try:
         files = grid_files(directory)
-        numbered = Numbered(param_names, weights_only)
-        if apart and not files.is_plain:
+        numbered = Numbered(reading.param_names, reading.weights_only)
+        if reading.ranks_apart and not files.is_plain:
             return _apart(directory, files, step_policy, numbered)
         models = tensor_ranks(directory, files, step_policy, numbered)
-        if slices or files.tp > 1:
-            return _joined(models, tp_rules, step_policy)
+        if reading.with_slicings or files.tp > 1:
+            return _joined(models, reading.tp_rules, step_policy)
         return models[0]
     except MALFORMED as error:
         raise not_understood(directory.path, error) from error

@@ -7,22 +7,23 @@ from ...core.values import replace
 from ...errors import MALFORMED, not_understood
 from ..deepspeed_states.directories import TagDirectory
 from ..deepspeed_states.manifest import manifest_of
+from ..reading import USUAL, Reading
 from .files import CUTS, locate
 from .folders import ParameterFolders
 from .merged import MergedStates
 from .slicing import facts_of
 
 
-def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
+def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of a universal directory, or of the run directory whose latest it is.
 
-    Parameters whose steps differ keep them, unless `step_policy` makes one of them. Raises
+    Parameters whose steps differ keep them, unless `reading.step_policy` makes one of them. Raises
     NotACheckpoint, IncompleteCheckpoint (no zero/, no fp32.pt of a parameter),
     InconsistentCheckpoint (shapes that differ), CorruptCheckpoint, UnsupportedCheckpoint (MoE).
     """
-    directory = locate(path, tag)
+    directory = locate(path, reading.tag)
     try:
-        return _manifest(directory, step_policy)
+        return _manifest(directory, reading.step_policy)
     except MALFORMED as error:
         raise not_understood(directory.path, error) from error
 

@@ -12,6 +12,7 @@ from ...core.values import replace
 from ...errors import MALFORMED, IncompleteCheckpoint, NotACheckpoint, listed, not_understood
 from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside
+from ..reading import USUAL, Reading
 from ..statedict.keys import keys_of
 from ..statedict.read import manifest
 from ..statedict.stated import checked
@@ -21,28 +22,22 @@ from . import distributed, local, ranked
 from .files import StateDictFiles, find
 
 
-def read(
-    path: str,
-    tag: str | None = None,
-    step_policy: str | None = None,
-    param_names: tuple[str, ...] | None = None,
-    weights_only: bool = False,
-) -> Manifest:
-    """The manifest of files of torch.save; `tag` is the name of one of a folder's files.
+def read(path: str, reading: Reading = USUAL) -> Manifest:
+    """The manifest of files of torch.save; a tag is the name of one of a folder's files.
 
     Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank or a part is missing),
     InconsistentCheckpoint (ranks contradict each other), MissingData (numbers without names),
     CorruptCheckpoint, UnsupportedCheckpoint (flat parameters).
     """
-    if tag:
-        path = os.path.join(path, tag)
+    if reading.tag:
+        path = os.path.join(path, reading.tag)
     try:
-        reader = _TreeReader(path, find(path), step_policy, param_names)
-        result = manifest(reader.saved, step_policy, param_names, weights_only)
+        reader = _TreeReader(path, find(path), reading)
+        result = manifest(reader.saved, reading)
         if reader.has_local_states:
-            _refuse_lost(result, param_names)
+            _refuse_lost(result, reading.param_names)
         if reader.saved.orders is not None:
-            result = _in_order(result, param_names)
+            result = _in_order(result, reading.param_names)
         # numbers are usual in these files: they do not say which layout --to dcp should write
         engine = replace(keys_of(result.engine), layout=None, whole=True, dialect=reader.dialect)
         return replace(result, engine=engine)
@@ -82,17 +77,11 @@ def _in_order(manifest: Manifest, names: Sequence[str] | None) -> Manifest:
 class _TreeReader:
     """Reads all files into one tree."""
 
-    def __init__(
-        self,
-        path: str,
-        files: StateDictFiles,
-        step_policy: str | None,
-        param_names: Sequence[str] | None,
-    ) -> None:
+    def __init__(self, path: str, files: StateDictFiles, reading: Reading) -> None:
         self.path = path
         self.files = files
-        self.step_policy = step_policy
-        self.param_names = param_names
+        self.step_policy = reading.step_policy
+        self.param_names = reading.param_names
         self.parsed = Parsed()
         source = {"format": "gathered", "version": None, "dp": files.world, "tag": None}
         self.saved = SavedTree(path, source, {})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from ...core.manifest import Manifest
 from ...training.trainers import beside
+from ..reading import USUAL, Reading
 from ..statedict.read import manifest
 from ..statedict.tree import SavedTree
 from ..statedict.weights import files_of_index, weights_of
 from .files import INDEX, find
 
 
-def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
+def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of the shells. Folders of other programs are read by the format `gathered`."""
     weights = find(path)
     files = files_of_index(weights) if weights.endswith(INDEX) else [weights]

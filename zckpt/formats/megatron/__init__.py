@@ -48,10 +48,9 @@ FORMAT = Format(
     options=(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, ALLOW_OBJECT, EP, LIKE),
     reasons={"dp": ANY_SIZES, "tp": ANY_SIZES, "pp": ANY_SIZES},
     numbers=True,
-    rules=True,
-    checks=True,
-    gathers=True,
+    reports_unused_rules=True,
     rebuilds=True,
+    gathers=True,
     objects=frozenset(
         (
             # megatron.core.safe_globals, 0.16.1; the others are zckpt's own list

@@ -32,6 +32,7 @@ from ...files.dcpfile import ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor
 from ...training.tensor_rules import rules_of
+from ..reading import USUAL, Reading
 from ..statedict.tree import TensorPiece, assembled
 from .common import (
     FLAT,
@@ -70,28 +71,22 @@ MASTERS = ("param", "fp32_param")
 VALUE = re.compile(r"(?P<key>.+)/shard_(?P<place>\d+(?:\.\d+)*)_(?P<grid>\d+(?:\.\d+)*)")
 
 
-def read(
-    path: str,
-    tag: str | None = None,
-    step_policy: str | None = None,
-    param_names: tuple[str, ...] | None = None,
-    weights_only: bool = False,
-    tp_rules: str | None = None,
-) -> Manifest:
+def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of an iteration's directory, or of a run around it.
 
-    `param_names` is not used: keys are names. With `weights_only` the optimizer's state is not
-    read, whatever its type. `tp_rules` (a family or a file) says how tensor ranks cut parameters in
-    `mp_rank_*` directories, before the rules of a GPTModel; other directories say it.
+    With `reading.weights_only` the optimizer's state is not read, whatever its type.
+    `reading.tp_rules` are for `mp_rank_*` directories, and come before the rules of a GPTModel;
+    other directories say how tensors are cut.
 
     Raises NotACheckpoint, IncompleteCheckpoint (a file, a piece or the common state is missing),
     InconsistentCheckpoint, CorruptCheckpoint, MissingData (modules that no rule knows) and
     UnsupportedCheckpoint (another type of the optimizer's state, zarr).
     """
-    folder = located(path, tag)
+    step_policy, weights_only = reading.step_policy, reading.weights_only
+    folder = located(path, reading.tag)
     try:
         if is_legacy(folder):
-            rules = None if tp_rules is None else rules_of(tp_rules)
+            rules = None if reading.tp_rules is None else rules_of(reading.tp_rules)
             return read_legacy(folder, step_policy, weights_only, rules)
         if is_fsdp(folder):
             manifest = read_fsdp(folder, step_policy, weights_only)
@@ -99,9 +94,11 @@ def read(
             manifest = _Reader(folder, weights_only).manifest(step_policy)
     except MALFORMED as error:
         raise not_understood(folder, error) from error
-    if tp_rules is None:
+    if reading.tp_rules is None:
         return manifest
-    line = f"--tp-rules {tp_rules} is not used: {folder} says how tensor ranks cut parameters"
+    line = (
+        f"--tp-rules {reading.tp_rules} is not used: {folder} says how tensor ranks cut parameters"
+    )
     return replace(manifest, warnings=(*manifest.warnings, line))
 
 

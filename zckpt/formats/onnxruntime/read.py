@@ -26,6 +26,7 @@ from ...errors import (
     not_understood,
 )
 from ...training import steps
+from ..reading import USUAL, Reading
 from .files import opened
 from .owners import WRONG_FILE, Owned, Shapes, owners_of, weights_apart
 from .partition import by_name
@@ -34,8 +35,8 @@ from .ranks import COUNT, SHARED, SLOTS, Rank, RankTensor, Save
 CHECKING = Copying(memory=64 << 20)
 
 
-def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
-    """The manifest of a directory of rank files, or of one file; `tag` is not used.
+def read(path: str, reading: Reading = USUAL) -> Manifest:
+    """The manifest of a directory of rank files, or of one file; there are no tags.
 
     Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank, or a part that it
     owned, is missing), InconsistentCheckpoint (ranks contradict each other or the partition rule),
@@ -43,12 +44,12 @@ def read(path: str, tag: str | None = None, step_policy: str | None = None) -> M
     (horizontal parallelism), MissingExtra (h5py).
     """
     try:
-        return manifest(opened(path), step_policy)
+        return manifest(opened(path), reading.step_policy)
     except MALFORMED as error:
         raise not_understood(path, error) from error
 
 
-def check(manifest: Manifest) -> None:
+def check(manifest: Manifest, replicas: str | None) -> list[str]:
     """Compares the bytes of every tensor that the files hold more than once.
 
     Called before a conversion writes anything; `inspect` reads no tensor. The engine casts every
@@ -80,6 +81,7 @@ def check(manifest: Manifest) -> None:
             hint="files of two saves are mixed, or the rank's file was saved before its weights "
             "were current",
         )
+    return []
 
 
 def _masters_with_copies(manifest: Manifest) -> Iterator[Match]:

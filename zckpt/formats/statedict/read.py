@@ -16,6 +16,7 @@ from ...core.values import replace
 from ...errors import MissingData, UnsupportedCheckpoint, listed
 from ...training import peft, steps, ties
 from ...training.trainers import json_of
+from ..reading import USUAL, Reading
 from .finding import (
     OptimizerState,
     choose_model,
@@ -34,19 +35,15 @@ from .twins import second_names
 SCHEDULERS = ("lr_scheduler", "scheduler")
 
 
-def manifest(
-    saved: SavedTree,
-    step_policy: str | None = None,
-    param_names: Sequence[str] | None = None,
-    weights_only: bool = False,
-) -> Manifest:
-    """The manifest of state dicts; `param_names` are for an optimizer that knows only numbers.
+def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
+    """The manifest of state dicts; `reading.param_names` are for an optimizer by numbers.
 
-    With `weights_only`, an optimizer whose numbers get no names is ignored.
+    With `reading.weights_only`, an optimizer whose numbers get no names is ignored.
 
     Raises MissingData (no model; numbers that fit several names), UnsupportedCheckpoint (several
     optimizers), AmbiguousCheckpoint (several models), InconsistentCheckpoint.
     """
+    names, step_policy = reading.param_names, reading.step_policy
     optimizers = list(find_optimizers(saved.tree))
     if len(optimizers) > 1:
         raise UnsupportedCheckpoint(
@@ -59,19 +56,19 @@ def manifest(
         optimizer = read_optimizer(value_at(saved.tree, optimizer_path))
     models: dict[Path, dict[Any, Any]] = dict(find_models(saved.tree, optimizer_path))
     path = choose_model(saved, models, optimizer)
-    model = _with_names_of_adapters(saved, models[path], optimizer, param_names)
+    model = _with_names_of_adapters(saved, models[path], optimizer, names)
     if optimizer is not None:
         refuse_twice(saved, [str(m) for members in optimizer.members for m in members])
         try:
-            names = names_of(saved, model, optimizer, param_names)
+            name_of = names_of(saved, model, optimizer, names)
         except MissingData:
-            if not weights_only:
+            if not reading.weights_only:
                 raise
             return _Manifest(saved, path, model, optimizer_path, None, step_policy).build()
-        refuse_twice(saved, [names[m] for members in optimizer.members for m in members])
-        if strangers := [str(key) for key in optimizer.state if key not in names]:
+        refuse_twice(saved, [name_of[m] for members in optimizer.members for m in members])
+        if strangers := [str(key) for key in optimizer.state if key not in name_of]:
             saved.left_out.append(f"the state of {listed(strangers)}, which no group contains")
-        optimizer = optimizer.renamed(names)
+        optimizer = optimizer.renamed(name_of)
     return _Manifest(saved, path, model, optimizer_path, optimizer, step_policy).build()
 
 

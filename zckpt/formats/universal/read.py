@@ -37,6 +37,7 @@ from ...errors import (
 from ...files import safefile
 from ...training.options import MAX_DP
 from ...training.trainers import LOADED
+from ..reading import USUAL, Reading
 from .agreement import checksum, contradictions
 from .files import MANIFEST, SIBLINGS, VERSION
 
@@ -45,8 +46,8 @@ from .files import MANIFEST, SIBLINGS, VERSION
 MAX_MANIFEST = 1 << 29
 
 
-def read(path: str, tag: str | None = None, step_policy: str | None = None) -> Manifest:
-    """The manifest of a universal checkpoint; `tag` and `step_policy` are not used.
+def read(path: str, reading: Reading = USUAL) -> Manifest:
+    """The manifest of a universal checkpoint, which needs nothing of `reading`.
 
     Raises IncompleteCheckpoint (no manifest), UnsupportedCheckpoint (a newer version) and
     CorruptCheckpoint (a manifest that is damaged or contradicts itself).
@@ -285,7 +286,7 @@ def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
     return Runs(fragments)
 
 
-def check(manifest: Manifest) -> None:
+def check(manifest: Manifest, replicas: str | None) -> list[str]:
     """Compares every sibling with the CRC-32 that the manifest states, as no tensor lies in it.
 
     Called before a conversion writes anything. Raises CorruptCheckpoint.
@@ -299,6 +300,7 @@ def check(manifest: Manifest) -> None:
                 f"{record.extent.file} is damaged: its bytes do not have the CRC-32 that "
                 f"{MANIFEST} states"
             )
+    return []
 
 
 def _siblings(path: str) -> SiblingList:

@@ -1,0 +1,67 @@
+"""What does a user say about a checkpoint that is to be read?
+
+Every format's `read` gets it whole, and uses what its files need. A new option of reading is a new
+field here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..core.values import valueclass
+from ..errors import WrongOption
+
+if TYPE_CHECKING:
+    from ..training.names import Renames
+
+REPLICAS = ("rank0", "mean")
+"""What may be taken of the copies that tensor ranks hold, if they differ."""
+
+
+@valueclass
+class Reading:
+    """What a user says about a checkpoint that is to be read; see `zckpt.read`.
+
+    A format's `read` uses these, as far as they apply to it:
+        tag             which of several checkpoints at the path
+        step_policy     which step, if ranks or weights disagree
+        param_names     the parameters of an optimizer that knows them by number, in its order
+        weights_only    the optimizer's state may be left unread, and needs no names
+        tp_rules        a family or a file that says how tensor ranks cut parameters
+        ranks_apart     ranks that share a model are not joined: a target for the same ranks needs
+                        no whole tensors
+        with_slicings   a checkpoint of one tensor rank also says how several would cut its tensors
+
+    `zckpt.reading.read` applies the others to any format:
+        format          its name, if the path has checkpoints of several formats
+        rename          pairs of a regular expression and its replacement
+        family          the value of `--family`
+        replicas        which copy of a tensor is taken, if those of tensor ranks differ
+        masters_from_weights    wrong masters are dropped, with the states beside them, and a target
+                        gets masters that are widened weights; this reads all masters
+    """
+
+    format: str | None = None
+    tag: str | None = None
+    step_policy: str | None = None
+    param_names: Sequence[str] | None = None
+    weights_only: bool = False
+    rename: Renames = ()
+    family: str | None = None
+    tp_rules: str | None = None
+    replicas: str | None = None
+    ranks_apart: bool = False
+    with_slicings: bool = False
+    masters_from_weights: bool = False
+
+    def __post_init__(self) -> None:
+        if self.replicas not in (None, *REPLICAS):
+            raise WrongOption(
+                f"--replicas {self.replicas!r} is none of {', '.join(REPLICAS)}",
+                hint="leave it out, unless an error says that copies of tensor ranks differ",
+            )
+
+
+USUAL = Reading()
+"""Nothing is said: everything is read as the files state it."""
