@@ -33,7 +33,7 @@ from ..version import __version__
 if TYPE_CHECKING:
     from ..core.copy import CopyOutcome
     from ..core.journal import Identity
-    from ..core.staging import Layout, Shell
+    from ..core.staging import Layout, Shell, Staging
     from ..formats.format import Format
 
 Report = dict[str, Any]
@@ -108,56 +108,26 @@ def write(
     format = formats.named(to)
     if not format.writes:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
-    format.refuse(options)
-    named = _named_for(format, manifest, options)
-    if format.objects is not None:
-        named = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
-    source = _Source(*format.prepare(named))
-    layout = _with_files(format.lay_out(source.manifest, options), source.files)
-    if format.is_resumed and not format.is_neutral:
-        layout = _pointing_to_the_best(layout, source.manifest, target, best_in)
-    layout = replace(
-        layout,
-        shells=staging.remembered(layout.shells),
-        from_masters=layout.from_masters or options.module_dtype is not None,
-    )
-    own = [line for line in named.left_out if line not in (*manifest.left_out, *layout.left_out)]
-    layout = replace(layout, left_out=[*layout.left_out, *own])
+    source, layout = _laid_out(format, manifest, target, options, best_in)
     files = convert.files_of(layout)
     size = sum(files.values())
-    report = _report(command, source.manifest, target, format, layout, files, options)
+    report = _report(command, source, target, format, layout, files, options)
     run = identity(layout.source or manifest, to, reading, options, files)
     if running.continues and targets.is_complete(target, run):
         return report | {"already_complete": True, "seconds": _since(started)}
     if running.tell:
         running.tell(report["warnings"])
     if running.dry_run:
-        memory = convert.memory_of(source.manifest, running.copying)
+        memory = convert.memory_of(source, running.copying)
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
     report["warnings"] += formats.named(manifest.format).check(manifest, reading.replicas)
     if layout.check is not None:
         report["warnings"] += layout.check()
-
-    def seal(path: str, shells: Manifest, outcome: CopyOutcome) -> None:
-        if warning := steps.never_stepped(shells, outcome.digests):
-            report["warnings"].append(warning)
-            shells = replace(shells, warnings=(*shells.warnings, warning))
-        format.seal(path, shells, outcome)
-
-    chunk, before = convert.chunk_size_of(source.manifest, running.copying), running.before_rename
+    chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename
     stage = staging.Staging(target, run, chunk, running.continues, before, running.sharing)
     try:
-        outcome = convert.convert(
-            layout.source or source.manifest,
-            stage,
-            layout,
-            size,
-            layout.read_back or format.read_shells,
-            seal,
-            running.copying,
-            running.begin,
-        )
+        outcome = _filled(stage, format, source, layout, size, running, report["warnings"])
     except (OSError, TargetExists):
         if not running.sharing.part or not targets.is_complete(target, run):
             raise
@@ -168,7 +138,7 @@ def write(
     if outcome is None:
         key = "already_complete" if targets.is_complete(target, run) else "waits_for_parts"
         return report | {key: True, "seconds": _since(started)}
-    report |= description.advice(source.manifest, outcome.bare)
+    report |= description.advice(source, outcome.bare)
     return report | {
         "tensors": len(outcome.digests),
         "records": {
@@ -179,6 +149,66 @@ def write(
         "seconds": _since(started),
         **({"resumed": stage.resumed} if running.continues else {}),
     }
+
+
+def _laid_out(
+    format: Format, manifest: Manifest, target: str, options: Options, best_in: str | None
+) -> tuple[Manifest, Layout]:
+    """The source as the target's engine needs it, and the files of the target.
+
+    Raises the ZckptError that says why the target cannot be written; no file is written here.
+    """
+    from ..core.staging import remembered
+
+    format.refuse(options)
+    named = _named_for(format, manifest, options)
+    if format.objects is not None:
+        named = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
+    source, files = format.prepare(named)
+    layout = _with_files(format.lay_out(source, options), files)
+    if format.is_resumed and not format.is_neutral:
+        layout = _pointing_to_the_best(layout, source, target, best_in)
+    own = [line for line in named.left_out if line not in (*manifest.left_out, *layout.left_out)]
+    layout = replace(
+        layout,
+        shells=remembered(layout.shells),
+        left_out=[*layout.left_out, *own],
+        from_masters=layout.from_masters or options.module_dtype is not None,
+    )
+    return source, layout
+
+
+def _filled(
+    stage: Staging,
+    format: Format,
+    source: Manifest,
+    layout: Layout,
+    size: int,
+    running: Running,
+    warnings: list[str],
+) -> CopyOutcome | None:
+    """Writes the files and fills them, `size` bytes in all; `warnings` gets what the bytes show.
+
+    None if another process, or another part, will complete the target.
+    """
+    from ..core import convert
+
+    def seal(path: str, shells: Manifest, outcome: CopyOutcome) -> None:
+        if warning := steps.never_stepped(shells, outcome.digests):
+            warnings.append(warning)
+            shells = replace(shells, warnings=(*shells.warnings, warning))
+        format.seal(path, shells, outcome)
+
+    return convert.convert(
+        layout.source or source,
+        stage,
+        layout,
+        size,
+        layout.read_back or format.read_shells,
+        seal,
+        running.copying,
+        running.begin,
+    )
 
 
 def _since(started: float) -> float:
@@ -200,14 +230,18 @@ def identity(
     source: dict[str, Any] = {"records": f"{crc:08x}"}
     for file, seen in manifest.fingerprints.items():
         source[os.path.relpath(file, manifest.root)] = [seen.size, seen.mtime]
-    asked = {option.flag: value for option, value in options.given}
-    asked |= {"--to": to, "--from": reading.format, "--tag": reading.tag}
-    asked |= {"--step-policy": reading.step_policy, "--replicas": reading.replicas}
-    asked |= {"--masters-from-weights": reading.masters_from_weights or None}
-    asked |= {"--tp-rules": reading.tp_rules}
-    given = {flag: value for flag, value in asked.items() if value is not None}
-    plain = json.loads(json.dumps(given, default=repr))
-    return Identity(__version__, source, plain, dict(files))
+    flags = {option.flag: value for option, value in options.given}
+    flags |= {
+        "--to": to,
+        "--from": reading.format,
+        "--tag": reading.tag,
+        "--step-policy": reading.step_policy,
+        "--replicas": reading.replicas,
+        "--masters-from-weights": reading.masters_from_weights or None,
+        "--tp-rules": reading.tp_rules,
+    }
+    stated = {flag: value for flag, value in flags.items() if value is not None}
+    return Identity(__version__, source, json.loads(json.dumps(stated, default=repr)), dict(files))
 
 
 def _report(
@@ -274,14 +308,6 @@ def _is_in_order(manifest: Manifest) -> bool:
     """
     is_whole = manifest.source.get("zero_stage") == 0
     return "model_ranks" in manifest.source or (is_whole and bool(layers_of(manifest.engine)))
-
-
-@valueclass
-class _Source:
-    """A source, and files of its trainer that must be written anew because groups changed."""
-
-    manifest: Manifest
-    files: Sequence[Shell] = ()
 
 
 def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
