@@ -154,3 +154,12 @@ def test_long_modules_say_why() -> None:
         lines = path.read_text().splitlines()
         if len(lines) > 400:
             assert "Over 400 lines" in "\n".join(lines[:12]), f"{path} has {len(lines)} lines"
+
+
+def test_front_pages_name_their_modules() -> None:
+    """A room's docstring is its map: it has every module of the folder."""
+    for page in sorted((ROOT / "zckpt").rglob("*/__init__.py")):
+        text = ast.get_docstring(ast.parse(page.read_text())) or ""
+        modules_named = set(re.findall(r"\b\w+\.py\b", text))
+        lacking = {path.name for path in page.parent.glob("*.py")} - modules_named - {page.name}
+        assert not lacking, f"{page} does not name {', '.join(sorted(lacking))}"

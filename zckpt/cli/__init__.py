@@ -1,6 +1,15 @@
 """The command line: `main` runs it, and `cli` is the group of its commands.
 
 `zckpt --version` is answered here, before click and the commands are imported.
+
+    commands.py     inspect, convert, reshard, export: click's view of them
+    checking.py     verify, diff, stats, probe-diff
+    options.py      the options that they share; parameters.py reads values
+    plain.py        the commonest command lines, understood without click
+    work.py         what the commands do, once their words are understood
+    run.py          how a command ends: exit code and error; signals.py at Ctrl-C
+    launched.py     in this process alone, or in all processes of a launch
+    help.py         how `--help` looks
 """
 
 from __future__ import annotations

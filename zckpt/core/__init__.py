@@ -1,27 +1,45 @@
 """Elements and bytes: what a checkpoint is, and how its bytes move. Knows no engine, no container.
 
+What a checkpoint is:
     manifest.py       one checkpoint: entries, parameters, groups
     fragments.py      where the elements of a tensor lie: extents, runs, boxes
+    slicing.py        tensors that are cut over ranks, as boxes of whole ones
+    packing.py        several tensors that another program keeps as one
     facts.py          which engine wrote a checkpoint, where its step stands; the grid of ranks
+    experts.py        which layers have experts
     weights.py        what stands for a weight
+    neighbors.py      which parameters lack a state that others have
     inert.py          objects of classes that are never imported
-    dtypes.py         element types, and cast.py between them; checksum.py
+    dtypes.py         element types, and cast.py between them
+    values.py         value classes, which all of these are
+
+How a source is read:
+    sources.py        opens, lists and watches its files
+    siblings.py       the files beside it that are copied along
+    expected.py       how a missing file or rank is reported
     fileio.py         reads and writes of files
-    pieces.py         elements from files into a buffer; records.py and hashing.py check them
+    pieces.py         elements from files into a buffer
+    records.py        do bytes have the CRC-32 that their file states? hashing.py, checksum.py
     streaming.py      one pass over tensors, with the threads and memory of resources.py
+    pooling.py        which tasks of a pass this process carries out
+    patterns.py       tensors by a glob
+    loading.py        one tensor in memory
+    description.py    what `inspect` prints
+
+How a target is written:
+    convert.py        the five steps of a conversion
     plan.py           the join of two manifests
-    copy.py           fills a target
+    copy.py           fills the files: assembling.py makes a chunk, filling.py counts regions
+    pace.py           through the page cache or past it
+    targets.py        may a target be written at a path, and does it fit?
+    staging.py        it appears whole or not at all
+    journal.py        which regions are complete; journals.py of several processes
+    sharing.py        which regions this process writes
+
+How two checkpoints are compared:
     compare.py        finds what differs, difference.py by how much
     partition.py      how an engine cuts tensors, in the words of gather.py files
     buckets.py        which blocks of such tensors one all-gather brings back
-    expected.py       how a missing file or rank is reported
-    patterns.py       tensors by a glob
-    staging.py        a target appears whole or not at all
-    sharing.py        which regions of a target this process writes, pooling.py which tasks it reads
-    journal.py        which regions are complete; journals.py of several processes
-    convert.py        the five steps of a conversion
-    loading.py        one tensor in memory
-    description.py    what `inspect` prints
 
 Start with manifest.py and fragments.py.
 """

@@ -77,8 +77,8 @@ def stream(
 ) -> None:
     """Carries out all tasks on `jobs` threads, each of which opens files of its own.
 
-    Each thread calls `start` once, with a element_reader for each checker, to get the function that
-    carries out a task. Each element_reader may take `memory` bytes to work with.
+    Each thread calls `start` once, with an ElementReader for each checker, to get the function that
+    carries out a task. Each reader may take `memory` bytes to work with.
     """
 
     @contextmanager

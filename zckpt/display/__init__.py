@@ -2,6 +2,10 @@
 
 Data go to stdout, everything else to stderr. On a terminal rich draws tables and bars. Without one,
 tables are plain columns that grep and awk can read, there are no bars, and rich is not imported.
+
+    checkpoint.py   what a checkpoint contains, and what a conversion wrote
+    findings.py     what verify, diff, stats and probe-diff found
+    terminal.py     tables, bars, JSON and files, for both
 """
 
 from .checkpoint import converted as converted

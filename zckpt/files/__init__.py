@@ -2,4 +2,13 @@
 
 A container gives values and the extents of tensors, and writes shells; what they mean is a format's
 business.
+
+    zipdirectory.py   the members of a zip
+    unpickle.py       a pickle as plain data; pickling.py is the way back
+    torchfile.py      files of torch.save; torchshell.py writes them
+    safefile.py       safetensors files, read and written
+    hdf5file.py       HDF5 files; hdf5blocks.py checks them, hdf5shell.py writes them
+    dcpfile.py        `.metadata` of torch.distributed.checkpoint; dcpagreement.py checks it
+    dcpitems.py       the item files beside it, with the names of dcpnames.py
+    dcpshell.py       writes such a directory; dcpseal.py is the CRC-32 of its `.metadata`
 """

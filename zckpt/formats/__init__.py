@@ -1,4 +1,13 @@
-"""Which formats are there, and which one is at a path?"""
+"""Which formats are there, and which one is at a path?
+
+    format.py    what a format is, and which functions its modules have
+    reading.py   what a user says about a checkpoint that is to be read
+    options.py   all options that formats declare
+    zero.py      the arithmetic of ZeRO partitions
+
+A folder is a format, except two that formats of one family share: `statedict` and
+`deepspeed_states`.
+"""
 
 from __future__ import annotations
 

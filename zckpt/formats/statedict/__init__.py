@@ -2,10 +2,12 @@
 
     tree.py        state dicts whose tensors are leaves: where their bytes lie
     weights.py     weights in safetensors files, as leaves
+    keys.py        under which keys a program saves them
     finding.py     which state dicts are the model's and the optimizer's
     names.py       the model's name of every parameter that an optimizer knows
     matching.py    names for parameters that an optimizer knows by number
     twins.py       tensors of equal bytes, as tied weights have
+    stated.py      whether what zckpt stated beside them has zckpt's own form
     read.py        the manifest: groups, steps, frozen weights, buffers
     write.py       a manifest as the state dicts that programs save
     gather.py      torch's own names for saved tensors, apart from all others: it proves read.py

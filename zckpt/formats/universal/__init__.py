@@ -1,8 +1,9 @@
 """zckpt's own format: whole tensors as safetensors, under slots, with a manifest.
 
-files.py    which files make the checkpoint, and the version that is written
-read.py     manifest.json, and where the safetensors files hold each tensor
-write.py    the files for `convert --to universal`
+files.py       which files make the checkpoint, and the version that is written
+read.py        manifest.json, and where the safetensors files hold each tensor
+agreement.py   whether the parts of manifest.json agree
+write.py       the files for `convert --to universal`
 """
 
 from ...training.options import DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, WEIGHTS_ONLY

@@ -12,6 +12,9 @@ slices_by_engine.py where slices belong, by that rule
 write_grid.py       those of several model ranks for another data-parallel size
 write_tensor_ranks.py  for another number of tensor ranks
 arguments.py        what Megatron's programs save of the grid
+stated_slices.py    parameters of a stage whose model file lists none
+rank_shells.py      the files of one model rank of a target
+write_pipeline.py   a pipeline of any sizes, from the whole model
 recut.py            a pipeline at other bounds of its stages
 stage_bounds.py     which bounds: --pp-bounds, --pp-partition
 """
