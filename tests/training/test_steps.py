@@ -15,7 +15,7 @@ from zckpt.core.manifest import Entry, Manifest, Parameter, Sighting
 from zckpt.errors import InconsistentCheckpoint
 from zckpt.formats.deepspeed_states.options import OPTIMIZER
 from zckpt.training import steps
-from zckpt.training.steps import agree, infer_optimizer, kind_of, never_stepped, stalled, step_of
+from zckpt.training.steps import agree, kind_of, never_stepped, stalled, step_of
 
 
 @pytest.mark.parametrize(
@@ -66,46 +66,6 @@ def test_disagreement_names_places_and_values() -> None:
     assert "3.0 (rank 0)" in message
     assert "4 (rank 1, rank 2, rank 3 and 5 more)" in message
     assert "--step-policy" in caught.value.hint
-
-
-OPTIMIZERS = {
-    "Adam": torch.optim.Adam,
-    "NAdam": torch.optim.NAdam,
-    "RMSprop": torch.optim.RMSprop,
-    "Adagrad": torch.optim.Adagrad,
-    "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
-    "RAdam": torch.optim.RAdam,
-    "Adadelta": torch.optim.Adadelta,
-    "SGD without momentum": lambda weights: torch.optim.SGD(weights, lr=0.1),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_of_torch_are_recognized(name: str) -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = OPTIMIZERS[name]([weight])
-    weight.grad = torch.ones(3)
-    optimizer.step()
-    state = optimizer.state_dict()
-    keys = [key for key, value in state["state"].get(0, {}).items() if value is not None]
-    assert infer_optimizer(keys, state["param_groups"][0]) == name.split()[0]
-
-
-@pytest.mark.parametrize(
-    ("keys", "group", "name"),
-    [
-        (["step", "exp_avg", "exp_avg_sq"], {"decoupled_weight_decay": True}, "AdamW"),
-        (["exp_avg"], {}, "Lion"),
-        (["momentum_buffer"], {"use_muon": True}, "Muon"),
-        (["momentum_buffer"], {"ns_steps": 5, "nesterov": True}, "Muon"),  # torch.optim.Muon
-        ([], {}, None),
-        (["something"], None, None),
-    ],
-)
-def test_other_optimizers_are_recognized(
-    keys: list[str], group: dict[str, Any] | None, name: str | None
-) -> None:
-    assert infer_optimizer(keys, group) == name
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, "BF16"), (torch.float16, "F16")])

@@ -144,27 +144,6 @@ def _some(places: Iterable[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def infer_optimizer(keys: Iterable[str], group: Mapping[str, Any] | None) -> str | None:
-    """The optimizer's usual name from the keys of its state and of a group; None if unsure."""
-    slots, hyper = set(keys) - {"step"}, group or {}
-    if "mu_product" in slots:
-        return "NAdam"
-    if {"exp_avg", "exp_avg_sq"} <= slots:
-        # RAdam has the same state; its groups lack `amsgrad`, which Adam's have
-        if {"decoupled_weight_decay", "maximize"} <= hyper.keys() and "amsgrad" not in hyper:
-            return "RAdam"
-        return "AdamW" if hyper.get("decoupled_weight_decay") else "Adam"
-    if "square_avg" in slots:
-        return "Adadelta" if "acc_delta" in slots else "RMSprop"
-    if slots == {"sum"}:
-        return "Adagrad"
-    if slots == {"momentum_buffer"}:
-        return "Muon" if {"use_muon", "ns_steps"} & hyper.keys() else "SGD"
-    if slots == {"exp_avg"}:
-        return "Lion"
-    return "SGD" if not slots and "dampening" in hyper else None
-
-
 def stalled(step: Step, kind: str, where: str) -> str | None:
     """A warning if the step has reached the limit of its type and no longer grows."""
     if STALLS.get(kind) == step:

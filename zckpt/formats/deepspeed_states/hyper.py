@@ -9,11 +9,11 @@ from ...core.manifest import Manifest
 from ...errors import MissingData, WrongOption
 from ...training.optimizers import (
     ADAM,
-    DEFAULTS,
     TORCH,
     are_given,
     are_inferred,
     given_groups,
+    known,
     plain_name,
 )
 from ...training.options import Options
@@ -30,18 +30,6 @@ CLASSES: dict[str, dict[str, Any]] = {
 }
 # how an optimizer computes, not what: they do not change the training
 OF_IMPLEMENTATIONS = frozenset((*TORCH, "fused", "bias_correction", "decoupled_weight_decay"))
-FAMILIES = {"adam": "adam", "adamw": "adam"} | {
-    name: name for name in ("nadam", "rmsprop", "adagrad", "sgd", "lion", "muon")
-}
-NEEDED = {
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "nadam": ("exp_avg", "exp_avg_sq"),
-    "lion": ("exp_avg",),
-    "adagrad": ("sum",),
-    "rmsprop": ("square_avg",),
-}
-NEEDED_NUMBERS = {"nadam": ("mu_product",)}
 
 
 def optimizer_name(engine: TargetEngine, source: Manifest) -> str:
@@ -104,8 +92,8 @@ def complete_groups(
     """
     options, name, adam = engine.options, optimizer_name(engine, source), adam_class(engine, source)
     inferred, complete = are_inferred(source), _is_complete(engine, source)
-    known = name in DEFAULTS or options[OPTIMIZER] or options.weights_only
-    if source.groups is None and not inferred and not known:
+    is_known = known(name).defaults or options[OPTIMIZER] or options.weights_only
+    if source.groups is None and not inferred and not is_known:
         raise WrongOption(
             f"DeepSpeed's ZeRO does not support the source's optimizer, {source.optimizer}",
             hint="continue with Adam: --optimizer torch; or write --weights-only",
@@ -163,7 +151,7 @@ def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None)
     not `decoupled_weight_decay`: torch's Adam and AdamW differ in it alone, and the universal
     loader would make the one of the other.
     """
-    needed = dict(DEFAULTS.get(name, {}))
+    needed = dict(known(name).defaults)
     if adam is not None:
         decay = {"weight_decay": needed["weight_decay"]} if adam == "torch" and needed else {}
         needed = {**ADAM, **decay, **CLASSES[adam]}
@@ -197,13 +185,13 @@ def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]
         raise MissingData(f"{source.root} holds no optimizer state", hint="write --weights-only")
     name = optimizer_name(engine, source)
     before = plain_name(source.optimizer or "")
-    families = FAMILIES.get(name), FAMILIES.get(before)
+    families = known(name).family, known(before).family
     if states and engine.optimizer and None not in families and families[0] != families[1]:
         raise WrongOption(
             f"the ds_config's optimizer is {engine.optimizer}, the source's is {source.optimizer}",
             hint="use the optimizer of the source, or --weights-only",
         )
-    missing = [slot for slot in NEEDED.get(name, ()) if slot not in states]
+    missing = [slot for slot in known(name).states if slot not in states]
     if missing and states and (engine.optimizer or engine.options[OPTIMIZER]):
         raise WrongOption(
             f"the ds_config's optimizer {engine.optimizer or name} keeps {', '.join(missing)}, "

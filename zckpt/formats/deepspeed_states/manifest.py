@@ -12,6 +12,7 @@ from ...core.values import replace
 from ...errors import listed
 from ...files.torchfile import TorchFile
 from ...training import steps
+from ...training.optimizers import infer_optimizer
 from .directories import siblings, trainer_around
 from .flats import FlatBuffer
 from .states import COUNTERS, EngineStates, comparable, nested
@@ -76,7 +77,7 @@ def manifest_of(
     scalars = {name for buffer in buffers for name in buffer.scalars}
     stated = nested(ranks.config, "optimizer", "type")
     if not isinstance(stated, str):
-        stated = steps.infer_optimizer(slots | scalars, groups[0] if groups else None)
+        stated = infer_optimizer(slots | scalars, groups[0] if groups else None)
     sightings = [line for buffer in buffers for line in buffer.sightings]
     beside = siblings(ranks.directory)
     return Manifest(

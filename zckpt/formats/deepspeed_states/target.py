@@ -22,13 +22,14 @@ from ...core.weights import is_optimizers, weight_of
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, listed
 from ...files.torchshell import Storages, thawed
 from ...training import steps
+from ...training.optimizers import known
 from ...training.options import Options
 from ...training.trainers import ACCELERATE, program_of
 from .. import zero
 from .directories import POINTERS
 from .engine import TargetEngine
 from .experts import ExpertLayers, ExpertRanks
-from .hyper import FLAT, NEEDED_NUMBERS, adam_class, complete_groups, optimizer_name, wrapper
+from .hyper import FLAT, adam_class, complete_groups, optimizer_name, wrapper
 from .manifest import ENGINE_KEYS
 from .states import COUNTERS
 
@@ -213,7 +214,7 @@ class DeepSpeedTarget:
         if self.options.weights_only:
             return {}
         shared: dict[str, Scalar] = {}
-        needed = NEEDED_NUMBERS.get(optimizer_name(self.engine, self.source), ())
+        needed = known(optimizer_name(self.engine, self.source)).numbers
         for key in dict.fromkeys(key for parameter in parameters for key in parameter.scalars):
             values = [parameter.scalars.get(key) for parameter in parameters]
             if key in needed:

@@ -13,7 +13,7 @@ from ...core.manifest import Entry, Manifest, Parameter, Sibling
 from ...core.values import field, mutable
 from ...errors import UnsupportedCheckpoint, counted
 from ...files.torchfile import TorchFile
-from ...training.steps import infer_optimizer
+from ...training.optimizers import infer_optimizer
 from .common import FSDP, NOT_DISTRIBUTED, arguments, kept
 from .groups import groups_of, members, stated_step
 from .programs import program_of

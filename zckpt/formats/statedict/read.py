@@ -15,6 +15,7 @@ from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from ...core.values import replace
 from ...errors import MissingData, UnsupportedCheckpoint, listed
 from ...training import peft, steps, ties
+from ...training.optimizers import infer_optimizer
 from ...training.trainers import json_of
 from ..reading import USUAL, Reading
 from .finding import (
@@ -135,7 +136,7 @@ class _Manifest:
             parameters=self.parameters,
             buffers=tuple(self.buffers),
             groups=groups,
-            optimizer=steps.infer_optimizer(keys, groups[0] if groups else None),
+            optimizer=infer_optimizer(keys, groups[0] if groups else None),
             engine=engine,
             step_place=self.step_place,
             state=state,
