@@ -69,11 +69,11 @@ class Pairs(ParamType[dict[Any, Any]]):
 
 
 def merged(
-    _context: click.Context, _option: click.Parameter, given: Sequence[dict[Any, Any]]
+    _context: click.Context, _option: click.Parameter, values: Sequence[dict[Any, Any]]
 ) -> dict[Any, Any]:
     """Repeated pairs in one dictionary; a group's own values under its number."""
     defaults: dict[Any, Any] = {}
-    for pairs in given:
+    for pairs in values:
         for key, value in pairs.items():
             defaults[key] = {**defaults.get(key, {}), **value} if isinstance(key, int) else value
     return defaults

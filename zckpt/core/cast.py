@@ -39,7 +39,7 @@ def put_mean(
     It is computed in float64, and then rounded as `cast` rounds. The mean of equal numbers is that
     number. Raises UnsupportedCheckpoint for types that are not floats.
     """
-    if any(dtype not in _NUMPY for dtype in (target_dtype, *(each for _, each in copies))):
+    if any(dtype not in _NUMPY for dtype in (target_dtype, *(own for _, own in copies))):
         raise UnsupportedCheckpoint(f"cannot average {copies[0][1]} as {target_dtype}")
     total: Any = None
     for view, dtype in copies:

@@ -137,8 +137,8 @@ class _Copy:
         """The chunks of portions of one file."""
         target = self.targets[portions[0].file]
         pieces = self.pieces_of(target.path)
-        what = f"{target.number + 1} of {len(self.targets)} files"
-        describe(self.progress, f"writing {os.path.basename(target.path)}, {what}")
+        position = f"{target.number + 1} of {len(self.targets)} files"
+        describe(self.progress, f"writing {os.path.basename(target.path)}, {position}")
         for portion in portions:
             target.open(self.pace.opening)
             within = portion.start, portion.stop

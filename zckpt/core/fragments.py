@@ -260,13 +260,13 @@ class Box(Fragments):
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
         if not prod(self.sizes):
             return
-        (count, step, _), *rest = self._axes or [(1, 1, 0)]
-        reach = sum((number - 1) * width for number, width, _ in rest)
+        (count, step, _), *inner_axes = self._axes or [(1, 1, 0)]
+        reach = sum((number - 1) * width for number, width, _ in inner_axes)
         reach += (self._count - 1) * self._stride + self._run
         before = self.start + reach - 1
         low, high = max(0, -((before - start) // step)), -((self.start - stop) // step)
-        each = prod(number for number, _, _ in rest)
-        for place in range(low * each, min(high, count) * each):
+        inner_count = prod(number for number, _, _ in inner_axes)
+        for place in range(low * inner_count, min(high, count) * inner_count):
             fragment: Fragment = self[place]
             end = fragment.stop + (fragment.count - 1) * fragment.stride
             if fragment.start < stop and end > start:

@@ -187,9 +187,9 @@ _TUPLES = frozenset({tuple, Size})
 _NESTING = frozenset({dict, OrderedDict, list, tuple, Size, set, frozenset, Foreign})
 
 
-def _too_many(most: int, what: str) -> CorruptCheckpoint:
+def _too_many(most: int, noun: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(
-        f"there are more than {most:,} {what}, each counted as often as others refer to it"
+        f"there are more than {most:,} {noun}, each counted as often as others refer to it"
     )
 
 

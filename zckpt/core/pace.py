@@ -45,14 +45,14 @@ def now() -> Cost:
 class Pace:
     """The mode of each write of a copy, shared by its threads.
 
-    `asked` is the user's choice: direct, buffered, or auto, which measures if the target has enough
+    `io` is the user's choice: direct, buffered, or auto, which measures if the target has enough
     bytes (`size`) for it. `opening` is the mode of writers. `clock` says what has passed.
     """
 
-    def __init__(self, asked: str, size: int, clock: Callable[[], Cost] = now) -> None:
-        self._measures = asked == "auto" and size >= 4 * TRIAL
-        self.mode = "direct" if self._measures else "buffered" if asked == "auto" else asked
-        self.opening = asked if self._measures else self.mode
+    def __init__(self, io: str, size: int, clock: Callable[[], Cost] = now) -> None:
+        self._measures = io == "auto" and size >= 4 * TRIAL
+        self.mode = "direct" if self._measures else "buffered" if io == "auto" else io
+        self.opening = io if self._measures else self.mode
         self._clock = clock
         self._costs: dict[str, Cost] = {}  # of the last phase in a mode, for each byte
         self._is_first = True

@@ -206,20 +206,22 @@ class ElementReader:
         elements = np.frombuffer(aligned, dtype)
         for item, own in zip(batch, needed, strict=True):
             slices, at = _slices(item), item.at
-            column, each, count = slices.offset - begin, slices.width, item.stop - item.start
-            rows = table[own.start - ranks.start : own.stop - ranks.start, column : column + each]
+            column, slice_width = slices.offset - begin, slices.width
+            count = item.stop - item.start
+            rows = table[own.start - ranks.start : own.stop - ranks.start]
+            rows = rows[:, column : column + slice_width]
             if at % size:
                 target = np.frombuffer(view[at : item.end], dtype)
             else:
                 target = elements[at // size : at // size + count]
-            if skipped := item.start - own.start * each:
+            if skipped := item.start - own.start * slice_width:
                 target[:] = rows.reshape(-1)[skipped : skipped + count]
                 continue
-            whole, rest = divmod(count, each)
+            whole, rest = divmod(count, slice_width)
             if rest:
                 target[-rest:] = rows[whole, :rest]
                 target, rows = target[:-rest], rows[:whole]
-            target.reshape(whole, each)[:] = rows
+            target.reshape(whole, slice_width)[:] = rows
 
     def _spread(
         self,

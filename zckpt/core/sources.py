@@ -56,10 +56,13 @@ def on_this_node(fingerprints: Fingerprints) -> dict[str, Fingerprint]:
     Nodes number network filesystems as they mount them.
     """
     devices: dict[int, int] = {}
-    for path, seen in fingerprints.items():
-        if seen.device not in devices:
-            devices[seen.device] = os.stat(path).st_dev
-    return {path: replace(seen, device=devices[seen.device]) for path, seen in fingerprints.items()}
+    for path, fingerprint in fingerprints.items():
+        if fingerprint.device not in devices:
+            devices[fingerprint.device] = os.stat(path).st_dev
+    return {
+        path: replace(fingerprint, device=devices[fingerprint.device])
+        for path, fingerprint in fingerprints.items()
+    }
 
 
 class Watch:
@@ -75,8 +78,8 @@ class Watch:
         self.objects: set[str] = set()
 
     def note(self, path: str, status: os.stat_result) -> None:
-        seen = Fingerprint.of(status)
-        if self.first.setdefault(path, seen) != seen:
+        fingerprint = Fingerprint.of(status)
+        if self.first.setdefault(path, fingerprint) != fingerprint:
             self.changed.add(path)
 
     def of(self, paths: Iterable[str]) -> dict[str, Fingerprint]:

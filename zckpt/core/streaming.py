@@ -38,8 +38,8 @@ def chunk_size(dp: int, jobs: int, memory: int) -> int:
 
     Every thread has two buffers of this size; `memory` bounds them all.
     """
-    wanted = CHUNK * max(1, dp // 16)
-    return max(1 << 20, min(wanted, memory // (2 * jobs)) >> 20 << 20)
+    size = CHUNK * max(1, dp // 16)
+    return max(1 << 20, min(size, memory // (2 * jobs)) >> 20 << 20)
 
 
 def batches(entries: Iterable[Entry], chunk: int) -> Iterator[list[ReadRequest]]:

@@ -69,8 +69,8 @@ def valueclass(cls: Any = None, /, *, eq: bool = True) -> Any:
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
 def mutable(cls: type[Class], /) -> type[Class]:
     """Makes a class of mutable records. Each is equal to itself alone."""
-    made: type[Class] = _build(cls, eq=False)
-    return made
+    built: type[Class] = _build(cls, eq=False)
+    return built
 
 
 def _build(cls: Any, eq: bool) -> Any:
@@ -136,8 +136,8 @@ def _init(fields: Iterable[str], defaults: dict[str, Any], checks: bool) -> Call
     if checks:
         lines.append(" self.__post_init__()")
     exec(f"def __init__({', '.join(parameters)}):\n" + "\n".join(lines or [" pass"]), known)
-    made: Callable[..., None] = known["__init__"]
-    return made
+    function: Callable[..., None] = known["__init__"]
+    return function
 
 
 def _equality(fields: list[str]) -> tuple[Callable[[Any, Any], Any], Callable[[Any], int]]:

@@ -149,8 +149,8 @@ class TorchFile:
                 within = Extent(path, 0, self.size)
             head = sources.pread(file.fileno(), 4, within.offset)
             if head == b"PK\3\4":
-                seen = Parsed() if parsed is None else parsed
-                loaded = self._read_zip(file.fileno(), within, seen)
+                cache = Parsed() if parsed is None else parsed
+                loaded = self._read_zip(file.fileno(), within, cache)
             elif head[:1] == b"\x80" and head[1:2] in _PROTOCOLS and not within.offset:
                 loaded = self._read_legacy(file.fileno())
             elif not self.size:
@@ -286,24 +286,24 @@ class TorchFile:
         """The pickle of a zip, which may have been parsed for another file."""
         # CRC-32 alone: of 10,000 checkpoints of 1,000 ranks one has two equal values by chance
         crc = zlib.crc32(text) if stated.crc is None else stated.crc
-        seen = (stated.length, crc, hash(text))
+        key = (stated.length, crc, hash(text))
         with parsed.lock:
-            if seen not in parsed:
-                peeked = _peeked.pop(seen) if seen in _peeked else None
-                parsed[seen] = peeked or self._parse(text, seen)
-            parsed.latest = _Latest(text, stated.crc, parsed[seen])
+            if key not in parsed:
+                peeked = _peeked.pop(key) if key in _peeked else None
+                parsed[key] = peeked or self._parse(text, key)
+            parsed.latest = _Latest(text, stated.crc, parsed[key])
             return parsed.latest
 
-    def _parse(self, text: bytes, seen: tuple[int, int, int]) -> _Loaded:
+    def _parse(self, text: bytes, key: tuple[int, int, int]) -> _Loaded:
         """The pickle of a zip. Several formats may look at a file: an error is raised again."""
-        known = _refused.get((self.path, seen))
+        known = _refused.get((self.path, key))
         if known is not None:
             raise known
         try:
             return _Parser(text, self.path).loaded()
         except (CorruptCheckpoint, UnsupportedCheckpoint) as error:
             _refused.clear()
-            _refused[self.path, seen] = type(error)(error.message, error.hint)
+            _refused[self.path, key] = type(error)(error.message, error.hint)
             raise
 
     # -- torch < 1.6

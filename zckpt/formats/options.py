@@ -79,19 +79,19 @@ def _listed(option: Option[Any]) -> str:
     )
 
 
-def options_of(given: Mapping[str, Any]) -> Options:
+def options_of(keywords: Mapping[str, Any]) -> Options:
     """What a user asks, by the names of options in Python.
 
     Raises TypeError for a name that no format declares, and WrongOption for a value that none
     accepts.
     """
     known = {option.name: option for option in declared(formats.FORMATS)}
-    if unknown := sorted(given.keys() - known.keys()):
+    if unknown := sorted(keywords.keys() - known.keys()):
         raise TypeError(f"there is no option {unknown[0]!r}; there are {', '.join(known)}")
     return Options(
         tuple(
-            (option, given[name])
+            (option, keywords[name])
             for name, option in known.items()
-            if name in given and given[name] != option.default
+            if name in keywords and keywords[name] != option.default
         )
     )

@@ -134,16 +134,16 @@ class Measurer:
 
     def _through_buckets(self, tensor: Tensor, dtype: str) -> dict[str, Any]:
         numbers, crc = Statistics(), 0
-        there = tensor.device.type != "cpu" and not self.on_cpu and dtype in NUMBERS
+        is_reduced_there = tensor.device.type != "cpu" and not self.on_cpu and dtype in NUMBERS
         for bucket in buckets(tensor, self.bucket):
-            if there and (reduced := _where_it_is(bucket, dtype)) is not None:
+            if is_reduced_there and (reduced := _where_it_is(bucket, dtype)) is not None:
                 numbers.add(reduced)
                 continue
             view = raw(bucket.cpu())
             own, bucket_numbers = _measured(view, dtype)
             crc = combine(crc, own, len(view))
             numbers.add(bucket_numbers)
-        return self._described(tensor, dtype, None if there else crc, numbers)
+        return self._described(tensor, dtype, None if is_reduced_there else crc, numbers)
 
     def _described(
         self, tensor: Tensor, dtype: str, crc: int | None, numbers: Statistics

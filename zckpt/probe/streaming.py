@@ -96,9 +96,9 @@ class _Absent(Tensor):
     ) -> Any:
         if function is Tensor.__deepcopy__:  # called with copies that were made before
             return args[0]
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        absent = [each for each in given if isinstance(each, cls)]
-        if any(not isinstance(each, cls) and each.device.type != "meta" for each in given):
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        absent = [each for each in tensors if isinstance(each, cls)]
+        if any(not isinstance(each, cls) and each.device.type != "meta" for each in tensors):
             raise MissingData(
                 f"{absent[0].path} is used while its module is not called",
                 hint="give whole=[CLASS], with the class of the module that uses it",

@@ -65,13 +65,13 @@ def _check_ep(ep: int) -> None:
         raise WrongOption(f"--ep cannot be {ep}", hint="give a number of ranks, at least 1")
 
 
-def _by_group(given: GroupDefaults) -> dict[Any, Any]:
-    """`given` as a dictionary; the keys of a list are the groups' numbers."""
-    return dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+def _by_group(defaults: GroupDefaults) -> dict[Any, Any]:
+    """`defaults` as a dictionary; the keys of a list are the groups' numbers."""
+    return dict(defaults) if isinstance(defaults, Mapping) else dict(enumerate(defaults))
 
 
-def _check_group_defaults(given: GroupDefaults) -> None:
-    for key, value in _by_group(given).items():
+def _check_group_defaults(defaults: GroupDefaults) -> None:
+    for key, value in _by_group(defaults).items():
         numbered = isinstance(key, int) and key >= 0 and isinstance(value, Mapping)
         if not numbered and not isinstance(key, str):
             raise WrongOption(
@@ -280,16 +280,16 @@ class Options:
 
         Raises WrongOption if one is given for a group that the source does not have.
         """
-        given = _by_group(self[GROUP_DEFAULTS])
-        numbers = [key for key in given if isinstance(key, int)]
+        by_key = _by_group(self[GROUP_DEFAULTS])
+        numbers = [key for key in by_key if isinstance(key, int)]
         if numbers and max(numbers) >= count:
             raise WrongOption(
                 f"--group-defaults gives values for group {max(numbers)}, but the source has "
                 f"{count} group{'s' if count > 1 else ''}",
                 hint="groups are numbered from 0: see `zckpt inspect`",
             )
-        shared = {key: value for key, value in given.items() if isinstance(key, str)}
-        return {**shared, **given.get(group, {})}
+        shared = {key: value for key, value in by_key.items() if isinstance(key, str)}
+        return {**shared, **by_key.get(group, {})}
 
 
 def refuse(

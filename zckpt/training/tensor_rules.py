@@ -165,20 +165,20 @@ def _on_ranks(shapes: Sequence[tuple[int, ...]]) -> str:
 # -- what a user gives
 
 
-def rules_of(given: str, of_json: Callable[[str], Rules] | None = None) -> Rules:
+def rules_of(source: str, of_json: Callable[[str], Rules] | None = None) -> Rules:
     """The rules of a family or of a file; raises WrongOption.
 
     `of_json` makes rules of a file with a JSON object, where the engine has rules of that form.
     """
-    if given in FAMILIES:
-        return RuleFile(given, _parsed(FAMILIES[given], given))
+    if source in FAMILIES:
+        return RuleFile(source, _parsed(FAMILIES[source], source))
     try:
-        with sources.opened(given) as file:
+        with sources.opened(source) as file:
             text = file.read().decode()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise WrongOption(
-            f"--tp-rules {given} is neither a family nor a file that can be read: {why}",
+            f"--tp-rules {source} is neither a family nor a file that can be read: {why}",
             hint=f"the families are {', '.join(FAMILIES)}",
         ) from error
     if of_json is not None and text.lstrip().startswith("{"):
@@ -187,8 +187,8 @@ def rules_of(given: str, of_json: Callable[[str], Rules] | None = None) -> Rules
         except ZckptError:
             raise
         except MALFORMED as error:
-            raise WrongOption(f"{given} is not the JSON of rules: {cause(error)}") from error
-    return RuleFile(given, _parsed(text, given))
+            raise WrongOption(f"{source} is not the JSON of rules: {cause(error)}") from error
+    return RuleFile(source, _parsed(text, source))
 
 
 def _parsed(text: str, source: str) -> list[Rule]:

@@ -77,8 +77,8 @@ def write_run(
     for key in ("left_out", "warnings", "inferred"):
         summary[key] = list(dict.fromkeys(line for report in reports for line in report[key]))
     if running.resume and targets.is_taken(target):
-        there = write_all(target, replace(running, dry_run=True))
-        lacking = [name for name, r in zip(names, there, strict=True) if "dry_run" in r]
+        reruns = write_all(target, replace(running, dry_run=True))
+        lacking = [name for name, r in zip(names, reruns, strict=True) if "dry_run" in r]
         if lacking:
             raise targets.of_another_run(target, f"but {lacking[0]} is missing there")
         return summary | {"already_complete": True, "seconds": 0.0}

@@ -84,8 +84,8 @@ class TagKind:
             return TagDirectory(path, tags[0], None)
         return self._folder(path, tags[0], f"{os.path.join(path, self.pointer)} names")
 
-    def _folder(self, path: str, tag: str, said: str) -> TagDirectory:
-        """The folder `tag` of `path`, which `said` names; raises NotACheckpoint."""
+    def _folder(self, path: str, tag: str, statement: str) -> TagDirectory:
+        """The folder `tag` of `path`, which `statement` names; raises NotACheckpoint."""
         directory = os.path.join(path, tag)
         if not tag or tag in (".", "..") or re.search(r"[/\\\0]", tag):
             why = "which cannot be a folder's name"
@@ -94,9 +94,10 @@ class TagKind:
         else:
             return TagDirectory(directory, tag, path)
         tags = self.tags(path) if sources.is_folder(path) else []
-        there = listed(tags) if tags else "no tag folder"
+        present = listed(tags) if tags else "no tag folder"
         raise NotACheckpoint(
-            f"{said} {tag[:99]!r}, {why}", hint=f"choose a tag with --tag; {path} has {there}"
+            f"{statement} {tag[:99]!r}, {why}",
+            hint=f"choose a tag with --tag; {path} has {present}",
         )
 
 

@@ -28,32 +28,32 @@ class TargetEngine:
     def __init__(self, source: Manifest, options: Options) -> None:
         self.options = options
         self.before = source.engine if isinstance(source.engine, FlatBufferEngine) else None
-        given: Mapping[str, Any] | None = options[CONFIG]
-        if given is None and self.before is not None:
-            given = self.before.config
-        self.known = given is not None
+        config: Mapping[str, Any] | None = options[CONFIG]
+        if config is None and self.before is not None:
+            config = self.before.config
+        self.known = config is not None
         for key in ("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "data_types"):
-            if not isinstance((given or {}).get(key, {}), (dict, type(None))):
+            if not isinstance((config or {}).get(key, {}), (dict, type(None))):
                 raise WrongOption(f"the ds_config's {key} is not an object")
-        if nested(given, "zero_optimization", "offload_optimizer", "device") == "nvme":
+        if nested(config, "zero_optimization", "offload_optimizer", "device") == "nvme":
             raise WrongOption(
                 "the ds_config offloads optimizer states to NVMe, which zckpt does not write yet"
             )
         rank = source.source.get("model_rank")  # of a run that keeps its model ranks
         tp = 1 if rank is None else rank.grid.tp
         for what, size, largest in (
-            ("mics_shard_size", nested(given, "zero_optimization", "mics_shard_size"), 0),
-            ("autotp_size", nested(given, "tensor_parallel", "autotp_size"), tp),
+            ("mics_shard_size", nested(config, "zero_optimization", "mics_shard_size"), 0),
+            ("autotp_size", nested(config, "tensor_parallel", "autotp_size"), tp),
         ):
             if isinstance(size, int) and size > largest:
                 raise WrongOption(f"the ds_config sets {what} {size}, which zckpt does not write")
-        size = nested(given, "zero_optimization", "sub_group_size")
+        size = nested(config, "zero_optimization", "sub_group_size")
         if isinstance(size, (int, float)) and size < 1:
             raise WrongOption(f"sub_group_size in the ds_config is {size}, but must be at least 1")
         self.dp = options[DP] or source.dp
-        self.stage = self._stage(source, given or {})
-        self.dtype = self._dtype(source, given or {})
-        self.config = self._config(given or {})
+        self.stage = self._stage(source, config or {})
+        self.dtype = self._dtype(source, config or {})
+        self.config = self._config(config or {})
 
     @property
     def partitioned(self) -> bool:
@@ -112,8 +112,8 @@ class TargetEngine:
     @property
     def elastic(self) -> bool:
         """Whether the engine reads and writes elastic files; stage 3 refuses to (0.19.8)."""
-        wanted = self.option("zero_optimization", "elastic_checkpoint") is True
-        return wanted and self.cuts_groups
+        is_set = self.option("zero_optimization", "elastic_checkpoint") is True
+        return is_set and self.cuts_groups
 
     @property
     def offloads(self) -> bool:
@@ -140,13 +140,13 @@ class TargetEngine:
 
     @property
     def round_robin(self) -> bool:
-        wanted = self.option("zero_optimization", "round_robin_gradients")
-        return bool(wanted) and self.cuts_groups
+        is_set = self.option("zero_optimization", "round_robin_gradients")
+        return bool(is_set) and self.cuts_groups
 
     @property
     def aligned(self) -> bool:
-        wanted = self.option("zero_optimization", "parameter_alignment")
-        return bool(wanted) and self.cuts_groups
+        is_set = self.option("zero_optimization", "parameter_alignment")
+        return bool(is_set) and self.cuts_groups
 
     @property
     def sub_group_size(self) -> int:
@@ -159,17 +159,17 @@ class TargetEngine:
         than DeepSpeed mean nothing by 0.
         """
         stated = nested(config, "zero_optimization", "stage")
-        asked = self.options[STAGE]
-        given = self.options[CONFIG] is not None
-        if given and None not in (asked, stated) and asked != stated:
+        chosen = self.options[STAGE]
+        has_config = self.options[CONFIG] is not None
+        if has_config and None not in (chosen, stated) and chosen != stated:
             raise WrongOption(
-                f"--stage {asked}, but the ds_config says stage {stated}",
+                f"--stage {chosen}, but the ds_config says stage {stated}",
                 hint="leave out --stage, or change the ds_config",
             )
         own = source.source.get("zero_stage")
         if own == 0 and self.before is None:
             own = None
-        known = (asked, stated, own) if given else (asked, own, stated)
+        known = (chosen, stated, own) if has_config else (chosen, own, stated)
         stage = next((number for number in known if number is not None), 2)
         if stage not in (0, 1, 2, 3):
             raise WrongOption(f"stage {stage} is not 0, 1, 2 or 3")
@@ -185,14 +185,14 @@ class TargetEngine:
             raise WrongOption("the ds_config enables both bf16 and fp16")
         is_open = any("auto" in values for values in enabling.values()) and not enabled
         stated = None if is_open else (enabled or ["F32"])[0]
-        asked = self.options.module_dtype
-        if asked and self.options[CONFIG] is not None and stated not in (None, asked):
+        chosen = self.options.module_dtype
+        if chosen and self.options[CONFIG] is not None and stated not in (None, chosen):
             raise WrongOption(
-                f"--dtype asks for {asked}, but the ds_config says {stated}",
+                f"--dtype asks for {chosen}, but the ds_config says {stated}",
                 hint="leave out --dtype, or change the ds_config",
             )
-        if asked:
-            return asked
+        if chosen:
+            return chosen
         if self.options[CONFIG] is not None and stated:
             return stated
         if self.before is not None and self.before.dtype is not None:

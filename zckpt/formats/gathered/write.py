@@ -192,9 +192,9 @@ class StateDictWriter(StateDicts):
     def _warn_of_names(self) -> None:
         program, names = program_of(self.source.siblings), self.file_names
         if program is not None and names.scheduler is None and not self.options.weights_only:
-            wanted = OF_TRAINERS[program]
+            expected = OF_TRAINERS[program]
             self.warnings.append(
-                f"{names.optimizer} is not what the trainer looks for ({wanted.optimizer}): "
+                f"{names.optimizer} is not what the trainer looks for ({expected.optimizer}): "
                 "to resume there, add --dialect safetensors"
             )
 

@@ -97,19 +97,19 @@ class PretrainedWriter:
         """
         self.refused: list[str] = []
         files = {item.name: item for item in files_to_load_by(self.source.siblings)}
-        given = self.options[MODEL_CONFIG]
-        if given is None:
+        path = self.options[MODEL_CONFIG]
+        if path is None:
             return list(files.values())
-        if sources.is_folder(given):
-            inside = SiblingList(given)
-            for name in sorted(filter(LOADED.fullmatch, os.listdir(given))):
-                inside.add(name, os.path.join(given, name))
+        if sources.is_folder(path):
+            inside = SiblingList(path)
+            for name in sorted(filter(LOADED.fullmatch, os.listdir(path))):
+                inside.add(name, os.path.join(path, name))
             files |= {item.name: item for item in inside.files}
             self.refused = inside.left_out
-        elif sources.is_file(given):
-            files[self._config_name] = _sibling(self._config_name, given)
+        elif sources.is_file(path):
+            files[self._config_name] = _sibling(self._config_name, path)
         else:
-            raise WrongOption(f"--config {given} does not exist")
+            raise WrongOption(f"--config {path} does not exist")
         return list(files.values())
 
     def _config(self) -> dict[str, Any]:
@@ -214,11 +214,11 @@ class PretrainedWriter:
 
     def _config_as_saved(self) -> dict[str, Any]:
         """The configuration; with `--dtype` it says the type that is written."""
-        wanted = self.options.module_dtype
-        if wanted is None or self.adapter:
+        dtype = self.options.module_dtype
+        if dtype is None or self.adapter:
             return self.config
         key = "torch_dtype" if "torch_dtype" in self.config else "dtype"
-        return {**self.config, key: TORCH_NAMES[wanted]}
+        return {**self.config, key: TORCH_NAMES[dtype]}
 
 
 def _sibling(name: str, path: str) -> Sibling:

@@ -92,19 +92,19 @@ def _check_moments(save: Save, owned: Owned) -> None:
         for share in parts:
             if share.stop > share.start or len(parts) == 1:
                 expected[share.rank][name] = share
-    for place, (rank, wanted) in enumerate(zip(save.ranks, expected, strict=True)):
+    for place, (rank, expected_shares) in enumerate(zip(save.ranks, expected, strict=True)):
         for name, moments in rank.moments.items():
-            mine = wanted.get(name)
-            width = 0 if mine is None else mine.stop - mine.start
+            own = expected_shares.get(name)
+            width = 0 if own is None else own.stop - own.start
             for slot, tensor in moments.items():
-                if mine is None or tensor.numel != width:
+                if own is None or tensor.numel != width:
                     raise InconsistentCheckpoint(
                         f"{rank.path} has {tensor.numel} elements of the {slot} of {name}, but "
                         f"ONNX Runtime's partition over {save.dp} ranks gives {width} to "
                         f"rank {place}",
                         hint=WRONG_FILE,
                     )
-        for name in wanted:
+        for name in expected_shares:
             for moment, slot in SLOTS.items():
                 if slot not in rank.moments.get(name, {}):
                     raise IncompleteCheckpoint(

@@ -136,11 +136,11 @@ class OnnxRuntimeWriter:
 
     def _half(self) -> str | None:
         """The type of the 16-bit copies; None for an fp32 run."""
-        asked = self.options.module_dtype or self.dtype_before
-        if asked is None:
+        half = self.options.module_dtype or self.dtype_before
+        if half is None:
             stored = {entry.dtype for entry in self.source.slots.get("param", ())}
-            asked = next((dtype for dtype in ("BF16", "F16") if dtype in stored), "F32")
-        return asked if asked in HALF_SUFFIXES else None
+            half = next((dtype for dtype in ("BF16", "F16") if dtype in stored), "F32")
+        return half if half in HALF_SUFFIXES else None
 
     def _optimizer(self) -> str:
         """AdamOptimizer or LambOptimizer; raises if the source's states are another optimizer's."""

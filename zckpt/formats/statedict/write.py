@@ -293,9 +293,11 @@ def left_out(source: Manifest, options: Options) -> list[str]:
         return []
     kept = source.state.get("optimizer") or {}
     clipping = _clipping(source, kept.get("clip_grad"))
-    said = {"other", "clip_grad"} if clipping else {"other"}
+    written = {"other", "clip_grad"} if clipping else {"other"}
     lost = [
-        f"optimizer.{key}" for key, value in kept.items() if key not in said and value is not None
+        f"optimizer.{key}"
+        for key, value in kept.items()
+        if key not in written and value is not None
     ]
     lost += [key for key, value in source.state.items() if value and key not in OF_TORCH]
     engine = source.engine.name if source.engine else None
