@@ -92,7 +92,8 @@ def complete_groups(
     """
     options, name, adam = engine.options, optimizer_name(engine, source), adam_class(engine, source)
     inferred, complete = are_inferred(source), _is_complete(engine, source)
-    is_known = known(name).defaults or options[OPTIMIZER] or options.weights_only
+    has_defaults = bool(known(name).defaults)
+    is_known = has_defaults or options[OPTIMIZER] or options.weights_only
     if source.groups is None and not inferred and not is_known:
         raise WrongOption(
             f"DeepSpeed's ZeRO does not support the source's optimizer, {source.optimizer}",
