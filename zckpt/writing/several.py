@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..core import staging, targets
 from ..core.journal import Identity
@@ -53,29 +53,7 @@ def write_run(
     )
     reports = write_all(stage.path, replace(running, dry_run=True))
     total = sum(report["bytes"] for report in reports)
-    last = "the last one " if len(names) > 1 else ""
-    summary: Report = {
-        "zckpt": 1,
-        "command": "reshard",
-        "source": {"path": source},
-        "format": reports[0]["format"],
-        "target": target,
-        "about": f"{counted(len(names), 'checkpoint')}, {last}{reports[-1]['about']}",
-        "next": reports[-1]["next"].replace(literal(stage.path)[1:-1], literal(target)[1:-1]),
-        "step": reports[-1]["step"],
-        **{
-            key: [
-                os.path.join(name, file)
-                for name, report in zip(names, reports, strict=True)
-                for file in report[key]
-            ]
-            for key in ("files", "copied")
-        },
-        "bytes": total,
-        "checkpoints": names,
-    }
-    for key in ("left_out", "warnings", "inferred"):
-        summary[key] = list(dict.fromkeys(line for report in reports for line in report[key]))
+    summary = _summary(source, target, names, reports, stage.path)
     if running.resume and targets.is_taken(target):
         reruns = write_all(target, replace(running, dry_run=True))
         lacking = [name for name, r in zip(names, reruns, strict=True) if "dry_run" in r]
@@ -99,3 +77,33 @@ def write_run(
         "records": records,
         "seconds": round(sum(report["seconds"] for report in written), 3),
     }
+
+
+def _summary(
+    source: str, target: str, names: Sequence[str], reports: Sequence[Report], folder: str
+) -> Report:
+    """The report of the run, from those of the checkpoints; `folder` is where they are written."""
+    last = "the last one " if len(names) > 1 else ""
+    summary: Report = {
+        "zckpt": 1,
+        "command": "reshard",
+        "source": {"path": source},
+        "format": reports[0]["format"],
+        "target": target,
+        "about": f"{counted(len(names), 'checkpoint')}, {last}{reports[-1]['about']}",
+        "next": reports[-1]["next"].replace(literal(folder)[1:-1], literal(target)[1:-1]),
+        "step": reports[-1]["step"],
+        **{
+            key: [
+                os.path.join(name, file)
+                for name, report in zip(names, reports, strict=True)
+                for file in report[key]
+            ]
+            for key in ("files", "copied")
+        },
+        "bytes": sum(report["bytes"] for report in reports),
+        "checkpoints": names,
+    }
+    for key in ("left_out", "warnings", "inferred"):
+        summary[key] = list(dict.fromkeys(line for report in reports for line in report[key]))
+    return summary

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ...core import sources
 from ...core.expected import missing_ranks
-from ...core.values import field, valueclass
+from ...core.values import field, mutable, valueclass
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -83,38 +83,9 @@ def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 
     if "offloaded_tensors" in names:
         refuse(directory, "optimizer states offloaded to NVMe")
 
-    models: dict[int, str] = {}
-    models_3: dict[int, str] = {}
-    optimizers: dict[int, str] = {}
-    experts: dict[tuple[int, int], str] = {}
-    of_ep: dict[int, str] = {}
-    prefixes = set()
-    for name in names:
-        full = os.path.join(directory.path, name)
-        if (match := EXPERT.fullmatch(name)) and int(match[3]) == model_rank:
-            add_file(experts, (int(match[1]), int(match[2])), full)
-        if (match := OF_EP.fullmatch(name)) and int(match[2]) == model_rank:
-            add_file(of_ep, int(match[1]), full)
-        if model_rank_of(name) != model_rank:
-            continue
-        if MODEL.fullmatch(name):
-            add_file(models, 0, full)
-        elif match := MODEL_3.fullmatch(name):
-            add_file(models_3, int(match[1]), full)
-        elif match := OPTIMIZER.fullmatch(name):
-            add_file(optimizers, int(match[2]), full, is_second=match[1] in prefixes)
-            prefixes.add(match[1])
-    if len(prefixes) > 1 or (models and models_3):
-        raise InconsistentCheckpoint(
-            f"{directory.path} has files of two runs: "
-            + (
-                "one of bf16, one of another type"
-                if len(prefixes) > 1
-                else "one of stage 3, one of stage 1 or 2"
-            ),
-            hint="keep only the files of one save",
-        )
-    models = models or models_3
+    files = _by_number(directory, names, model_rank)
+    _refuse_two_runs(directory, files)
+    models = files.models or files.models_3
     if not models:
         raise IncompleteCheckpoint(
             f"{directory.path} holds no model states"
@@ -122,32 +93,74 @@ def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 
             hint=f"expected mp_rank_{model_rank:02d}_model_states.pt (stage 1, 2) or one per rank "
             "(stage 3)",
         )
-    if optimizers and of_ep:
-        raise InconsistentCheckpoint(
-            f"{directory.path} has files of two runs: one of stage 0 with experts (expp_rank_0), "
-            "one of another stage",
-            hint="keep only the files of one save",
-        )
-    if optimizers:
-        _all_ranks(directory, optimizers, "optimizer")
-    if missing := sorted(set(range(max(of_ep, default=-1) + 1)) - set(of_ep)):
+    if files.optimizers:
+        _all_ranks(directory, files.optimizers, "optimizer")
+    if missing := sorted(set(range(max(files.of_ep, default=-1) + 1)) - set(files.of_ep)):
         raise IncompleteCheckpoint(
             f"{directory.path} lacks the optimizer of ep rank {missing[0]}",
             hint=f"expected expp_rank_{missing[0]}_mp_rank_{model_rank:02d}_optim_states.pt",
         )
-    if models_3:
+    if files.models_3:
         _all_ranks(directory, models, "model")
-        if optimizers and len(models) != len(optimizers):
+        if files.optimizers and len(models) != len(files.optimizers):
             raise IncompleteCheckpoint(
-                f"{directory.path} has {len(models)} model files, but {len(optimizers)} optimizer "
-                "files",
+                f"{directory.path} has {len(models)} model files, but {len(files.optimizers)} "
+                "optimizer files",
                 hint="copy all files again: stage 3 writes one of each per rank",
             )
     return RankFiles(
         [models[rank] for rank in sorted(models)],
-        [optimizers[rank] for rank in sorted(optimizers)],
-        experts,
-        [of_ep[rank] for rank in sorted(of_ep)],
+        [files.optimizers[rank] for rank in sorted(files.optimizers)],
+        files.experts,
+        [files.of_ep[rank] for rank in sorted(files.of_ep)],
+    )
+
+
+@mutable
+class _FilesByNumber:
+    """The files of one model rank by the numbers in their names; `prefixes` are optimizers'."""
+
+    models: dict[int, str] = field(default_factory=dict)
+    models_3: dict[int, str] = field(default_factory=dict)  # of stage 3
+    optimizers: dict[int, str] = field(default_factory=dict)
+    experts: dict[tuple[int, int], str] = field(default_factory=dict)
+    of_ep: dict[int, str] = field(default_factory=dict)
+    prefixes: set[str | None] = field(default_factory=set)
+
+
+def _by_number(directory: TagDirectory, names: Sequence[str], model_rank: int) -> _FilesByNumber:
+    files = _FilesByNumber()
+    for name in names:
+        full = os.path.join(directory.path, name)
+        if (match := EXPERT.fullmatch(name)) and int(match[3]) == model_rank:
+            add_file(files.experts, (int(match[1]), int(match[2])), full)
+        if (match := OF_EP.fullmatch(name)) and int(match[2]) == model_rank:
+            add_file(files.of_ep, int(match[1]), full)
+        if model_rank_of(name) != model_rank:
+            continue
+        if MODEL.fullmatch(name):
+            add_file(files.models, 0, full)
+        elif match := MODEL_3.fullmatch(name):
+            add_file(files.models_3, int(match[1]), full)
+        elif match := OPTIMIZER.fullmatch(name):
+            is_second = match[1] in files.prefixes
+            add_file(files.optimizers, int(match[2]), full, is_second=is_second)
+            files.prefixes.add(match[1])
+    return files
+
+
+def _refuse_two_runs(directory: TagDirectory, files: _FilesByNumber) -> None:
+    """Raises InconsistentCheckpoint for files that one run does not write together."""
+    if len(files.prefixes) > 1:
+        kinds = "one of bf16, one of another type"
+    elif files.models and files.models_3:
+        kinds = "one of stage 3, one of stage 1 or 2"
+    elif files.optimizers and files.of_ep:
+        kinds = "one of stage 0 with experts (expp_rank_0), one of another stage"
+    else:
+        return
+    raise InconsistentCheckpoint(
+        f"{directory.path} has files of two runs: {kinds}", hint="keep only the files of one save"
     )
 
 

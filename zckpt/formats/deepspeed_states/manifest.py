@@ -73,11 +73,6 @@ def manifest_of(
     differing = tensors.add_buffers()
     alone = tensors.add_aliases()
     groups = _groups(ranks, tensors)
-    slots = {slot.name for buffer in buffers for slot in buffer.slots} - {"master"}
-    scalars = {name for buffer in buffers for name in buffer.scalars}
-    stated = nested(ranks.config, "optimizer", "type")
-    if not isinstance(stated, str):
-        stated = infer_optimizer(slots | scalars, groups[0] if groups else None)
     sightings = [line for buffer in buffers for line in buffer.sightings]
     beside = siblings(ranks.directory)
     return Manifest(
@@ -91,7 +86,7 @@ def manifest_of(
             "tag": ranks.directory.tag,
         },
         groups=groups,
-        optimizer=stated,
+        optimizer=_optimizer(ranks, buffers, groups),
         engine=FlatBufferEngine(
             "deepspeed",
             ranks.version,
@@ -128,6 +123,20 @@ def manifest_of(
         ),
         inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
     )
+
+
+def _optimizer(
+    ranks: EngineStates,
+    buffers: Sequence[FlatBuffer],
+    groups: Sequence[Mapping[str, Any]] | None,
+) -> str | None:
+    """The optimizer's name: as the ds_config states it, else by the keys of its states."""
+    stated = nested(ranks.config, "optimizer", "type")
+    if isinstance(stated, str):
+        return stated
+    slots = {slot.name for buffer in buffers for slot in buffer.slots} - {"master"}
+    scalars = {name for buffer in buffers for name in buffer.scalars}
+    return infer_optimizer(slots | scalars, groups[0] if groups else None)
 
 
 def _files(ranks: EngineStates) -> list[TorchFile]:

@@ -101,23 +101,63 @@ def _text_of(name: str) -> str:
 
 def _manifest(path: str, document: Mapping[str, Any], is_shell: bool) -> Manifest:
     warnings = list(texts_from_json(document.get("warnings", [])))
-    if is_shell:
-        pass
-    elif "crc32" not in document:
-        warnings.append(
-            f"{MANIFEST} has no checksum (zckpt 0.1 wrote none): damage to it may go unseen"
-        )
-    elif document["crc32"] != checksum(document):
+    if not is_shell:
+        warnings += _check_checksum(path, document)
+    _check_source(path, document)
+    stored, files = _stored(path, document.get("files") or ())
+    entries = _entries(path, document["entries"], stored)
+    _require_room(path, entries, [*files, *_listed_files(entries)])
+    records = _records(path, document.get("files", {}))
+    state, engine, step_place = facts_of(from_json(document["state"]))
+    siblings = _siblings(path)
+    return Manifest(
+        root=path,
+        format="universal",
+        source=document["source"],
+        entries=entries,
+        parameters=parameters_from_json(document["parameters"]),
+        buffers=texts_from_json(document["buffers"]),
+        groups=_groups(document),
+        optimizer=_text(document.get("optimizer")),
+        engine=engine,
+        step_place=step_place,
+        state=state,
+        steps=tuple(
+            Sighting(str(line["where"]), step_from_json(line["step"]) or 0, bool(line["truth"]))
+            for line in document.get("steps", ())
+        ),
+        records=records,
+        files=(os.path.join(path, MANIFEST), *files),
+        siblings=tuple(siblings.files),
+        left_out=(*texts_from_json(document.get("left_out", [])), *siblings.left_out),
+        warnings=tuple(warnings),
+        inferred=texts_from_json(document.get("inferred", [])),
+    )
+
+
+def _check_checksum(path: str, document: Mapping[str, Any]) -> list[str]:
+    """Raises CorruptCheckpoint for a damaged manifest; gives a warning for one without checksum."""
+    if "crc32" not in document:
+        return [f"{MANIFEST} has no checksum (zckpt 0.1 wrote none): damage to it may go unseen"]
+    if document["crc32"] != checksum(document):
         raise CorruptCheckpoint(
             f"{os.path.join(path, MANIFEST)} is damaged: its contents do not have the CRC-32 that "
             "it states",
             hint="copy it again, or convert again",
         )
-    _check_source(path, document)
-    stored, files = _stored(path, document.get("files") or ())
-    entries, listed = {}, document["entries"]
+    return []
+
+
+def _entries(
+    path: str, listed: dict[str, Any], stored: Mapping[str, safefile.Stored]
+) -> dict[str, Entry]:
+    """The entries that the manifest lists, with the places where files have `stored` them.
+
+    Takes the items out of `listed`: the memory of each serves for its entry.
+    """
+    entries = {}
     for name in [*listed]:
-        item = listed.pop(name)  # its memory serves for the entry
+        item = listed.pop(name)
         tensor = stored.get(name)
         if "fragments" in item:
             shape = sizes_from_json(item["shape"])
@@ -137,9 +177,13 @@ def _manifest(path: str, document: Mapping[str, Any], is_shell: bool) -> Manifes
             fragments = solid(tensor.extent.length // SIZES[tensor.dtype], tensor.extent)
         digest = crc_from_json(item["crc32"]) if "crc32" in item else None
         entries[name] = Entry(name, item["dtype"], shape, fragments, digest)
-    _require_room(path, entries, [*files, *_listed_files(entries)])
+    return entries
+
+
+def _records(path: str, listed: Mapping[str, Any]) -> tuple[Record, ...]:
+    """The listed files as records; raises CorruptCheckpoint for a file of another size."""
     records = []
-    for name, stated in document.get("files", {}).items():
+    for name, stated in listed.items():
         full = path_inside(path, name, MANIFEST)
         if not sources.is_file(full) or sources.size(full) != stated["size"]:
             raise CorruptCheckpoint(
@@ -148,45 +192,23 @@ def _manifest(path: str, document: Mapping[str, Any], is_shell: bool) -> Manifes
             )
         if "crc32" in stated:
             records.append(Record(Extent(full, 0, stated["size"]), crc_from_json(stated["crc32"])))
-    state, engine, step_place = facts_of(from_json(document["state"]))
-    tuples = set(texts_from_json(document.get("tuples", [])))
+    return tuple(records)
+
+
+def _groups(document: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
+    """The hyper-parameters of the groups; those that were tuples, such as betas, are so again."""
     groups = document["groups"]
     if not all(isinstance(group, dict) for group in groups or ()):
         raise TypeError("groups are not dictionaries")
-    siblings = _siblings(path)
-    return Manifest(
-        root=path,
-        format="universal",
-        source=document["source"],
-        entries=entries,
-        parameters=parameters_from_json(document["parameters"]),
-        buffers=texts_from_json(document["buffers"]),
-        groups=None
-        if groups is None
-        else tuple(
-            {
-                key: tuple(from_json(value))
-                if key in tuples and isinstance(value, list)
-                else from_json(value)
-                for key, value in group.items()
-            }
-            for group in groups
-        ),
-        optimizer=_text(document.get("optimizer")),
-        engine=engine,
-        step_place=step_place,
-        state=state,
-        steps=tuple(
-            Sighting(str(line["where"]), step_from_json(line["step"]) or 0, bool(line["truth"]))
-            for line in document.get("steps", ())
-        ),
-        records=tuple(records),
-        files=(os.path.join(path, MANIFEST), *files),
-        siblings=tuple(siblings.files),
-        left_out=(*texts_from_json(document.get("left_out", [])), *siblings.left_out),
-        warnings=tuple(warnings),
-        inferred=texts_from_json(document.get("inferred", [])),
-    )
+    tuples = set(texts_from_json(document.get("tuples", [])))
+
+    def value_of(key: str, value: Any) -> Any:
+        is_tuple = key in tuples and isinstance(value, list)
+        return tuple(from_json(value)) if is_tuple else from_json(value)
+
+    if groups is None:
+        return None
+    return tuple({key: value_of(key, value) for key, value in group.items()} for group in groups)
 
 
 def _text(value: Any) -> str | None:
