@@ -158,9 +158,6 @@ CODE = "another exit code"
 # what is said
 NAMES_NOTHING = "the error names no file"
 NO_SENTENCE = "no sentence with a hint"
-QUIET = "a failed sync is not mentioned"
-
-GRAVE = {SILENT, TARGET, LEFT, SOURCE, HANG, INTERNAL, CODE}
 
 
 def defects(

@@ -4,14 +4,14 @@ FlatBufferEngine   an engine whose ranks share flat buffers, and that keeps its 
 StateDictEngine    a program that saves state dicts under keys of its own
 GraphEngine        an engine that trains a graph, and knows weights by name alone
 StepPlace          where an optimizer keeps its step, and in which type
-Grid, Coordinate   the parallel axes, and the place of one rank in them
+Grid               the sizes of the parallel axes
 
 `with_facts` and `facts_of` write these records into a manifest's JSON state, and read them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from .dtypes import SIZES
@@ -337,56 +337,14 @@ def _of_type(state: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
 
 
 @valueclass
-class Coordinate:
-    """The place of one rank in a grid: its number along each parallel axis, from 0."""
-
-    dp: int = 0
-    tp: int = 0
-    pp: int = 0
-    ep: int = 0
-
-
-@valueclass
 class Grid:
-    """The sizes of the parallel axes: data, tensor, pipeline, expert; raises ValueError below 1.
-
-    Experts are spread over `ep` neighbors along the data axis, so `ep` divides `dp` and adds no
-    ranks.
-    """
+    """The sizes of the parallel axes: data, tensor, pipeline; raises ValueError below 1."""
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
-    ep: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("dp", "tp", "pp", "ep"):
+        for axis in ("dp", "tp", "pp"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"{axis} is {getattr(self, axis)}; a grid needs at least 1")
-        if self.dp % self.ep:
-            raise ValueError(f"ep is {self.ep}, which does not divide dp, which is {self.dp}")
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks the grid has."""
-        return self.dp * self.tp * self.pp
-
-    def coordinate(self, rank: int) -> Coordinate:
-        """The coordinate of a global rank: tp varies fastest, then dp, then pp.
-
-        So number DeepSpeed 0.19.8 (`PipeModelDataParallelTopology`) and Megatron-Core (its default
-        order "tp-cp-ep-dp-pp"). Raises ValueError for a rank outside of the grid.
-        """
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank} is outside of a grid of {self.ranks} ranks")
-        rest, tp = divmod(rank, self.tp)
-        pp, dp = divmod(rest, self.dp)
-        return Coordinate(dp, tp, pp, dp % self.ep)
-
-    def rank(self, coordinate: Coordinate) -> int:
-        """The global rank at a coordinate."""
-        return (coordinate.pp * self.dp + coordinate.dp) * self.tp + coordinate.tp
-
-    def coordinates(self) -> Iterator[Coordinate]:
-        """The coordinates of all ranks, in the order of the ranks."""
-        return map(self.coordinate, range(self.ranks))

@@ -33,9 +33,7 @@ class KeyTable(dict[str, Any]):
     """`state_dict_metadata` of one load; `is_loading` is true while its planner makes a plan."""
 
     def __init__(self, source: Source) -> None:
-        super().__init__(
-            (key, metadata_of(source, item)) for key, item in source.listing.items.items()
-        )
+        super().__init__((key, metadata_of(item)) for key, item in source.listing.items.items())
         self.source = source
         self.is_loading = False
 
@@ -100,7 +98,7 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def metadata_of(source: Source, item: StoredTensor | StoredValue) -> metadata.STORAGE_TYPES:
+def metadata_of(item: StoredTensor | StoredValue) -> metadata.STORAGE_TYPES:
     if isinstance(item, StoredTensor):
         return tensor_metadata(item.dtype, item.shape, item)
     if item.is_number:

@@ -52,7 +52,6 @@ def write_run(
         before_rename=running.before_rename,
     )
     reports = write_all(stage.path, replace(running, dry_run=True))
-    total = sum(report["bytes"] for report in reports)
     summary = _summary(source, target, names, reports, stage.path)
     if running.resume and targets.is_taken(target):
         reruns = write_all(target, replace(running, dry_run=True))
@@ -63,7 +62,7 @@ def write_run(
     if running.dry_run:
         memory = max(report.get("memory", 0) for report in reports)
         return summary | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
-    targets.need_space(target, total, running.resume)
+    targets.need_space(target, summary["bytes"], running.resume)
     with stage:
         reports = write_all(stage.path, replace(running, tell=None, before_rename=None))
     summary["warnings"] += stage.warnings

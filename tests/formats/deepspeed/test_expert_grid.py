@@ -25,7 +25,7 @@ from .test_experts import INSIDE, oracle_of, swap, tag_of
 from .test_grid import edit
 
 Trained = Callable[[str], Path]
-FIRST, SLICED = FIRSTS = "pp2_dp2_ep2", "tp2_dp2_sliced"
+FIRST, _ = FIRSTS = "pp2_dp2_ep2", "tp2_dp2_sliced"
 RULES = r"""
 (embedding|head)\.weight = 0
 attention\.fused\..* = 0:16,4,8
