@@ -19,7 +19,6 @@ LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
 BEFORE = ("embedding.word_embeddings", "embedding.position_embeddings")
 BEHIND = ("decoder.final_layernorm", "output_layer")
-NORMS = ("input_layernorm", "pre_mlp_layernorm")
 MODULES = (
     "input_layernorm",
     "self_attention.linear_proj",
