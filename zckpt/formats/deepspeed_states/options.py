@@ -15,29 +15,11 @@ from ...training.options import (
     EP,
     GROUP_DEFAULTS,
     LIKE,
+    RANKS,
     WEIGHTS_ONLY,
     Option,
+    at_least_one,
 )
-
-
-def _check_group_size(size: int) -> None:
-    if size < 1:
-        raise WrongOption(f"--max-group-size cannot be {size}", hint="give a number of elements")
-
-
-def _check_tp(tp: int) -> None:
-    if tp < 1:
-        raise WrongOption(f"--tp cannot be {tp}", hint="give a number of ranks, at least 1")
-
-
-def _check_vocab_size(size: int) -> None:
-    if size < 1:
-        raise WrongOption(f"--vocab-size cannot be {size}", hint="give a number of rows")
-
-
-def _check_pp(pp: int) -> None:
-    if pp < 1:
-        raise WrongOption(f"--pp cannot be {pp}", hint="give a number of stages, at least 1")
 
 
 def _check_bounds(bounds: Sequence[int]) -> None:
@@ -86,7 +68,7 @@ MAX_GROUP_SIZE: Option[int | None] = Option(
     kind="integer",
     usual="DeepSpeed's",
     metavar="N",
-    check=_check_group_size,
+    check=at_least_one("--max-group-size", "give a number of elements"),
     rare=True,
     reason="whole experts are written",
 )
@@ -97,7 +79,7 @@ TP: Option[int | None] = Option(
     "Number of tensor-parallel ranks",
     kind="integer",
     usual="the source's",
-    check=_check_tp,
+    check=at_least_one("--tp", RANKS),
     rare=True,
     reason="whole tensors are written",
 )
@@ -108,7 +90,7 @@ VOCAB_SIZE: Option[int | None] = Option(
     "Rows of the vocabulary that have a meaning; --tp rounds up to a multiple of the ranks",
     kind="integer",
     usual="as the source states",
-    check=_check_vocab_size,
+    check=at_least_one("--vocab-size", "give a number of rows"),
     rare=True,
     reason="whole tensors are written",
 )
@@ -119,7 +101,7 @@ PP: Option[int | None] = Option(
     "Number of stages of the pipeline",
     kind="integer",
     usual="the source's",
-    check=_check_pp,
+    check=at_least_one("--pp", "give a number of stages, at least 1"),
     rare=True,
     reason="the whole model is written",
 )
