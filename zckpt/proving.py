@@ -38,7 +38,8 @@ def prove(
         raise WrongOption("--rename does not work with --gather", hint="leave one of them out")
     if reading.family is not None and (gather or against is None):
         raise WrongOption(
-            "verify needs --family only to compare a checkpoint with one of the other program",
+            "--family is only for a comparison: it gives the names of Megatron-Core to a "
+            "checkpoint of Hugging Face, or the way back",
             hint="add --against PATH" if not gather else "leave out --gather",
         )
     if gather and against is None:

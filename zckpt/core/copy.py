@@ -291,7 +291,8 @@ class _Copy:
                 continue
             if stated != (self._crc((SOURCE, number, 0)) if number in self.cast else crc):
                 raise CorruptCheckpoint(
-                    f"{pair.source.name} is damaged: its CRC-32 is not the manifest's",
+                    f"{pair.source.name} is damaged: its bytes do not have the CRC-32 that the "
+                    "manifest states",
                     hint="take another copy of the source; nothing was written",
                 )
         self.outcome.checked, self.outcome.unchecked = finish([self.checker])

@@ -132,8 +132,8 @@ class _EngineFiles:
         stated = (place["param_shapes"] for place in places if place.get("param_shapes"))
         if (shapes := next(stated, None)) is None:  # a bf16 pipeline without ZeRO (0.19.8)
             raise MissingData(
-                f"{self.models[0].path} and its like list no parameters: the engine cannot name "
-                "what its ranks gather",
+                f"{self.models[0].path} and the other model files list no parameters: so the "
+                "engine's rule cannot name what its ranks gather",
                 hint="verify without --gather",
             )
         groups = [shapes] if isinstance(shapes, dict) else shapes

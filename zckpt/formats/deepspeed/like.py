@@ -76,9 +76,9 @@ def as_in_run(source: Manifest, path: str, options: Options) -> Manifest:
             hint="give a directory that the next run has saved, or a universal checkpoint of one",
         )
     if engine.experts or like.groups is None:
-        what = "experts" if engine.experts else "no parameter groups"
+        reason = "experts" if engine.experts else "no parameter groups"
         raise UnsupportedCheckpoint(
-            f"--like {path} has {what}, for which zckpt does not take a run as a pattern",
+            f"--like does not work with {path}, which has {reason}",
             hint="leave out --like: the names of groups show which ones have experts"
             if engine.experts
             else "give a run without elastic_checkpoint",
