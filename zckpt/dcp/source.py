@@ -22,7 +22,7 @@ from ..core.sources import Fingerprint
 from ..core.values import field, valueclass
 from ..errors import ZckptError
 from ..files.dcpnames import METADATA
-from ..formats.dcp.files import located
+from ..formats.dcp.files import locate
 from ..formats.dcp.items import (
     OpenedItem,
     StoredBox,
@@ -91,7 +91,7 @@ class Source:
             return None
         if reading.rename or reading.step_policy not in (None, steps.KEEP):
             return None
-        if not located(self.path, reading.tag)[1]:  # Hugging Face's storage
+        if not locate(self.path, reading.tag)[1]:  # Hugging Face's storage
             return None
         return stored_items(self.path, reading.tag)
 

@@ -59,7 +59,7 @@ def folders(path: str) -> list[str]:
     return [folder for folder in parts if has_items(folder)]
 
 
-def located(path: str, tag: str | None = None) -> tuple[str, list[str]]:
+def locate(path: str, tag: str | None = None) -> tuple[str, list[str]]:
     """The checkpoint's directory, and its folders with a `.metadata`.
 
     Raises UnsupportedCheckpoint for several models, and for Megatron-Core.

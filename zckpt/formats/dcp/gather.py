@@ -22,7 +22,7 @@ from ...files.dcpitems import ItemFiles
 from ...files.safefile import read_with_metadata
 from ...files.torchfile import Tensor
 from ..statedict import gather
-from .files import located
+from .files import locate
 
 OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
@@ -33,7 +33,7 @@ def partitions(path: str) -> list[Partition]:
     Raises UnsupportedCheckpoint for a box that is not a tensor, and what `read_table` raises.
     """
     try:
-        return _partitions(*located(path))
+        return _partitions(*locate(path))
     except MALFORMED as error:
         raise not_understood(path, error) from error
 

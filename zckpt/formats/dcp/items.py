@@ -28,7 +28,7 @@ from ...files.dcpitems import ItemFiles, require_same
 from ...files.dcpnames import METADATA
 from ...files.torchfile import Tensor, TorchFile
 from ..statedict.tree import Path
-from .files import located
+from .files import locate
 
 
 @valueclass
@@ -100,7 +100,7 @@ def stored_items(path: str, tag: str | None = None) -> StoredItems:
     Raises CorruptCheckpoint, IncompleteCheckpoint (no `.metadata`), UnsupportedCheckpoint
     (Megatron-Core, compressed or encrypted items).
     """
-    root, folders = located(path, tag)
+    root, folders = locate(path, tag)
     if not folders:
         raise IncompleteCheckpoint(f"{root} has no {METADATA}")
     items: dict[str, StoredTensor | StoredValue] = {}

@@ -43,7 +43,7 @@ from ..statedict.tree import (
     solid_piece,
 )
 from . import hf
-from .files import located, own_files
+from .files import locate, own_files
 
 MAX_LIST = 1_000_000  # elements of all lists
 FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
@@ -56,7 +56,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     InconsistentCheckpoint, CorruptCheckpoint, UnsupportedCheckpoint (Megatron-Core, compressed or
     encrypted items).
     """
-    root, parts = located(path, reading.tag)
+    root, parts = locate(path, reading.tag)
     shards = hf.files(root) if sources.is_folder(root) and not parts else []
     if not parts and not shards:
         raise NotACheckpoint(f"{root} has no {METADATA}")

@@ -191,7 +191,7 @@ def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
     return isinstance(value, Tensor) or distributed.is_distributed(value)
 
 
-def find(path: str) -> StateDictFiles:
+def locate(path: str) -> StateDictFiles:
     """The files of the one checkpoint at `path`; one rank's file stands for those of all ranks.
 
     Raises NotACheckpoint, AmbiguousCheckpoint, InconsistentCheckpoint.

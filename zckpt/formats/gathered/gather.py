@@ -29,7 +29,7 @@ from ...errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, 
 from ...files import safefile
 from ...files.torchfile import TORCH_DTYPES, Parsed, Tensor, TorchFile
 from ..statedict import gather
-from .files import StateDictFiles, find
+from .files import StateDictFiles, locate
 
 REBUILD = "torch._tensor._rebuild_from_type_v2"
 LEFT_OUT = "compare without --gather"
@@ -42,7 +42,7 @@ def partitions(path: str) -> list[Partition]:
     InconsistentCheckpoint if a rank has other shards than the ranks agreed on.
     """
     try:
-        return _partitions(find(path))
+        return _partitions(locate(path))
     except MALFORMED as error:
         raise not_understood(path, error) from error
 

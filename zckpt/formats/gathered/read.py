@@ -19,7 +19,7 @@ from ..statedict.stated import checked
 from ..statedict.tree import SavedTree, leaves
 from ..statedict.weights import files_of_index, weights_of
 from . import distributed, local, ranked
-from .files import StateDictFiles, find
+from .files import StateDictFiles, locate
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -32,7 +32,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     if reading.tag:
         path = os.path.join(path, reading.tag)
     try:
-        reader = _TreeReader(path, find(path), reading)
+        reader = _TreeReader(path, locate(path), reading)
         result = manifest(reader.saved, reading)
         if reader.has_local_states:
             _refuse_lost(result, reading.param_names)

@@ -14,7 +14,7 @@ from ...training import peft
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def find(folder: str) -> str:
+def locate(folder: str) -> str:
     """The file of weights, or their index, that zckpt has written to a folder."""
     names = (WEIGHTS, INDEX, peft.WEIGHTS[0])
     paths = [os.path.join(folder, name) for name in names]

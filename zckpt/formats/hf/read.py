@@ -8,12 +8,12 @@ from ..reading import USUAL, Reading
 from ..statedict.read import manifest
 from ..statedict.tree import SavedTree
 from ..statedict.weights import files_of_index, weights_of
-from .files import INDEX, find
+from .files import INDEX, locate
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of the shells. Folders of other programs are read by the format `gathered`."""
-    weights = find(path)
+    weights = locate(path)
     files = files_of_index(weights) if weights.endswith(INDEX) else [weights]
     saved = SavedTree(
         path,

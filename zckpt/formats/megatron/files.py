@@ -60,7 +60,7 @@ def is_checkpoint(path: str) -> bool:
     return "sharded_backend" in _marker(path) or is_legacy(path) or is_fsdp(path)
 
 
-def located(path: str, tag: str | None) -> str:
+def locate(path: str, tag: str | None) -> str:
     """The directory of one checkpoint, whose kind zckpt reads.
 
     Raises NotACheckpoint, and UnsupportedCheckpoint for zarr.

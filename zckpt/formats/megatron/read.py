@@ -53,7 +53,7 @@ from .contents import (
     require_states_by_parameter,
     size_of,
 )
-from .files import MARKER, is_fsdp, is_legacy, located
+from .files import MARKER, is_fsdp, is_legacy, locate
 from .flats import FlatItems, local_parts, read_bytes, slicing_of, states
 from .fsdp import read_fsdp
 from .legacy import read_legacy
@@ -83,7 +83,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     UnsupportedCheckpoint (another type of the optimizer's state, zarr).
     """
     step_policy, weights_only = reading.step_policy, reading.weights_only
-    folder = located(path, reading.tag)
+    folder = locate(path, reading.tag)
     try:
         if is_legacy(folder):
             rules = None if reading.tp_rules is None else rules_of(reading.tp_rules)

@@ -93,7 +93,7 @@ def _is_named(name: str) -> bool:
     return name.endswith(SUFFIX)
 
 
-def find(path: str) -> CheckpointFiles:
+def locate(path: str) -> CheckpointFiles:
     """The one checkpoint at `path`; the file of one rank stands for all ranks.
 
     Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank is missing) and
@@ -194,7 +194,7 @@ def _complete(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
 
 def opened(path: str) -> Save:
     """The contents of all ranks' files."""
-    checkpoint = find(path)
+    checkpoint = locate(path)
     if checkpoint.parsed:
         from . import hdf5
 

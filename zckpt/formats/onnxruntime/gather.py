@@ -20,7 +20,7 @@ from ...core.fragments import Extent
 from ...core.partition import FlatMember, Partition, Partitioned, Whole
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from . import hdf5, legacy
-from .files import SHARDED, find
+from .files import SHARDED, locate
 from .ranks import SLOTS, Rank, RankTensor, Save
 
 Shape = tuple[int, ...]
@@ -39,7 +39,7 @@ def partitions(path: str) -> list[Partition]:
 
 def _opened(path: str) -> Save:
     """The ranks' files, in the order of the numbers that their names or options state."""
-    checkpoint = find(path)
+    checkpoint = locate(path)
     if checkpoint.parsed:
         files = sorted(checkpoint.parsed, key=lambda file: file.size("world_rank", 0))
         return hdf5.opened(path, files)
