@@ -14,7 +14,8 @@ from torch.futures import Future
 
 from ..core.manifest import Manifest
 from ..errors import WrongOption, ZckptError
-from .source import ReadArguments, Source
+from ..formats.reading import USUAL, Reading
+from .source import Source
 from .table import KeyTable
 from .target import LoadTarget
 from .values import NotLoaded, rebuilt
@@ -52,8 +53,9 @@ class StorageReader(storage.StorageReader):
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         super().__init__()
-        self._reading = ReadArguments(
-            format, tag, step_policy, param_names, tuple(rename), tp_rules
+        rules = None if tp_rules is None else os.fspath(tp_rules)
+        self._reading = Reading(
+            format, tag, step_policy, param_names, rename=tuple(rename), tp_rules=rules
         )
         self._groups = _groups(model, optimizer)
         self._table: KeyTable | None = None
@@ -76,7 +78,7 @@ class StorageReader(storage.StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether zckpt recognizes a checkpoint there."""
         try:
-            Source(os.fspath(checkpoint_id), ReadArguments(), ())
+            Source(os.fspath(checkpoint_id), USUAL, ())
         except ZckptError:
             return False
         return True

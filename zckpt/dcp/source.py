@@ -31,6 +31,7 @@ from ..formats.dcp.items import (
     StoredValue,
     stored_items,
 )
+from ..formats.reading import Reading
 from ..formats.statedict.tree import Path, dotted
 from ..formats.statedict.write import BlankTensor, StateDicts
 from ..training import steps
@@ -39,18 +40,6 @@ from ..training.options import Options
 from .keys import NUMBERED, KeyMeaning, KeyNames
 
 Meaning = StoredTensor | StoredValue | KeyMeaning
-
-
-@valueclass
-class ReadArguments:
-    """How a path is read: the arguments of `zckpt.read`, and pairs of `--rename`."""
-
-    format: str | None = None
-    tag: str | None = None
-    step_policy: str | None = None
-    param_names: Sequence[str] | None = None
-    rename: tuple[tuple[str, str], ...] = ()
-    tp_rules: str | os.PathLike[str] | None = None
 
 
 @valueclass
@@ -74,7 +63,7 @@ class Source:
     a ZckptError if the path holds no checkpoint.
     """
 
-    def __init__(self, path: str, reading: ReadArguments, groups: Sequence[Sequence[str]]) -> None:
+    def __init__(self, path: str, reading: Reading, groups: Sequence[Sequence[str]]) -> None:
         self.path = path
         self.reading = reading
         self.groups = groups
