@@ -8,7 +8,7 @@ import click
 import pytest
 
 from zckpt.cli import cli
-from zckpt.cli.options import asked, together
+from zckpt.cli.options import declared_option, together
 from zckpt.training.options import DP, WEIGHTS_ONLY, Option
 
 READING = ["--from", "--tag", "--tp-rules", "--param-names", "--step-policy", "--json", "--quiet"]
@@ -58,5 +58,5 @@ def test_help_says_which_values_go_with_which_target() -> None:
 )
 def test_declared_options_are_parsed(words: list[str], given: dict[str, Any]) -> None:
     size: Option[int | None] = Option("size", "--size", None, "The size", choices=(1, 2))
-    command = together(*map(asked, (DP, WEIGHTS_ONLY, size)))(lambda **values: values)
+    command = together(*map(declared_option, (DP, WEIGHTS_ONLY, size)))(lambda **values: values)
     assert click.command()(command).main(words, standalone_mode=False) == given

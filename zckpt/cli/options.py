@@ -37,7 +37,7 @@ def grouped(group: str, *flags: str, **words: Any) -> Decorator:
     return click.option(*flags, cls=GroupedOption, group=group, **words)
 
 
-def asked(option: Option[Any], hidden: bool = False) -> Decorator:
+def declared_option(option: Option[Any], hidden: bool = False) -> Decorator:
     """The command line's option for one that is declared."""
     end = f".  [default: {option.usual}]" if option.usual else "."
     how = {"type": click.Choice(option.choices)} if option.choices else KINDS[option.kind]
@@ -47,7 +47,9 @@ def asked(option: Option[Any], hidden: bool = False) -> Decorator:
 
 def of_targets(targets: Iterable[Format], without: Container[Option[Any]]) -> Decorator:
     """The options that these formats understand as targets."""
-    return together(*(asked(option) for option in declared(targets) if option not in without))
+    return together(
+        *(declared_option(option) for option in declared(targets) if option not in without)
+    )
 
 
 source_and_target = together(
@@ -56,10 +58,10 @@ source_and_target = together(
 )
 """The arguments of every command that writes a checkpoint."""
 
-renaming = asked(RENAME)
+renaming = declared_option(RENAME)
 """Other names for the parameters of the source, PATH or A."""
 
-family = asked(FAMILY)
+family = declared_option(FAMILY)
 """The same for the other program's names and packings."""
 
 _format = grouped(
@@ -109,7 +111,7 @@ as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print o
 
 def of_sources(has_names: bool) -> Decorator:
     """The options of a command that reads a checkpoint; `has_names` shows --param-names."""
-    names = asked(PARAM_NAMES, hidden=not has_names)
+    names = declared_option(PARAM_NAMES, hidden=not has_names)
     return together(_format, _tag, _tp_rules, names, _step_policy, as_document, _quiet)
 
 
