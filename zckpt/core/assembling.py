@@ -132,7 +132,7 @@ class Assembler:
             start = piece.start + first * stride
             stop = start + (count - 1) * stride + length
             self.reader.read(
-                [ReadRequest(source, start, stop, 0, False)], block[: (stop - start) * size]
+                [ReadRequest(source, start, stop, 0, check=False)], block[: (stop - start) * size]
             )
             rows = np.frombuffer(block, f"u{size}", count * stride).reshape(count, stride)
             runs = np.ascontiguousarray(rows[:, :length]).data.cast("B")

@@ -121,9 +121,11 @@ class _Comparison:
         self.measure = work.measure
         self.progress = progress
         a, b = work.manifests
-        self.checkers = [RecordChecker(a.records, True, a.fingerprints)]
+        self.checkers = [RecordChecker(a.records, collect=True, fingerprints=a.fingerprints)]
         if b is not a:
-            self.checkers.append(RecordChecker(b.records, True, b.fingerprints))
+            self.checkers.append(
+                RecordChecker(b.records, collect=True, fingerprints=b.fingerprints)
+            )
         self.covers: dict[int, Cover] = {}
         self.first: dict[int, int] = {}  # the match that counts an entry's bytes, by identity
         for number, item in enumerate(matches):

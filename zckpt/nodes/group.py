@@ -305,12 +305,12 @@ def _failure(rank: int, error: BaseException) -> Failure:
     """A failure as others see it, with the exit code of cli/run.py."""
     if isinstance(error, KeyboardInterrupt):
         code = 128 + (error.args[0] if error.args else signal.SIGINT)
-        return Failure(rank, "interrupted", "repeat the command with --resume", code, True)
+        return Failure(rank, "interrupted", "repeat the command with --resume", code, keeps=True)
     if isinstance(error, ZckptError):
         code = 2 if isinstance(error, WrongOption) else 1
         keeps = isinstance(error, ProcessLost)
         return Failure(rank, error.message, error.hint, code, keeps)
-    return Failure(rank, str(error), "see the message of that process", 1, False)
+    return Failure(rank, str(error), "see the message of that process", 1, keeps=False)
 
 
 def _error_of(failure: Failure) -> ProcessFailed:

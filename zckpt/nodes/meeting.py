@@ -97,11 +97,11 @@ def _at_master(launch: Launch, timeout: float) -> Store:
 def _host(path: str) -> Meeting:
     """A new store, whose address is written to `path`. A token tells it from other stores."""
     token = secrets.token_hex(8)
-    store = _store("localhost", 0, True, TRY)
+    store = _store("localhost", 0, is_host=True, timeout=TRY)
     store.set("token", token)
     make_folders(os.path.dirname(path))
     save(path, f"{socket.gethostname()} {store.port} {token}\n".encode())
-    return Meeting(store, True, path)
+    return Meeting(store, is_host=True, address=path)
 
 
 def _guest(path: str, launch: Launch, timeout: float) -> Meeting:
@@ -114,7 +114,7 @@ def _guest(path: str, launch: Launch, timeout: float) -> Meeting:
                 host, port, token = file.read().split()
             place = "localhost" if host == own else host, int(port)
             socket.create_connection(place, TRY).close()  # torch would print that nobody answers
-            store = _store(*place, False, TRY)
+            store = _store(*place, is_host=False, timeout=TRY)
             if store.check(["token"]) and store.get("token").decode() == token:
                 return Meeting(store)
         time.sleep(0.1)

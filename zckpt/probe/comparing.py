@@ -83,7 +83,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         merged = merge(
             a,
             b,
-            lambda one, other: apart(one, other, True)[0],
+            lambda one, other: apart(one, other, is_merged=True)[0],
             lambda record: max(SAME, TOLERANCES.get(record.dtype, 0.0)),
         )
         a, b, unmerged = merged.a, merged.b, merged.unmerged

@@ -257,7 +257,7 @@ class Prefetcher:
 
     def _run(self) -> None:
         while (claimed := self._next()) is not None:
-            self._read_piece(*claimed, True)
+            self._read_piece(*claimed, ahead=True)
             del claimed  # it would keep the memory while this thread waits
 
     def _next(self) -> tuple[_Load, Any] | None:
@@ -289,7 +289,7 @@ class Prefetcher:
                     self._changed.wait_for(lambda: load.done)
                     return
                 piece = self._claim(load)
-            self._read_piece(load, piece, False)
+            self._read_piece(load, piece, ahead=False)
 
     def _read_piece(self, load: _Load, piece: Any, ahead: bool) -> None:
         assert load.view is not None

@@ -120,7 +120,9 @@ class _Measuring:
         self.totals = {entry.name: _Total(entry.numel) for entry in work.entries}
         (manifest,) = work.manifests
         self.records = manifest.records
-        self.checker = RecordChecker(manifest.records, True, manifest.fingerprints)
+        self.checker = RecordChecker(
+            manifest.records, collect=True, fingerprints=manifest.fingerprints
+        )
         self.keeps_parts = keeps_parts
         self.parts: list[tuple[str, int, int, Statistics]] = []
         self.lock = Lock()

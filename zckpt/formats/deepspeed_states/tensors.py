@@ -42,7 +42,7 @@ class ManifestTensors:
             if name in self.parameters:
                 raise CorruptCheckpoint(f"{self.ranks.models[0].path} lists {name!r} twice")
             self.parameters[name] = Parameter(
-                shape, True, buffer.group, buffer.step, dict(buffer.scalars)
+                shape, group=buffer.group, step=buffer.step, scalars=dict(buffer.scalars)
             )
             if not self.ranks.partitioned:  # stage 3 leaves placeholders, of one element before 0.6
                 self._add_weight(name, shape)

@@ -14,4 +14,14 @@ def keys_of(engine: Engine | None) -> StateDictEngine:
     if isinstance(engine, StateDictEngine):
         return engine
     dtype = engine.dtype if engine else None
-    return StateDictEngine("torch", dtype, ("model",), OPTIMIZER, None, None, None, False, False)
+    return StateDictEngine(
+        "torch",
+        dtype,
+        model=("model",),
+        optimizer=OPTIMIZER,
+        layout=None,
+        scheduler=None,
+        folders=None,
+        guessed=False,
+        adapter=False,
+    )

@@ -178,7 +178,7 @@ class _Manifest:
         for group, members in enumerate(self.optimizer.members if self.optimizer else ()):
             for name in members:
                 shape = self.model[name].shape
-                self._add_weight(name, Parameter(shape, True, group, stepped.get(name)))
+                self._add_weight(name, Parameter(shape, group=group, step=stepped.get(name)))
                 self._add_states(name, scalars)
 
     def _add_others(self, trained: Sequence[str]) -> None:
@@ -194,7 +194,7 @@ class _Manifest:
             if name not in self.buffers:
                 # without an optimizer nothing shows which weights are frozen
                 frozen = self.optimizer is not None if stated is None else name in stated["frozen"]
-                self._add_weight(name, Parameter(self.model[name].shape, not frozen))
+                self._add_weight(name, Parameter(self.model[name].shape, trainable=not frozen))
         for name in self.buffers:
             self._add_entry(f"{name}/param", self.model[name])
 
