@@ -167,24 +167,6 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
         "train_step_info": first.under("train_step_info"),
         "user_dict": first.values.get("user_dict"),
     }
-    left_out = []
-    for what, by_rank in (
-        ("user_dict", [file.values.get("user_dict") for file in files]),
-        ("train_step_info", [file.under("train_step_info") for file in files]),
-    ):
-        if any(value != by_rank[0] for value in by_rank):
-            left_out.append(f"{what} of ranks other than 0")
-    others = {name for file in files for name in file.tensors if not _is_known(name)}
-    others |= {
-        f"trainer_options/{name}" for file in files for name in file.options if name not in OPTIONS
-    }
-    others |= {name for file in files for name in file.values if name.partition("/")[0] not in TOP}
-    others |= {
-        f"train_step_info/{name}"
-        for file in files
-        for name in file.under("train_step_info")
-        if name not in STEP_INFO
-    }
     return Save(
         root,
         "hdf5",
@@ -200,7 +182,7 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
             for name, tensor in file.tensors.items()
             if _is_known(name)
         ],
-        left_out=[*left_out, *sorted(others)],
+        left_out=_left_out(files),
         warnings=[
             f"{orphan.file}: {orphan.length:,} bytes at {orphan.offset:,} belong to no dataset, "
             "though they are not zero: the address of a dataset may be damaged, or one was deleted"
@@ -208,6 +190,29 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
             for orphan in file.orphans
         ],
     )
+
+
+def _left_out(files: Sequence[RankFile]) -> list[str]:
+    """What the files have and the manifest does not, as lines of the report."""
+    left_out = []
+    for name, by_rank in (
+        ("user_dict", [file.values.get("user_dict") for file in files]),
+        ("train_step_info", [file.under("train_step_info") for file in files]),
+    ):
+        if any(value != by_rank[0] for value in by_rank):
+            left_out.append(f"{name} of ranks other than 0")
+    others = {name for file in files for name in file.tensors if not _is_known(name)}
+    others |= {
+        f"trainer_options/{name}" for file in files for name in file.options if name not in OPTIONS
+    }
+    others |= {name for file in files for name in file.values if name.partition("/")[0] not in TOP}
+    others |= {
+        f"train_step_info/{name}"
+        for file in files
+        for name in file.under("train_step_info")
+        if name not in STEP_INFO
+    }
+    return [*left_out, *sorted(others)]
 
 
 def _is_known(name: str) -> bool:
