@@ -94,19 +94,7 @@ class _Copy:
             if pair.source.digest is not None and pair.source.dtype != pair.target.dtype
         }
         self.pairs = pairs
-        # one pair per source entry counts for its records; the records of tensors that all targets
-        # cut along inner axes are read once more in the end
-        first: dict[str, int] = {}
-        for number, pair in enumerate(pairs):
-            if number not in self.scattered:
-                first.setdefault(pair.source.name, id(pair))
-        self.checking = set(first.values())
-        for pair in pairs:
-            if pair.source.name not in first:
-                for fragment in pair.source.fragments:
-                    self.checker.require(fragment.extent)
-        for flat in _flats_cut_otherwise(pairs):
-            self.checker.require(flat)
+        self.checking = self._counted_pairs()
         self.lock = threading.Lock()
         self.targets: dict[str, TargetFile] = {}
         self.in_order: list[TargetFile] = []  # by number
@@ -118,6 +106,24 @@ class _Copy:
             self._add_target(path)
         self.tasks = in_turns(map(self._chunks, sharing.mine([*self._portions()])), jobs)
         self.pace = Pace(io, sum(self.lengths))
+
+    def _counted_pairs(self) -> set[int]:
+        """The pairs, by identity, whose bytes count for the records of the source.
+
+        One pair for each source entry. The records of tensors that all targets cut along inner axes
+        are read once more in the end.
+        """
+        first: dict[str, int] = {}
+        for number, pair in enumerate(self.pairs):
+            if number not in self.scattered:
+                first.setdefault(pair.source.name, id(pair))
+        for pair in self.pairs:
+            if pair.source.name not in first:
+                for fragment in pair.source.fragments:
+                    self.checker.require(fragment.extent)
+        for flat in _flats_cut_otherwise(self.pairs):
+            self.checker.require(flat)
+        return set(first.values())
 
     def _add_target(self, path: str) -> None:
         name = os.path.relpath(path, self.journal.root) if self.journal else path

@@ -120,7 +120,7 @@ OPTIMIZERS: dict[str, KnownOptimizer] = {
 UNKNOWN = KnownOptimizer(None)
 
 
-def known(name: str) -> KnownOptimizer:
+def known_optimizer(name: str) -> KnownOptimizer:
     """What is known of an optimizer, by its `plain_name`; nothing of one that is not listed."""
     return OPTIMIZERS.get(name, UNKNOWN)
 
@@ -185,7 +185,7 @@ def torch_groups(source: Manifest, options: Options) -> tuple[list[dict[str, Any
     """
     groups = given_groups(source, options)
     name = plain_name(source.optimizer or _likely(source.groups))
-    needed = dict(known(name).defaults)
+    needed = dict(known_optimizer(name).defaults)
     if name == "adam" and any("bias_correction" in group for group in groups):
         needed["decoupled_weight_decay"] = _adam_w_mode(source)
     assumed = {

@@ -32,7 +32,7 @@ from ...errors import (
     listed,
 )
 from ...training.objects import without_others
-from ...training.optimizers import given_groups, known, plain_name
+from ...training.optimizers import given_groups, known_optimizer, plain_name
 from ...training.options import ALLOW_OBJECT, Options
 from ..deepspeed_states.hyper import OF_IMPLEMENTATIONS
 from ..deepspeed_states.patterns import INFO
@@ -190,7 +190,7 @@ class _Run:
         """Raises unless both train the same weights with an optimizer of the same states."""
         source, like = self.source, self.like
         ours, theirs = plain_name(source.optimizer or ""), plain_name(like.optimizer or "")
-        families = known(ours).family or ours, known(theirs).family or theirs
+        families = known_optimizer(ours).family or ours, known_optimizer(theirs).family or theirs
         if all(families) and families[0] != families[1]:
             raise WrongOption(
                 f"the optimizer of {source.root} is {source.optimizer}, that of --like "

@@ -157,7 +157,7 @@ def refuse(directory: TagDirectory, what: str, hint: str | None = None) -> NoRet
     raise UnsupportedCheckpoint(
         f"{directory.path} was saved with {what}, which zckpt does not read yet",
         hint=hint
-        or "what is read: stage 0, 1, 2 and 3, and of pipelines stage 1; see `zckpt formats`",
+        or "what is read: stage 0, 1, 2 and 3, and of pipelines stage 0 and 1; see `zckpt formats`",
     )
 
 

@@ -13,7 +13,7 @@ from ...training.optimizers import (
     are_given,
     are_inferred,
     given_groups,
-    known,
+    known_optimizer,
     plain_name,
 )
 from ...training.options import Options
@@ -92,7 +92,7 @@ def complete_groups(
     """
     options, name, adam = engine.options, optimizer_name(engine, source), adam_class(engine, source)
     inferred, complete = are_inferred(source), _is_complete(engine, source)
-    has_defaults = bool(known(name).defaults)
+    has_defaults = bool(known_optimizer(name).defaults)
     is_known = has_defaults or options[OPTIMIZER] or options.weights_only
     if source.groups is None and not inferred and not is_known:
         raise WrongOption(
@@ -152,7 +152,7 @@ def _needed(engine: TargetEngine, source: Manifest, name: str, adam: str | None)
     not `decoupled_weight_decay`: torch's Adam and AdamW differ in it alone, and the universal
     loader would make the one of the other.
     """
-    needed = dict(known(name).defaults)
+    needed = dict(known_optimizer(name).defaults)
     if adam is not None:
         decay = {"weight_decay": needed["weight_decay"]} if adam == "torch" and needed else {}
         needed = {**ADAM, **decay, **CLASSES[adam]}
@@ -186,13 +186,13 @@ def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]
         raise MissingData(f"{source.root} holds no optimizer state", hint="write --weights-only")
     name = optimizer_name(engine, source)
     before = plain_name(source.optimizer or "")
-    families = known(name).family, known(before).family
+    families = known_optimizer(name).family, known_optimizer(before).family
     if states and engine.optimizer and None not in families and families[0] != families[1]:
         raise WrongOption(
             f"the ds_config's optimizer is {engine.optimizer}, the source's is {source.optimizer}",
             hint="use the optimizer of the source, or --weights-only",
         )
-    missing = [slot for slot in known(name).states if slot not in states]
+    missing = [slot for slot in known_optimizer(name).states if slot not in states]
     if missing and states and (engine.optimizer or engine.options[OPTIMIZER]):
         raise WrongOption(
             f"the ds_config's optimizer {engine.optimizer or name} keeps {', '.join(missing)}, "

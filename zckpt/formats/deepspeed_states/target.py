@@ -22,7 +22,7 @@ from ...core.weights import is_optimizers, weight_of
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, listed
 from ...files.torchshell import Storages, thawed
 from ...training import steps
-from ...training.optimizers import known
+from ...training.optimizers import known_optimizer
 from ...training.options import Options
 from ...training.trainers import ACCELERATE, program_of
 from .. import zero
@@ -214,7 +214,7 @@ class DeepSpeedTarget:
         if self.options.weights_only:
             return {}
         shared: dict[str, Scalar] = {}
-        needed = known(optimizer_name(self.engine, self.source)).numbers
+        needed = known_optimizer(optimizer_name(self.engine, self.source)).numbers
         for key in dict.fromkeys(key for parameter in parameters for key in parameter.scalars):
             values = [parameter.scalars.get(key) for parameter in parameters]
             if key in needed:
