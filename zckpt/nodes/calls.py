@@ -25,7 +25,7 @@ class Calls:
         self._timeout = timeout
         self._calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
         self._lost = lost
-        self._gone: Exception | None = None
+        self._error: Exception | None = None
         threading.Thread(target=self._work, name="zckpt-store", daemon=True).start()
 
     def add(self, key: str, count: int) -> int:
@@ -48,16 +48,16 @@ class Calls:
         self._calls.put(None)
 
     def _call(self, call: Callable[[], Any]) -> Any:
-        if self._gone is not None:
-            raise self._gone
+        if self._error is not None:
+            raise self._error
         answer: Future[Any] = Future()
         self._calls.put((answer, call))
         try:
             return answer.result(self._timeout)
         except (TookTooLong, RuntimeError) as error:  # torch's errors have stacks in their texts
             reason = str(error).partition("\n")[0].partition(". ")[0]
-            self._gone = self._lost(reason or f"no answer for {self._timeout:.0f} s")
-            raise self._gone from error
+            self._error = self._lost(reason or f"no answer for {self._timeout:.0f} s")
+            raise self._error from error
 
     def _work(self) -> None:
         while (task := self._calls.get()) is not None:

@@ -68,8 +68,8 @@ class Group:
         self._lock = threading.Lock()
         self._failure: Failure | None = None
         self._lost: set[int] = set()
-        self._who: dict[int, str] = {}
-        self._gone: Exception | None = None
+        self._places: dict[int, str] = {}
+        self._error: Exception | None = None
         self._is_failing = False
         self._has_stopped = False
         self._is_leaving = threading.Event()
@@ -81,8 +81,8 @@ class Group:
         self.store.add(f"alive/{self.rank}", 1)
         now = time.monotonic()
         watched = range(1, self.size) if self.rank == 0 else (0,)
-        self._seen = dict.fromkeys(watched, (0, now))
-        self._beaten = now
+        self._heartbeats = dict.fromkeys(watched, (0, now))
+        self._last_beat = now
         self._thread = threading.Thread(target=self._beat_on, name="zckpt-heartbeat", daemon=True)
         self._thread.start()
         return self
@@ -95,12 +95,12 @@ class Group:
             try:
                 self._beat()
             except Exception as error:
-                self._gone = error
+                self._error = error
                 return
 
     def _beat(self) -> None:
         self.store.add(f"alive/{self.rank}", 1)
-        self._beaten = time.monotonic()
+        self._last_beat = time.monotonic()
         with self._lock:
             written, self._written = self._written, 0
         total = self.store.add("bytes", written)
@@ -109,12 +109,12 @@ class Group:
             self._total = total
         if self._failure is None and self.store.check(["failure"]):
             self._failure = Failure(**json.loads(self.store.get("failure")))
-        for rank, (count, since) in self._seen.items():
+        for rank, (count, since) in self._heartbeats.items():
             now = self.store.add(f"alive/{rank}", 0)
             if now != count:
                 if not count:
-                    self._who[rank] = self.store.get(f"who/{rank}").decode()
-                self._seen[rank] = now, time.monotonic()
+                    self._places[rank] = self.store.get(f"who/{rank}").decode()
+                self._heartbeats[rank] = now, time.monotonic()
             elif time.monotonic() - since > self.timeout:
                 self._lost.add(rank)
 
@@ -124,9 +124,9 @@ class Group:
             raise _error_of(self._failure)
         if self._lost:
             raise self._lost_error()
-        if self._gone is not None:
-            raise self._gone
-        stopped = time.monotonic() - self._beaten
+        if self._error is not None:
+            raise self._error
+        stopped = time.monotonic() - self._last_beat
         if stopped > self.timeout / 2:
             raise ProcessLost(f"rank {self.rank} was stopped for {stopped:.0f} s")
 
@@ -138,7 +138,7 @@ class Group:
 
     def _lost_error(self) -> ProcessLost:
         lost = sorted(self._lost)
-        missing = [rank for rank in lost if not self._seen[rank][0]]
+        missing = [rank for rank in lost if not self._heartbeats[rank][0]]
         if missing:
             return ProcessLost(
                 f"{counted(len(missing), 'process', 'processes')} of {self.size} did not start "
@@ -152,7 +152,7 @@ class Group:
         )
 
     def _where(self, rank: int) -> str:
-        return f" ({self._who[rank]})" if rank in self._who else ""
+        return f" ({self._places[rank]})" if rank in self._places else ""
 
     # -- waiting, and what all can read
 
@@ -224,7 +224,7 @@ class Group:
             self.stop()
             self._leave(has_failed=error is not None)
         except Exception as lost:  # the store may be gone
-            self._gone = lost
+            self._error = lost
         finally:
             self._is_leaving.set()
             self.store.close()
@@ -257,7 +257,7 @@ class Group:
             self._is_failing = True
             self.publish("failure", asdict(_failure(self.rank, error)))
         except Exception as lost:
-            self._gone = lost
+            self._error = lost
         return True
 
     def comes(self, key: str) -> bool:

@@ -66,7 +66,7 @@ class Recorder(Subscriber):
         self._step: int | None = None
         self._batch = "0"
         self._batches = Counter[bool]()
-        self._seen = Counter[tuple[Any, ...]]()
+        self._counts = Counter[tuple[Any, ...]]()
         self._inspected = Counter[str]()
         self._inspected_again = Counter[str]()
         self._paths: set[str] = set()  # of modules that were called
@@ -116,7 +116,7 @@ class Recorder(Subscriber):
         if step != self._step:
             self._step = step
             self._batches.clear()
-            self._seen.clear()
+            self._counts.clear()
         number = self._batches[evaluating]
         self._batch = f"eval {number}" if evaluating else str(number)
         self._batches[evaluating] += 1
@@ -173,7 +173,7 @@ class Recorder(Subscriber):
             whole = f"{path}.{name}" if path else name
             is_local = not hasattr(parameter, "to_local") and holds_bytes(parameter)
             if (is_local and parameter.numel()) or released:
-                if not self._seen[self._step, "parameter", whole]:
+                if not self._counts[self._step, "parameter", whole]:
                     self._write("parameter", whole, parameter)
                 if self._gradients and is_local and parameter.requires_grad and not released:
                     self._take_weight_gradient(whole, parameter)
@@ -181,8 +181,8 @@ class Recorder(Subscriber):
     def _take_weight_gradient(self, name: str, parameter: Tensor) -> None:
         """Once per batch, however often the module is called: the engine adds up the calls."""
         hooked = (self._step, self._batch, "hook", name)
-        if torch.is_grad_enabled() and not self._seen[hooked]:
-            self._seen[hooked] += 1
+        if torch.is_grad_enabled() and not self._counts[hooked]:
+            self._counts[hooked] += 1
             self._of_leaves.append(self._hook("gradient", name, parameter))
 
     def post_forward_tensor(self, place: Place, path: str, tensor: Tensor) -> Tensor:
@@ -253,9 +253,9 @@ class Recorder(Subscriber):
         """The identity of the next record, at a step and batch."""
         step, batch = at or (self._step, self._batch)
         place = (step, kind, key) if kind == "parameter" else (step, batch, kind, key)
-        self._seen[place] += 1
-        if self._seen[place] > 1:  # a second backward through the same graph
-            key += f"~{self._seen[place] - 1}"
+        self._counts[place] += 1
+        if self._counts[place] > 1:  # a second backward through the same graph
+            key += f"~{self._counts[place] - 1}"
         self.written += 1
         order = self.written - 1
         return {"step": step, "batch": batch, "order": order, "kind": kind, "key": key}

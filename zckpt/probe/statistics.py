@@ -57,7 +57,7 @@ class Measurer:
         self.on_cpu = on_cpu
         self._pool = ThreadPoolExecutor(threads, "zckpt-probe") if threads > 1 else None
         self._known: OrderedDict[tuple[Any, ...], dict[str, Any]] = OrderedDict()
-        self._seen: OrderedDict[tuple[int, int], tuple[Any, int, str]] = OrderedDict()
+        self._crcs: OrderedDict[tuple[int, int], tuple[Any, int, str]] = OrderedDict()
 
     def close(self) -> None:
         if self._pool:
@@ -85,10 +85,10 @@ class Measurer:
         """Keeps the CRC-32 of a tensor that was described, for `fingerprint`."""
         if "crc32" in about and tensor.is_contiguous() and not tensor.is_inference():
             key = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-            self._seen[key] = weakref.ref(tensor), tensor._version, about["crc32"]
-            self._seen.move_to_end(key)
-            if len(self._seen) > KEPT:
-                self._seen.popitem(last=False)
+            self._crcs[key] = weakref.ref(tensor), tensor._version, about["crc32"]
+            self._crcs.move_to_end(key)
+            if len(self._crcs) > KEPT:
+                self._crcs.popitem(last=False)
 
     def fingerprint(self, tensor: Tensor) -> str | None:
         """The CRC-32 of a tensor's bytes; None if its memory is not on the CPU, or not row-major.
@@ -102,7 +102,7 @@ class Measurer:
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
         place = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        known, version, crc = self._seen.get(place, (None, 0, ""))
+        known, version, crc = self._crcs.get(place, (None, 0, ""))
         alive = None if known is None else known()
         if alive is not None and (alive.data_ptr(), alive._version) == (place[0], version):
             return crc
