@@ -212,11 +212,12 @@ class Manifest:
     """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow.
 
     `format` is that of the files. `source` says where they come from: the name of the first format
-    (`format`), and the version, zero_stage, dp and tag of its engine. A universal checkpoint keeps
-    the `source` of the engine that trained.
+    (`format`), the version and tag of its engine, its zero_stage, and the sizes dp, tp, pp and ep
+    that it states. A universal checkpoint keeps the `source` of the engine that trained.
     `engine` are the facts of that engine, and `step_place` is where its optimizer keeps the step;
-    None if no file states that. `state` is everything else that is not a tensor, as inert values. A
-    tensor inside of it is the `TensorName` of an entry with slot `state`.
+    None if no file states that. `state` is everything else that is not a tensor, as inert values
+    under the keys of docs/format-v1.md. A tensor inside of it is the `TensorName` of an entry with
+    slot `state`.
     `replicas` are further copies of entries in the same files. Writers fill them too.
     `left_out` names what has no meaning outside the source.
     `warnings` are sentences for the user.
