@@ -28,25 +28,26 @@ class FlatBufferEngine:
 
     A writer of this kind of engine takes over `config`, `version` and the groups as they are. So an
     engine with a configuration of another form gets a record of its own.
-
-    `dtype` is the type in which its module computes. `optimizer_class` is its wrapper around the
-    optimizer. If `elastic`, the files have no hyper-parameters: those of the manifest are inferred
-    from the configuration and the scheduler. `excludes_frozen` says whether the save left frozen
-    weights out; None if no file shows that. `ordered` is true if the user stated the order of the
-    parameters. `given` is true if the user stated the hyper-parameters of an elastic save.
-    `experts` are the layers of experts, in the engine's order.
     """
 
     name: str
     version: str | None
     optimizer_class: str | None
+    """Its wrapper around the optimizer."""
     dtype: str | None
+    """The type in which its module computes."""
     elastic: bool
+    """Whether the files have no hyper-parameters: those of the manifest are inferred from the
+    configuration and the scheduler."""
     excludes_frozen: bool | None
+    """Whether the save left frozen weights out; None if no file shows that."""
     config: Mapping[str, Any]
     ordered: bool | None = None
+    """Whether the user stated the order of the parameters."""
     given: bool = False
+    """Whether the user stated the hyper-parameters of an elastic save."""
     experts: tuple[ExpertLayer, ...] = ()
+    """The layers of experts, in the engine's order."""
 
     def to_state(self) -> dict[str, Any]:
         """The value of `state.engine` in a manifest."""
@@ -82,29 +83,32 @@ class FlatBufferEngine:
 
 @valueclass
 class StateDictEngine:
-    """A program that saves a model's and an optimizer's state dict.
-
-    `dtype` is the type of most weights. `model`, `optimizer` and `scheduler` are the keys that lead
-    to these state dicts; None if there is none. `layout` is the form of the optimizer's keys.
-    `folders` are those of model and optimizer, if each has one. If `guessed`, no file separates
-    buffers and frozen weights. If `adapter`, the model's state is an adapter alone. `whole` files
-    have a `dialect`; sharded storage has none. `experts` are the layers of experts that a writer
-    found in the names; no file states them.
-    """
+    """A program that saves a model's and an optimizer's state dict."""
 
     name: str
     dtype: str | None
+    """The type of most weights."""
     model: tuple[Any, ...]
+    """The keys that lead to the model's state dict."""
     optimizer: tuple[Any, ...] | None
+    """The keys that lead to the optimizer's; None if there is none."""
     layout: str | None
+    """The form of the optimizer's keys."""
     scheduler: str | None
+    """The key of the scheduler's state; None if there is none."""
     folders: tuple[str, ...] | None
+    """The folders of model and optimizer, if each has one."""
     guessed: bool
+    """Whether no file separates buffers and frozen weights."""
     adapter: bool
+    """Whether the model's state is an adapter alone."""
     whole: bool = False
+    """Whether files are whole, and have a `dialect`; sharded storage has none."""
     dialect: str | None = None
     ordered: bool | None = None
+    """Whether the user stated the order of the parameters."""
     experts: tuple[ExpertLayer, ...] = ()
+    """The layers of experts that a writer found in the names; no file states them."""
 
     def to_state(self, group_step: str | None) -> dict[str, Any]:
         """The value of `state.engine` in a manifest.

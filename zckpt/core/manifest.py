@@ -209,52 +209,57 @@ class Sibling:
 
 @valueclass
 class Manifest:
-    """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow.
-
-    `format` is that of the files. `source` says where they come from: the name of the first format
-    (`format`), the version and tag of its engine, its zero_stage, and the sizes dp, tp, pp and ep
-    that it states. A universal checkpoint keeps the `source` of the engine that trained.
-    `engine` are the facts of that engine, and `step_place` is where its optimizer keeps the step;
-    None if no file states that. `state` is everything else that is not a tensor, as inert values
-    under the keys of docs/format-v1.md. A tensor inside of it is the `TensorName` of an entry with
-    slot `state`.
-    `replicas` are further copies of entries in the same files. Writers fill them too.
-    `left_out` names what has no meaning outside the source.
-    `warnings` are sentences for the user.
-    `inferred` are the parameters whose names no file states. Each got its name by its position.
-    `states_inferred` is false if the files cannot state that a name was inferred. `zero_padding` is
-    true if the engine fills with zeros what lies between tensors. `unused` are bytes of the
-    checkpoint's own files that nothing in it describes.
-    `fingerprints` are those of `files` and of the siblings when they were first opened or listed,
-    by path. They are empty for a manifest that `reading.read` has not read.
-    `objects` are the classes and functions that its pickles name, also those whose values a pickle
-    drops again; empty likewise.
-    """
+    """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow."""
 
     root: str
+    """The path of its directory, or of its one file."""
     format: str
+    """The format of its files."""
     source: dict[str, Any]
+    """Where they come from: the name of the first format (`format`), the `version` and `tag` of its
+    engine, its `zero_stage`, and the sizes `dp`, `tp`, `pp` and `ep` that it states. A universal
+    checkpoint keeps the `source` of the engine that trained."""
     entries: dict[str, Entry]
+    """The tensors by name, `parameter/slot`."""
     parameters: dict[str, Parameter]
     buffers: tuple[str, ...] = ()
     groups: tuple[dict[str, Any], ...] | None = None
+    """The hyper-parameters of each group; None if the files have none."""
     optimizer: str | None = None
+    """The optimizer's class, as the engine calls it, or as its states show it."""
     engine: Engine | None = None
+    """The facts of the engine that trained."""
     step_place: StepPlace | None = None
+    """Where its optimizer keeps the step; None if no file states that."""
     state: dict[str, Any] = field(default_factory=dict)
+    """Everything else that is not a tensor, as inert values under the keys of docs/format-v1.md. A
+    tensor inside of it is the `TensorName` of an entry with slot `state`."""
     steps: tuple[Sighting, ...] = ()
+    """The places that state a step."""
     records: tuple[Record, ...] = ()
+    """Bytes whose checksum a file states."""
     replicas: tuple[Entry, ...] = ()
+    """Further copies of entries in the same files. Writers fill them too."""
     files: tuple[str, ...] = ()
     siblings: tuple[Sibling, ...] = ()
     left_out: tuple[str, ...] = ()
+    """Lines about what has no meaning outside the source."""
     warnings: tuple[str, ...] = ()
+    """Sentences for the user."""
     inferred: tuple[str, ...] = ()
+    """The parameters whose names no file states. Each got its name by its position."""
     states_inferred: bool = True
+    """Whether the files can state that a name was inferred."""
     zero_padding: bool = False
+    """Whether the engine fills with zeros what lies between tensors."""
     unused: tuple[Extent, ...] = ()
+    """Bytes of the checkpoint's own files that nothing in it describes."""
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
+    """Those of `files` and of the siblings by path, when they were first opened or listed. Empty
+    for a manifest that `reading.read` has not read."""
     objects: frozenset[str] = frozenset()
+    """The classes and functions that its pickles name, also those whose values a pickle drops
+    again. Empty as `fingerprints` are."""
 
     @property
     def dp(self) -> int:

@@ -41,27 +41,28 @@ class Shell:
 
 @valueclass
 class Layout:
-    """What a format is going to write; each call of `shells()` gives all files again.
-
-    `siblings` pairs names in the target with files that are copied unchanged. `left_out` and
-    `warnings` are the whole report, with the source's part. `from_masters` is True if weights are
-    cast from the masters even where the source holds weights. `about` describes the target in one
-    line. `loading` gives the line of a program, or the command, that goes on from the target at a
-    path. `read_back` reads the files that were laid out, if the format's reader does not. `source`
-    is what fills them, if a part of it does. `check` reads tensors of the source before the first
-    byte is written, and gives warnings.
-    """
+    """What a format is going to write."""
 
     shells: Callable[[], Iterator[Shell]]
+    """Gives all files; each call gives them again."""
     siblings: Sequence[tuple[str, Sibling]]
+    """Files that are copied unchanged, each with its name in the target."""
     left_out: Sequence[str]
+    """The whole report of what the target lacks, with the source's part."""
     warnings: Sequence[str]
+    """The whole report of what the user must know, with the source's part."""
     from_masters: bool = False
+    """Whether weights are cast from the masters even where the source holds weights."""
     about: str = ""
+    """The target in one line."""
     loading: Callable[[str], str] = str
+    """Gives the line of a program, or the command, that goes on from the target at a path."""
     read_back: Callable[[str], Manifest] | None = None
+    """Reads the files that were laid out, if the format's reader does not."""
     source: Manifest | None = None
+    """What fills them, if a part of the source does, or more than it."""
     check: Callable[[], Sequence[str]] | None = None
+    """Reads tensors of the source before the first byte is written, and gives warnings."""
 
 
 REMEMBERED = 64 << 20  # bytes of shells that are kept from the first pass for the second
