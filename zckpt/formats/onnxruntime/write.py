@@ -185,9 +185,7 @@ class OnnxRuntimeWriter:
         if entry is None:
             raise MissingData(f"the source holds no weights of {name}, which is frozen")
         dtype = "F32" if entry.dtype in FLOATS - {"F64"} else entry.dtype
-        return TargetWeight(
-            name, dtype, entry.shape, owned=[], apart=False, moments={}, updates=None
-        )
+        return TargetWeight(name, dtype, entry.shape, [], apart=False, moments={}, updates=None)
 
     def _updates(self, name: str) -> int | None:
         """The completed updates of a weight."""
