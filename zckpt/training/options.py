@@ -53,23 +53,16 @@ class Option(Generic[Value]):
     rare: bool = False
 
 
-def at_least_one(flag: str, hint: str) -> Callable[[int], None]:
-    """A check for a number that must be positive; `hint` says what to give."""
-
-    def check(number: int) -> None:
-        if number < 1:
-            raise WrongOption(f"{flag} cannot be {number}", hint=hint)
-
-    return check
-
-
-RANKS = "give a number of ranks, at least 1"
-
-
 def _check_dp(dp: int) -> None:
-    at_least_one("--dp", RANKS)(dp)
+    if dp < 1:
+        raise WrongOption(f"--dp cannot be {dp}", hint="give a number of ranks, at least 1")
     if dp > MAX_DP:
         raise WrongOption(f"--dp cannot be {dp}", hint=f"give a number of ranks, at most {MAX_DP}")
+
+
+def _check_ep(ep: int) -> None:
+    if ep < 1:
+        raise WrongOption(f"--ep cannot be {ep}", hint="give a number of ranks, at least 1")
 
 
 def _by_group(defaults: GroupDefaults) -> dict[Any, Any]:
@@ -114,7 +107,7 @@ EP: Option[int | None] = Option(
     "Number of ranks that share the experts of a MoE layer",
     kind="integer",
     usual="the source's",
-    check=at_least_one("--ep", RANKS),
+    check=_check_ep,
     rare=True,
     reason="whole experts are written",
 )

@@ -15,11 +15,29 @@ from ...training.options import (
     EP,
     GROUP_DEFAULTS,
     LIKE,
-    RANKS,
     WEIGHTS_ONLY,
     Option,
-    at_least_one,
 )
+
+
+def _check_group_size(size: int) -> None:
+    if size < 1:
+        raise WrongOption(f"--max-group-size cannot be {size}", hint="give a number of elements")
+
+
+def _check_tp(tp: int) -> None:
+    if tp < 1:
+        raise WrongOption(f"--tp cannot be {tp}", hint="give a number of ranks, at least 1")
+
+
+def _check_vocab_size(size: int) -> None:
+    if size < 1:
+        raise WrongOption(f"--vocab-size cannot be {size}", hint="give a number of rows")
+
+
+def _check_pp(pp: int) -> None:
+    if pp < 1:
+        raise WrongOption(f"--pp cannot be {pp}", hint="give a number of stages, at least 1")
 
 
 def _check_bounds(bounds: Sequence[int]) -> None:
@@ -68,7 +86,7 @@ MAX_GROUP_SIZE: Option[int | None] = Option(
     kind="integer",
     usual="DeepSpeed's",
     metavar="N",
-    check=at_least_one("--max-group-size", "give a number of elements"),
+    check=_check_group_size,
     rare=True,
     reason="whole experts are written",
 )
@@ -79,7 +97,7 @@ TP: Option[int | None] = Option(
     "Number of tensor-parallel ranks",
     kind="integer",
     usual="the source's",
-    check=at_least_one("--tp", RANKS),
+    check=_check_tp,
     rare=True,
     reason="whole tensors are written",
 )
@@ -90,7 +108,7 @@ VOCAB_SIZE: Option[int | None] = Option(
     "Rows of the vocabulary that have a meaning; --tp rounds up to a multiple of the ranks",
     kind="integer",
     usual="as the source states",
-    check=at_least_one("--vocab-size", "give a number of rows"),
+    check=_check_vocab_size,
     rare=True,
     reason="whole tensors are written",
 )
@@ -101,7 +119,7 @@ PP: Option[int | None] = Option(
     "Number of stages of the pipeline",
     kind="integer",
     usual="the source's",
-    check=at_least_one("--pp", "give a number of stages, at least 1"),
+    check=_check_pp,
     rare=True,
     reason="the whole model is written",
 )
