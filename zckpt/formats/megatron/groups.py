@@ -22,6 +22,8 @@ from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
 from .common import optimizers_of
 
+Groups = tuple[dict[str, Any], ...]
+
 
 def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
     """The groups of all optimizers, the experts' last; raises CorruptCheckpoint."""
