@@ -65,9 +65,9 @@ def _check_ep(ep: int) -> None:
         raise WrongOption(f"--ep cannot be {ep}", hint="give a number of ranks, at least 1")
 
 
-def _by_group(defaults: GroupDefaults) -> dict[Any, Any]:
-    """`defaults` as a dictionary; the keys of a list are the groups' numbers."""
-    return dict(defaults) if isinstance(defaults, Mapping) else dict(enumerate(defaults))
+def _by_group(given: GroupDefaults) -> dict[Any, Any]:
+    """`given` as a dictionary; the keys of a list are the groups' numbers."""
+    return dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
 
 
 def _check_group_defaults(defaults: GroupDefaults) -> None:
