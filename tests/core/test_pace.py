@@ -67,7 +67,7 @@ def test_a_small_target_is_not_worth_trials() -> None:
     ("buffered", "direct", "sync", "expected"),
     [
         (1.0, 2.0, 0.0, "buffered"),
-        (3.0, 1.0, 0.0, "direct"),
+        (1.5, 1.0, 0.0, "direct"),
         (1.0, 2.0, 100.0, "direct"),  # the page cache was fast, the disk behind it was not
         (1.0, 1.0, 0.0, "direct"),  # as fast, and it needs less CPU
         (0.8, 1.0, 0.0, "direct"),  # not much slower, and it needs less CPU
@@ -131,9 +131,31 @@ def test_the_other_mode_is_tried_at_once_if_the_rate_falls(mode: str) -> None:
 
 
 def test_trials_are_rare() -> None:
-    disk = Disk(buffered=2.0, direct=1.0)
-    modes = disk.write(begun(disk), 8 << 30)
-    assert modes.count("buffered") * CHUNK == 8 * TRIAL  # the first one, and one after each GiB
+    """The first one, and after 1, 2, 4 and 8 GiB more."""
+    disk = Disk(buffered=1.5, direct=1.0)
+    modes = disk.write(begun(disk), 16 << 30)
+    assert modes.count("buffered") * CHUNK == 5 * TRIAL
+
+
+@pytest.mark.parametrize(("mode", "trials"), [("buffered", 2), ("direct", 1)])
+def test_a_trial_that_is_lost_ends(mode: str, trials: int) -> None:
+    """One chunk takes too long; the next one has begun before that is seen."""
+    disk = Disk(buffered=1.0, direct=1.0)
+    disk.seconds[mode] = 20.0
+    modes = disk.write(begun(disk), 2 << 30)[2 * TRIAL // CHUNK :]
+    assert modes.count(mode) == 2 * trials
+
+
+def test_trials_come_soon_again_after_a_change() -> None:
+    disk = Disk(buffered=1.5, direct=1.0)
+    copying = begun(disk)
+    disk.write(copying, 8 << 30)
+    disk.seconds["direct"] = 9.0
+    disk.write(copying, CHECK + 2 * TRIAL)
+    assert copying.mode == "buffered"
+    disk.seconds["direct"] = 0.1
+    disk.write(copying, WINDOW + TRIAL)
+    assert copying.mode == "direct"
 
 
 def test_threads_wait_for_the_end_of_a_trial() -> None:

@@ -4,8 +4,9 @@ No constant says so. Buffered writes were up to twice as fast as direct ones on 
 whose free memory was hot, and took three times as long when the host first had to give the memory
 back. Direct writes needed half of the CPU time in one minute, and twice as much in the next, while
 processors of the host that share no cache with ours carried them out. So a copy begins with a trial
-of each way, and the better one goes on. The other way gets another trial when the rate falls to
-half, and after each GiB.
+of each way, and the better one goes on. A trial that is already lost ends early. The other way gets
+another trial when the rate falls to half, and after a GiB. If it loses again, the next trial comes
+after twice as many bytes.
 
 A buffered phase ends with a sync of what it wrote: the page cache takes bytes faster than the disk
 does. The first phase counts for neither way, because threads begin with new memory.
@@ -22,7 +23,8 @@ from .fileio import Writer
 from .values import valueclass
 
 TRIAL = 32 << 20  # bytes
-WINDOW = 1 << 30  # bytes before a new trial, unless the rate falls
+WINDOW = 1 << 30  # bytes before the first new trial, unless the rate falls
+LONGEST = 16 << 30  # bytes; so long a window becomes
 CHECK = 128 << 20  # bytes from one look at the rate to the next
 FALLEN = 2  # times the wall time of the trial: then the rate has fallen
 FASTER = 0.65  # of the wall time: what buffered writes must reach if they need more CPU time
@@ -58,6 +60,7 @@ class Pace:
         self._is_first = True
         self._is_trial = True
         self._size = TRIAL  # bytes of the phase
+        self._window = WINDOW  # bytes of the next phase that is no trial
         self._changed = Condition()
         self._busy = 0  # threads that are writing
         self._ends = False  # the phase ends when the last of these threads is done
@@ -87,8 +90,15 @@ class Pace:
             self._busy += 1
             self._begun += length
             self._writers.add(writer)
-            self._ends = self._begun >= self._size or self._is_falling()
+            self._ends = self._begun >= self._size or self._is_lost() or self._is_falling()
             return self.mode
+
+    def _is_lost(self) -> bool:
+        """Whether a trial takes so long that the other way remains the better one."""
+        if not self._is_trial or self._is_first or OTHER[self.mode] not in self._costs:
+            return False
+        wall = self._clock().wall - self._since.wall
+        return wall * FASTER > self._costs[OTHER[self.mode]].wall * TRIAL
 
     def _is_falling(self) -> bool:
         """Whether writes have become much slower than they were in the trial of their mode."""
@@ -128,8 +138,11 @@ class Pace:
         if not self._is_trial or len(self._costs) < len(OTHER):
             self.mode, self._size, self._is_trial = OTHER[self.mode], TRIAL, True
             return
-        self.mode = "buffered" if self._is_buffered_better() else "direct"
-        self._size, self._is_trial = WINDOW, False
+        tried, self.mode = self.mode, "buffered" if self._is_buffered_better() else "direct"
+        if self.mode == tried:
+            self._window = WINDOW
+        self._size, self._is_trial = self._window, False
+        self._window = min(2 * self._window, LONGEST)
 
     def _is_buffered_better(self) -> bool:
         direct, buffered = self._costs["direct"], self._costs["buffered"]
