@@ -46,6 +46,12 @@ def test_help_names_the_targets_of_an_option() -> None:
     assert texts["dtype"] == DTYPE.help
 
 
+def test_help_does_not_grow_with_the_formats() -> None:
+    some = targets(**dict.fromkeys("abcde", (DP,)), **dict.fromkeys("fghi", ()))
+    texts = {option.name: option.help for option in declared(some)}
+    assert texts["dp"] == f"{DP.help}. Not for every format"
+
+
 def test_values_that_differ_are_listed_by_target() -> None:
     some = targets(
         a=(replace(DIALECT, choices=("x", "y"), usual="x"),),

@@ -13,6 +13,9 @@ from . import dcp, hf
 from .deepspeed_states import options as deepspeed
 from .format import Format
 
+MOST_NAMED = 3
+"""So many formats that do not take an option are named: the help fits on one screen."""
+
 
 class Keywords(
     shared.Keywords,
@@ -63,7 +66,8 @@ def _merged(variants: Mapping[str, Option[Any]], targets: Sequence[str]) -> Opti
         text = first.help[0].lower() + first.help[1:]
         return replace(first, help=f"For {_joined([*variants])}: {text}")
     if others:
-        return replace(first, help=f"{first.help}. Not for {_joined(others)}")
+        excluded = _joined(others) if len(others) <= MOST_NAMED else "every format"
+        return replace(first, help=f"{first.help}. Not for {excluded}")
     return first
 
 
