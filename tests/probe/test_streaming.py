@@ -260,9 +260,9 @@ def test_errors_of_the_thread_are_raised(
     begun = threading.Semaphore(0)
     read = prefetch.Prefetcher._read_piece
 
-    def noted(prefetcher: prefetch.Prefetcher, *piece: Any) -> None:
+    def noted(prefetcher: prefetch.Prefetcher, *piece: Any, ahead: bool) -> None:
         begun.release()
-        read(prefetcher, *piece)
+        read(prefetcher, *piece, ahead)
 
     monkeypatch.setattr(prefetch.Prefetcher, "_read_piece", noted)
     manifest = cut_in_the_second_layer(tmp_path)

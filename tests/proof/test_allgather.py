@@ -109,7 +109,7 @@ def test_a_rank_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     partitions = gather.partitions
 
-    def without_last(path: str) -> list[Partition]:
+    def without_last(path: str, tp_rules: str | None) -> list[Partition]:
         return [
             replace(part, ranks=part.ranks[:-1])
             if isinstance(part, Partitioned) and len(part.ranks) > 1
@@ -117,7 +117,7 @@ def test_a_rank_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch, tmp_p
             for part in partitions(path)
         ]
 
-    def without_moments(path: str) -> list[Partition]:
+    def without_moments(path: str, tp_rules: str | None) -> list[Partition]:
         return [
             part
             for part in partitions(path)
