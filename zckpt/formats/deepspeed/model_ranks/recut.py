@@ -32,7 +32,7 @@ from ...deepspeed_states.options import PP_PARTITION
 from . import arguments
 from .apart import ModelGrid, ModelRank
 from .grid import LAYER, TIED
-from .stage_bounds import Uses, bounds_of
+from .stage_bounds import Uses, bounds_of, layers_alike, ranges
 
 
 @valueclass
@@ -112,13 +112,17 @@ def new_stages(
     `stages` are the parameters of each stage of the source, in their order, `layers` the numbers of
     layers that have files, and `uses` those at which tied layers have files. Raises as `recut`.
     """
-    bounds = bounds_of(model, layers, uses, len(stages), options)
+    bounds = bounds_of(model, layers, uses, stages, options)
     inferred = _uses_without_files(uses, model.root, stages, layers, bounds)
-    if options[PP_PARTITION] is not None:
+    if (method := options[PP_PARTITION]) is not None:
+        alike = ranges(layers_alike(model)) if method.startswith("type:") else ""
         inferred.append(
-            f"--pp-partition {options[PP_PARTITION]}: the stages' bounds are "
-            f"{','.join(map(str, bounds))}, if the program has {bounds[-1]} layers, functions "
-            "included"
+            f"--pp-partition {method}: the stages' bounds are {','.join(map(str, bounds))}, if the "
+            f"program has {bounds[-1]} layers, functions included"
+            + (
+                f", and {method} matches the layers {alike}, which have parameters alike"
+                * bool(alike)
+            )
         )
     for stage, span in zip(stages, _spans(stages, bounds[-1]), strict=True):
         _check_order(model, stage, uses, *span)
