@@ -162,7 +162,7 @@ def _numbers(name: str, uses: Uses) -> Sequence[int]:
 def layers_alike(model: Manifest) -> tuple[int, ...]:
     """The layers that have parameters alike, as those of one class: the most that there are.
 
-    None if other layers are as many.
+    None if other layers are as many, with as many parameters.
     """
     kinds: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for name, parameter in model.parameters.items():
@@ -170,11 +170,11 @@ def layers_alike(model: Manifest) -> tuple[int, ...]:
             number, _, inner = name.partition(".")
             kinds.setdefault(int(number), []).append((inner, parameter.shape))
     members: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
-    for number, kind in sorted(kinds.items()):
-        members.setdefault(tuple(sorted(kind)), []).append(number)
+    for layer, kind in sorted(kinds.items()):
+        members.setdefault(tuple(sorted(kind)), []).append(layer)
     # an embedding and an output layer may be alike too
-    sizes = {kind: (len(numbers), len(kind)) for kind, numbers in members.items()}
-    largest = [kind for kind in sizes if sizes[kind] == max(sizes.values())]
+    sizes = {kind: (len(layers), len(kind)) for kind, layers in members.items()}
+    largest = [kind for kind, size in sizes.items() if size == max(sizes.values())]
     return tuple(members[largest[0]]) if len(largest) == 1 else ()
 
 
