@@ -15,7 +15,7 @@ stage loads only what it has itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf, prod
 
@@ -119,6 +119,18 @@ def ranges(numbers: Sequence[int]) -> str:
         f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
     ]
     return ", ".join(words)
+
+
+def stage_spans(stages: Sequence[Sequence[str]], count: int) -> Iterator[tuple[int, int]]:
+    """The layers [start, stop) that a stage of the source may have, as others show theirs.
+
+    `stages` are the names of each one's parameters, and `count` is the number of layers.
+    """
+    shown = [[int(n.partition(".")[0]) for n in own if not n.startswith(TIED)] for own in stages]
+    for number in range(len(stages)):
+        before = [layer for each in shown[:number] for layer in each]
+        after = [layer for each in shown[number + 1 :] for layer in each]
+        yield max(before, default=-1) + 1, min(after, default=count)
 
 
 # -- what layers have
