@@ -57,6 +57,8 @@ INFOS: dict[str, tuple[Info, list[tuple[int, ...]]]] = {
     "a number in another view": (sub((3, -1, 4), 0), [(6, 4), (6, 4)]),
     "a view of more axes": (sub(((2, 4), 3, 5), 0), [(9, 5), (9, 5)]),
     "an axis inside of a dimension": (sub((3, (2, 4), 5), 1), [(9, 5), (9, 5)]),
+    "an axis of one element on each rank": (sub((2, 3, (2,)), 2), [(2, 3, 1), (2, 3, 1)]),
+    "an axis before one of one element": (sub((3, (2, 2), 1), 1), [(3, 2, 1), (3, 2, 1)]),
     "uneven widths": (sub(((5, 3), -1), 0, **widths([3, 2], [1, 2])), [(4, 3), (4, 3)]),
     "a rank without a part": (sub(((2, 3), -1), 0, **widths([2, 0], [1, 2])), [(3, 3), (2, 3)]),
     "precedence of replicated": (

@@ -69,16 +69,15 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
         from .moe.whole_experts import compare_ranks
 
         return compare_ranks(manifest, replicas)
-    tp = int(manifest.source.get("tp") or 0)
-    if not tp:
-        return []
     from .model_ranks.copies import compare_copies, refuse_sums, unlike_masters
 
+    tp = int(manifest.source.get("tp") or 0)
+    if not tp:
+        return unlike_masters(manifest.root, [manifest]) if layers_of(manifest.engine) else []
     refuse_sums(manifest.root, (manifest.state.get("tensor_parallel") or {}).get("rules") or {})
     ranks = _ranks_again(manifest)
     _refuse_equal_slices(manifest, ranks)
-    copies = compare_copies(manifest, tp, replicas)
-    return [*copies, *unlike_masters(manifest.root, ranks, "pipeline" in manifest.state)]
+    return [*compare_copies(manifest, tp, replicas), *unlike_masters(manifest.root, ranks)]
 
 
 def averaged(manifest: Manifest) -> Manifest:
@@ -119,8 +118,16 @@ def _apart(
     directory: TagDirectory, files: GridFiles, step_policy: str | None, numbered: Numbered
 ) -> Manifest:
     """The model ranks apart, once the joined reading has found the same grid in their contents."""
-    grid = ModelGrid.of(files, tensor_ranks(directory, files, KEEP, numbered)[0])
-    return stacked(open_apart(directory, files.ranks, grid, step_policy, numbered, files))
+    from .model_ranks.copies import unlike_masters
+
+    models = tensor_ranks(directory, files, KEEP, numbered)
+    grid = ModelGrid.of(files, models[0])
+    ranks = stacked(open_apart(directory, files.ranks, grid, step_policy, numbered, files))
+    warnings = [
+        *(line for model in models for line in model.warnings),
+        *unlike_masters(directory.path, models),
+    ]
+    return replace(ranks, warnings=tuple(dict.fromkeys([*ranks.warnings, *warnings])))
 
 
 def tensor_ranks(

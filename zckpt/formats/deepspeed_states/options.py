@@ -51,7 +51,7 @@ def _check_bounds(bounds: Sequence[int]) -> None:
 def _check_partition(method: str) -> None:
     if not re.fullmatch(r"uniform(:\d+)?|parameters|type:.+", method):
         raise WrongOption(
-            f"--pp-partition {method!r} is none of uniform, uniform:LAYERS, parameters",
+            f"--pp-partition {method!r} is none of uniform, uniform:LAYERS, parameters, type:REGEX",
             hint="give the partition_method of the PipelineModule, or --pp-bounds",
         )
 
@@ -138,8 +138,8 @@ PP_PARTITION: Option[str | None] = Option(
     "pp_partition",
     "--pp-partition",
     None,
-    "How DeepSpeed finds the stages' bounds: uniform, uniform:LAYERS (functions included), or "
-    "parameters",
+    "How DeepSpeed finds the stages' bounds: uniform, uniform:LAYERS (functions included), "
+    "parameters, or type:REGEX",
     metavar="METHOD",
     check=_check_partition,
     rare=True,

@@ -12,6 +12,10 @@ from .states import version_numbers
 from .target import DeepSpeedTarget
 
 MAX_BATCH = 1 << 22  # samples; nobody trains with more
+TRAINED_ALONE = (
+    "give the optimizer the trained parameters alone: in fp32 without ZeRO DeepSpeed loads its "
+    "state by number, and the source does not show whether frozen ones have numbers too"
+)
 
 
 def of_config(target: DeepSpeedTarget) -> list[str]:
@@ -43,10 +47,7 @@ def of_stage_0(target: DeepSpeedTarget) -> list[str]:
     engine, before = target.engine, target.engine.before
     lines = []
     if engine.whole and target.wrapper is None and target.frozen and not target.lists_frozen:
-        lines.append(
-            "give the optimizer the trained parameters alone: in fp32 without ZeRO DeepSpeed loads "
-            "its state by number, and the source does not show whether frozen ones have numbers too"
-        )
+        lines.append(TRAINED_ALONE)
     if before is None or before.dtype != "F16" or engine.dtype != "F16":
         return lines
     was_whole = target.source.source.get("zero_stage") == 0

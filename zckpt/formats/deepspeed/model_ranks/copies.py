@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from ....core import compare
 from ....core.compare import Result
 from ....core.dtypes import FLOATS
+from ....core.experts import layers_of
 from ....core.manifest import Entry, Manifest
 from ....core.plan import Match
 from ....core.values import replace
@@ -131,11 +132,11 @@ def refuse_equal_slices(root: str, ranks: Sequence[Manifest], rules: Mapping[str
         )
 
 
-def unlike_masters(root: str, ranks: Sequence[Manifest], is_apart: bool) -> list[str]:
+def unlike_masters(root: str, ranks: Sequence[Manifest]) -> list[str]:
     """A warning about weights that do not begin as their masters do, once these are rounded.
 
     Then files of two ranks are swapped, or some are of another save. Nothing else shows that of the
-    files of layers, which have no counters. `is_apart` says that weights are in such files.
+    files of layers and experts, which have no counters. `ranks` are the models of tensor ranks.
     """
     wrong: dict[str, None] = {}
     for rank in ranks:
@@ -147,11 +148,15 @@ def unlike_masters(root: str, ranks: Sequence[Manifest], is_apart: bool) -> list
                 wrong[name] = None
     if not wrong:
         return []
-    files = "files of layers and of the optimizer" if is_apart else "model and optimizer files"
+    files = "model and optimizer files"
+    if "pipeline" in ranks[0].state:
+        files = "files of layers and of the optimizer"
+    elif layers_of(ranks[0].engine):
+        files = "files of experts, of the model and of the optimizer"
+    what = "is not its rounded master" if len(wrong) == 1 else "are not the rounded masters"
     return [
-        f"{counted(len(wrong), 'weight')} of {root} are not the rounded masters: "
-        f"{listed(list(wrong), 4)}: {files} seem to be swapped, or of different saves (`zckpt "
-        "verify` compares all elements)"
+        f"{counted(len(wrong), 'weight')} of {root} {what}: {listed(list(wrong), 4)}: {files} seem "
+        "to be swapped, or of different saves (`zckpt verify` compares all elements)"
     ]
 
 

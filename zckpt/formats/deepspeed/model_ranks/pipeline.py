@@ -14,7 +14,7 @@ that uses a tied layer has its own copy of weights, masters and moments.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ....core import sources
 from ....core.difference import rounds_to
@@ -29,6 +29,7 @@ from ...deepspeed_states.states import EngineStates, dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
 from .grid import TIED
+from .stage_bounds import stage_spans
 from .together import common, joined_groups, with_agreed_steps
 
 SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
@@ -69,6 +70,7 @@ def joined_stages(
     stated = {name for names in buffers for name in names}
     masters = {name: item[1] for name, item in trained.items()}
     layers = _layers(stages[0].root, files, shapes, stated, masters, tied)
+    _check_places(stages, layers)
     weights, replicas = _weights(stages[0].root, layers)
     _check_weights(stages[0].root, files, shapes, weights)
     parameters = {name: parameter for name, (parameter, _) in trained.items()}
@@ -114,7 +116,7 @@ def joined_stages(
         records=(*together.records, *(r for x in layers for r in x.file.records.values())),
         steps=together.steps,
         left_out=together.left_out,
-        warnings=together.warnings,
+        warnings=(*together.warnings, *_perhaps_tied(stages, layers)),
         inferred=together.inferred,
     )
     return with_agreed_steps(manifest, step_policy)
@@ -194,6 +196,89 @@ def _layers(
             "then files of two ranks may be swapped, or of another save",
         )
     return layers
+
+
+def _check_places(stages: Sequence[Manifest], layers: Sequence[Layer]) -> None:
+    """Files of tied layers lie in stages that have the keys, in the order of their parameters.
+
+    Raises InconsistentCheckpoint.
+    """
+    swapped = "files of two layers may be swapped: copy all files again"
+    spans = _spans(stages, layers)
+    for layer in layers:
+        near = [m for m, span in zip(stages, spans, strict=True) if layer.number in span]
+        if layer.tied is not None and not any(layer.tied in _keys(m.parameters) for m in near):
+            raise InconsistentCheckpoint(
+                f"{layer.file.path} has the weights of {TIED}{layer.tied}, which the stage of the "
+                f"pipeline with layer {layer.number} does not have",
+                hint=swapped,
+            )
+    for stage, span in zip(stages, spans, strict=True):
+        uses: dict[str, int] = {}
+        for layer in layers:
+            if layer.tied is not None and layer.number in span:
+                uses.setdefault(layer.tied, layer.number)
+        for names in _in_order(stage):
+            first = [uses[key] for key in _keys(names) if key in uses]
+            if first != sorted(first):
+                raise InconsistentCheckpoint(
+                    f"{stage.root}: the files of the layers {listed([*map(str, sorted(first))])} "
+                    "have the weights of tied layers in another order than the optimizer",
+                    hint=swapped,
+                )
+
+
+def _in_order(stage: Manifest) -> Iterator[list[str]]:
+    """The groups of a stage that stand as its layers do: tied ones by first use, then by number."""
+    groups: dict[int | None, list[str]] = {}
+    for name, about in stage.parameters.items():
+        groups.setdefault(about.group, []).append(name)
+    for names in groups.values():
+        places = [-1 if n.startswith(TIED) else int(n.partition(".")[0]) for n in names]
+        if len({*places}) > 2 and places == sorted(places):
+            yield names
+
+
+def _spans(stages: Sequence[Manifest], layers: Sequence[Layer]) -> list[range]:
+    """The layers that each stage may have."""
+    count = max((layer.number for layer in layers), default=-1) + 1
+    return [range(*span) for span in stage_spans([[*m.parameters] for m in stages], count)]
+
+
+def _keys(names: Iterable[str]) -> list[str]:
+    """The keys of the tied layers among parameters."""
+    tied = (name.removeprefix(TIED) for name in names if name.startswith(TIED))
+    return [*dict.fromkeys(name.partition(".")[0] for name in tied)]
+
+
+def _perhaps_tied(stages: Sequence[Manifest], layers: Sequence[Layer]) -> Iterator[str]:
+    """A warning about files with the shapes of a tied layer, of which more stages have copies."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    near: dict[str, list[range]] = {}
+    for stage, span in zip(stages, _spans(stages, layers), strict=True):
+        for key in _keys(stage.parameters):
+            near.setdefault(key, []).append(span)
+            prefix = f"{TIED}{key}."
+            own = ((n, about.shape) for n, about in stage.parameters.items())
+            shapes[key] = {
+                n.removeprefix(prefix): shape for n, shape in own if n.startswith(prefix)
+            }
+    for key, spans in near.items():
+        if sum(layer.tied == key for layer in layers) >= len(spans):
+            continue
+        for layer in layers:
+            of_file = {name.partition(".")[2]: each.shape for name, each in layer.tensors.items()}
+            if (
+                layer.tied is None
+                and shapes[key].items() <= of_file.items()
+                and not any(name in stage.parameters for stage in stages for name in layer.tensors)
+                and any(layer.number in span for span in spans)
+            ):
+                yield (
+                    f"{layer.file.path} has the shapes of the tied layer {key}, but other weights, "
+                    "which are taken for frozen ones: if the layer is tied, this file is of "
+                    "another save"
+                )
 
 
 def _is_its_weight(

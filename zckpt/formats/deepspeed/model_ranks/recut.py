@@ -18,7 +18,7 @@ each has its own copy. A source of one stage does not: then the last layer witho
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from ....core.experts import layers_of
@@ -32,7 +32,7 @@ from ...deepspeed_states.options import PP_PARTITION
 from . import arguments
 from .apart import ModelGrid, ModelRank
 from .grid import LAYER, TIED
-from .stage_bounds import Uses, bounds_of
+from .stage_bounds import Uses, bounds_of, layers_alike, ranges, stage_spans
 
 
 @valueclass
@@ -112,15 +112,19 @@ def new_stages(
     `stages` are the parameters of each stage of the source, in their order, `layers` the numbers of
     layers that have files, and `uses` those at which tied layers have files. Raises as `recut`.
     """
-    bounds = bounds_of(model, layers, uses, len(stages), options)
+    bounds = bounds_of(model, layers, uses, stages, options)
     inferred = _uses_without_files(uses, model.root, stages, layers, bounds)
-    if options[PP_PARTITION] is not None:
+    if (method := options[PP_PARTITION]) is not None:
+        alike = ranges(layers_alike(model)) if method.startswith("type:") else ""
         inferred.append(
-            f"--pp-partition {options[PP_PARTITION]}: the stages' bounds are "
-            f"{','.join(map(str, bounds))}, if the program has {bounds[-1]} layers, functions "
-            "included"
+            f"--pp-partition {method}: the stages' bounds are {','.join(map(str, bounds))}, if the "
+            f"program has {bounds[-1]} layers, functions included"
+            + (
+                f", and {method} matches the layers {alike}, which have parameters alike"
+                * bool(alike)
+            )
         )
-    for stage, span in zip(stages, _spans(stages, bounds[-1]), strict=True):
+    for stage, span in zip(stages, stage_spans(stages, bounds[-1]), strict=True):
         _check_order(model, stage, uses, *span)
     new = []
     for start, stop in pairwise(bounds):
@@ -164,7 +168,7 @@ def _uses_without_files(
     for key in uses:
         holders = [
             span
-            for stage, span in zip(stages, _spans(stages, bounds[-1]), strict=True)
+            for stage, span in zip(stages, stage_spans(stages, bounds[-1]), strict=True)
             if any(_key(name) == key for name in stage)
         ]
         for start, stop in holders:
@@ -197,7 +201,7 @@ def _ends(
 
     At the first layer without names of the first stage that has it, and the last one of the last.
     """
-    spans = zip(stages, _spans(stages, bounds[-1]), strict=True)
+    spans = zip(stages, stage_spans(stages, bounds[-1]), strict=True)
     holders = [span for stage, span in spans if any(_key(name) == key for name in stage)]
     free = [sorted(set(range(start, stop)).difference(layers)) for start, stop in holders]
     known = [numbers for numbers in free if numbers]
@@ -223,15 +227,6 @@ def _uses_with_files(model: Manifest) -> dict[str, set[int]]:
         if match := LAYER.fullmatch(name):
             uses.setdefault(key, set()).add(int(match[1]))
     return uses
-
-
-def _spans(stages: Sequence[Sequence[str]], count: int) -> Iterator[tuple[int, int]]:
-    """The layers [start, stop) that a stage of the source may have, as others show theirs."""
-    shown = [[_layer(name) for name in stage if _key(name) is None] for stage in stages]
-    for number in range(len(stages)):
-        before = [layer for each in shown[:number] for layer in each]
-        after = [layer for each in shown[number + 1 :] for layer in each]
-        yield max(before, default=-1) + 1, min(after, default=count)
 
 
 def _stage_of(layer: int, bounds: Sequence[int]) -> int:

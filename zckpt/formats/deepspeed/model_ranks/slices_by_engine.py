@@ -143,7 +143,9 @@ class Info:
             for size in sizes
         ]
         outer, inner = prod(sizes[:axis]), prod(sizes[axis + 1 :])
-        for dim in range(len(own[0])):
+        dims = range(len(own[0]))
+        # the axis itself first: a slice may have one element along others
+        for dim in [axis, *dims] if len(view) == len(own[0]) else dims:
             before, behind = prod(own[0][:dim]), prod(own[0][dim + 1 :])
             if before and behind and not outer % before and not inner % behind:
                 return Cut.along(shapes, dim, widths, outer // before, inner // behind)

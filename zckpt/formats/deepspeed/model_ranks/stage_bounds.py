@@ -3,18 +3,19 @@
     --pp-bounds 0,5,9             the user says it
     --pp-partition uniform:9      DeepSpeed's rule: as many layers for each stage
     --pp-partition parameters     DeepSpeed's rule: as many trained elements for each stage
+    --pp-partition type:REGEX     DeepSpeed's rule: as many layers of a class for each stage
     --pp 1                        one stage has all layers
 
 No file states how many layers there are. Functions have no file, so some may follow the last layer
-that has one. Each rule is that of DeepSpeed 0.19.8, `partition_uniform` and `partition_balanced` in
+that has one. No file states classes either: those of one class are taken to have parameters alike.
+Each rule is that of DeepSpeed 0.19.8, `partition_uniform` and `partition_balanced` in
 runtime/utils.py, whose choice between equal costs counts too: the engine cuts its own layers, and a
 stage loads only what it has itself.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf, prod
 
@@ -32,15 +33,20 @@ Uses = Mapping[str, set[int]]  # numbers of the layers at which a tied layer is 
 
 
 def bounds_of(
-    model: Manifest, layers: Sequence[int], uses: Uses, pp: int, options: Options
+    model: Manifest,
+    layers: Sequence[int],
+    uses: Uses,
+    source: Sequence[Sequence[str]],
+    options: Options,
 ) -> tuple[int, ...]:
     """The first layer of each stage, then the number of all layers.
 
-    `layers` are those that have files, `uses` those of them that use tied layers, and `pp` is the
-    number of the source's stages. Raises WrongOption if the options do not fit, or do not say it.
+    `layers` are those that have files, `uses` those of them that use tied layers, and `source` are
+    the parameters of each stage of the source. Raises WrongOption if the options do not fit, or do
+    not say it.
     """
     bounds, method = options[PP_BOUNDS], options[PP_PARTITION]
-    stages = options[PP] or pp
+    stages = options[PP] or len(source)
     count = max(layers) + 1
     if bounds is not None:
         return _given(model.root, bounds, layers, options)
@@ -55,7 +61,7 @@ def bounds_of(
         )
     name, _, about = method.partition(":")
     if name == "type":
-        raise _without_classes(model, layers, stages, method)
+        return _by_class(model, layers, source, stages, method)
     if about and int(about) < count:
         raise WrongOption(
             f"--pp-partition {method}: {_files(model.root, layers)}",
@@ -115,6 +121,18 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(words)
 
 
+def stage_spans(stages: Sequence[Sequence[str]], count: int) -> Iterator[tuple[int, int]]:
+    """The layers [start, stop) that a stage of the source may have, as others show theirs.
+
+    `stages` are the names of each one's parameters, and `count` is the number of layers.
+    """
+    shown = [[int(n.partition(".")[0]) for n in own if not n.startswith(TIED)] for own in stages]
+    for number in range(len(stages)):
+        before = [layer for each in shown[:number] for layer in each]
+        after = [layer for each in shown[number + 1 :] for layer in each]
+        yield max(before, default=-1) + 1, min(after, default=count)
+
+
 # -- what layers have
 
 
@@ -150,31 +168,56 @@ def _numbers(name: str, uses: Uses) -> Sequence[int]:
     return [int(name.partition(".")[0])]
 
 
-def _without_classes(
-    model: Manifest, layers: Sequence[int], stages: int, method: str
-) -> WrongOption:
-    """The error for `type:REGEX`, with the bounds that it gives if it means the layers alike."""
+# -- layers of one class
+
+
+def layers_alike(model: Manifest) -> tuple[int, ...]:
+    """The layers that have parameters alike, as those of one class: the most that there are.
+
+    None if other layers are as many, with as many parameters.
+    """
     kinds: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for name, parameter in model.parameters.items():
         if not name.startswith(TIED):
             number, _, inner = name.partition(".")
             kinds.setdefault(int(number), []).append((inner, parameter.shape))
-    alike = {number: tuple(sorted(kind)) for number, kind in kinds.items()}
+    members: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
+    for layer, kind in sorted(kinds.items()):
+        members.setdefault(tuple(sorted(kind)), []).append(layer)
     # an embedding and an output layer may be alike too
-    counts = Counter(alike.values()).items()
-    common, count = max(counts, key=lambda item: (item[1], len(item[0])), default=((), 0))
-    text = f"{GIVE}, with --pp-bounds"
-    if count >= stages:
-        same = sorted(number for number, kind in alike.items() if kind == common)
-        weights = [int(number in same) for number in range(max(layers) + 1)]
-        bounds = ",".join(map(str, balanced(weights, stages)))
-        text = (
-            f"if it matches the layers {ranges(same)}, which have parameters alike, give "
-            f"--pp-bounds {bounds}; {PRINTED}"
+    sizes = {kind: (len(layers), len(kind)) for kind, layers in members.items()}
+    largest = [kind for kind, size in sizes.items() if size == max(sizes.values())]
+    return tuple(members[largest[0]]) if len(largest) == 1 else ()
+
+
+def _by_class(
+    model: Manifest,
+    layers: Sequence[int],
+    source: Sequence[Sequence[str]],
+    stages: int,
+    method: str,
+) -> tuple[int, ...]:
+    """The bounds if the method means the layers alike; raises WrongOption if it cannot."""
+    alike = layers_alike(model)
+    says = f"--pp-partition {method} goes by the classes of layers, which no file states"
+    if len(alike) < stages:
+        raise WrongOption(
+            f"{says}, and {model.root} does not have {stages} layers with parameters alike",
+            hint=f"{GIVE}, with --pp-bounds; {PRINTED}",
         )
-    return WrongOption(
-        f"--pp-partition {method} goes by the classes of layers, which no file states", hint=text
-    )
+    weights = [int(number in alike) for number in range(max(layers) + 1)]
+    before, after = balanced(weights, len(source)), balanced(weights, stages)
+    for stage, names in enumerate(source):
+        numbers = [int(n.partition(".")[0]) for n in names if not n.startswith(TIED)]
+        if numbers and not before[stage] <= min(numbers) <= max(numbers) < before[stage + 1]:
+            raise WrongOption(
+                f"{says}, and the stages of {model.root} do not begin at layers "
+                f"{','.join(map(str, before[:-1]))}, as they would if it meant the layers "
+                f"{ranges(alike)}, which have parameters alike",
+                hint=f"if only the new run goes by these layers, give --pp-bounds "
+                f"{','.join(map(str, after))}; {PRINTED}",
+            )
+    return after
 
 
 # -- DeepSpeed's rules

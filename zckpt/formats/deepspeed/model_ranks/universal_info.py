@@ -105,7 +105,7 @@ class UniversalInfo:
         elements = [prod(shape) for shape in pieces.slices]
         if pieces.numel != total or elements != [prod(shape) for shape in known]:
             raise InconsistentCheckpoint(f"{says}: the ranks hold {[list(s) for s in known]}")
-        whole = _whole_shape(known, outer, inner, says)
+        whole = _whole_shape(known, axis, outer, inner, says)
         is_row = (outer, inner) == (prod(whole[:axis]), prod(whole[axis + 1 :]))
         return Sliced(whole, pieces, f"{axis}:{_text(widths)}" if is_row else "view")
 
@@ -182,15 +182,24 @@ def _text(widths: Sequence[Sequence[int]]) -> str:
 
 
 def _whole_shape(
-    shapes: Sequence[tuple[int, ...]], outer: int, inner: int, says: str
+    shapes: Sequence[tuple[int, ...]], axis: int, outer: int, inner: int, says: str
 ) -> tuple[int, ...]:
-    """The tensor's own whole shape: the dimension that holds the axis of the view grows."""
+    """The tensor's own whole shape: the dimension that holds the axis of the view grows.
+
+    Dimensions of one element, as a slice of one head has, hold no axis but that of their number.
+    """
     first, total = shapes[0], sum(map(prod, shapes))
-    for dim in range(len(first)):
-        before, behind = prod(first[:dim]), prod(first[dim + 1 :])
-        if before and behind and not outer % before and not inner % behind:
-            return (*first[:dim], total // (before * behind), *first[dim + 1 :])
-    raise InconsistentCheckpoint(f"{says}: no dimension of {list(first)} is cut")
+    sides = [(prod(first[:dim]), prod(first[dim + 1 :])) for dim in range(len(first))]
+    fitting = [
+        dim
+        for dim, (before, behind) in enumerate(sides)
+        if before and behind and not outer % before and not inner % behind
+    ]
+    if not fitting:
+        raise InconsistentCheckpoint(f"{says}: no dimension of {list(first)} is cut")
+    dim = max(fitting, key=lambda dim: (sides[dim] == (outer, inner), dim == axis))
+    before, behind = sides[dim]
+    return (*first[:dim], total // (before * behind), *first[dim + 1 :])
 
 
 # -- the affine map

@@ -107,6 +107,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     kept = bool(files.layers) and first.engine.whole  # the files of layers have the weights alone
     warnings = [*source.warnings, *([] if kept else reports.of_weights(first)), *inferred]
     warnings += regroup.warnings(first, apart[0])
+    frozen = [name for m in models for name, about in m.parameters.items() if not about.trainable]
+    if frozen and first.engine.whole and first.wrapper is None:  # which stage lists them is lost
+        warnings.append(reports.TRAINED_ALONE)
     return Layout(
         shells,
         siblings,

@@ -9,10 +9,10 @@ So no offset is computed here. Each parameter is cut evenly, as the engine's lay
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ....core import slicing
 from ....core.facts import FlatBufferEngine
 from ....core.fragments import Runs
 from ....core.manifest import Entry, Manifest, Parameter
@@ -41,14 +41,12 @@ from .. import elastic, read
 from ..files import locate, recovery_scripts
 from .apart import ModelGrid, ModelRank
 from .arguments import TENSOR_RANKS, VOCABULARY, arguments, with_sizes
+from .auto_tp import AutoTP, is_auto
 from .grid import grid_files
 from .rank_shells import rank_shells
 from .stage_bounds import refuse_without_stages
 from .tensor_ranks import joined_slices
 from .universal_info import UniversalInfo, info_for
-
-# AutoTP cuts the output layer and the MLP into shares that differ by one row at most (0.19.8)
-NEAR_EVEN = re.compile(r"(^|\.)(lm_head|embed_out|mlp|gate_proj|up_proj|down_proj|w[123])\.")
 
 
 def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
@@ -92,7 +90,9 @@ def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
         shells,
         list(first.take_siblings()),
         [*left_out, *recovery_scripts(source.root)],
-        list(dict.fromkeys([*source.warnings, *reports.of_weights(first), *_of_heads(first)])),
+        list(
+            dict.fromkeys([*source.warnings, *reports.of_weights(first), *_of_heads(source, first)])
+        ),
         about=f"a DeepSpeed run of {counted(first.dp, 'data-parallel rank')}, tp {tp}, ZeRO stage "
         f"{first.engine.stage}, tag {tag}",
         loading=lambda path: f"model_engine.load_checkpoint({literal(path)})",
@@ -115,10 +115,10 @@ def for_one_rank(
     return replace(layout, read_back=read_back, source=shared(source, rows)) if rows else layout
 
 
-def _of_heads(target: DeepSpeedTarget) -> list[str]:
+def _of_heads(source: Manifest, target: DeepSpeedTarget) -> list[str]:
     """AutoTP gives some ranks more heads if it cannot deal them evenly (0.19.8, tp_shard.py)."""
     is_as_before = "affine_map" in (target.client_state.get(INFO) or {})
-    if is_as_before or not _is_auto(target.engine.config):
+    if is_as_before or not is_auto(target.engine.config) or AutoTP.of(source).heads:
         return []
     return [
         "each tensor rank gets an equal share of the attention: --tp must divide "
@@ -166,16 +166,16 @@ def cuts_of(source: Manifest, tp: int) -> Cuts:
         )
     info = _state(source, tp)["client_state"].get(INFO)
     stated = UniversalInfo(info) if isinstance(info, Mapping) else None
-    is_auto = _is_auto(_engine(source, tp).config)
+    auto = AutoTP.of(source) if is_auto(_engine(source, tp).config) else None
     rules: dict[str, Rules] = {}
     shapes: dict[str, Shapes] = {}
     uneven: dict[str, tuple[int, ...]] = {}
     for name, parameter in source.parameters.items():
         own = stated_rule(name, texts[name]) or stated
         whole = parameter.shape
-        near = is_auto and NEAR_EVEN.search(name) is not None
+        names = name, *parameter.aliases
         first = None if stated is None else stated.stated_shapes(name)
-        each = None if own is None else _slices(own, name, whole, tp, near, first)
+        each = None if own is None else _slices(own, names, whole, tp, auto, first)
         if own is None or each is None:
             uneven[f"{name} {list(whole)} ({texts[name]})"] = whole
         else:
@@ -190,24 +190,29 @@ def cuts_of(source: Manifest, tp: int) -> Cuts:
 
 
 def _slices(
-    rules: Rules, name: str, whole: tuple[int, ...], tp: int, near: bool, stated: Shapes | None
+    rules: Rules,
+    names: tuple[str, ...],
+    whole: tuple[int, ...],
+    tp: int,
+    auto: AutoTP | None,
+    stated: Shapes | None,
 ) -> Shapes | None:
     """Each rank's shape: those for which the rule gives the whole shape again.
 
     `stated` are those that the source had, if it had as many ranks.
 
-    None if no even cut of a dimension does; with `near` the first ranks may have one row more.
+    None if no even cut of a dimension does, or none of `auto`.
     """
     candidates: list[Shapes] = [[whole] * tp]
     if stated is not None and len(stated) == tp:
         candidates.insert(0, stated)
     for axis, size in enumerate(whole):
-        if near or not size % tp:
-            sizes = [size // tp + (rank < size % tp) for rank in range(tp)]
-            candidates.append([(*whole[:axis], own, *whole[axis + 1 :]) for own in sizes])
+        shares = slicing.even(size, tp) if auto is None else auto.shares(names, size, tp)
+        if shares is not None:
+            candidates.append([(*whole[:axis], own, *whole[axis + 1 :]) for own in shares])
     for shapes in candidates:
         try:
-            sliced = rules.sliced(name, shapes)
+            sliced = rules.sliced(names[0], shapes)
         except (InconsistentCheckpoint, WrongOption):
             continue  # the rule is for another dimension
         if sliced is not None and sliced.shape == whole:
@@ -242,7 +247,7 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
                 hint="give at least so many; the vocabulary of a model is not made smaller here",
             )
     rows: dict[str, int] = {}
-    if given is None and facts and _is_auto(_engine(source, tp).config):
+    if given is None and facts and is_auto(_engine(source, tp).config):
         return rows  # AutoTP pads nothing: ranks have shares that differ by one row
     for name, about in facts.items():
         keeps = unit is None and given is None and not about["rows"] % tp
@@ -317,10 +322,6 @@ def _state(source: Manifest, tp: int) -> dict[str, Any]:
             client[INFO]["padded_vocab_size"] = padded
     sizes = dict.fromkeys(TENSOR_RANKS, tp) | (dict.fromkeys(VOCABULARY, padded) if padded else {})
     return {**state, "client_state": with_sizes(client, sizes)}
-
-
-def _is_auto(config: Mapping[str, Any] | None) -> bool:
-    return isinstance((config or {}).get("tensor_parallel"), Mapping)
 
 
 def target_of(source: Manifest, options: Options) -> DeepSpeedTarget:

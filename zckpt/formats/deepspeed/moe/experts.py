@@ -164,8 +164,15 @@ class Experts:
         frozen = [name for name, about in parameters.items() if not about.trainable]
         parameters |= {name: parameters.pop(name) for name in frozen}
         self._check_complete(parameters, entries)
+        warnings = list(manifest.warnings)
+        if unsaved := [n for n in parameters if f"{n}/param" not in manifest.entries | entries]:
+            warnings.append(
+                f"DeepSpeed did not save the weights of {listed(unsaved, 4)}, as the name of their "
+                "MoE layer has `expert` in it: their masters stand for them"
+            )
         return replace(
             manifest,
+            warnings=tuple(warnings),
             source={**manifest.source, "ep": max(self.layers.sizes)},
             entries=_in_order(parameters, buffers, {**manifest.entries, **entries}),
             parameters=parameters,
@@ -225,7 +232,16 @@ class Experts:
                 module += [key for item in behind[name].files for key in item.tensors]
         known = set(module)
         module += [key for key in self._stored if key not in known]
-        return {**manifest.state, "module": module}
+        return {**manifest.state, "module": [*module, *self._unsaved(manifest, {*module})]}
+
+    def _unsaved(self, manifest: Manifest, module: set[str]) -> list[str]:
+        """Trained parameters without a weight in any file.
+
+        DeepSpeed drops what has `expert` in the name of its MoE layer, and saves only what is below
+        `deepspeed_experts` apart: not a residual MLP (0.19.8, `_get_non_moe_state_dict`).
+        """
+        aliases = {alias for about in manifest.parameters.values() for alias in about.aliases}
+        return [n for n in manifest.parameters if n not in module and n not in aliases]
 
     def _check_complete(
         self, parameters: Mapping[str, Parameter], entries: Mapping[str, Entry]

@@ -6,13 +6,14 @@
 In 16 bits the masters round to the weights of their layers. No file states the key of a tied layer
 (`tied_modules.embed.weight`): its master rounds to a weight of several stages, and then the user
 must give the names. The names of all stages follow one another, those of the first stage first.
+In fp32 only the order of the layers shows names, if no two layers have the same weights.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 from ....core.dtypes import FLOATS
@@ -30,7 +31,7 @@ from ...deepspeed_states.states import (
     wrapper_of,
 )
 from ...deepspeed_states.tensors import is_extra
-from ...statedict.matching import HINT
+from ...statedict.matching import HINT, MatchedNames, match
 from ..files import Numbered, RankFiles
 from ..model_ranks.grid import TIED
 from . import naming
@@ -93,7 +94,13 @@ def open_stages(
             for each, part in zip(states, own, strict=True)
         ]
     except MissingData as error:
-        raise MissingData(str(error), hint=_hint(states[0])) from error
+        matched = None if names is not None else _in_order(states, layers, weights)
+        if matched is None:
+            raise MissingData(str(error), hint=_hint(states[0])) from error
+        stages = [
+            replace(named_optimizer(each, weights, Numbered(part)), inferred=matched.inferred)
+            for each, part in zip(states, matched.names, strict=True)
+        ]
     counts = Counter(n for stage in stages for members in stage.members for n in members if n)
     again = [name for name, count in counts.items() if count > 1 and not name.startswith(TIED)]
     if again:
@@ -168,6 +175,52 @@ def _of_stages(
         )
     remaining = iter(names)
     return [[next(remaining) for _ in range(count)] for count in counts]
+
+
+def _in_order(
+    states: Sequence[EngineStates], layers: Mapping[int, TorchFile], weights: Mapping[str, Stored]
+) -> MatchedNames | None:
+    """The names of each stage's parameters, which torch's own optimizer has in the layers' order.
+
+    Group by group, the stages' parameters follow each other as the layers do. None if several ways
+    fit, or none, and if two layers have equal weights: they may be a tied layer.
+    """
+    if any(wrapper_of(each.first) is not None for each in states):
+        return None
+    groups = [_shapes_by_group(each) for each in states]
+    counts = {len(own) for own in groups}
+    if len(counts) > 1 or _has_layers_alike(layers):
+        return None
+    orders = [[shape for own in groups for shape in own[number]] for number in range(counts.pop())]
+    try:
+        matched = match(orders, [(n, each.tensor.shape) for n, each in weights.items()], True)
+    except MissingData:
+        return None
+    remaining = [iter(own) for own in matched.names]
+    names = [
+        [next(remaining[number]) for number, group in enumerate(own) for _ in group]
+        for own in groups
+    ]
+    numbers = [[int(name.partition(".")[0]) for name in own] for own in names]
+    known = [own for own in numbers if own]
+    if any(max(own) >= min(following) for own, following in pairwise(known)):
+        return None
+    return MatchedNames(names, matched.inferred)
+
+
+def _has_layers_alike(layers: Mapping[int, TorchFile]) -> bool:
+    """Whether two layers have tensors of the same names and bytes."""
+    stored = [
+        (number, inner, Stored(file, value))
+        for number, file in layers.items()
+        for inner, value in dictionary(file, file.value).items()
+        if not is_extra(inner, value)
+    ]
+    tensors = [tensor for _, _, tensor in stored]
+    contents: dict[int, list[Any]] = {}
+    for (number, inner, _), label in zip(stored, labels(tensors, tensors)[0], strict=True):
+        contents.setdefault(number, []).append((inner, label))
+    return len({tuple(each) for each in contents.values()}) < len(contents)
 
 
 def _of_flat_stages(
@@ -252,12 +305,17 @@ def _unclear(layers: Sequence[int], what: str) -> UnsupportedCheckpoint:
 
 def _shapes(states: EngineStates) -> list[Shape | None]:
     """The shapes of the parameters of a stage's optimizer, in its order; None if not known."""
-    optimizer, base = states.first, states.bases[0]
-    if WHOLE_MASTERS in optimizer:
-        return [master.shape for group in optimizer[WHOLE_MASTERS] for master in group]
+    if WHOLE_MASTERS in states.first:
+        return [master.shape for group in states.first[WHOLE_MASTERS] for master in group]
+    return [shape for group in _shapes_by_group(states) for shape in group]
+
+
+def _shapes_by_group(states: EngineStates) -> list[list[Shape | None]]:
+    """The shapes of what torch's own optimizer has, group by group; None if not known."""
+    base = states.bases[0]
     state = base.get("state") or {}
-    numbers = [number for group in base["param_groups"] for number in group["params"]]
-    return [shape_of(state.get(number)) for number in numbers]
+    groups = [group["params"] for group in base["param_groups"]]
+    return [[shape_of(state.get(number)) for number in group] for group in groups]
 
 
 def _hint(states: EngineStates) -> str:
