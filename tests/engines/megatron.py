@@ -40,6 +40,15 @@ USUAL: dict[str, Any] = {
     "moe": False,
     "mla": False,  # multi-latent attention
     "config": {},  # more values of TransformerConfig
+    "positions": "learned_absolute",
+    "fp16": False,
+    "frozen": None,  # a pattern of names
+    "grid": {},  # more options of initialize_model_parallel
+    "ddp": {},  # more values of DistributedDataParallelConfig
+    "optimizer": {},  # more values of OptimizerConfig
+    "arguments": {},  # more of the command line
+    "saved": None,  # or "parallel", "async", "efficient", "weights" (alone)
+    "tracker": None,  # or "release"
     "distributed": True,
     "sharding": "fully_reshardable",
     "legacy": False,
@@ -57,7 +66,10 @@ def case(name: str, **values: Any) -> dict[str, Any]:
 NORMS_OF_HEADS = {"qk_layernorm": True, "add_qkv_bias": True}
 SHARED = {"moe_shared_expert_intermediate_size": 16}
 BY_LAYER = {"moe_layer_freq": [0, 1, 1, 1]}  # the first layer has no experts
-MODEL = ("program", "sizes", "gated", "tied", "bf16", "moe", "mla", "config", "adam")
+MODEL = (
+    *("program", "sizes", "gated", "tied", "bf16", "fp16", "moe", "mla", "config", "positions"),
+    *("frozen", "adam", "optimizer"),
+)
 """What a run that resumes has as the first one had it."""
 
 READABLE = [
@@ -374,4 +386,4 @@ def expected(folder: Path, when: str = "rank") -> tuple[dict[str, torch.Tensor],
             halves = [piece.chunk(2, axis) for piece in pieces]
             pieces = [half[side] for side in (0, 1) for half in halves]
         tensors[f"{name}/{slot}"] = torch.cat(pieces, axis) if len(pieces) > 1 else pieces[0]
-    return tensors, {float(part["step"]) for part in parts}
+    return tensors, {float(part["step"]) for part in parts if part["step"] is not None}

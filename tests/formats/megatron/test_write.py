@@ -241,7 +241,8 @@ class TestExperts:
             for number, name in enumerate(["mlp.experts.local_experts.0.weight", "a.bias"])
         }
         source = replace(package.read(SOURCE), parameters=parameters)
-        return optimizers.optimizers(source, {"optimizer": optimizer}, ep)
+        given = Options(() if ep is None else ((EP, ep),))
+        return optimizers.optimizers(source, {"optimizer": optimizer}, given)
 
     def _plain(self) -> dict[str, Any]:
         return {"optimizer": {"param_groups": [dict(group) for group in self.DENSE]}}

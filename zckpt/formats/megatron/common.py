@@ -27,6 +27,7 @@ SHARDING = "distrib_optim_sharding_type"
 READABLE = "fully_reshardable"
 MODEL_SPACE = "fully_sharded_model_space"
 FLAT = ("dp_reshardable", "dp_zero_gather_scatter")
+DISTRIBUTED = "distrib_optim"  # flat buffers of mp_rank_* directories
 NOT_DISTRIBUTED = "none"
 FSDP = "fsdp_dtensor"
 

@@ -11,10 +11,10 @@ from ...core.facts import GraphEngine
 from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest, Parameter, Sibling
 from ...core.values import field, mutable
-from ...errors import UnsupportedCheckpoint, counted
+from ...errors import UnsupportedCheckpoint, counted, listed
 from ...files.torchfile import TorchFile
 from ...training.steps import infer_optimizer
-from .common import FSDP, NOT_DISTRIBUTED, arguments, kept
+from .common import DISTRIBUTED, FLAT, FSDP, NOT_DISTRIBUTED, arguments, kept
 from .groups import groups_of, members, stated_step
 from .programs import program_of
 
@@ -61,17 +61,23 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     step, place, sightings = stated_step(common, content.file, step_policy)
     groups = groups_of(common) if slots else []
     known = {name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)}
-    trainable = known.keys() - content.frozen
+    frozen = _frozen(content)
+    trainable = known.keys() - frozen
+    args = content.args or arguments(common)
     group_of = content.group_of
     if group_of is None:
-        group_of = members(groups, {name: known[name] for name in known if name in trainable})
+        group_of = members(groups, {name: known[name] for name in known if name in trainable}, args)
     warnings = []
     if groups and group_of is None:
         warnings.append(
             "no file lists the members of the parameter groups, and Megatron-Core's usual rule "
             "does not give them: the groups are kept in the state alone"
         )
-    args = content.args or arguments(common)
+    if frozen and content.sharding in (*FLAT, DISTRIBUTED):
+        warnings.append(
+            f"no buffer of the optimizer has {listed([name for name in known if name in frozen])}: "
+            "zckpt takes them for frozen"
+        )
     tied = args.get(TIED) is False
     parameters = {
         name: Parameter(
@@ -123,6 +129,13 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         warnings=tuple(warnings),
         states_inferred=False,
     )
+
+
+def _frozen(content: Content) -> set[str]:
+    """The weights without a state of the optimizer, if others have one."""
+    entries = content.entries.values()
+    trained = {entry.parameter for entry in entries if entry.slot not in ("param", "state")}
+    return content.frozen | ({*content.shapes} - trained if trained else set())
 
 
 def _stage(sharding: str | None, args: Mapping[str, Any]) -> int | None:

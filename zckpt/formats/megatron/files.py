@@ -19,7 +19,7 @@ import re
 from typing import Any
 
 from ...core import sources
-from ...errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint
+from ...errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, listed
 from ...files.dcpnames import names_any
 from .programs import WEIGHTS
 
@@ -43,7 +43,7 @@ def detect(path: str) -> list[str]:
         names = [entry.name for entry in entries if not entry.name.startswith(".")]
     tags = sorted(name for name in names if _is_one_of_run(path, name))
     latest = _latest(path)
-    return [latest] if latest in tags else tags
+    return [latest] if tags and latest is not None else tags
 
 
 def _is_one_of_run(run: str, name: str) -> bool:
@@ -68,6 +68,8 @@ def located(path: str, tag: str | None) -> str:
     folder = os.path.join(path, tag) if tag else path
     if not is_checkpoint(folder) and not tag and len(tags := detect(path)) == 1:
         folder = os.path.join(path, tags[0])
+        if tags[0] == _latest(path):
+            _require_latest(path, tags[0])
     if not is_checkpoint(folder) and is_checkpoint(os.path.join(folder, WEIGHTS)):
         folder = os.path.join(folder, WEIGHTS)
     if is_legacy(folder) or is_fsdp(folder):
@@ -81,6 +83,20 @@ def located(path: str, tag: str | None) -> str:
             hint="zckpt reads torch_dist; Megatron-Core 0.15 loads zarr and saves torch_dist",
         )
     return folder
+
+
+def _require_latest(run: str, tag: str) -> None:
+    """Raises NotACheckpoint if a run's tracker file names a checkpoint that is not there."""
+    folder = os.path.join(run, tag)
+    if not re.search(r"[/\\\0]", tag) and is_checkpoint(folder):
+        return
+    with os.scandir(run) as entries:
+        others = sorted(e.name for e in entries if _is_one_of_run(run, e.name))
+    raise NotACheckpoint(
+        f"{os.path.join(run, LATEST)} names {tag[:99]!r}, but {run} has no such checkpoint, or not "
+        "all of its files",
+        hint=f"copy the whole directory, or choose one with --tag: {run} has {listed(others)}",
+    )
 
 
 def _marker(folder: str) -> dict[str, Any]:

@@ -277,8 +277,9 @@ class _Reader:
             for known, local in zip(parts, locals_, strict=True):
                 known[name] = local
         found = placed(ranks, parts, read_bytes, self.folder)
+        trained = [name for name in names if name in found[0]]
         slots = set()
-        for entry, is_copy in states(names, shapes, slicings, found):
+        for entry, is_copy in states(trained, shapes, slicings, found):
             if is_copy:
                 self.replicas.append(entry)
                 continue

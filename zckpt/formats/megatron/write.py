@@ -51,6 +51,7 @@ from .like import as_in_run
 from .names import keys_of
 from .optimizers import optimizers
 from .programs import BRIDGE, LOADING, NEMO, WEIGHTS, WITHOUT_RANDOM, placed
+from .vocabulary import for_tensor_ranks
 
 LARGEST = 64 << 20  # bytes of a piece: a rank that needs a slice of it reads it as a whole
 OF_MODULES = re.compile(r".*\._extra_state/shard_.*")
@@ -76,11 +77,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     types: dict[str, str] = {}
     if path is not None:
         source, types = as_in_run(source, path, options)
-    elif options[GROUP_DEFAULTS]:
-        raise WrongOption(
-            "--group-defaults has no use for a source of Megatron-Core",
-            hint="leave it out, or give --like RUN with a source of another engine",
-        )
+    elif options[GROUP_DEFAULTS] and options.weights_only:
+        raise WrongOption("--group-defaults has no use with --weights-only", hint="leave it out")
+    source = for_tensor_ranks(source, options)
     writer = MegatronWriter(source, options, types)
     return Layout(
         writer.shells,
@@ -263,7 +262,7 @@ class MegatronWriter:
         if result.pop(RERUN, None) is not None:
             self.left_out.append(f"{RERUN}: it has states of single ranks")
         if self.states:
-            own = optimizers(self.source, common, self.options[EP])
+            own = optimizers(self.source, common, self.options)
             result["optimizer"] = [own] if self.kept.get("program") == NEMO else own
         else:
             for key in ("optimizer", "opt_param_scheduler"):
