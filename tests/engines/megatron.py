@@ -374,7 +374,7 @@ def expected(folder: Path, when: str = "rank") -> tuple[dict[str, torch.Tensor],
             known = weights.setdefault(rank, part["weight"])
             assert torch.equal(known, part["weight"]), f"copies of {part['name']} differ"
         for key, values in part["tensors"].items():
-            ranks = locals_.setdefault((part["name"], SLOTS[key]), {})
+            ranks = locals_.setdefault((part["name"], SLOTS.get(key, key)), {})
             whole = ranks.setdefault(rank, torch.full(part["shape"], torch.nan))
             own = whole.view(-1)[part["start"] : part["start"] + values.numel()]
             assert torch.equal(own[~own.isnan()], values[~own.isnan()]), f"{part['name']}: {key}"

@@ -153,6 +153,27 @@ def test_wrong_masters_are_named(run: Path, tmp_path: Path, zckpt: Callable[...,
     assert manifest.parameters[lost].step == 3
     ended = zckpt("convert", tmp_path / "rebuilt", tmp_path / "other", option, "--json")
     assert ended.document["error"] == "WrongOption"
+    _assert_resumable(zckpt, tmp_path / "new", tmp_path / "again", option)
+    _assert_resumable(zckpt, tmp_path / "rebuilt", tmp_path / "later")
+
+
+def _assert_resumable(zckpt: Callable[..., Any], source: Path, target: Path, *option: str) -> None:
+    """Megatron-Core gets masters that are the widened weights, and zeros for moments."""
+    ended = zckpt("reshard", source, target, *option, "--json")
+    assert ended.code == 0, ended.err
+    lost = "decoder.layers.0.mlp.linear_fc2.weight"
+    assert any("are zeros" in line for line in ended.document["warnings"])
+    state = {
+        slot: package.load(target, f"{lost}/{slot}")
+        for slot in ("param", "master", "exp_avg", "exp_avg_sq")
+    }
+    assert state["param"].ne(0).any()
+    assert torch.equal(state["master"], state["param"].float())
+    assert state["exp_avg"].eq(0).all()
+    assert state["exp_avg_sq"].eq(0).all()
+    kept = package.read(target).parameters["decoder.layers.0.mlp.linear_fc1.weight"]
+    assert kept.step == 3
+    assert package.verify(target)["equal"]
 
 
 @pytest.mark.parametrize("kind", ["fully_sharded_bucket_space", "fsdp_dtensor"])

@@ -48,6 +48,7 @@ from ...training.options import EP, GROUP_DEFAULTS, LIKE, Options
 from .common import FILE, READABLE, SHARDING, arguments
 from .files import BACKEND, LATEST, MARKER, OF_ITERATION
 from .like import as_in_run
+from .masters import MOMENTS, with_zeros
 from .names import keys_of
 from .optimizers import optimizers
 from .programs import BRIDGE, LOADING, NEMO, WEIGHTS, WITHOUT_RANDOM, placed
@@ -79,7 +80,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         source, types = as_in_run(source, path, options)
     elif options[GROUP_DEFAULTS] and options.weights_only:
         raise WrongOption("--group-defaults has no use with --weights-only", hint="leave it out")
-    source = for_tensor_ranks(source, options)
+    source = for_tensor_ranks(source if options.weights_only else with_zeros(source), options)
     writer = MegatronWriter(source, options, types)
     return Layout(
         writer.shells,
@@ -170,6 +171,12 @@ class MegatronWriter:
             raise MissingData(f"the source lacks the weights of {listed(lost)}")
         tensors = []
         slots = dict.fromkeys(e.slot for e in source.entries.values() if is_optimizers(e.slot))
+        if self.states and (others := [slot for slot in slots if slot not in MOMENTS]):
+            raise UnsupportedCheckpoint(
+                f"the source has {listed(others)}, and the states of Megatron-Core's distributed "
+                "optimizer are exp_avg and exp_avg_sq",
+                hint="add --weights-only",
+            )
         for slot in ("param", "master", *slots) if self.states else ("param",):
             for key in keys:
                 tensor = self._tensor(key, slot, parts[key])
