@@ -95,7 +95,7 @@ def test_the_latest_is_not_there(run: Path) -> None:
         assert "--tag" in (caught.value.hint or "")
     tracker.write_text("7")
     (run / "iter_0000007" / "metadata.json").unlink()
-    with pytest.raises(errors.NotACheckpoint, match="iter_0000007"):
+    with pytest.raises(errors.IncompleteCheckpoint, match="iter_0000007"):
         package.read(run)
     assert package.read(run, tag=ITERATION).root.endswith(ITERATION)
 
@@ -214,6 +214,14 @@ def test_other_kinds_are_refused(run: Path) -> None:
     marker.write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
     with pytest.raises(errors.UnsupportedCheckpoint, match="zarr"):
         package.read(run)
+
+
+def test_items_without_their_marker(run: Path) -> None:
+    """They are not taken for a state dict of another program."""
+    (run / ITERATION / "metadata.json").unlink()
+    for path in (run, run / ITERATION):
+        with pytest.raises(errors.IncompleteCheckpoint, match=r"no metadata\.json"):
+            package.read(path)
 
 
 def test_lost_files_are_refused(run: Path) -> None:
