@@ -61,7 +61,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     step, place, sightings = stated_step(common, content.file, step_policy)
     groups = groups_of(common) if slots else []
     known = {name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)}
-    frozen = _frozen(content)
+    frozen = {name for name in _frozen(content) if name in known}
     trainable = known.keys() - frozen
     args = content.args or arguments(common)
     group_of = content.group_of

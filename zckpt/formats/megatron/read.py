@@ -241,7 +241,7 @@ class _Reader:
         """
         items = FlatItems(self.table, self.files)
         self.records += items.records
-        self.common = with_groups(self.common, items.groups)
+        self.common = with_groups(self.common, items.groups, items.scalers(self.entries))
         experts = {
             name: number
             for name in shapes
