@@ -198,7 +198,8 @@ class MegatronWriter:
             if frozen:
                 raise UnsupportedCheckpoint(
                     f"{listed(frozen)} has no state of the optimizer, but other layers of {key} "
-                    "have: Megatron-Core's files have one tensor for all layers"
+                    "have: Megatron-Core's files have one tensor for all layers",
+                    hint="add --weights-only",
                 )
             if slot == "master":
                 weights = [weight_of(entries, name).trained for name in names.values()]
@@ -285,9 +286,7 @@ class MegatronWriter:
         }
         args = common.get("args")
         if isinstance(args, Foreign) and isinstance(args.state, dict):
-            changes: dict[str, Any] = {}
-            if self.without_rng:
-                changes["no_save_rng"] = True
+            changes: dict[str, Any] = {"no_save_rng": True} if self.without_rng else {}
             if not self.states:
                 changes["no_save_optim"] = True
             elif "use_distributed_optimizer" in args.state:
