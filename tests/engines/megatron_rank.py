@@ -124,7 +124,7 @@ def global_name(name: str, layer_offset: int, expert_offset: int) -> str:
     """The name that a parameter has in a model without ranks."""
     parts = name.split(".")
     for place, part in enumerate(parts[:-1]):
-        if part == "layers":
+        if part == "layers" and parts[place - 1] == "decoder":
             parts[place + 1] = str(int(parts[place + 1]) + layer_offset)
         if part == "local_experts":
             parts[place + 1] = str(int(parts[place + 1]) + expert_offset)
@@ -142,6 +142,7 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import (
@@ -238,6 +239,9 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
             spec = get_gpt_decoder_block_spec(
                 config, use_transformer_engine=False, normalization=config.normalization, **stage_of
             )
+        further = {}
+        if config.mtp_num_layers:
+            further["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, False)
         model = GPTModel(
             config,
             spec,
@@ -249,6 +253,7 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
             position_embedding_type=case["positions"],
             parallel_output=True,
             **({"vp_stage": chunk} if vpp > 1 else {}),
+            **further,
         ).to(dtype)
         models.append(model)
         offset = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0

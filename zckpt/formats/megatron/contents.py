@@ -162,7 +162,8 @@ def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
         raise UnsupportedCheckpoint(
             f"{folder} has {counted(queries, 'query group')} on {tp} tensor ranks, which hold "
             "copies of keys and values",
-            hint="zckpt reads linear_qkv if every rank has groups of its own",
+            hint="zckpt reads linear_qkv if every rank has groups of its own: load the run in "
+            f"Megatron-Core on at most {counted(queries, 'tensor rank')}, and save it again",
         )
 
 

@@ -182,10 +182,10 @@ class _Reader:
         for key, item in self.table.items.items():
             if item is None or OPTIMIZER.fullmatch(key):
                 continue
-            if without_prefix(key).startswith(("mtp.", "module.")):
+            if without_prefix(key).startswith("module."):
                 raise UnsupportedCheckpoint(
-                    f"{self.folder} has {key}: zckpt reads neither layers of multi-token "
-                    "prediction, nor weights of Megatron-FSDP in such a directory"
+                    f"{self.folder} has {key}: zckpt reads no weights of Megatron-FSDP in such a "
+                    "directory"
                 )
             self.keys[key] = axes_of(key)
             for name, entry in self._parts(key, item, key, "param"):

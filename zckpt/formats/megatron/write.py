@@ -209,7 +209,7 @@ class MegatronWriter:
         if prod(sizes) > len(names):
             raise MissingData(f"the source lacks layers or experts of {key}")
         shapes, dtypes = {entry.shape for entry in weights}, {entry.dtype for entry in weights}
-        if len(shapes) > 1 or len(dtypes) > 1:
+        if len(shapes) > 1 or (slot != "master" and len(dtypes) > 1):  # masters may be widened
             raise UnsupportedCheckpoint(
                 f"layers of {key} have different shapes or types: Megatron-Core's files have one "
                 "tensor for all layers"
