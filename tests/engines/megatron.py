@@ -77,6 +77,8 @@ MANY = {
     "moe_router_load_balancing_type": "none",
 }
 ENDS = {f"account_for_{end}_in_pipeline_split": True for end in ("embedding", "loss")}
+PREDICTION = {"mtp_num_layers": 1}  # multi-token prediction
+MTP = {"tied": False, "positions": "rope", "config": PREDICTION}
 LAYOUT = {"pipeline_model_parallel_layout": "Et|tt|t|tL"}
 RATES = {"decoupled_lr": 0.003, "decoupled_min_lr": 0.0001, "min_lr": 0.001}
 TWO = {"num_distributed_optimizer_instances": 2}
@@ -248,6 +250,12 @@ MATRIX = [
     case("legacy_decoupled", world=2, legacy=True, optimizer=RATES, arguments=RATES),
     case("legacy_layout", world=2, pp=2, vpp=2, sizes=[5, *SIZES[1:]], legacy=True, config=LAYOUT),
     case("legacy_mla_rms_pp2", world=2, pp=2, legacy=True, mla=True, uneven=[1, 3], config=RMS),
+    case("mtp_tp2", world=2, tp=2, **MTP),
+    case("mtp_moe_pp2", world=2, pp=2, moe=True, **MTP),
+    case("legacy_mtp_tp2_pp2", world=4, tp=2, pp=2, legacy=True, **MTP),
+    case("legacy_mtp_ep2", world=2, ep=2, moe=True, legacy=True, **MTP),
+    case("buckets_mtp_pp2", world=2, pp=2, sharding=BUCKETS, **MTP),
+    case("buffers_mtp_ep2", world=2, ep=2, moe=True, sharding=BUFFERS, **MTP),
     case("bridge_tp2", world=2, tp=2, program="bridge"),
     case("bridge_moe_ep2", world=2, ep=2, program="bridge", sharding=BUCKETS, moe=True),
     case("nemo_pp2", world=2, pp=2, program="nemo", sharding=BUFFERS),
@@ -276,8 +284,12 @@ MATRIX = [
     case("buffers_moe_dp2", world=2, sharding=BUFFERS, moe=True, bucket=900),
 ]
 # `verify --gather` refuses optimizers that know parameters by number, frozen ones in flat buffers,
-# latent attention on several tensor ranks, and stages of NeMo, whose number no file states
+# latent attention on several tensor ranks, stages of NeMo, whose number no file states, and layers
+# of multi-token prediction in flat buffers
 WITHOUT_RULE = (
+    "legacy_mtp_tp2_pp2",
+    "buckets_mtp_pp2",
+    "buffers_mtp_ep2",
     "buckets_frozen_dp2",
     "buffers_frozen_layers",
     "legacy_frozen_pp2",
@@ -312,6 +324,9 @@ LEGACY_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("legacy_layout", {}, {"world": 2, "tp": 2, "config": {}}),
     ("frozen_embedding", {"ep": 2}, {"world": 2, "ep": 2}),
     ("buckets_moe_8", {"ep": 1}, {"world": 3, "pp": 3}),
+    ("mtp_tp2", {}, {"world": 2, "pp": 2}),
+    ("mtp_moe_pp2", {"ep": 2}, {"world": 2, "ep": 2}),
+    ("buckets_mtp_pp2", {}, {"world": 2, "tp": 2}),
 ]
 # sources of other releases, loaded by this one
 BETWEEN_RELEASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

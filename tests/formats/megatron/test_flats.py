@@ -15,7 +15,7 @@ import zckpt as package
 from zckpt import errors
 from zckpt.core.fragments import Extent, Fragment, Runs
 from zckpt.formats.megatron.flats import read_bytes
-from zckpt.formats.megatron.order import orders
+from zckpt.formats.megatron.order import expert_of, orders
 from zckpt.formats.megatron.placing import Flat, Local, places
 from zckpt.formats.megatron.stages import Rank, placed
 
@@ -381,3 +381,22 @@ def test_orders_of_specs() -> None:
     assert fused == [names[1], names[0], *names[2:]]
     assert both == [names[1], names[0], names[2], *grouped[3:]]
     assert list(orders(["decoder.layers.0.mamba.weight"])) == []
+
+
+def test_order_of_multi_token_prediction() -> None:
+    layer = "mtp.layers.0.transformer_layer."
+    names = [
+        "embedding.word_embeddings.weight",
+        "decoder.layers.0.input_layernorm.weight",
+        "decoder.final_layernorm.weight",
+        "mtp.layers.0.enorm.weight",
+        "mtp.layers.0.eh_proj.weight",
+        f"{layer}input_layernorm.weight",
+        f"{layer}mlp.experts.local_experts.0.linear_fc1.weight",
+        "mtp.layers.0.final_layernorm.weight",
+        "mtp.layers.1.enorm.weight",
+        "output_layer.weight",
+    ]
+    assert list(orders(reversed(names))) == [names]
+    assert expert_of(names[6]) == 0
+    assert list(orders([*names, "mtp.layers.0.other.weight"])) == []

@@ -42,7 +42,7 @@ from .legacy_ranks import OF_GROUPED, STATES, Rank, ranks_of, strangers, with_ow
 from .legacy_states import local_part, whole_states, without_members
 from .names import NORMS, with_plain_norms
 from .optimizers import EXPERTS, SPREAD
-from .order import LAYER
+from .order import LAYER, is_before, predicts
 from .placing import places, places_of_trained
 from .stages import EMBEDDING, HINT, OUTPUT, Place, require_one
 
@@ -245,7 +245,7 @@ class _LegacyReader:
             dtype, slicing = ranks[0].weights[name].dtype, sliced.slicing
             slices = [rank.file.fragments(rank.weights[name]) for rank in ranks]
             is_copy = name in self.shapes
-            may_be = name == EMBEDDING or name in known
+            may_be = name in known or name == EMBEDDING or (is_before(name) and predicts(shapes))
             if is_copy and (not may_be or self.shapes[name] != sliced.shape):
                 raise InconsistentCheckpoint(
                     f"{self.folder}: two folders have {name}, which only one should have, or in "

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ...core.values import valueclass
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
-from .order import expert_of, is_before, layer_of, orders
+from .order import expert_of, is_before, layer_of, orders, predicts
 from .placing import ALIGNMENT, Flat, Local, ReadBytes, places, places_of_trained
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -53,6 +53,7 @@ def placed(
     """
     last = max(rank.pp for rank in ranks)
     result: list[dict[str, list[Place]]] = [{} for _ in parts]
+    copies = predicts(parts[0])
     for rank in ranks:
         kinds: dict[str, list[Flat]] = {}
         for flat in rank.flats:
@@ -75,7 +76,11 @@ def placed(
             raise InconsistentCheckpoint(
                 f"{where}: no buffer of tensor rank {tp} has {listed(lost, 4)}", hint=HINT
             )
-        twice = [name for name in known if len(known[name]) > 1 and name != EMBEDDING]
+        twice = [
+            name
+            for name in known
+            if len(known[name]) > 1 and name != EMBEDDING and not (is_before(name) and copies)
+        ]
         if twice:
             raise InconsistentCheckpoint(
                 f"{where}: two buffers of tensor rank {tp} have {listed(twice, 4)}", hint=HINT
@@ -130,7 +135,8 @@ def _ways_of_trained(
             names = [
                 name
                 for name in reversed(order)
-                if layer_of(name) is not None or (is_first if is_before(name) else is_last)
+                if layer_of(name) is not None
+                or (is_first or (is_last and predicts(order)) if is_before(name) else is_last)
             ]
             locals_ = [each[name] for name in names]
             for found in places_of_trained(locals_, flat, read):
@@ -160,12 +166,13 @@ def _ranges(
     """The parameters of each range of layers that could fill a buffer, by their sizes."""
     layers: dict[int, list[str]] = {}
     before, behind = [], []
+    has_embedding = is_first or (is_last and predicts(order))
     for name in order:
         layer = layer_of(name)
         if layer is not None:
             layers.setdefault(layer, []).append(name)
         elif is_before(name):
-            before += [name] * is_first
+            before += [name] * has_embedding
         else:
             behind += [name] * is_last
     count = max(layers, default=-1) + 1
