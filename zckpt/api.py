@@ -171,6 +171,7 @@ def reshard(
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     replicas: str | None = None,
+    masters_from_weights: bool = False,
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
     begin: Begin | None = None,
@@ -198,6 +199,7 @@ def reshard(
         step_policy,
         tp_rules=_text(tp_rules),
         replicas=replicas,
+        masters_from_weights=masters_from_weights,
         ranks_apart=tp is None,
         with_slicings=tp is not None and (tp > 1 or options.get("vocab_size") is not None),
     )

@@ -26,7 +26,13 @@ EXPORTING = ["--dtype", "--config", "--max-shard-size", "--tie", "--rename", "--
     ("command", "flags"),
     [
         ("convert", ["--to", *WRITING, "--replicas", "--masters-from-weights", *COPYING, *READING]),
-        ("reshard", ["--checkpoints", *WRITING, "--replicas", *COPYING, *READING]),
+        (
+            "reshard",
+            [
+                *("--checkpoints", *WRITING, "--replicas", "--masters-from-weights"),
+                *(*COPYING, *READING),
+            ],
+        ),
         ("export", ["--to", *EXPORTING, "--replicas", *COPYING, *READING]),
         ("diff", ["--tensors", "--rename", "--family", "--jobs", "--memory", "--single", *READING]),
     ],

@@ -114,7 +114,7 @@ def megatron(rank: int, case: dict[str, Any], given: dict[str, Any], root: Path)
     own = root / case["name"]
     if case["load"]:
         load(Path(case["load"]), [wrapped], steps, (tp, pp), rng_state)
-        record(steps, names, own / f"rank-{rank}.pt")
+        record(steps, names, {}, own / f"rank-{rank}.pt")
         groups = [group for group in steps.param_groups if group["params"]]
         (own / f"groups-{rank}.json").write_text(
             json.dumps([{k: v for k, v in group.items() if k != "params"} for group in groups])
@@ -123,7 +123,7 @@ def megatron(rank: int, case: dict[str, Any], given: dict[str, Any], root: Path)
     for step in range(case["steps"]):
         if step == case["save"]:
             save(case, given, own, wrapped, steps, rng_state, step)
-            record(steps, names, own / f"rank-{rank}.pt")
+            record(steps, names, {}, own / f"rank-{rank}.pt")
         wrapped.zero_grad_buffer()
         steps.zero_grad()
         for group in steps.param_groups:  # as Megatron-LM's scheduler does
@@ -133,7 +133,7 @@ def megatron(rank: int, case: dict[str, Any], given: dict[str, Any], root: Path)
         assert done
     if case["steps"] == case["save"]:
         save(case, given, own, wrapped, steps, rng_state, case["save"])
-        record(steps, names, own / f"rank-{rank}.pt")
+        record(steps, names, {}, own / f"rank-{rank}.pt")
     write_losses(losses, rank, own)
 
 

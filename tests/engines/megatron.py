@@ -22,6 +22,8 @@ VERSION = "0.16.1"  # the last for Python 3.10 and 3.11
 SIZES = [4, 16, 4, 2, 24, 96]  # layers, hidden, heads, query groups, ffn, vocabulary
 ODD = [3, 20, 4, 2, 28, 66]
 WIDE = [2, 16, 4, 4, 32, 96]
+THREE = [3, 24, 6, 3, 20, 102]
+HEADS = [5, 32, 4, 4, 40, 128]  # a group for each
 SLOTS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 USUAL: dict[str, Any] = {
     "world": 1,
@@ -40,6 +42,15 @@ USUAL: dict[str, Any] = {
     "moe": False,
     "mla": False,  # multi-latent attention
     "config": {},  # more values of TransformerConfig
+    "positions": "learned_absolute",
+    "fp16": False,
+    "frozen": None,  # a pattern of names
+    "grid": {},  # more options of initialize_model_parallel
+    "ddp": {},  # more values of DistributedDataParallelConfig
+    "optimizer": {},  # more values of OptimizerConfig
+    "arguments": {},  # more of the command line
+    "saved": None,  # or "parallel", "async", "efficient", "weights" (alone)
+    "tracker": None,  # or "release"
     "distributed": True,
     "sharding": "fully_reshardable",
     "legacy": False,
@@ -56,8 +67,26 @@ def case(name: str, **values: Any) -> dict[str, Any]:
 
 NORMS_OF_HEADS = {"qk_layernorm": True, "add_qkv_bias": True}
 SHARED = {"moe_shared_expert_intermediate_size": 16}
+RMS = {"normalization": "RMSNorm"}
+MANY = {
+    **RMS,
+    "num_moe_experts": 8,
+    "moe_shared_expert_intermediate_size": 12,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "none",
+}
+ENDS = {f"account_for_{end}_in_pipeline_split": True for end in ("embedding", "loss")}
+PREDICTION = {"mtp_num_layers": 1}  # multi-token prediction
+MTP = {"tied": False, "positions": "rope", "config": PREDICTION}
+LAYOUT = {"pipeline_model_parallel_layout": "Et|tt|t|tL"}
+RATES = {"decoupled_lr": 0.003, "decoupled_min_lr": 0.0001, "min_lr": 0.001}
+TWO = {"num_distributed_optimizer_instances": 2}
 BY_LAYER = {"moe_layer_freq": [0, 1, 1, 1]}  # the first layer has no experts
-MODEL = ("program", "sizes", "gated", "tied", "bf16", "moe", "mla", "config", "adam")
+MODEL = (
+    *("program", "sizes", "gated", "tied", "bf16", "fp16", "moe", "mla", "config", "positions"),
+    *("frozen", "adam", "optimizer"),
+)
 """What a run that resumes has as the first one had it."""
 
 READABLE = [
@@ -74,6 +103,8 @@ READABLE = [
     case("pp2_vpp2", world=2, pp=2, vpp=2),
     case("nemo_tp2", world=2, tp=2, program="nemo", tied=False),
     case("buckets_without_padding", world=2, bucket=700),
+    case("moe_8_shared_ep2", world=2, ep=2, moe=True, sizes=THREE, config=MANY),
+    case("rope_dp3", world=3, sizes=THREE, config=RMS, positions="rope", saved="parallel"),
     case("not_distributed_tp2", world=2, tp=2, distributed=False),
     case("not_distributed_fp32", distributed=False, bf16=False, adam="torch"),
 ]
@@ -91,6 +122,9 @@ RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("legacy_dp3", {}, {"world": 2, "tp": 2}),
     ("legacy_moe_ep2_dp4", {"ep": 1}, {"world": 2}),
     ("nemo_tp2", {}, {"world": 2, "pp": 2}),
+    ("moe_8_shared_ep2", {"ep": 1}, {"world": 3, "pp": 3}),
+    ("buckets_fp16_dp2", {}, {"world": 2, "pp": 2}),
+    ("buckets_frozen_dp2", {}, {"world": 2, "tp": 2}),
 ]
 MORE_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dp1", {}, {"world": 4, "tp": 2}),
@@ -119,6 +153,8 @@ MORE_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("legacy_not_distributed_tp2", {}, {"world": 2, "pp": 2, "adam": "fused"}),
 ]
 CORRUPT = case("corrupt", world=3, bucket=700)
+# the last stage has a copy of the embedding, in a bucket of its own
+CORRUPT_COPY = case("corrupt_copy", world=2, pp=2, sizes=[4, 20, 4, 2, 28, 66])
 OLD_VERSION = "0.13.1"  # the last that saves in this way
 SPACE = "fully_sharded_model_space"
 OLD = [
@@ -139,12 +175,15 @@ FLAT = [
     case("buckets_moe_ep2_dp4", world=4, ep=2, sharding=BUCKETS, moe=True),
     case("buffers_moe_ep2", world=2, ep=2, sharding=BUFFERS, moe=True),
     case("buffers_tp2_dp2", world=4, tp=2, sharding=BUFFERS, bucket=700, adam="torch", sizes=ODD),
+    case("buckets_fp16_dp2", world=2, fp16=True, positions="rope", sharding=BUCKETS, bucket=900),
+    case("buckets_frozen_dp2", world=2, sharding=BUCKETS, frozen=r".*self_attention.*"),
 ]
 LEGACY = [
     case("legacy_dp3", world=3, legacy=True, bucket=700, sizes=ODD, tied=False, gated=False),
     case("legacy_tp2_pp2", world=4, tp=2, pp=2, legacy=True),
     case("legacy_not_distributed_tp2", world=2, tp=2, legacy=True, distributed=False, adam="torch"),
     case("legacy_moe_ep2_dp4", world=4, ep=2, legacy=True, moe=True),
+    case("legacy_frozen_pp2", world=2, pp=2, legacy=True, frozen=r"embed.*|.*layers\.[02]\..*"),
 ]
 FSDP = case("fsdp_tp2_dp2", world=4, tp=2, fsdp="optim_grads_params", sizes=ODD, tied=False)
 MORE_FSDP = [
@@ -196,6 +235,27 @@ MATRIX = [
     case("legacy_layers_differ", world=4, ep=2, pp=2, legacy=True, moe=True, config=BY_LAYER),
     case("legacy_not_distributed_fp32", legacy=True, distributed=False, bf16=False),
     case("legacy_not_distributed_pp2", world=2, pp=2, legacy=True, distributed=False),
+    case("async_tp2", world=2, tp=2, saved="async"),
+    case("efficient_dp3", world=3, saved="efficient", tied=False),
+    case("release_dp2", world=2, tracker="release"),
+    case("fp16_dp3", world=3, fp16=True, sizes=THREE, gated=False),
+    case("decoupled_dp2", world=2, tied=False, optimizer=RATES, arguments=RATES),
+    case("instances_dp4", world=4, ddp=TWO, grid=TWO),
+    case("cp2_tp2", world=4, tp=2, grid={"context_parallel_size": 2}),
+    case("moe_layers_differ_etp1", world=2, tp=2, ep=2, etp=1, moe=True, config=BY_LAYER),
+    case("biases_tp2_pp2", world=4, tp=2, pp=2, sizes=HEADS, uneven=[2, 3], gated=False),
+    case("frozen_embedding", world=2, moe=True, tied=False, frozen="embed.*|.*router.*"),
+    case("moe_not_distributed_ep2", world=2, ep=2, moe=True, distributed=False, prefix=True),
+    case("legacy_fp16_dp2", world=2, fp16=True, legacy=True, sizes=THREE, positions="rope"),
+    case("legacy_decoupled", world=2, legacy=True, optimizer=RATES, arguments=RATES),
+    case("legacy_layout", world=2, pp=2, vpp=2, sizes=[5, *SIZES[1:]], legacy=True, config=LAYOUT),
+    case("legacy_mla_rms_pp2", world=2, pp=2, legacy=True, mla=True, uneven=[1, 3], config=RMS),
+    case("mtp_tp2", world=2, tp=2, **MTP),
+    case("mtp_moe_pp2", world=2, pp=2, moe=True, **MTP),
+    case("legacy_mtp_tp2_pp2", world=4, tp=2, pp=2, legacy=True, **MTP),
+    case("legacy_mtp_ep2", world=2, ep=2, moe=True, legacy=True, **MTP),
+    case("buckets_mtp_pp2", world=2, pp=2, sharding=BUCKETS, **MTP),
+    case("buffers_mtp_ep2", world=2, ep=2, moe=True, sharding=BUFFERS, **MTP),
     case("bridge_tp2", world=2, tp=2, program="bridge"),
     case("bridge_moe_ep2", world=2, ep=2, program="bridge", sharding=BUCKETS, moe=True),
     case("nemo_pp2", world=2, pp=2, program="nemo", sharding=BUFFERS),
@@ -212,18 +272,30 @@ MATRIX = [
     case("buckets_shared_experts", world=2, ep=2, sharding=BUCKETS, moe=True, config=SHARED),
     case("buckets_layers_differ", world=2, pp=2, sharding=BUCKETS, moe=True, config=BY_LAYER),
     case("buckets_uneven_pp2", world=2, pp=2, uneven=[1, 3], sharding=BUCKETS),
+    case("buckets_ends_pp3", world=3, pp=3, config=ENDS, arguments=ENDS, sharding=BUCKETS),
+    case("buckets_instances", world=4, ddp=TWO, grid=TWO, sharding=BUCKETS, bucket=700),
+    case("buckets_moe_8", world=4, ep=2, moe=True, sizes=THREE, config=MANY, sharding=BUCKETS),
+    case("buckets_biases", world=4, tp=2, pp=2, sizes=HEADS, uneven=[2, 3], sharding=BUCKETS),
+    case("buffers_frozen_layers", world=2, sharding=BUFFERS, frozen=r".*layers\.[01]\..*"),
+    case("buffers_fp16_ep2", world=2, ep=2, moe=True, fp16=True, sharding=BUFFERS),
     case("buffers_dp3", world=3, sharding=BUFFERS, bucket=700, sizes=[3, 20, 4, 2, 28, 61]),
     case("buffers_tp2_pp2", world=4, tp=2, pp=2, sharding=BUFFERS, bf16=False),
     case("buffers_pp2_vpp2", world=2, pp=2, vpp=2, sharding=BUFFERS, bf16=False),
     case("buffers_moe_dp2", world=2, sharding=BUFFERS, moe=True, bucket=900),
 ]
-# `verify --gather` refuses optimizers that know parameters by number, stages of other lengths,
-# latent attention on several tensor ranks, and stages of NeMo, whose number no file states
+# `verify --gather` refuses optimizers that know parameters by number, frozen ones in flat buffers,
+# latent attention on several tensor ranks, stages of NeMo, whose number no file states, and layers
+# of multi-token prediction in flat buffers
 WITHOUT_RULE = (
+    "legacy_mtp_tp2_pp2",
+    "buckets_mtp_pp2",
+    "buffers_mtp_ep2",
+    "buckets_frozen_dp2",
+    "buffers_frozen_layers",
+    "legacy_frozen_pp2",
     "legacy_mla_tp2",
     "nemo_pp2",
     "legacy_moe_not_distributed",
-    "buckets_uneven_pp2",
     "legacy_not_distributed_tp2",
     "legacy_not_distributed_fp32",
     "legacy_not_distributed_pp2",
@@ -246,6 +318,15 @@ LEGACY_RESUMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("legacy_shared_experts", {"ep": 1}, {"world": 2, "tp": 2}),
     ("legacy_layers_differ", {"ep": 1}, {"world": 2, "tp": 2}),
     ("buckets_layers_differ", {"ep": 2}, {"world": 4, "ep": 2, "pp": 2}),
+    ("release_dp2", {}, {"world": 2, "tp": 2}),
+    ("fp16_dp3", {}, {"world": 3, "pp": 3}),
+    ("decoupled_dp2", {}, {"world": 2, "tp": 2}),
+    ("legacy_layout", {}, {"world": 2, "tp": 2, "config": {}}),
+    ("frozen_embedding", {"ep": 2}, {"world": 2, "ep": 2}),
+    ("buckets_moe_8", {"ep": 1}, {"world": 3, "pp": 3}),
+    ("mtp_tp2", {}, {"world": 2, "pp": 2}),
+    ("mtp_moe_pp2", {"ep": 2}, {"world": 2, "ep": 2}),
+    ("buckets_mtp_pp2", {}, {"world": 2, "tp": 2}),
 ]
 # sources of other releases, loaded by this one
 BETWEEN_RELEASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -289,7 +370,8 @@ def name_of(resumed: tuple[str, dict[str, Any], dict[str, Any]]) -> str:
 def loading(resumed: tuple[str, dict[str, Any], dict[str, Any]], path: Path) -> dict[str, Any]:
     """The case of a run that loads `path`, which was written from the source: the same model."""
     source, _, run = resumed
-    like = next(case for case in [*TRAINED, *MATRIX, *OLD, *NEW] if case["name"] == source)
+    every = [*TRAINED, CORRUPT, *MATRIX, *OLD, *NEW]
+    like = next(case for case in every if case["name"] == source)
     model = {key: like[key] for key in MODEL}
     return case(name_of(resumed), **{**model, **run, "load": str(path)})
 
@@ -362,7 +444,7 @@ def expected(folder: Path, when: str = "rank") -> tuple[dict[str, torch.Tensor],
             known = weights.setdefault(rank, part["weight"])
             assert torch.equal(known, part["weight"]), f"copies of {part['name']} differ"
         for key, values in part["tensors"].items():
-            ranks = locals_.setdefault((part["name"], SLOTS[key]), {})
+            ranks = locals_.setdefault((part["name"], SLOTS.get(key, key)), {})
             whole = ranks.setdefault(rank, torch.full(part["shape"], torch.nan))
             own = whole.view(-1)[part["start"] : part["start"] + values.numel()]
             assert torch.equal(own[~own.isnan()], values[~own.isnan()]), f"{part['name']}: {key}"
@@ -374,4 +456,4 @@ def expected(folder: Path, when: str = "rank") -> tuple[dict[str, torch.Tensor],
             halves = [piece.chunk(2, axis) for piece in pieces]
             pieces = [half[side] for side in (0, 1) for half in halves]
         tensors[f"{name}/{slot}"] = torch.cat(pieces, axis) if len(pieces) > 1 else pieces[0]
-    return tensors, {float(part["step"]) for part in parts}
+    return tensors, {float(part["step"]) for part in parts if part["step"] is not None}

@@ -26,6 +26,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import sys
 import traceback
 import zlib
@@ -39,6 +40,7 @@ import torch
 STEPS = 3
 EXPERTS, POSITIONS = 4, 32
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+ARGUMENTS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
@@ -122,7 +124,7 @@ def global_name(name: str, layer_offset: int, expert_offset: int) -> str:
     """The name that a parameter has in a model without ranks."""
     parts = name.split(".")
     for place, part in enumerate(parts[:-1]):
-        if part == "layers":
+        if part == "layers" and parts[place - 1] == "decoder":
             parts[place + 1] = str(int(parts[place + 1]) + layer_offset)
         if part == "local_experts":
             parts[place + 1] = str(int(parts[place + 1]) + expert_offset)
@@ -130,7 +132,7 @@ def global_name(name: str, layer_offset: int, expert_offset: int) -> str:
 
 
 def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> None:
-    from megatron.core import dist_checkpointing, optimizer, parallel_state, tensor_parallel
+    from megatron.core import optimizer, parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -140,6 +142,7 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import (
@@ -157,7 +160,13 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
     chunked = {"virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}
     etp = {"expert_tensor_parallel_size": case["etp"]} if case["etp"] else {}
     parallel_state.initialize_model_parallel(
-        tp, pp, expert_model_parallel_size=ep, create_gloo_process_groups=True, **chunked, **etp
+        tp,
+        pp,
+        expert_model_parallel_size=ep,
+        create_gloo_process_groups=True,
+        **chunked,
+        **etp,
+        **case["grid"],
     )
     tensor_parallel.random.get_cuda_rng_tracker().fork = lambda *_, **__: contextlib.nullcontext()
     if case["adam"] == "fused":
@@ -166,53 +175,73 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         optimizer.distrib_optimizer.HAVE_APEX_OR_TE = True
         optimizer.distrib_optimizer.USING_APEX_OPTIMIZER = True
     dtype = torch.bfloat16 if case["bf16"] else torch.float32
+    dtype = torch.float16 if case["fp16"] else dtype
     moe = {"num_moe_experts": EXPERTS, "moe_router_topk": 2} if case["moe"] else {}
     ends = dict(zip(UNEVEN, case["uneven"], strict=True)) if case["uneven"] else {}
     multi_latent_attention.TELinear = _Nothing  # without Transformer Engine it is None
     latent = dict.fromkeys(LATENT, 8) if case["mla"] else {}
-    config = (MLATransformerConfig if latent else TransformerConfig)(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=queries,
-        ffn_hidden_size=ffn,
-        gated_linear_unit=case["gated"],
-        activation_func=torch.nn.functional.silu if case["gated"] else torch.nn.functional.gelu,
-        add_bias_linear=not case["gated"],
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        expert_model_parallel_size=ep,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=case["bf16"],
-        use_cpu_initialization=True,
-        perform_initialization=True,  # it also marks the axis that ranks cut
+    options = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": queries,
+        "ffn_hidden_size": ffn,
+        "gated_linear_unit": case["gated"],
+        "activation_func": torch.nn.functional.silu if case["gated"] else torch.nn.functional.gelu,
+        "add_bias_linear": not case["gated"],
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": ep,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": case["bf16"] and not case["fp16"],
+        "fp16": case["fp16"],
+        "use_cpu_initialization": True,
+        "perform_initialization": True,  # it also marks the axis that ranks cut
         **moe,
         **chunked,
         **etp,
         **ends,
         **latent,
         **case["config"],
-    )
+    }
+    if case["grid"].get("context_parallel_size"):
+        options["context_parallel_size"] = case["grid"]["context_parallel_size"]
+    if layout := options.get("pipeline_model_parallel_layout"):
+        from megatron.core.transformer.pipeline_parallel_layer_layout import (
+            PipelineParallelLayerLayout,
+        )
+
+        options["pipeline_model_parallel_layout"] = PipelineParallelLayerLayout.from_str(layout, pp)
+    config = (MLATransformerConfig if latent else TransformerConfig)(**options)
+    expert_count = config.num_moe_experts or EXPERTS
     spec = get_gpt_layer_local_spec(
-        EXPERTS if moe else None,
-        False,
+        config.num_moe_experts,
+        config.moe_grouped_gemm,
         qk_layernorm=case["mla"] or case["config"].get("qk_layernorm", False),
         multi_latent_attention=case["mla"],
+        normalization=config.normalization,
     )
     by_layer = "moe_layer_freq" in case["config"]
-    for layer in getattr(spec.submodules, "layer_specs", [spec]) if latent else ():
+    without_core = latent or config.context_parallel_size > 1
+    for layer in getattr(spec.submodules, "layer_specs", [spec]) if without_core else ():
         # that of the local spec is not for it, and has no parameters
         layer.submodules.self_attention.submodules.core_attention = IdentityOp
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    experts = parallel_state.get_expert_model_parallel_rank() * (EXPERTS // ep)
+    experts = parallel_state.get_expert_model_parallel_rank() * (expert_count // ep)
     names = {}
+    others = {}  # frozen weights, and buffers
     models = []
     for chunk in range(vpp):
         if by_layer:
             stage_of = {"vp_stage": chunk} if vpp > 1 else {}
-            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **stage_of)
+            spec = get_gpt_decoder_block_spec(
+                config, use_transformer_engine=False, normalization=config.normalization, **stage_of
+            )
+        further = {}
+        if config.mtp_num_layers:
+            further["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, False)
         model = GPTModel(
             config,
             spec,
@@ -221,9 +250,10 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
             pre_process=(stage, chunk) == (0, 0),
             post_process=(stage, chunk) == (pp - 1, vpp - 1),
             share_embeddings_and_output_weights=case["tied"],
-            position_embedding_type="learned_absolute",
+            position_embedding_type=case["positions"],
             parallel_output=True,
             **({"vp_stage": chunk} if vpp > 1 else {}),
+            **further,
         ).to(dtype)
         models.append(model)
         offset = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
@@ -231,16 +261,30 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
             whole = global_name(name, offset, experts)
             if case["tied"] and whole == "output_layer.weight":
                 whole = "embedding.word_embeddings.weight"
-            names[parameter] = whole
+            if case["frozen"] and re.fullmatch(case["frozen"], whole):
+                parameter.requires_grad = False
+                others[parameter] = whole
+            else:
+                names[parameter] = whole
             salt = slice_of(parameter)
             salt += 10_000 if case["load"] else 0  # nothing is right before it is loaded
             parameter.data.copy_(drawn(whole, salt, parameter.shape) / 4)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                whole = global_name(name, offset, experts)
+                others[buffer] = whole
+                buffer.copy_(drawn(whole, 10_000 if case["load"] else 0, buffer.shape))
     buckets = {"overlap_grad_reduce": True, "bucket_size": case["bucket"]} if case["bucket"] else {}
     wrapped = [
         DistributedDataParallel(
             config,
             DistributedDataParallelConfig(
-                use_distributed_optimizer=case["distributed"], grad_reduce_in_fp32=True, **buckets
+                **{
+                    "use_distributed_optimizer": case["distributed"],
+                    "grad_reduce_in_fp32": True,
+                    **buckets,
+                    **case["ddp"],
+                }
             ),
             model,
             disable_bucketing=chunk > 0,
@@ -249,13 +293,18 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
     ]
     steps = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam",
-            lr=0.01,
-            weight_decay=0.1,
-            bf16=case["bf16"],
-            params_dtype=dtype,
-            use_distributed_optimizer=case["distributed"],
-            clip_grad=0.0,
+            **{
+                "optimizer": "adam",
+                "lr": 0.01,
+                "weight_decay": 0.1,
+                "bf16": case["bf16"] and not case["fp16"],
+                "fp16": case["fp16"],
+                "initial_loss_scale": 4.0,
+                "params_dtype": dtype,
+                "use_distributed_optimizer": case["distributed"],
+                "clip_grad": 0.0,
+                **case["optimizer"],
+            }
         ),
         wrapped,
     )
@@ -269,9 +318,9 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
     own = root / case["name"]
     if case["load"]:
         load(Path(case["load"]), wrapped, steps, (tp, pp), rng_state)
-        record(steps, names, own / f"rank-{rank}.pt")
+        record(steps, names, others, own / f"rank-{rank}.pt")
         update_by_weights(steps, names)
-        record(steps, names, own / f"next-{rank}.pt")
+        record(steps, names, others, own / f"next-{rank}.pt")
         torch.distributed.barrier()
         return
     for step in range(STEPS):
@@ -282,13 +331,15 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         done, _, _ = steps.step()
         assert done
     of_nemo = case["program"] == "nemo"
-    folder = root / case["name"] / ("weights" if of_nemo else f"iter_{STEPS:07d}")
+    folder = (
+        root / case["name"] / ("weights" if of_nemo else case["tracker"] or f"iter_{STEPS:07d}")
+    )
     if rank == 0:
         folder.mkdir(parents=True)
     torch.distributed.barrier()
     content = {
         "distrib_optim_sharding_type": case["sharding"],
-        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "distrib_optim_fully_reshardable_mem_efficient": case["saved"] == "efficient",
         "chained_optim_avoid_prefix": not case["prefix"],
         "singleton_local_shards": False,
     }
@@ -300,7 +351,7 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=case["etp"] or tp,
             world_size=world,
-            data_parallel_size=world // tp // pp,
+            data_parallel_size=world // tp // pp // config.context_parallel_size,
             swiglu=case["gated"],
             use_distributed_optimizer=case["distributed"],
             num_query_groups=queries,
@@ -312,7 +363,9 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
             overlap_grad_reduce=case["bucket"] is not None,
             ddp_bucket_size=case["bucket"],
             moe_layer_freq=case["config"].get("moe_layer_freq", 1),
+            **dict(zip(ARGUMENTS, case["uneven"] or (), strict=False)),
             **latent,
+            **case["arguments"],
         ),
         "checkpoint_version": 3.0,
         "iteration": STEPS,
@@ -322,18 +375,41 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         "optimizer": steps.sharded_state_dict(saved, metadata=content),
         "rng_state": rng_state,
     }
+    if case["saved"] == "weights":
+        del state["optimizer"], state["opt_param_scheduler"]
     if case["program"] is not None:
         state = as_program(case, state, own if rank == 0 else None)
     if case["legacy"]:
         save_legacy(folder, state, wrapped, steps)
     else:
-        dist_checkpointing.save(state, str(folder), content_metadata=content)
-    record(steps, names, own / f"rank-{rank}.pt")
+        save(case, state, folder, content)
+    record(steps, names, others, own / f"rank-{rank}.pt")
     if rank == 0 and not of_nemo:
-        (own / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+        (own / "latest_checkpointed_iteration.txt").write_text(case["tracker"] or str(STEPS))
     update_by_weights(steps, names)
-    record(steps, names, own / f"next-{rank}.pt")
+    record(steps, names, others, own / f"next-{rank}.pt")
     torch.distributed.barrier()
+
+
+def save(case: dict[str, Any], state: dict[str, Any], folder: Path, content: Any) -> None:
+    """Saves as Megatron-LM does: in turn, or with --ckpt-fully-parallel-save or --async-save."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelSaveStrategyWrapper,
+    )
+
+    options: dict[str, Any] = {"content_metadata": content}
+    if case["saved"] == "parallel":
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        options["sharded_strategy"] = FullyParallelSaveStrategyWrapper(
+            get_default_save_sharded_strategy(), group, True
+        )
+    if case["saved"] == "async":
+        options["async_sharded_save"] = True
+    request = dist_checkpointing.save(state, str(folder), **options)
+    if request is not None:
+        request.execute_sync()
 
 
 def slice_of(parameter: Any) -> int:
@@ -443,8 +519,8 @@ def load(run: Path, wrapped: list[Any], steps: Any, sizes: tuple[int, int], rng_
     folder = str(run / "weights")
     of_nemo = Path(folder).exists()
     if not of_nemo:
-        number = int((run / "latest_checkpointed_iteration.txt").read_text())
-        folder = str(run / f"iter_{number:07d}")
+        word = (run / "latest_checkpointed_iteration.txt").read_text()
+        folder = str(run / (f"iter_{int(word):07d}" if word.isdecimal() else word))
     if not Path(folder, "metadata.json").exists():
         load_legacy(Path(folder), wrapped, steps)
         return
@@ -496,9 +572,24 @@ def update_by_weights(steps: Any, names: dict[Any, str]) -> None:
     assert done
 
 
-def record(steps: Any, names: dict[Any, str], file: Path) -> None:
-    """Writes what the optimizer of this rank holds: parts of local tensors by global name."""
-    parts = []
+def record(steps: Any, names: dict[Any, str], others: dict[Any, str], file: Path) -> None:
+    """Writes what the optimizer of this rank holds: parts of local tensors by global name.
+
+    `others` are frozen weights and buffers, which the optimizer does not have.
+    """
+    parts = [
+        {
+            "name": name,
+            "shape": tuple(tensor.shape),
+            "weight": tensor.detach().clone(),
+            "start": 0,
+            "axis": axis_of(tensor),
+            "tp_rank": slice_of(tensor),
+            "step": None,
+            "tensors": {},
+        }
+        for tensor, name in others.items()
+    ]
     for each in getattr(steps, "chained_optimizers", [steps]):
         for parameter, start, tensors, step in held_by(each, names):
             parts.append(
@@ -507,15 +598,19 @@ def record(steps: Any, names: dict[Any, str], file: Path) -> None:
                     "shape": tuple(parameter.shape),
                     "weight": parameter.detach().clone(),
                     "start": start,
-                    "axis": getattr(parameter, "partition_dim", -1)
-                    if getattr(parameter, "tensor_model_parallel", False)
-                    else -1,
+                    "axis": axis_of(parameter),
                     "tp_rank": slice_of(parameter),
                     "step": step,
                     "tensors": {key: value.detach().clone() for key, value in tensors.items()},
                 }
             )
     torch.save(parts, file)
+
+
+def axis_of(parameter: Any) -> int:
+    """The axis that tensor ranks cut; -1 if each has all elements."""
+    cut = getattr(parameter, "tensor_model_parallel", False)
+    return int(getattr(parameter, "partition_dim", -1)) if cut else -1
 
 
 def held_by(each: Any, names: dict[Any, str]) -> Iterator[tuple[Any, int, dict[str, Any], Any]]:

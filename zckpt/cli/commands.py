@@ -119,6 +119,7 @@ def convert(**words: Any) -> None:
 )
 @writing
 @replicas
+@masters_from_weights
 @copying
 @common
 def reshard(**words: Any) -> None:

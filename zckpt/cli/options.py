@@ -104,7 +104,7 @@ masters_from_weights = grouped(
     help="Where fp32 masters of Megatron-Core do not round to their weights: widen the weights, "
     "and leave out the optimizer states beside such masters.",
 )
-"""For `convert`."""
+"""For `convert` and `reshard`."""
 _quiet = grouped("Output", "-q", "--quiet", is_flag=True, help="Print no progress and no warnings.")
 as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print one JSON document.")
 

@@ -65,6 +65,16 @@ def _check_ep(ep: int) -> None:
         raise WrongOption(f"--ep cannot be {ep}", hint="give a number of ranks, at least 1")
 
 
+def _check_tp(tp: int) -> None:
+    if tp < 1:
+        raise WrongOption(f"--tp cannot be {tp}", hint="give a number of ranks, at least 1")
+
+
+def _check_vocab_size(size: int) -> None:
+    if size < 1:
+        raise WrongOption(f"--vocab-size cannot be {size}", hint="give a number of rows")
+
+
 def _by_group(given: GroupDefaults) -> dict[Any, Any]:
     """`given` as a dictionary; the keys of a list are the groups' numbers."""
     return dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
@@ -110,6 +120,28 @@ EP: Option[int | None] = Option(
     check=_check_ep,
     rare=True,
     reason="whole experts are written",
+)
+TP: Option[int | None] = Option(
+    "tp",
+    "--tp",
+    None,
+    "Number of tensor-parallel ranks",
+    kind="integer",
+    usual="the source's",
+    check=_check_tp,
+    rare=True,
+    reason="whole tensors are written",
+)
+VOCAB_SIZE: Option[int | None] = Option(
+    "vocab_size",
+    "--vocab-size",
+    None,
+    "Rows of the vocabulary that have a meaning; --tp rounds up to a multiple of the ranks",
+    kind="integer",
+    usual="as the source states",
+    check=_check_vocab_size,
+    rare=True,
+    reason="whole tensors are written",
 )
 LIKE: Option[str | None] = Option(
     "like",
@@ -219,6 +251,8 @@ class Keywords(TypedDict, total=False):
 
     dp: int | None
     ep: int | None
+    tp: int | None
+    vocab_size: int | None
     weights_only: bool
     dtype: str | None
     dialect: str | None

@@ -27,7 +27,7 @@ Resumed = tuple[str, dict[str, Any], dict[str, Any]]
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("megatron")
-    megatron.train([*megatron.TRAINED, megatron.CORRUPT], root)
+    megatron.train([*megatron.TRAINED, megatron.CORRUPT, megatron.CORRUPT_COPY], root)
     return root
 
 
@@ -88,6 +88,47 @@ def test_corruption_is_found(runs: Path, tmp_path: Path, zckpt: Callable[..., An
     weights = load_file(target / "model.safetensors")
     assert all(_same(expected[f"{name}/param"], tensor) for name, tensor in weights.items())
     assert len(weights) == 36
+
+
+@pytest.mark.engines
+def test_corruption_without_overlap_is_found(
+    runs: Path, tmp_path: Path, zckpt: Callable[..., Any]
+) -> None:
+    """One copy of a tied embedding suffices: its bucket has padding at its end."""
+    ended = zckpt("verify", runs / "corrupt_copy", "--json")
+    assert ended.code == 3
+    wrong = {item["tensor"].rpartition("/")[0] for item in ended.document["differences"]}
+    of_stage = {
+        name
+        for name in package.read(runs / "corrupt_copy").parameters
+        if name.startswith(("decoder.layers.2.", "decoder.layers.3.", "decoder.final"))
+    }
+    assert wrong <= of_stage
+    assert len(wrong) > len(of_stage) // 2
+    assert zckpt("reshard", runs / "corrupt_copy", tmp_path / "target").code == 1
+
+
+@pytest.mark.engines
+def test_rebuilt_masters_resume(runs: Path, tmp_path: Path) -> None:
+    """Megatron-Core loads widened weights for masters, and zeros for the moments beside them."""
+    package.reshard(runs / "corrupt", tmp_path / "new", masters_from_weights=True)
+    resumed: Resumed = ("corrupt", {}, {"world": 2})
+    (tmp_path / "loaded").mkdir()
+    megatron.train([megatron.loading(resumed, tmp_path / "new")], tmp_path / "loaded")
+    before, _ = megatron.expected(runs / "corrupt")
+    after, steps = megatron.expected(tmp_path / "loaded" / megatron.name_of(resumed))
+    assert steps == {3}
+    assert after.keys() == before.keys()
+    names = [key.rpartition("/")[0] for key in before if key.endswith("/param")]
+    lost = [name for name in names if after[f"{name}/exp_avg"].eq(0).all()]
+    assert len(lost) == 34
+    for name in names:
+        if name in lost:
+            assert torch.equal(after[f"{name}/master"], before[f"{name}/param"].float())
+            assert after[f"{name}/exp_avg_sq"].eq(0).all()
+        else:
+            keys = [key for key in before if key.startswith(f"{name}/")]
+            assert [key for key in keys if not _same(before[key], after[key])] == []
 
 
 @pytest.mark.engines

@@ -15,7 +15,7 @@ import zckpt as package
 from zckpt import errors
 from zckpt.core.fragments import Extent, Fragment, Runs
 from zckpt.formats.megatron.flats import read_bytes
-from zckpt.formats.megatron.order import orders
+from zckpt.formats.megatron.order import expert_of, orders
 from zckpt.formats.megatron.placing import Flat, Local, places
 from zckpt.formats.megatron.stages import Rank, placed
 
@@ -330,6 +330,42 @@ def test_layers_of_stages(tmp_path: Path, equal: bool) -> None:
     }
 
 
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_frozen_parameters(tmp_path: Path, coalesced: bool) -> None:
+    """Two stages have two layers each, without the frozen ones 1 and 2."""
+    written = Written(tmp_path / "file")
+    tensors = [torch.randn(80) for _ in range(5)]
+    names = [*_layers(4), "decoder.final_layernorm.weight"]
+    parts = {name: written.local(name, t) for name, t in zip(names, tensors, strict=True)}
+    first = written.flat(_buffer(tensors[:1]), coalesced=coalesced)
+    last = written.flat(_buffer([tensors[4], tensors[3]]), coalesced=coalesced)
+    ranks = [Rank(0, stage, (flat,)) for stage, flat in enumerate([first, last])]
+    (found,) = placed(ranks, [parts], read_bytes, "run")
+    assert found == {
+        names[0]: [(first, (0, 0))],
+        names[4]: [(last, (0, 0))],
+        names[3]: [(last, (0, 128))],
+    }
+
+
+def test_frozen_parameters_that_bytes_do_not_tell(tmp_path: Path) -> None:
+    """One of three equal layers is frozen: which one is not known."""
+    written = Written(tmp_path / "file")
+    parts = {name: written.local(name, torch.ones(80)) for name in _layers(3)}
+    ranks = [Rank(0, 0, (written.flat(_buffer([torch.ones(80)] * 2)),))]
+    with pytest.raises(errors.UnsupportedCheckpoint, match="in several ways"):
+        placed(ranks, [parts], read_bytes, "run")
+
+
+def test_a_changed_weight_is_not_frozen(tmp_path: Path) -> None:
+    written = Written(tmp_path / "file")
+    tensors = [torch.randn(80) for _ in range(3)]
+    parts = {name: written.local(name, t) for name, t in zip(_layers(3), tensors, strict=True)}
+    flat = written.flat(_buffer([tensors[2], torch.randn(80), tensors[0]]))
+    with pytest.raises(errors.UnsupportedCheckpoint, match="no range of layers fill"):
+        placed([Rank(0, 0, (flat,))], [parts], read_bytes, "run")
+
+
 def test_orders_of_specs() -> None:
     names = [
         "decoder.layers.0.input_layernorm.weight",
@@ -345,3 +381,22 @@ def test_orders_of_specs() -> None:
     assert fused == [names[1], names[0], *names[2:]]
     assert both == [names[1], names[0], names[2], *grouped[3:]]
     assert list(orders(["decoder.layers.0.mamba.weight"])) == []
+
+
+def test_order_of_multi_token_prediction() -> None:
+    layer = "mtp.layers.0.transformer_layer."
+    names = [
+        "embedding.word_embeddings.weight",
+        "decoder.layers.0.input_layernorm.weight",
+        "decoder.final_layernorm.weight",
+        "mtp.layers.0.enorm.weight",
+        "mtp.layers.0.eh_proj.weight",
+        f"{layer}input_layernorm.weight",
+        f"{layer}mlp.experts.local_experts.0.linear_fc1.weight",
+        "mtp.layers.0.final_layernorm.weight",
+        "mtp.layers.1.enorm.weight",
+        "output_layer.weight",
+    ]
+    assert list(orders(reversed(names))) == [names]
+    assert expert_of(names[6]) == 0
+    assert list(orders([*names, "mtp.layers.0.other.weight"])) == []

@@ -233,10 +233,6 @@ class TestRefusals:
             error = self.refused(other, wrong, tmp_path / "new")
             assert str(error) == f"--like {wrong} is no checkpoint of Megatron-Core"
 
-    def test_group_defaults_of_megatrons_own(self, tmp_path: Path) -> None:
-        with pytest.raises(errors.WrongOption, match="--group-defaults"):
-            package.convert(SOURCE, tmp_path / "new", to="megatron", group_defaults={"eps": 1})
-
     def test_weights_without_a_run(self, tmp_path: Path) -> None:
         (tmp_path / "model").mkdir()
         save_file({"a": torch.ones(3)}, tmp_path / "model" / "model.safetensors")

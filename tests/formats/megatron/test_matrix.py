@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import zckpt as package
 
 from ...engines import megatron
 from .test_engines import Resumed, assert_resumed, compare, resume
@@ -97,6 +100,25 @@ def test_runs_of_other_releases_resume(every_run: Path, between: Path, resumed: 
 def by_new(every_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("resumed")
     return resume(megatron.LOADED_BY_NEW, every_run, root, megatron.NEW_VERSION)
+
+
+def test_groups_of_another_rate(every_run: Path, tmp_path: Path) -> None:
+    """0.19 finds groups by their rates too: it needs those of the run."""
+    run = {"world": 1, "optimizer": {"lr": 0.02, "min_lr": 0.001}}
+    resumed: Resumed = ("new_dp3", {}, run)
+    for name, given in (("plain", {}), ("given", {"max_lr": 0.02, "min_lr": 0.001})):
+        target = tmp_path / name
+        package.reshard(every_run / "new_dp3", target, group_defaults=given)
+        (tmp_path / f"{name}-loaded").mkdir()
+        case = {**megatron.loading(resumed, target), "name": name}
+        if not given:
+            with pytest.raises(AssertionError, match="KeyError"):
+                megatron.train([case], tmp_path / f"{name}-loaded", megatron.NEW_VERSION)
+            continue
+        megatron.train([case], tmp_path / f"{name}-loaded", megatron.NEW_VERSION)
+        before, _ = megatron.expected(every_run / "new_dp3")
+        after, _ = megatron.expected(tmp_path / f"{name}-loaded" / name)
+        assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 @pytest.mark.parametrize("resumed", megatron.LOADED_BY_NEW, ids=megatron.name_of)

@@ -84,6 +84,22 @@ def test_tags(run: Path) -> None:
         package.read(run)
 
 
+def test_the_latest_is_not_there(run: Path) -> None:
+    """Another iteration is not taken for the one that the tracker file names."""
+    shutil.copytree(run / ITERATION, run / "iter_0000007")
+    tracker = run / "latest_checkpointed_iteration.txt"
+    for word in ("9", "../elsewhere"):
+        tracker.write_text(word)
+        with pytest.raises(errors.NotACheckpoint, match=r"no such checkpoint") as caught:
+            package.read(run)
+        assert "--tag" in (caught.value.hint or "")
+    tracker.write_text("7")
+    (run / "iter_0000007" / "metadata.json").unlink()
+    with pytest.raises(errors.IncompleteCheckpoint, match="iter_0000007"):
+        package.read(run)
+    assert package.read(run, tag=ITERATION).root.endswith(ITERATION)
+
+
 def _copied(folder: Path, target: Path, **changes: torch.Tensor) -> Manifest:
     """The same items written by torch itself, as 0.19 keeps the common state: as an item."""
     from zckpt.files.dcpfile import read_table
@@ -137,6 +153,27 @@ def test_wrong_masters_are_named(run: Path, tmp_path: Path, zckpt: Callable[...,
     assert manifest.parameters[lost].step == 3
     ended = zckpt("convert", tmp_path / "rebuilt", tmp_path / "other", option, "--json")
     assert ended.document["error"] == "WrongOption"
+    _assert_resumable(zckpt, tmp_path / "new", tmp_path / "again", option)
+    _assert_resumable(zckpt, tmp_path / "rebuilt", tmp_path / "later")
+
+
+def _assert_resumable(zckpt: Callable[..., Any], source: Path, target: Path, *option: str) -> None:
+    """Megatron-Core gets masters that are the widened weights, and zeros for moments."""
+    ended = zckpt("reshard", source, target, *option, "--json")
+    assert ended.code == 0, ended.err
+    lost = "decoder.layers.0.mlp.linear_fc2.weight"
+    assert any("are zeros" in line for line in ended.document["warnings"])
+    state = {
+        slot: package.load(target, f"{lost}/{slot}")
+        for slot in ("param", "master", "exp_avg", "exp_avg_sq")
+    }
+    assert state["param"].ne(0).any()
+    assert torch.equal(state["master"], state["param"].float())
+    assert state["exp_avg"].eq(0).all()
+    assert state["exp_avg_sq"].eq(0).all()
+    kept = package.read(target).parameters["decoder.layers.0.mlp.linear_fc1.weight"]
+    assert kept.step == 3
+    assert package.verify(target)["equal"]
 
 
 @pytest.mark.parametrize("kind", ["fully_sharded_bucket_space", "fsdp_dtensor"])
@@ -179,6 +216,14 @@ def test_other_kinds_are_refused(run: Path) -> None:
         package.read(run)
 
 
+def test_items_without_their_marker(run: Path) -> None:
+    """They are not taken for a state dict of another program."""
+    (run / ITERATION / "metadata.json").unlink()
+    for path in (run, run / ITERATION):
+        with pytest.raises(errors.IncompleteCheckpoint, match=r"no metadata\.json"):
+            package.read(path)
+
+
 def test_lost_files_are_refused(run: Path) -> None:
     (run / ITERATION / "common.pt").unlink()
     with pytest.raises(errors.IncompleteCheckpoint, match=r"common\.pt"):
@@ -215,5 +260,29 @@ def test_names(key: str, place: tuple[int, ...], name: str) -> None:
 
 def test_groups_without_an_answer() -> None:
     groups = [{"wd_mult": 1.0, "lr_mult": 1.0}, {"wd_mult": 1.0, "lr_mult": 0.1}]
-    assert members(groups, {"a.weight": (2, 2)}) is None
-    assert members(groups[:1], {"a.weight": (2, 2)}) == {"a.weight": 0}
+    assert members(groups, {"a.weight": (2, 2)}, {}) is None
+    assert members(groups[:1], {"a.weight": (2, 2)}, {}) == {"a.weight": 0}
+
+
+def test_groups_by_the_options_of_megatron() -> None:
+    """Norms of q and k that are decayed; a rate of its own for embedding and output layer."""
+    groups = [
+        {"wd_mult": 1.0, "default_config": True, "max_lr": 0.01},
+        {"wd_mult": 0.0, "default_config": True, "max_lr": 0.01},
+        {"wd_mult": 1.0, "default_config": False, "max_lr": 0.003},
+    ]
+    inside = "decoder.layers.0.self_attention."
+    shapes: dict[str, tuple[int, ...]] = {
+        "output_layer.weight": (8, 4),
+        f"{inside}linear_proj.weight": (4, 4),
+        f"{inside}q_layernorm.weight": (4,),
+    }
+    args = {"decoupled_lr": 0.003}
+    assert list((members(groups, shapes, args) or {}).values()) == [2, 0, 1]
+    args["apply_wd_to_qk_layernorm"] = True
+    assert list((members(groups, shapes, args) or {}).values()) == [2, 0, 0]
+    assert members(groups, shapes, {}) is None
+    before = [{**group, "is_decoupled_lr": group["max_lr"] == 0.003} for group in groups]
+    for group in before:  # 0.15 and older
+        del group["default_config"], group["max_lr"]
+    assert list((members(before, shapes, args) or {}).values()) == [2, 0, 0]

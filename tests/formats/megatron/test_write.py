@@ -22,8 +22,9 @@ from zckpt.core.inert import TensorName
 from zckpt.core.manifest import Parameter
 from zckpt.core.values import replace
 from zckpt.formats.megatron import names, optimizers
+from zckpt.formats.megatron.vocabulary import for_tensor_ranks
 from zckpt.formats.megatron.write import MegatronWriter, _boxes
-from zckpt.training.options import EP, Options
+from zckpt.training.options import EP, LIKE, TP, VOCAB_SIZE, Options
 
 from ...conftest import ROOT
 
@@ -229,6 +230,80 @@ def test_names_and_back(key: str, place: tuple[int, ...]) -> None:
     assert names.keys_of([name, "a.b"], keys) == ({key: {place: name}}, ["a.b"])
 
 
+def test_groups_of_the_next_run(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
+    """--group-defaults replaces values by which Megatron-Core 0.19 finds groups."""
+    given = ["--group-defaults", "max_lr=0.003,min_lr=0.0001", "--group-defaults", "1:lr=0.5"]
+    assert zckpt("reshard", SOURCE, tmp_path / "new", *given).code == 0
+    groups = [dict(group) for group in package.read(tmp_path / "new").groups or ()]
+    assert [(g["max_lr"], g["min_lr"], g["lr"]) for g in groups] == [
+        (0.003, 0.0001, 0.01),
+        (0.003, 0.0001, 0.5),
+    ]
+    before = package.read(SOURCE).groups or ()
+    replaced = {"max_lr", "min_lr", "lr"}
+    for old, new in zip(before, groups, strict=True):
+        assert {k: v for k, v in old.items() if k not in replaced} == {
+            k: v for k, v in new.items() if k not in replaced
+        }
+    ended = zckpt("reshard", SOURCE, tmp_path / "other", "--group-defaults", "max_rl=1")
+    assert ended.code == 2
+    assert "max_rl" in ended.err
+    assert "max_lr" in ended.err
+    ended = zckpt("reshard", SOURCE, tmp_path / "other", "--weights-only", *given)
+    assert ended.code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        (["--tp", "2"], 16),  # nothing states more
+        (["--tp", "3"], 12),  # of the 11 rows that are used
+        (["--tp", "4", "--vocab-size", "17"], 20),
+        (["--vocab-size", "12"], 12),
+    ],
+)
+def test_rows_of_a_padded_vocabulary(
+    tmp_path: Path, zckpt: Callable[..., Any], options: list[str], rows: int
+) -> None:
+    ended = zckpt("reshard", SOURCE, tmp_path / "new", *options)
+    assert ended.code == 0, ended.err
+    key = "embedding.word_embeddings.weight"
+    before, after = loaded(SOURCE / ITERATION), loaded(tmp_path / "new" / ITERATION)
+    for prefix in (
+        "",
+        *(f"optimizer.state.{slot}." for slot in ("param", "exp_avg", "exp_avg_sq")),
+    ):
+        old, new = before[prefix + key], after[prefix + key]
+        both = min(len(old), rows)
+        assert len(new) == rows
+        assert torch.equal(new[:both], old[:both])
+        assert new[both:].eq(0).all()
+    common = torch.load(tmp_path / "new" / ITERATION / "common.pt", weights_only=False)
+    assert common["args"].padded_vocab_size == rows
+    assert package.verify(tmp_path / "new")["equal"]
+
+
+def test_rows_by_the_arguments() -> None:
+    """As Megatron-LM rounds up: to --make-vocab-size-divisible-by times the tensor ranks."""
+    source = package.read(SOURCE)
+    kept = source.state["megatron"]
+    args = kept["common"]["args"]
+    stated = replace(args, state={**args.state, "make_vocab_size_divisible_by": 8})
+    common = {**kept["common"], "args": stated}
+    source = replace(source, state={"megatron": {**kept, "common": common}})
+    for tp, rows in ((1, 16), (2, 16), (3, 24)):
+        wanted = for_tensor_ranks(source, Options(((TP, tp),)))
+        assert wanted.parameters["embedding.word_embeddings.weight"].shape[0] == rows
+    vocabulary = {**kept, "vocabulary": {"rows": 16, "used": None}}
+    with pytest.raises(errors.MissingData, match="3 tensor ranks cannot share") as caught:
+        for_tensor_ranks(replace(source, state={"megatron": vocabulary}), Options(((TP, 3),)))
+    assert "--vocab-size" in (caught.value.hint or "")
+    with pytest.raises(errors.WrongOption, match="less than the 11 rows"):
+        for_tensor_ranks(source, Options(((VOCAB_SIZE, 10),)))
+    with pytest.raises(errors.WrongOption, match="the run of --like"):
+        for_tensor_ranks(source, Options(((VOCAB_SIZE, 12), (LIKE, "run"))))
+
+
 class TestExperts:
     """The list of optimizers that a run with another `--ep` expects."""
 
@@ -241,7 +316,8 @@ class TestExperts:
             for number, name in enumerate(["mlp.experts.local_experts.0.weight", "a.bias"])
         }
         source = replace(package.read(SOURCE), parameters=parameters)
-        return optimizers.optimizers(source, {"optimizer": optimizer}, ep)
+        given = Options(() if ep is None else ((EP, ep),))
+        return optimizers.optimizers(source, {"optimizer": optimizer}, given)
 
     def _plain(self) -> dict[str, Any]:
         return {"optimizer": {"param_groups": [dict(group) for group in self.DENSE]}}
@@ -260,6 +336,14 @@ class TestExperts:
     def test_groups_without_members_are_not_spread(self) -> None:
         with pytest.raises(errors.UnsupportedCheckpoint, match="in which group the experts are"):
             self._optimizers(self._plain(), 2, grouped=False)
+
+    def test_experts_beside_a_decoupled_rate(self) -> None:
+        """Since 0.16 only `max_lr` tells the groups of --decoupled-lr from the others."""
+        spread = self._optimizers(self._plain(), 2)
+        groups = spread[0]["optimizer"]["param_groups"]
+        groups.append({**groups[0], "max_lr": 0.003})
+        joined = self._optimizers(spread, 1)
+        assert joined["optimizer"]["param_groups"] == groups
 
     def test_experts_of_another_learning_rate_are_not_joined(self) -> None:
         spread = self._optimizers(self._plain(), 2)

@@ -20,6 +20,7 @@ from ...files.dcpnames import ITEMS, METADATA, names_any
 STEP = re.compile(r"step-(\d+)")
 MAX_MARKER = 1 << 16  # bytes
 MEGATRON_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # of 0.16.1
+MEGATRON = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")
 PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
 
 
@@ -89,14 +90,14 @@ def _refuse_several(root: str, parts: list[str]) -> None:
 def _is_megatrons(folder: str) -> bool:
     """Whether a folder has the file by which Megatron-Core (0.16.1) recognizes its own.
 
-    Its FSDP has no such file: there the keys show it.
+    Its FSDP has no such file, and it may be lost: then the keys show it.
     """
     path = os.path.join(folder, "metadata.json")
     if sources.is_file(path):
         with sources.opened(path) as file:
             if b'"sharded_backend"' in file.read(MAX_MARKER):
                 return True
-    return names_any(folder, MEGATRON_FSDP)
+    return names_any(folder, (*MEGATRON_FSDP, *MEGATRON))
 
 
 def _refuse_megatron(folder: str) -> None:

@@ -11,12 +11,11 @@ from ...core.values import replace
 from ...errors import counted, listed, literal
 from ...files.torchshell import seal_records
 from ...training import trainers
-from ...training.options import LIKE, Options
+from ...training.options import LIKE, TP, Options
 from ...training.order import need_order
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.model_files import model_files
-from ..deepspeed_states.options import TP
 from ..deepspeed_states.target import DeepSpeedTarget
 from . import elastic
 from .files import recovery_scripts

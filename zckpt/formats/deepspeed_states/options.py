@@ -15,6 +15,8 @@ from ...training.options import (
     EP,
     GROUP_DEFAULTS,
     LIKE,
+    TP,
+    VOCAB_SIZE,
     WEIGHTS_ONLY,
     Option,
 )
@@ -23,16 +25,6 @@ from ...training.options import (
 def _check_group_size(size: int) -> None:
     if size < 1:
         raise WrongOption(f"--max-group-size cannot be {size}", hint="give a number of elements")
-
-
-def _check_tp(tp: int) -> None:
-    if tp < 1:
-        raise WrongOption(f"--tp cannot be {tp}", hint="give a number of ranks, at least 1")
-
-
-def _check_vocab_size(size: int) -> None:
-    if size < 1:
-        raise WrongOption(f"--vocab-size cannot be {size}", hint="give a number of rows")
 
 
 def _check_pp(pp: int) -> None:
@@ -90,28 +82,6 @@ MAX_GROUP_SIZE: Option[int | None] = Option(
     rare=True,
     reason="whole experts are written",
 )
-TP: Option[int | None] = Option(
-    "tp",
-    "--tp",
-    None,
-    "Number of tensor-parallel ranks",
-    kind="integer",
-    usual="the source's",
-    check=_check_tp,
-    rare=True,
-    reason="whole tensors are written",
-)
-VOCAB_SIZE: Option[int | None] = Option(
-    "vocab_size",
-    "--vocab-size",
-    None,
-    "Rows of the vocabulary that have a meaning; --tp rounds up to a multiple of the ranks",
-    kind="integer",
-    usual="as the source states",
-    check=_check_vocab_size,
-    rare=True,
-    reason="whole tensors are written",
-)
 PP: Option[int | None] = Option(
     "pp",
     "--pp",
@@ -167,8 +137,6 @@ class Keywords(TypedDict, total=False):
 
     stage: int | None
     max_group_size: int | None
-    tp: int | None
-    vocab_size: int | None
     pp: int | None
     pp_bounds: Sequence[int] | None
     pp_partition: str | None

@@ -20,6 +20,7 @@
     write.py     an iteration's directory, from which any tp, pp and dp resumes
     gather.py    Megatron-Core's own rule, for `verify --gather`; with gather_folders.py
     buffer_rule.py  where it places parameters in buffers
+    vocabulary.py  the rows of a padded vocabulary: `--tp`
     like.py      sources of other engines, with the keys and groups of a run: `--like`
 
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.
@@ -34,6 +35,8 @@ from ...training.options import (
     GROUP_DEFAULTS,
     LIKE,
     MAX_FILE_SIZE,
+    TP,
+    VOCAB_SIZE,
     WEIGHTS_ONLY,
 )
 from ..format import Format
@@ -45,8 +48,11 @@ FORMAT = Format(
     folder="megatron",
     about="Megatron-Core: torch_dist, mp_rank_*, fsdp_dtensor",
     family="megatron",
-    options=(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, ALLOW_OBJECT, EP, LIKE),
-    reasons={"dp": ANY_SIZES, "tp": ANY_SIZES, "pp": ANY_SIZES},
+    options=(
+        *(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, ALLOW_OBJECT),
+        *(EP, TP, VOCAB_SIZE, LIKE),
+    ),
+    reasons={"dp": ANY_SIZES, "pp": ANY_SIZES},
     numbers=True,
     reports_unused_rules=True,
     rebuilds=True,

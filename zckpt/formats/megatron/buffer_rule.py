@@ -200,6 +200,41 @@ def bucket_size_of(args: Mapping[str, Any], stage: int) -> int | None:
 # -- the model
 
 
+def layers_of_chunks(
+    path: str, args: Mapping[str, Any], layers: int, stages: int, chunks: int
+) -> list[range]:
+    """The layers of each model chunk: the first chunks of all stages, then the second ones, ...
+
+    As TransformerBlock builds them (get_num_layers_to_build). Raises UnsupportedCheckpoint for a
+    layout that is spelled out, and for numbers that do not fit.
+    """
+    if args.get("pipeline_model_parallel_layout") is not None:
+        raise refusal(path, "stages by --pipeline-model-parallel-layout")
+    ends = [_stated(args, "first"), _stated(args, "last")]
+    apart = [args.get(f"account_for_{what}_in_pipeline_split") for what in ("embedding", "loss")]
+    middle = stages - sum(end is not None for end in ends)
+    rest = layers + sum(map(bool, apart)) - sum(filter(None, ends))
+    even = rest // middle if middle else 0
+    counts = [even] * stages
+    for stage, end in ((0, ends[0]), (-1, ends[1])):
+        counts[stage] = end if end is not None else counts[stage]
+    sizes = [count // chunks for _ in range(chunks) for count in counts]
+    sizes[0] -= bool(apart[0])
+    sizes[-1] -= bool(apart[1])
+    if sum(sizes) != layers or min(sizes) < 0:
+        raise refusal(path, "stages of different length, which its arguments do not state")
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _stated(args: Mapping[str, Any], end: str) -> int | None:
+    """The layers of the first or the last stage, as Megatron-LM or Megatron-Bridge calls them."""
+    for name in (f"decoder_{end}_pipeline_num_layers", f"num_layers_in_{end}_pipeline_stage"):
+        if type(args.get(name)) is int:
+            return int(args[name])
+    return None
+
+
 def with_norms(name: str) -> str:
     name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
     return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")

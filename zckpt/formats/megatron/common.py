@@ -27,6 +27,7 @@ SHARDING = "distrib_optim_sharding_type"
 READABLE = "fully_reshardable"
 MODEL_SPACE = "fully_sharded_model_space"
 FLAT = ("dp_reshardable", "dp_zero_gather_scatter")
+DISTRIBUTED = "distrib_optim"  # flat buffers of mp_rank_* directories
 NOT_DISTRIBUTED = "none"
 FSDP = "fsdp_dtensor"
 
@@ -85,10 +86,14 @@ def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
     return kind
 
 
-def with_groups(common: dict[Any, Any], listed: Sequence[Sequence[Any]]) -> dict[Any, Any]:
+def with_groups(
+    common: dict[Any, Any],
+    listed: Sequence[Sequence[Any]],
+    beside: Sequence[dict[str, Any]] = (),
+) -> dict[Any, Any]:
     """The common state with the groups that the ranks of flat buffers saved, by optimizer.
 
-    Ranks have equal groups; each is kept once.
+    Ranks have equal groups; each is kept once. `beside` is what else the optimizers have.
     """
     known = optimizers_of(common)
     states: list[dict[Any, Any]] = []
@@ -98,7 +103,8 @@ def with_groups(common: dict[Any, Any], listed: Sequence[Sequence[Any]]) -> dict
             if group not in kept_once:
                 kept_once.append(group)
         others = known[number] if number < len(known) else {}
-        states.append({**others, "optimizer": {"param_groups": kept_once}})
+        more = beside[number] if number < len(beside) else {}
+        states.append({**others, **more, "optimizer": {"param_groups": kept_once}})
     return {**common, "optimizer": states[0] if len(states) == 1 else dict(enumerate(states))}
 
 

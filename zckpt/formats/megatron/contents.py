@@ -11,10 +11,10 @@ from ...core.facts import GraphEngine
 from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest, Parameter, Sibling
 from ...core.values import field, mutable
-from ...errors import UnsupportedCheckpoint, counted
+from ...errors import UnsupportedCheckpoint, counted, listed
 from ...files.torchfile import TorchFile
 from ...training.optimizers import infer_optimizer
-from .common import FSDP, NOT_DISTRIBUTED, arguments, kept
+from .common import DISTRIBUTED, FLAT, FSDP, NOT_DISTRIBUTED, arguments, kept
 from .groups import groups_of, members, stated_step
 from .programs import program_of
 
@@ -61,17 +61,23 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     step, place, sightings = stated_step(common, content.file, step_policy)
     groups = groups_of(common) if slots else []
     known = {name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)}
-    trainable = known.keys() - content.frozen
+    frozen = {name for name in _frozen(content) if name in known}
+    trainable = known.keys() - frozen
+    args = content.args or arguments(common)
     group_of = content.group_of
     if group_of is None:
-        group_of = members(groups, {name: known[name] for name in known if name in trainable})
+        group_of = members(groups, {name: known[name] for name in known if name in trainable}, args)
     warnings = []
     if groups and group_of is None:
         warnings.append(
             "no file lists the members of the parameter groups, and Megatron-Core's usual rule "
             "does not give them: the groups are kept in the state alone"
         )
-    args = content.args or arguments(common)
+    if frozen and content.sharding in (*FLAT, DISTRIBUTED):
+        warnings.append(
+            f"no buffer of the optimizer has {listed([name for name in known if name in frozen])}: "
+            "zckpt takes them for frozen"
+        )
     tied = args.get(TIED) is False
     parameters = {
         name: Parameter(
@@ -125,6 +131,13 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     )
 
 
+def _frozen(content: Content) -> set[str]:
+    """The weights without a state of the optimizer, if others have one."""
+    entries = content.entries.values()
+    trained = {entry.parameter for entry in entries if entry.slot not in ("param", "state")}
+    return content.frozen | ({*content.shapes} - trained if trained else set())
+
+
 def _stage(sharding: str | None, args: Mapping[str, Any]) -> int | None:
     """The stage of ZeRO; Megatron-FSDP has those of its strategies, if the arguments state one."""
     if sharding == FSDP:
@@ -149,7 +162,8 @@ def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
         raise UnsupportedCheckpoint(
             f"{folder} has {counted(queries, 'query group')} on {tp} tensor ranks, which hold "
             "copies of keys and values",
-            hint="zckpt reads linear_qkv if every rank has groups of its own",
+            hint="zckpt reads linear_qkv if every rank has groups of its own: load the run in "
+            f"Megatron-Core on at most {counted(queries, 'tensor rank')}, and save it again",
         )
 
 

@@ -25,12 +25,13 @@ from .contents import size_of
 from .stages import HINT
 
 BY_ROWS = re.compile(
-    r".*\b(word_embeddings|output_layer|linear_(?:qkv|q_proj|q_up_proj|kv_up_proj|fc1))\.(weight|bias)"
+    r".*\b(word_embeddings|output_layer|eh_proj|linear_(?:qkv|q_proj|q_up_proj|kv_up_proj|fc1))"
+    r"\.(weight|bias)"
 )
 BY_COLUMNS = re.compile(r".*\b(linear_proj|linear_fc2)\.weight")
 WHOLE = re.compile(
     r".*(\b(linear_proj|linear_fc2)\.bias|layernorm\.(weight|bias)|\blayer_norm_(weight|bias)"
-    r"|\bposition_embeddings\.weight|\brouter\.\w+|\bgate_weight)"
+    r"|\bposition_embeddings\.weight|\brouter\.\w+|\bgate_weight|\b[eh]norm\.(weight|bias))"
 )
 BY_SPEC = re.compile(r".*\blinear_(?P<kind>q|kv)_down_proj\.(weight|bias)")
 

@@ -19,7 +19,13 @@ import re
 from typing import Any
 
 from ...core import sources
-from ...errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint
+from ...errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    NotACheckpoint,
+    UnsupportedCheckpoint,
+    listed,
+)
 from ...files.dcpnames import names_any
 from .programs import WEIGHTS
 
@@ -30,6 +36,7 @@ OF_RANK = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}")
 LEGACY = "model_optim_rng.pt"
 BACKEND = "torch_dist"
 OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
+OF_ITEMS = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")  # in keys
 MAX_TEXT = 1 << 16  # bytes of a file that says which checkpoint is meant, or of which kind it is
 
 
@@ -43,7 +50,7 @@ def detect(path: str) -> list[str]:
         names = [entry.name for entry in entries if not entry.name.startswith(".")]
     tags = sorted(name for name in names if _is_one_of_run(path, name))
     latest = _latest(path)
-    return [latest] if latest in tags else tags
+    return [latest] if tags and latest is not None else tags
 
 
 def _is_one_of_run(run: str, name: str) -> bool:
@@ -57,22 +64,34 @@ def is_checkpoint(path: str) -> bool:
     """Whether a folder has files of Megatron-Core, of a kind that zckpt reads or of another."""
     if not sources.is_folder(path):
         return False
-    return "sharded_backend" in _marker(path) or is_legacy(path) or is_fsdp(path)
+    return (
+        "sharded_backend" in _marker(path)
+        or is_legacy(path)
+        or is_fsdp(path)
+        or _lacks_marker(path)
+    )
 
 
 def locate(path: str, tag: str | None) -> str:
     """The directory of one checkpoint, whose kind zckpt reads.
 
-    Raises NotACheckpoint, and UnsupportedCheckpoint for zarr.
+    Raises NotACheckpoint, IncompleteCheckpoint without the marker, UnsupportedCheckpoint for zarr.
     """
     folder = os.path.join(path, tag) if tag else path
     if not is_checkpoint(folder) and not tag and len(tags := detect(path)) == 1:
         folder = os.path.join(path, tags[0])
+        if tags[0] == _latest(path):
+            _require_latest(path, tags[0])
     if not is_checkpoint(folder) and is_checkpoint(os.path.join(folder, WEIGHTS)):
         folder = os.path.join(folder, WEIGHTS)
     if is_legacy(folder) or is_fsdp(folder):
         return folder
     backend = _marker(folder).get("sharded_backend")
+    if _lacks_marker(folder):
+        raise IncompleteCheckpoint(
+            f"{folder} has items of Megatron-Core, but no {MARKER}",
+            hint="copy the whole directory; rank 0 writes this file last",
+        )
     if backend is None:
         raise NotACheckpoint(f"{folder} has no {MARKER} of Megatron-Core")
     if backend != BACKEND:
@@ -81,6 +100,20 @@ def locate(path: str, tag: str | None) -> str:
             hint="zckpt reads torch_dist; Megatron-Core 0.15 loads zarr and saves torch_dist",
         )
     return folder
+
+
+def _require_latest(run: str, tag: str) -> None:
+    """Raises NotACheckpoint if a run's tracker file names a checkpoint that is not there."""
+    folder = os.path.join(run, tag)
+    if not re.search(r"[/\\\0]", tag) and is_checkpoint(folder):
+        return
+    with os.scandir(run) as entries:
+        others = sorted(e.name for e in entries if _is_one_of_run(run, e.name))
+    raise NotACheckpoint(
+        f"{os.path.join(run, LATEST)} names {tag[:99]!r}, but {run} has no such checkpoint, or not "
+        "all of its files",
+        hint=f"copy the whole directory, or choose one with --tag: {run} has {listed(others)}",
+    )
 
 
 def _marker(folder: str) -> dict[str, Any]:
@@ -115,6 +148,13 @@ def is_legacy(path: str) -> bool:
     with os.scandir(path) as entries:
         ranks = [entry.path for entry in entries if OF_RANK.fullmatch(entry.name)]
     return any(sources.is_file(os.path.join(rank, LEGACY)) for rank in ranks)
+
+
+def _lacks_marker(path: str) -> bool:
+    """Whether a folder has items of torch_dist, but not the file that says it."""
+    if sources.is_file(os.path.join(path, MARKER)):
+        return False
+    return names_any(path, OF_ITEMS)
 
 
 def is_fsdp(path: str) -> bool:

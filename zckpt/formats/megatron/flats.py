@@ -4,6 +4,7 @@
         gbuf_idx_B.dtype_(TYPES).bucket_idx_K.SLOT             dp_reshardable: one bucket
         param_state/shard_0_1                                  dp_zero_gather_scatter: all buffers
         optimizer/shard_0_1                                    the groups, with the step
+        grad_scaler/shard_0_1                                  the loss scale of fp16
 
 A bucket is stored without the padding at its end. What lies between parameters is not initialized.
 Experts that are spread over ranks have an optimizer of their own, whose number is N. Its G counts
@@ -20,7 +21,7 @@ from typing import Any
 from ...core import sources
 from ...core.dtypes import SIZES
 from ...core.fragments import Extent, Fragment, Record, Runs
-from ...core.inert import Global
+from ...core.inert import Global, inside
 from ...core.manifest import Entry, slot_name
 from ...core.slicing import Slicing, cut, joined, replicated
 from ...core.values import field, mutable
@@ -29,7 +30,7 @@ from ...files.dcpfile import ItemTable
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from ..statedict.tree import TensorPiece
-from .common import OPTIMIZER
+from .common import OPTIMIZER, kept
 from .optimizers import SPREAD
 from .placing import SAMPLE, Flat, Local
 from .stages import HINT, Place, Rank
@@ -41,6 +42,7 @@ BUCKET = re.compile(
 )
 WHOLE = re.compile(GROUP + r"param_state/shard_0_1")
 GROUPS = re.compile(GROUP + r"optimizer/shard_0_1")
+SCALER = re.compile(GROUP + r"grad_scaler/shard_0_1")
 NUMBERS = re.compile(GROUP + r"per_bucket_numel(_unpadded)?/shard_0_1")
 MASTER = "param"
 
@@ -126,6 +128,7 @@ class _Optimizer:
     """What the files have of one optimizer, by the numbers of its model-parallel ranks."""
 
     groups: dict[int, list[Any]] = field(default_factory=dict)
+    scalers: list[tuple[TorchFile, Any]] = field(default_factory=list)
     flats: dict[int, dict[tuple[int, str], Flat]] = field(default_factory=dict)
 
     @property
@@ -160,6 +163,8 @@ class FlatItems:
             elif item is None and (match := GROUPS.fullmatch(key)):
                 groups = param_groups(*self._value(key))
                 self._optimizer(match).groups[int(match["group"])] = groups
+            elif item is None and (match := SCALER.fullmatch(key)):
+                self._optimizer(match).scalers.append(self._value(key))
             elif item is not None or not NUMBERS.fullmatch(key):
                 raise UnsupportedCheckpoint(
                     f"{table.folder} has {key}, which is no flat buffer that zckpt knows",
@@ -178,6 +183,29 @@ class FlatItems:
             [group for groups in optimizer.groups.values() for group in groups]
             for _, optimizer in sorted(self.optimizers.items())
         ]
+
+    def scalers(self, entries: dict[str, Entry]) -> list[dict[str, Any]]:
+        """What beside its groups an optimizer has: its loss scale, whose tensors are entered.
+
+        Raises InconsistentCheckpoint if ranks have different ones.
+        """
+        result: list[dict[str, Any]] = []
+        for number, (_, optimizer) in enumerate(sorted(self.optimizers.items())):
+            numbers = [_numbers(file, value) for file, value in optimizer.scalers]
+            if any(other != numbers[0] for other in numbers):
+                raise InconsistentCheckpoint(
+                    f"{self.table.folder}: ranks have different loss scales (grad_scaler)",
+                    hint=HINT,
+                )
+            place = inside("megatron.common", "optimizer")
+            if len(self.optimizers) > 1:
+                place = inside(place, number)
+            place = inside(place, "grad_scaler")
+            beside = {}
+            if optimizer.scalers:
+                beside["grad_scaler"] = kept(*optimizer.scalers[0], place, entries)
+            result.append(beside)
+        return result
 
     @property
     def has_experts(self) -> bool:
@@ -322,15 +350,19 @@ def _dtype_of(name: str) -> str:
     return dtype
 
 
+def _numbers(file: TorchFile, value: Any) -> Any:
+    """A dictionary with the numbers of its tensors that have one element."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: file.scalar(item) if isinstance(item, Tensor) and item.numel == 1 else item
+        for key, item in value.items()
+    }
+
+
 def param_groups(file: TorchFile, value: Any) -> list[Any]:
     """Hyper-parameters; 0-d tensors in them by value. Raises CorruptCheckpoint."""
     listed = value.get("param_groups") if isinstance(value, dict) else None
     if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
         raise CorruptCheckpoint(f"{file.path}: param_groups are not a list of dictionaries")
-    return [
-        {
-            key: file.scalar(item) if isinstance(item, Tensor) and item.numel == 1 else item
-            for key, item in group.items()
-        }
-        for group in listed
-    ]
+    return [_numbers(file, group) for group in listed]

@@ -42,6 +42,7 @@ from .buffer_rule import (
     expert_of,
     is_gated,
     joined,
+    layers_of_chunks,
     layout,
     order_of,
     refusal,
@@ -61,8 +62,8 @@ BUFFER = re.compile(
 def partitions(path: str) -> list[Partition]:
     """Every tensor of the model and of its optimizer.
 
-    Raises UnsupportedCheckpoint for what the rule does not cover: stages of different length in
-    flat buffers, modules that a GPTModel does not have, optimizers by number, and Megatron-FSDP.
+    Raises UnsupportedCheckpoint for what the rule does not cover: frozen parameters in flat
+    buffers, modules that a GPTModel does not have, optimizers by number, and Megatron-FSDP.
     """
     if is_fsdp(path):
         raise refusal(path, "files of Megatron-FSDP")
@@ -215,9 +216,8 @@ class _Items:
         layers = 1 + max(int(match[1]) for name in whole if (match := LAYER.match(name)))
         fused = self.args.get("transformer_impl") == "transformer_engine"
         grouped = fused and bool(self.args.get("moe_grouped_gemm"))
-        if layers % chunks:
-            raise refusal(self.path, "stages of different length")
-        first, behind = chunk * layers // chunks, (chunk + 1) * layers // chunks
+        stages = self._size("pipeline_model_parallel_size")
+        of_chunks = layers_of_chunks(self.path, self.args, layers, stages, chunks // stages)
         ordered = []
         for name in whole:
             if NOT_TRAINED.fullmatch(name):
@@ -228,7 +228,7 @@ class _Items:
                 raise refusal(self.path, f"the module of {name}")
             side, number, *_ = order
             of_ends = 0 if side < INSIDE else chunks - 1
-            if first <= number < behind if side == INSIDE else chunk == of_ends:
+            if number in of_chunks[chunk] if side == INSIDE else chunk == of_ends:
                 ordered.append((order, name))
         names = [name for _, name in sorted(ordered)]
         if chunk and chunk == chunks - 1 and OUTPUT not in whole:

@@ -1,9 +1,11 @@
 """In which group is each parameter, and at which step?
 
 No file lists the members of a group. Megatron-Core makes groups by rule: biases and tensors of one
-axis have `wd_mult` 0, and experts that are spread over ranks have `is_expert_parallel`. Where this
-rule does not lead to one group (a learning rate of its own for some layers), the manifest has no
-groups; they stay in its state.
+axis have `wd_mult` 0, and experts that are spread over ranks have `is_expert_parallel`. Two options
+of Megatron-LM change this, and the arguments state them: norms of q and k may be decayed
+(--apply-wd-to-qk-layernorm), embedding and output layer may have a rate of their own
+(--decoupled-lr). Where this rule does not lead to one group, the manifest has no groups; they stay
+in its state.
 
 The step is in the groups (Transformer Engine, Apex, and torch's Adam under the distributed
 optimizer), or common to all states (torch's Adam without it).
@@ -22,7 +24,7 @@ from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
 from .common import optimizers_of
 
-Groups = tuple[dict[str, Any], ...]
+OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
@@ -38,24 +40,42 @@ def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def members(
-    groups: list[dict[str, Any]], shapes: Mapping[str, tuple[int, ...]]
+    groups: list[dict[str, Any]],
+    shapes: Mapping[str, tuple[int, ...]],
+    args: Mapping[str, Any],
 ) -> dict[str, int] | None:
     """The group of every parameter, by its name and own shape; None if the rule gives no answer."""
     spread = any(group.get("is_expert_parallel") for group in groups)
     result = {}
     for name, shape in shapes.items():
-        decayed = not (name.endswith(".bias") or len(shape) == 1)
         is_expert = spread and ".experts." in name
         fitting = [
             number
             for number, group in enumerate(groups)
             if bool(group.get("is_expert_parallel")) == is_expert
-            and bool(_multiplier(group)) == decayed
+            and bool(_multiplier(group)) == _is_decayed(name, shape, args)
         ]
+        if len(fitting) > 1 and args.get("decoupled_lr") is not None:
+            decoupled = name in OF_VOCABULARY
+            fitting = [each for each in fitting if _is_decoupled(groups[each], args) == decoupled]
         if len(fitting) != 1:
             return None
         result[name] = fitting[0]
     return result
+
+
+def _is_decayed(name: str, shape: tuple[int, ...], args: Mapping[str, Any]) -> bool:
+    of_heads = "q_layernorm." in name or "k_layernorm." in name
+    if of_heads and args.get("apply_wd_to_qk_layernorm"):
+        return True
+    return not (name.endswith(".bias") or len(shape) == 1)
+
+
+def _is_decoupled(group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
+    """Whether a group has --decoupled-lr; since 0.16 only its largest learning rate says it."""
+    if group.get("is_decoupled_lr"):
+        return True
+    return group.get("default_config") is False and group.get("max_lr") == args["decoupled_lr"]
 
 
 def _multiplier(group: Mapping[str, Any]) -> Any:

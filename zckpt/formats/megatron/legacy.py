@@ -32,7 +32,7 @@ from ...core.values import replace
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from ...training.tensor_rules import Rules
-from .common import NOT_DISTRIBUTED, arguments, kept, with_groups
+from .common import DISTRIBUTED, NOT_DISTRIBUTED, arguments, kept, with_groups
 from .contents import BUFFERS, TIED, Content, manifest_of, require_states_by_parameter
 from .cuts import cuts_of
 from .files import LEGACY
@@ -42,11 +42,10 @@ from .legacy_ranks import OF_GROUPED, STATES, Rank, ranks_of, strangers, with_ow
 from .legacy_states import local_part, whole_states, without_members
 from .names import NORMS, with_plain_norms
 from .optimizers import EXPERTS, SPREAD
-from .order import LAYER
-from .placing import places
+from .order import LAYER, is_before, predicts
+from .placing import places, places_of_trained
 from .stages import EMBEDDING, HINT, OUTPUT, Place, require_one
 
-DISTRIBUTED = "distrib_optim"
 OF_CHUNK = re.compile(r"model\d*")
 LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
@@ -92,6 +91,7 @@ class _LegacyReader:
         self.modules: dict[str, tuple[Rank, Any]] = {}  # their own states, by name
         self.objects: dict[str, Any] = {}
         self.keys: dict[str, int] = {}  # of torch_dist
+        self.frozen: set[str] = set()
 
     def manifest(self, step_policy: str | None, weights_only: bool) -> Manifest:
         self._number_layers()
@@ -245,7 +245,7 @@ class _LegacyReader:
             dtype, slicing = ranks[0].weights[name].dtype, sliced.slicing
             slices = [rank.file.fragments(rank.weights[name]) for rank in ranks]
             is_copy = name in self.shapes
-            may_be = name == EMBEDDING or name in known
+            may_be = name in known or name == EMBEDDING or (is_before(name) and predicts(shapes))
             if is_copy and (not may_be or self.shapes[name] != sliced.shape):
                 raise InconsistentCheckpoint(
                     f"{self.folder}: two folders have {name}, which only one should have, or in "
@@ -278,7 +278,9 @@ class _LegacyReader:
                 names = [name for name in rank.order if self._is_spread(name) == spread]
                 distributed = "state" not in inner
                 if not distributed:
-                    states_ = whole_states(rank.file, names, rank.weights, optimizer, groups)
+                    states_ = whole_states(
+                        rank.file, names, rank.weights, optimizer, groups, self.args
+                    )
                 elif rank.ep == 0 or spread:
                     states_ = self._distributed(rank, number, set(names))
                 else:
@@ -288,6 +290,8 @@ class _LegacyReader:
                 for name, place in states_:
                     placed[rank.tp].setdefault(name, []).append(place)
         names = [name for name in self.shapes if not BUFFERS.fullmatch(name)]
+        frozen = {name for name in self.frozen if not any(name in known for known in placed)}
+        names = [name for name in names if name not in frozen]
         for tp, known_places in enumerate(placed):
             lost = [name for name in names if name not in known_places]
             if lost:
@@ -333,10 +337,15 @@ class _LegacyReader:
                 raise InconsistentCheckpoint(f"{path} has more buffers than model chunks")
             names = of_types[flat.dtype].pop(0)
             locals_ = [local_part(name, rank.weights[name], rank.file) for name in reversed(names)]
+            ways: Sequence[Sequence[tuple[int, int] | None]]
             ways = places(locals_, flat, read_bytes)
+            ways = ways or places_of_trained(locals_, flat, read_bytes)
             require_one(ways, flat, self.folder)
             for local, place in zip(locals_, ways[0], strict=True):
                 own.discard(local.name)
-                yield local.name, (flat, place)
+                if place is None:
+                    self.frozen.add(local.name)
+                else:
+                    yield local.name, (flat, place)
         if own:
             raise InconsistentCheckpoint(f"{path} has no buffer for {min(own)}", hint=HINT)

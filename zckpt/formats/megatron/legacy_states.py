@@ -28,12 +28,13 @@ def whole_states(
     weights: Mapping[str, Tensor],
     optimizer: dict[Any, Any],
     groups: list[Any],
+    args: Mapping[str, Any],
 ) -> Iterator[tuple[str, Place]]:
     """The states of an optimizer that is not distributed, each as a buffer of its own.
 
     It knows parameters by number: group by group, each in the `order` of the model.
     """
-    member = members(groups, {name: weights[name].shape for name in order})
+    member = members(groups, {name: weights[name].shape for name in order}, args)
     masters = optimizer.get("fp32_from_fp16_params", [])
     known = optimizer.get("optimizer", optimizer).get("state")
     if member is None or not isinstance(known, dict) or not isinstance(masters, list):

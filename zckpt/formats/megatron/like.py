@@ -42,9 +42,9 @@ from .groups import groups_of
 from .names import with_plain_norms
 from .programs import NEMO, TRAIN_STATE
 from .read import read
+from .vocabulary import WEIGHTS as VOCABULARY
 
 HYPER = ("lr", "betas", "eps", "weight_decay")
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 OF_MODULES = "._extra_state/shard_"
 OF_STATES = "F32"  # the type of masters and moments in Megatron-Core's files
 

@@ -8,8 +8,12 @@ rule that this proves (placing.py).
 
 from __future__ import annotations
 
+from math import prod
+
+from ...core.dtypes import SIZES
 from ...core.facts import GraphEngine
-from ...core.manifest import Manifest
+from ...core.fragments import ZEROS, Extent, solid
+from ...core.manifest import Entry, Manifest
 from ...core.plan import Match
 from ...core.resources import Copying
 from ...core.values import replace
@@ -17,6 +21,9 @@ from ...core.weights import is_optimizers, weight_of
 from ...errors import InconsistentCheckpoint, counted, listed
 from .common import READABLE
 
+LOST = "lost_moments"  # in what a manifest keeps of Megatron-Core
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The states of the distributed optimizer."""
 CHECKING = Copying(memory=64 << 20)
 MIXED_UP = (
     "Megatron-Core up to 0.19.2 writes fully_reshardable files of several buckets wrongly, and the "
@@ -70,9 +77,38 @@ def rebuilt(manifest: Manifest) -> Manifest:
         f"masters and no {listed(sorted(slots))}: the masters of {len(wrong)} do not round to "
         f"their weights, and vectors prove nothing: {', '.join(lost)}"
     )
+    kept = {**manifest.state["megatron"], LOST: lost}
     return replace(
         manifest,
         entries={name: item for name, item in manifest.entries.items() if name not in given_up},
+        state={**manifest.state, "megatron": kept},
+        warnings=(*manifest.warnings, line),
+    )
+
+
+def with_zeros(manifest: Manifest) -> Manifest:
+    """With zeros for the moments that `rebuilt` gave up: a run needs those of every parameter."""
+    kept = manifest.state.get("megatron")
+    lost = kept.get(LOST) if isinstance(kept, dict) else None
+    names = [name for name in lost or () if name in manifest.parameters]
+    slots = {e.slot: e.dtype for e in manifest.entries.values() if is_optimizers(e.slot)}
+    zeros = {}
+    for name in names:
+        shape = manifest.parameters[name].shape
+        for slot, dtype in (slots or dict.fromkeys(MOMENTS, "F32")).items():
+            extent = Extent(ZEROS, 0, prod(shape) * SIZES[dtype])
+            entry = Entry(f"{name}/{slot}", dtype, shape, solid(prod(shape), extent))
+            zeros[entry.name] = entry
+    zeros = {name: entry for name, entry in zeros.items() if name not in manifest.entries}
+    if not zeros:
+        return manifest
+    line = (
+        f"the moments of {counted(len(names), 'parameter')} are zeros, because the source's are "
+        f"lost: the next updates of {listed(names, 4)} differ from those of the run"
+    )
+    return replace(
+        manifest,
+        entries={**manifest.entries, **zeros},
         warnings=(*manifest.warnings, line),
     )
 

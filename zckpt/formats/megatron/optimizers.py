@@ -15,25 +15,37 @@ from typing import Any
 
 from ...core.inert import Scalar
 from ...core.manifest import Manifest
-from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
+from ...errors import (
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+    WrongOption,
+    listed,
+)
+from ...training.options import EP, LIKE, Options
 from .common import READABLE, optimizers_of
 from .groups import groups_of
 
 SPREAD = "is_expert_parallel"
 EXPERTS = ".experts."  # in the names of the parameters of experts
+OVERRIDES = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""By these 0.19 finds groups too (ParamGroupOverride), so they must be those of the run."""
 Group = dict[str, Any]
 
 
-def optimizers(source: Manifest, common: Mapping[Any, Any], ep: int | None) -> dict[Any, Any]:
+def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) -> dict[Any, Any]:
     """The value of `optimizer` in the common state, for runs with the distributed optimizer.
 
-    `common` is the source's common state; without `ep` the target has as many optimizers. Raises
-    MissingData and InconsistentCheckpoint.
+    `common` is the source's common state; without `--ep` the target has as many optimizers. The
+    values of `--group-defaults` take the place of the source's. Raises MissingData, WrongOption and
+    InconsistentCheckpoint.
     """
-    step = _step(source)
+    step, ep = _step(source), options[EP]
     groups = [_with_step(group, step) for group in groups_of(dict(common))]
     if not groups:
         raise MissingData("the source has no parameter groups", hint="add --weights-only")
+    if options[LIKE] is None:  # else they are in the groups
+        groups = _with_given(groups, options)
     spread = [group for group in groups if group.get(SPREAD)]
     dense = [group for group in groups if not group.get(SPREAD)]
     first = optimizers_of(dict(common))[0]
@@ -72,6 +84,18 @@ def _with_step(group: Mapping[str, Any], step: float | int | None) -> Group:
     return rest if step is None else {**rest, "step": step}
 
 
+def _with_given(groups: Sequence[Group], options: Options) -> list[Group]:
+    """The groups with the values of `--group-defaults`; raises WrongOption for unknown ones."""
+    given = [options.defaults_of(number, len(groups)) for number in range(len(groups))]
+    known = {*OVERRIDES, *(key for group in groups for key in group)} - {"step", SPREAD}
+    if strangers := sorted({key for values in given for key in values} - known):
+        raise WrongOption(
+            f"--group-defaults: no group of the source has {listed(strangers)}",
+            hint=f"its groups have {listed(sorted(map(str, known)), 99)}",
+        )
+    return [{**group, **values} for group, values in zip(groups, given, strict=True)]
+
+
 def _spread(source: Manifest, groups: Sequence[Group]) -> list[Group]:
     """The groups that have experts, as those of the experts' own optimizer."""
     numbers = {
@@ -101,7 +125,7 @@ def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
         same = [other for other in joined if _multipliers(other) == _multipliers(plain)]
         if not same:
             joined.append(plain)
-        elif any(not _equal(other, plain) for other in same):
+        elif not any(_equal(other, plain) for other in same):
             different = sorted(
                 str(key)
                 for key in {*plain, *same[0]}

@@ -1,8 +1,8 @@
 """In which order does a model of Megatron-Core have its parameters?
 
 Flat buffers hold parameters in the reverse order of `named_parameters()`, and no file lists it. A
-GPTModel has the embedding, its layers, the last norm, and the output layer. Inside of a layer two
-things depend on the spec:
+GPTModel has the embedding, its layers, the last norm, the layers of multi-token prediction, and the
+output layer. Inside of a layer two things depend on the spec:
 
     norms      modules of their own before attention and MLP (local spec), or a part of the linear
                module behind them (Transformer Engine's spec)
@@ -16,9 +16,13 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 
 LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+PREDICTION = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.(?P<part>\w+)(?:\.(?P<rest>.+))?")
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
 BEFORE = ("embedding.word_embeddings", "embedding.position_embeddings")
-BEHIND = ("decoder.final_layernorm", "output_layer")
+BEHIND = ("decoder.final_layernorm", "mtp", "output_layer")
+PARTS = ("enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer", "final_layernorm")
+"""Of a layer of multi-token prediction; the layer of a decoder in it has two names (0.19)."""
+NORMS = ("input_layernorm", "pre_mlp_layernorm")
 MODULES = (
     "input_layernorm",
     "self_attention.linear_proj",
@@ -52,14 +56,22 @@ def layer_of(name: str) -> int | None:
 
 def expert_of(name: str) -> int | None:
     """The number of the expert that a parameter is in; None outside of experts."""
-    match = LAYER.fullmatch(name)
-    expert = EXPERT.fullmatch(match["rest"]) if match else None
+    match = LAYER.fullmatch(name) or PREDICTION.fullmatch(name)
+    expert = EXPERT.fullmatch(match["rest"] or "") if match else None
     return int(expert["expert"]) if expert else None
 
 
 def is_before(name: str) -> bool:
     """Whether a parameter stands before the layers: only the first stage of a pipeline has it."""
     return name.startswith("embedding.")
+
+
+def predicts(names: Iterable[str]) -> bool:
+    """Whether a model has layers of multi-token prediction.
+
+    Then the last stage of a pipeline has copies of what stands before the layers.
+    """
+    return any(map(PREDICTION.fullmatch, names))
 
 
 def orders(names: Iterable[str]) -> Iterator[list[str]]:
@@ -86,10 +98,15 @@ def _key(name: str, fused: bool, grouped: bool, names: frozenset[str]) -> Key | 
     for side, modules in ((0, BEFORE), (2, BEHIND)):
         if module in modules:
             return side, modules.index(module), last
-    match = LAYER.fullmatch(module)
-    if match is None:
-        return None
-    start: Key = 1, int(match["layer"])
+    if match := LAYER.fullmatch(module):
+        start: Key = 1, int(match["layer"])
+    else:
+        match = PREDICTION.fullmatch(module)
+        if match is None or match["part"] not in PARTS:
+            return None
+        start = 2, BEHIND.index("mtp"), int(match["layer"]), PARTS.index(match["part"])
+        if match["rest"] is None:
+            return (*start, last)
     rest = match["rest"]
     if expert := EXPERT.fullmatch(rest):
         inner: Key = int(expert["expert"]), expert["rest"], last

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ...core.difference import rounds_to
 from ...core.dtypes import SIZES
@@ -109,6 +110,70 @@ def _coalesced(locals_: Sequence[Local], flat: Flat, read: ReadBytes) -> list[Pl
         states = following
     ways = [way for (end, _), ways in states.items() if end == flat.sizes[0] for way in ways]
     return ways[:2]
+
+
+def places_of_trained(
+    locals_: Sequence[Local], flat: Flat, read: ReadBytes
+) -> list[tuple[tuple[int, int] | None, ...]]:
+    """As `places`, if some parameters are not in the buffer: None stands for their places.
+
+    The bytes alone tell which ones these are.
+    """
+    masters: dict[tuple[int, int], bytes] = {}
+
+    def fits(weights: bytes, local: Local, place: tuple[int, int]) -> bool:
+        count = len(weights) // SIZES[local.dtype]
+        if len(masters.get(place, b"")) < count * SIZES["F32"]:
+            runs = flat.part("master", place, count)
+            masters[place] = b"".join(read(run.extent) for run in runs)
+        return _rounds(masters[place][: count * SIZES["F32"]], weights, local.dtype)
+
+    rest = sum(_aligned(local.numel) + ALIGNMENT for local in locals_)
+    total = sum(flat.sizes)
+    before = [sum(flat.sizes[:bucket]) for bucket in range(len(flat.sizes))]
+    # by the bucket, its next element, and where a bucket began: up to two ways, each one a pair of
+    # the way before and the last place
+    states: dict[tuple[int, int, int], list[Any]] = {(0, 0, 0): [None]}
+    for local in locals_:
+        weights = read(local.first)
+        rest -= _aligned(local.numel) + ALIGNMENT
+        following: dict[tuple[int, int, int], list[Any]] = {}
+        for (bucket, end, base), ways in states.items():
+            moves: list[tuple[tuple[int, int, int], tuple[int, int] | None]] = []
+            if total - before[bucket] - end <= rest:
+                moves.append(((bucket, end, base), None))
+            for place in _starts(local, flat, (bucket, end, base)):
+                if fits(weights, local, place):
+                    stop = place[0], place[1] + local.numel, place[1] % ALIGNMENT
+                    moves.append((stop if flat.coalesced else (*stop[:2], 0), place))
+            for state, move in moves:
+                known = following.setdefault(state, [])
+                known += [(way, move) for way in ways]
+                del known[2:]
+        states = following
+    full = len(flat.sizes) - 1, flat.sizes[-1]
+    ends = [way for state, ways in states.items() if state[:2] == full for way in ways]
+    result = []
+    for way in ends[:2]:
+        listed: list[tuple[int, int] | None] = []
+        while way is not None:
+            way, move = way
+            listed.append(move)
+        result.append(tuple(reversed(listed)))
+    return result
+
+
+def _starts(local: Local, flat: Flat, state: tuple[int, int, int]) -> list[tuple[int, int]]:
+    """The places at which the next parameter of a buffer may begin."""
+    bucket, end, base = state
+    if flat.coalesced:
+        starts = sorted({base + _aligned(end - base), end})
+        return [(0, start) for start in starts if start + local.numel <= flat.sizes[0]]
+    start = _aligned(end)
+    if start + local.numel <= flat.sizes[bucket]:
+        return [(bucket, start)]
+    is_full = flat.sizes[bucket] in (end, start) and bucket + 1 < len(flat.sizes)
+    return [(bucket + 1, 0)] if is_full and local.numel <= flat.sizes[bucket + 1] else []
 
 
 def _aligned(element: int) -> int:

@@ -179,10 +179,10 @@ class _Reader:
         for key, item in self.table.items.items():
             if item is None or OPTIMIZER.fullmatch(key):
                 continue
-            if without_prefix(key).startswith(("mtp.", "module.")):
+            if without_prefix(key).startswith("module."):
                 raise UnsupportedCheckpoint(
-                    f"{self.folder} has {key}: zckpt reads neither layers of multi-token "
-                    "prediction, nor weights of Megatron-FSDP in such a directory"
+                    f"{self.folder} has {key}: zckpt reads no weights of Megatron-FSDP in such a "
+                    "directory"
                 )
             self.keys[key] = axes_of(key)
             for name, entry in self._parts(key, item, key, "param"):
@@ -238,7 +238,7 @@ class _Reader:
         """
         items = FlatItems(self.table, self.files)
         self.records += items.records
-        self.common = with_groups(self.common, items.groups)
+        self.common = with_groups(self.common, items.groups, items.scalers(self.entries))
         experts = {
             name: number
             for name in shapes
@@ -274,8 +274,9 @@ class _Reader:
             for known, local in zip(parts, locals_, strict=True):
                 known[name] = local
         found = placed(ranks, parts, read_bytes, self.folder)
+        trained = [name for name in names if name in found[0]]
         slots = set()
-        for entry, is_copy in states(names, shapes, slicings, found):
+        for entry, is_copy in states(trained, shapes, slicings, found):
             if is_copy:
                 self.replicas.append(entry)
                 continue

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ...core.values import valueclass
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
-from .order import expert_of, is_before, layer_of, orders
-from .placing import ALIGNMENT, Flat, Local, ReadBytes, places
+from .order import expert_of, is_before, layer_of, orders, predicts
+from .placing import ALIGNMENT, Flat, Local, ReadBytes, places, places_of_trained
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 HINT = "--weights-only takes the weights alone"
@@ -46,12 +46,14 @@ def placed(
 ) -> list[dict[str, list[Place]]]:
     """The places of all parameters, for every tensor rank; `parts` are its parts of parameters.
 
-    A tied embedding has a second place, where the last stage keeps its copy. Raises
+    A tied embedding has a second place, where the last stage keeps its copy. Frozen parameters have
+    none: if no range of layers fills a buffer, single parameters may be missing. Raises
     UnsupportedCheckpoint if no parameters fit into a buffer, or several ways do, and
-    InconsistentCheckpoint for a parameter that no buffer has, or two.
+    InconsistentCheckpoint for a parameter that two buffers have, or not those of all tensor ranks.
     """
     last = max(rank.pp for rank in ranks)
     result: list[dict[str, list[Place]]] = [{} for _ in parts]
+    copies = predicts(parts[0])
     for rank in ranks:
         kinds: dict[str, list[Flat]] = {}
         for flat in rank.flats:
@@ -60,17 +62,25 @@ def placed(
             for number, flat in enumerate(flats):
                 is_first = rank.pp == 0 and number == 0
                 is_last = rank.pp == last and number == len(flats) - 1
-                ways = _ways(flat, rank.own(parts[rank.tp]), is_first, is_last, read)
+                own = rank.own(parts[rank.tp])
+                ways = _ways(flat, own, is_first, is_last, read)
+                if not ways:
+                    ways = _ways_of_trained(flat, own, is_first, is_last, read)
                 require_one(ways, flat, where)
                 for name, place in ways[0]:
                     result[rank.tp].setdefault(name, []).append((flat, place))
     for tp, known in enumerate(result):
         lost = [name for name in parts[tp] if name not in known]
+        lost = [name for name in lost if any(name in other for other in result)]
         if lost:
             raise InconsistentCheckpoint(
                 f"{where}: no buffer of tensor rank {tp} has {listed(lost, 4)}", hint=HINT
             )
-        twice = [name for name in known if len(known[name]) > 1 and name != EMBEDDING]
+        twice = [
+            name
+            for name in known
+            if len(known[name]) > 1 and name != EMBEDDING and not (is_before(name) and copies)
+        ]
         if twice:
             raise InconsistentCheckpoint(
                 f"{where}: two buffers of tensor rank {tp} have {listed(twice, 4)}", hint=HINT
@@ -87,13 +97,13 @@ def require_one(ways: Sequence[object], flat: Flat, where: str) -> None:
         raise UnsupportedCheckpoint(
             f"{where}: the parameters of no range of layers fill {flat.name} of "
             f"{sum(flat.sizes)} elements with masters that round to the weights",
-            hint=f"zckpt knows the order of a GPTModel's parameters, none of them frozen; {HINT}",
+            hint=f"zckpt knows the order of a GPTModel's parameters; {HINT}",
         )
     if len(ways) > 1:
         raise UnsupportedCheckpoint(
             f"{where}: parameters fill {flat.name} in several ways, and the weights do not tell "
             "which one is right",
-            hint=f"the weights of several layers are equal; {HINT}",
+            hint=f"several weights are equal; {HINT}",
         )
 
 
@@ -101,12 +111,8 @@ def _ways(
     flat: Flat, parts: Mapping[str, Local], is_first: bool, is_last: bool, read: ReadBytes
 ) -> list[Way]:
     """The ways in which a range of layers fills a buffer."""
-    of_type = {name: part for name, part in parts.items() if part.dtype == flat.dtype}
-    known = [of_type]
-    if is_last and not is_first and OUTPUT not in parts and EMBEDDING in of_type:
-        known.append({**of_type, OUTPUT: of_type[EMBEDDING]})  # the copy of a tied embedding
     ways: list[Way] = []
-    for each in known:
+    for each in _kinds(flat, parts, is_first, is_last):
         for order in orders(each):
             for names in _ranges(order, each, flat, is_first, is_last):
                 locals_ = [each[name] for name in reversed(names)]
@@ -119,18 +125,54 @@ def _ways(
     return ways
 
 
+def _ways_of_trained(
+    flat: Flat, parts: Mapping[str, Local], is_first: bool, is_last: bool, read: ReadBytes
+) -> list[Way]:
+    """The ways in which some parameters fill a buffer: the others are frozen, or of other ranks."""
+    ways: list[Way] = []
+    for each in _kinds(flat, parts, is_first, is_last):
+        for order in orders(each):
+            names = [
+                name
+                for name in reversed(order)
+                if layer_of(name) is not None
+                or (is_first or (is_last and predicts(order)) if is_before(name) else is_last)
+            ]
+            locals_ = [each[name] for name in names]
+            for found in places_of_trained(locals_, flat, read):
+                way = tuple(
+                    (local.name, place)
+                    for local, place in zip(locals_, found, strict=True)
+                    if place is not None
+                )
+                if way not in ways:
+                    ways.append(way)
+    return ways
+
+
+def _kinds(
+    flat: Flat, parts: Mapping[str, Local], is_first: bool, is_last: bool
+) -> list[Mapping[str, Local]]:
+    """The parameters of a buffer's type; with the copy of a tied embedding too, if one may be."""
+    of_type = {name: part for name, part in parts.items() if part.dtype == flat.dtype}
+    if is_last and not is_first and OUTPUT not in parts and EMBEDDING in of_type:
+        return [of_type, {**of_type, OUTPUT: of_type[EMBEDDING]}]
+    return [of_type]
+
+
 def _ranges(
     order: Sequence[str], parts: Mapping[str, Local], flat: Flat, is_first: bool, is_last: bool
 ) -> Iterator[list[str]]:
     """The parameters of each range of layers that could fill a buffer, by their sizes."""
     layers: dict[int, list[str]] = {}
     before, behind = [], []
+    has_embedding = is_first or (is_last and predicts(order))
     for name in order:
         layer = layer_of(name)
         if layer is not None:
             layers.setdefault(layer, []).append(name)
         elif is_before(name):
-            before += [name] * is_first
+            before += [name] * has_embedding
         else:
             behind += [name] * is_last
     count = max(layers, default=-1) + 1

@@ -48,9 +48,11 @@ from ...training.options import EP, GROUP_DEFAULTS, LIKE, Options
 from .common import FILE, READABLE, SHARDING, arguments
 from .files import BACKEND, LATEST, MARKER, OF_ITERATION
 from .like import as_in_run
+from .masters import MOMENTS, with_zeros
 from .names import keys_of
 from .optimizers import optimizers
 from .programs import BRIDGE, LOADING, NEMO, WEIGHTS, WITHOUT_RANDOM, placed
+from .vocabulary import for_tensor_ranks
 
 LARGEST = 64 << 20  # bytes of a piece: a rank that needs a slice of it reads it as a whole
 OF_MODULES = re.compile(r".*\._extra_state/shard_.*")
@@ -76,11 +78,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     types: dict[str, str] = {}
     if path is not None:
         source, types = as_in_run(source, path, options)
-    elif options[GROUP_DEFAULTS]:
-        raise WrongOption(
-            "--group-defaults has no use for a source of Megatron-Core",
-            hint="leave it out, or give --like RUN with a source of another engine",
-        )
+    elif options[GROUP_DEFAULTS] and options.weights_only:
+        raise WrongOption("--group-defaults has no use with --weights-only", hint="leave it out")
+    source = for_tensor_ranks(source if options.weights_only else with_zeros(source), options)
     writer = MegatronWriter(source, options, types)
     return Layout(
         writer.shells,
@@ -171,6 +171,12 @@ class MegatronWriter:
             raise MissingData(f"the source lacks the weights of {listed(lost)}")
         tensors = []
         slots = dict.fromkeys(e.slot for e in source.entries.values() if is_optimizers(e.slot))
+        if self.states and (others := [slot for slot in slots if slot not in MOMENTS]):
+            raise UnsupportedCheckpoint(
+                f"the source has {listed(others)}, and the states of Megatron-Core's distributed "
+                "optimizer are exp_avg and exp_avg_sq",
+                hint="add --weights-only",
+            )
         for slot in ("param", "master", *slots) if self.states else ("param",):
             for key in keys:
                 tensor = self._tensor(key, slot, parts[key])
@@ -192,7 +198,8 @@ class MegatronWriter:
             if frozen:
                 raise UnsupportedCheckpoint(
                     f"{listed(frozen)} has no state of the optimizer, but other layers of {key} "
-                    "have: Megatron-Core's files have one tensor for all layers"
+                    "have: Megatron-Core's files have one tensor for all layers",
+                    hint="add --weights-only",
                 )
             if slot == "master":
                 weights = [weight_of(entries, name).trained for name in names.values()]
@@ -202,7 +209,7 @@ class MegatronWriter:
         if prod(sizes) > len(names):
             raise MissingData(f"the source lacks layers or experts of {key}")
         shapes, dtypes = {entry.shape for entry in weights}, {entry.dtype for entry in weights}
-        if len(shapes) > 1 or len(dtypes) > 1:
+        if len(shapes) > 1 or (slot != "master" and len(dtypes) > 1):  # masters may be widened
             raise UnsupportedCheckpoint(
                 f"layers of {key} have different shapes or types: Megatron-Core's files have one "
                 "tensor for all layers"
@@ -263,7 +270,7 @@ class MegatronWriter:
         if result.pop(RERUN, None) is not None:
             self.left_out.append(f"{RERUN}: it has states of single ranks")
         if self.states:
-            own = optimizers(self.source, common, self.options[EP])
+            own = optimizers(self.source, common, self.options)
             result["optimizer"] = [own] if self.kept.get("program") == NEMO else own
         else:
             for key in ("optimizer", "opt_param_scheduler"):
@@ -279,9 +286,7 @@ class MegatronWriter:
         }
         args = common.get("args")
         if isinstance(args, Foreign) and isinstance(args.state, dict):
-            changes: dict[str, Any] = {}
-            if self.without_rng:
-                changes["no_save_rng"] = True
+            changes: dict[str, Any] = {"no_save_rng": True} if self.without_rng else {}
             if not self.states:
                 changes["no_save_optim"] = True
             elif "use_distributed_optimizer" in args.state:

@@ -28,12 +28,12 @@ from ....errors import (
     literal,
 )
 from ....training import objects
-from ....training.options import ALLOW_OBJECT, WEIGHTS_ONLY, Options
+from ....training.options import ALLOW_OBJECT, VOCAB_SIZE, WEIGHTS_ONLY, Options
 from ....training.tensor_rules import Rules, Shapes, Sliced, stated_rule
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
-from ...deepspeed_states.options import CONFIG, VOCAB_SIZE
+from ...deepspeed_states.options import CONFIG
 from ...deepspeed_states.patterns import INFO
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...deepspeed_states.vocabulary import resized, shared

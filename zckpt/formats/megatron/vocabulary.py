@@ -1,0 +1,111 @@
+"""How many rows has the vocabulary of the run that loads the target?
+
+Megatron-LM rounds the tokenizer's rows up to a multiple of the tensor ranks times
+`make_vocab_size_divisible_by`. Megatron-Core loads other numbers of rows too (0.16.1): those that
+both have. The rows that only pad are zeros where the source lacks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...core.dtypes import SIZES
+from ...core.inert import Foreign
+from ...core.manifest import Entry, Manifest
+from ...core.values import replace
+from ...errors import MissingData, WrongOption
+from ...training.families.layouts import LAYOUTS
+from ...training.families.rules import HUGGING_FACE, MEGATRON
+from ...training.families.sizes import Sizes
+from ...training.options import LIKE, TP, VOCAB_SIZE, Options
+from .common import arguments
+from .contents import size_of
+
+WEIGHTS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+PADDED = "padded_vocab_size"
+
+
+def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
+    """The source with the rows of a run of `--tp` ranks, whose tokenizer has `--vocab-size` rows.
+
+    Raises WrongOption and MissingData if the rows cannot be known.
+    """
+    kept = source.state.get("megatron")
+    names = [name for name in WEIGHTS if name in source.parameters]
+    flags = [each.flag for each in (TP, VOCAB_SIZE) if options[each] is not None]
+    if not flags or not isinstance(kept, dict):
+        return source
+    if options[LIKE] is not None or not names:
+        why = "the run of --like has its rows" if names else f"{source.root} has no vocabulary"
+        raise WrongOption(f"{flags[0]} has no use here: {why}", hint="leave it out")
+    common = kept.get("common")
+    args = arguments(common if isinstance(common, dict) else {})
+    rows = {source.parameters[name].shape[0] for name in names}
+    if len(rows) > 1:
+        raise WrongOption(
+            f"{flags[0]} does not apply to {source.root}: its embedding and its output layer have "
+            "different numbers of rows",
+            hint="leave it out: Megatron-Core loads other numbers of rows too",
+        )
+    wanted = _rows(source.root, rows.pop(), kept, args, options)
+    return _with_rows(source, names, wanted, kept, args)
+
+
+def _rows(
+    root: str, rows: int, kept: Mapping[str, Any], args: Mapping[str, Any], options: Options
+) -> int:
+    """The rows that the run pads its vocabulary to."""
+    used = (kept.get("vocabulary") or {}).get("used")
+    given, tp = options[VOCAB_SIZE], options[TP]
+    if given is not None and given < (used or 0):
+        raise WrongOption(
+            f"--vocab-size {given} is less than the {used} rows that the tokenizer of {root} uses",
+            hint="give at least so many; the vocabulary of a model is not made smaller here",
+        )
+    if tp is None:
+        tp = size_of(args, "tensor_model_parallel_size") or 1
+    unit = size_of(args, "make_vocab_size_divisible_by")
+    if given is None and (unit is None or used is None) and not rows % tp:
+        return rows
+    if given is None and used is None:
+        raise MissingData(
+            f"{root} does not say how many of the {rows} rows of the vocabulary its tokenizer "
+            f"uses, and {tp} tensor ranks cannot share them",
+            hint="give the number: --vocab-size N",
+        )
+    multiple, least = tp * (unit or 1), given or used or rows
+    return -(-least // multiple) * multiple
+
+
+def _with_rows(
+    source: Manifest,
+    names: list[str],
+    rows: int,
+    kept: Mapping[str, Any],
+    args: Mapping[str, Any],
+) -> Manifest:
+    def own(entry: Entry) -> Entry:
+        shape = source.parameters[entry.parameter].shape if entry.parameter in names else None
+        if entry.shape != shape or shape[0] == rows:
+            return entry
+        side = MEGATRON if rows > shape[0] else HUGGING_FACE
+        (changed,), move = LAYOUTS["vocabulary", side]([shape], Sizes(vocab_size=rows))
+        (fragments,) = move([entry.fragments], SIZES[entry.dtype])
+        return Entry(entry.name, entry.dtype, changed, fragments)
+
+    common = {**kept["common"]}
+    if isinstance(common.get("args"), Foreign) and PADDED in args:
+        common["args"] = replace(common["args"], state={**args, PADDED: rows})
+    vocabulary = {**(kept.get("vocabulary") or {}), "rows": rows}
+    changed = {**kept, "common": common, "vocabulary": vocabulary}
+    return replace(
+        source,
+        entries={name: own(entry) for name, entry in source.entries.items()},
+        parameters={
+            name: replace(item, shape=(rows, *item.shape[1:])) if name in names else item
+            for name, item in source.parameters.items()
+        },
+        replicas=tuple(entry for entry in source.replicas if entry.parameter not in names),
+        state={**source.state, "megatron": changed},
+    )
