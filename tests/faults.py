@@ -114,11 +114,16 @@ def optimizer_files(run: Path) -> list[Path]:
     return sorted(run.rglob("*optim_states.pt"))
 
 
-def swap_ranks(run: Path) -> None:
+def swap_ranks(run: Path, *, renamed: bool = True) -> None:
+    """The first two ranks' files under each other's name.
+
+    If `renamed`, the folders in their zips are too, as if a program had saved them so.
+    """
     first, second = optimizer_files(run)[:2]
-    kept = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(kept)
+    contents = first.read_bytes(), second.read_bytes()
+    for path, other, data in ((first, second, contents[1]), (second, first, contents[0])):
+        own, names = other.stem.encode() + b"/", path.stem.encode() + b"/"
+        path.write_bytes(data.replace(own, names) if renamed else data)
 
 
 def raise_step(run: Path, ranks: int) -> None:

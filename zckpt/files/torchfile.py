@@ -142,6 +142,7 @@ class TorchFile:
         self, path: str, parsed: Parsed | None = None, within: Extent | None = None
     ) -> None:
         self.path = path
+        self.saved_as: str | None = None  # the folder in the zip: the name that torch.save got
         self.records: dict[str, Record] = {}
         with sources.opened(path) as file:
             self.size = os.fstat(file.fileno()).st_size
@@ -258,6 +259,7 @@ class TorchFile:
         if len(pickles) != 1:
             raise CorruptCheckpoint(f"{self.path} is a zip, but torch.save did not write it")
         folder = pickles[0].removesuffix("data.pkl")
+        self.saved_as = folder[:-1]
         order = members.get(folder + "byteorder")
         if order and _member(file, order, self.path) != b"little":
             raise UnsupportedCheckpoint(f"{self.path} was written on a big-endian machine")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ...core.expected import refuse_other_rank
 from ...core.inert import Foreign
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Parsed
@@ -37,7 +38,7 @@ def open_ranks(
     the module's tensors are there. What other model ranks share may be `parsed` already.
 
     Raises when the files cannot be the whole of one ZeRO checkpoint: a rank is missing, world sizes
-    or saves differ, or it is of a kind that is not read.
+    or saves differ, a file has another rank's name, or it is of a kind that is not read.
     """
     parsed = Parsed() if parsed is None else parsed
     models = open_files(files.models, parsed)
@@ -45,6 +46,8 @@ def open_ranks(
     if layers is not None and model.get("module") is None:
         model = {**model, "module": {}}
     optimizers = open_files(files.optimizers, parsed)
+    for file in optimizers:  # not model files: zckpt 0.1 wrote those of stage 3 as one rank's
+        refuse_other_rank(file.path, file.saved_as)
     tops = [dictionary(file, file.value) for file in optimizers]
     pairs = zip(optimizers, tops, strict=True)
     states = [dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core import sources
+from ...core.expected import refuse_other_rank
 from ...core.manifest import Manifest
 from ...core.values import replace
 from ...errors import MALFORMED, IncompleteCheckpoint, NotACheckpoint, listed, not_understood
@@ -177,6 +178,8 @@ class _TreeReader:
 
     def _ranks(self, paths: Mapping[int, str]) -> Any:
         files = {rank: self._open(paths[rank]) for rank in sorted(paths)}
+        for file in files.values():
+            refuse_other_rank(file.path, file.saved_as)
         world = self.files.world or max(files) + 1
         ranked.refuse_missing(files, world)
         self.saved.source["dp"] = max(world, self.saved.source["dp"] or 1)
