@@ -43,7 +43,6 @@ def test_missing_ranks() -> None:
     ("name", "saved_as"),
     [
         ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "zero_pp_rank_2_mp_rank_00_optim_states"),
-        ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_01_optim_states"),
         ("model_world_size_2_rank_0.pt", "model_world_size_2_rank_1"),
         ("pytorch_model_fsdp_0_rank0.bin", "pytorch_model_fsdp_0_rank10"),
         ("a.ZeRO.0.2.ort.pt", "a.ZeRO.1.2.ort"),
@@ -63,6 +62,7 @@ def test_the_file_of_another_rank(name: str, saved_as: str) -> None:
         ("rank_1.pt", "archive"),
         ("rank_1.pt", None),
         ("rank_1.pt", "tmp_rank_2"),
+        ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_01_optim_states"),
         (
             "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
             "zero_pp_rank_1_mp_rank_00_optim_states",

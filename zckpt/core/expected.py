@@ -47,13 +47,12 @@ def refuse_other_rank(path: str, saved_as: str | None) -> None:
 
     torch.save gives the folder in its zip the file's name without the ending (torch 1.6 to 2.13).
     So a file that was renamed still says whose it was. A name of another form says nothing: some
-    programs save into a buffer, and torch calls that `archive`.
+    programs save into a buffer, and torch calls that `archive`. The first rank in a name counts.
     """
     name, ending = os.path.splitext(os.path.basename(path))
     if saved_as is None or saved_as == name or RANK.sub("", saved_as) != RANK.sub("", name):
         return
-    ranks, saved = (list(map(_number, RANK.findall(text))) for text in (name, saved_as))
-    if ranks != saved:
+    if _first_rank(name) != _first_rank(saved_as):
         raise InconsistentCheckpoint(
             f"{path} was saved as {saved_as}{ending}: files of two ranks are swapped, or one was "
             "renamed or copied",
@@ -61,5 +60,6 @@ def refuse_other_rank(path: str, saved_as: str | None) -> None:
         )
 
 
-def _number(rank: str) -> int:
-    return int(rank.lstrip("_"))
+def _first_rank(name: str) -> int | None:
+    match = RANK.search(name)
+    return int(match[0].lstrip("_")) if match else None

@@ -46,8 +46,6 @@ def open_ranks(
     if layers is not None and model.get("module") is None:
         model = {**model, "module": {}}
     optimizers = open_files(files.optimizers, parsed)
-    for file in optimizers:  # not model files: zckpt 0.1 wrote those of stage 3 as one rank's
-        refuse_other_rank(file.path, file.saved_as)
     tops = [dictionary(file, file.value) for file in optimizers]
     pairs = zip(optimizers, tops, strict=True)
     states = [dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]
@@ -59,6 +57,9 @@ def open_ranks(
     version = version_of(model, tops[0], states[0])
     check_kind(directory, version, model, stated_config(model, tops[0]))
     _check_world(directory, model, states[0], files.optimizers)
+    if len({file.saved_as for file in optimizers}) > 1:  # one for all: zckpt 0.1 wrote stage 3 so
+        for file in optimizers:
+            refuse_other_rank(file.path, file.saved_as)
     partitioned = "fp32_flat_groups" in states[0]
     bases = _for_each(states, lambda state: _base(directory, state, partitioned))
     if model.get("num_experts"):

@@ -178,13 +178,13 @@ class _TreeReader:
 
     def _ranks(self, paths: Mapping[int, str]) -> Any:
         files = {rank: self._open(paths[rank]) for rank in sorted(paths)}
-        for file in files.values():
-            refuse_other_rank(file.path, file.saved_as)
         world = self.files.world or max(files) + 1
         ranked.refuse_missing(files, world)
         self.saved.source["dp"] = max(world, self.saved.source["dp"] or 1)
         if "model" in self.files.whole and local.is_local(files):
             self.has_local_states = True
+            for file in files.values():  # nothing in it says whose it is
+                refuse_other_rank(file.path, file.saved_as)
             return local.merge(self.saved, files, self.step_policy, self.param_names)
         return self._merge(files)
 
