@@ -414,7 +414,8 @@ class _Parser(Unpickler):
         dtype = STORAGES.get(cls.name.rsplit(".", 1)[-1]) if isinstance(cls, Global) else None
         if kind != "storage" or dtype is None or not isinstance(key, str):
             raise UnsupportedCheckpoint(
-                f"a storage of an unknown type: {getattr(cls, 'name', type(cls).__name__)}"
+                f"a storage of an unknown type: {getattr(cls, 'name', type(cls).__name__)}",
+                hint="cast its tensors before saving, or leave them out of the checkpoint",
             )
         # torch < 1.6: the view is (key, offset, numel) in a larger storage
         first = view[0][1] if view and view[0] else 0
