@@ -108,8 +108,7 @@ def _candidates(
     return [
         name
         for name, leaf in model.items()
-        if is_float(leaf)
-        or (is_complex(leaf) and (complex_moments or name in (param_names or ())))
+        if is_float(leaf) or (is_complex(leaf) and (complex_moments or name in (param_names or ())))
         if owners.setdefault(leaf.memory or name, name) == name
     ]
 
