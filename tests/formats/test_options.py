@@ -156,7 +156,7 @@ def test_a_format_that_is_only_read_is_no_target(tmp_path: Path) -> None:
 
 
 def test_defaults_and_steps_that_decide_nothing_are_named(tmp_path: Path) -> None:
-    """What a source stores takes precedence: a learning rate that was given is not silently lost."""
+    """What a source stores takes precedence; a learning rate that was given is named."""
     given = {"lr": 0.5, "weight_decay": 0.1, 1: {"weight_decay": 0.0}, "alpha": 1}
     report = zckpt.convert(
         EXAMPLE, tmp_path / "a", to="dcp", group_defaults=given, step_policy="99"
