@@ -154,7 +154,7 @@ def test_a_finite_number_does_not_become_infinite(dtype: torch.dtype, tmp_path: 
         torch.save({"model": tensors}, tmp_path / f"{name}.pt")
     zckpt.convert(tmp_path / "small.pt", tmp_path / "small", dtype="fp16", weights_only=True)
     assert torch.equal(zckpt.load(tmp_path / "small", "b/param"), torch.ones(3, 5).half())
-    with pytest.raises(UnsupportedCheckpoint, match=r"b/param .* float16 cannot hold, such as -1"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"b/param .* float16 cannot hold, such as -"):
         zckpt.convert(tmp_path / "large.pt", tmp_path / "large", dtype="fp16", weights_only=True)
     assert not (tmp_path / "large").exists()
     zckpt.convert(tmp_path / "large.pt", tmp_path / "large", dtype="bf16", weights_only=True)
