@@ -114,11 +114,20 @@ def optimizer_files(run: Path) -> list[Path]:
     return sorted(run.rglob("*optim_states.pt"))
 
 
-def swap_ranks(run: Path) -> None:
-    first, second = optimizer_files(run)[:2]
-    kept = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(kept)
+def swap_ranks(run: Path, *, renamed: bool = True) -> None:
+    """The first two ranks' files under each other's name; see `swap_files`."""
+    swap_files(*optimizer_files(run)[:2], renamed=renamed)
+
+
+def swap_files(one: Path, other: Path, *, renamed: bool = True) -> None:
+    """Two files under each other's name.
+
+    If `renamed`, the folders in their zips are too, as if a program had saved them so.
+    """
+    contents = one.read_bytes(), other.read_bytes()
+    for path, source, data in ((one, other, contents[1]), (other, one, contents[0])):
+        old, new = (each.stem.encode() + b"/" for each in (source, path))
+        path.write_bytes(data.replace(old, new) if renamed and len(old) == len(new) else data)
 
 
 def raise_step(run: Path, ranks: int) -> None:

@@ -118,6 +118,17 @@ def test_wrong_usage_is_2(words: list[Any], zckpt: Zckpt) -> None:
     assert not Path("target").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["inspect", ""], ["reshard", "", "target", "--dp", "2"], ["convert", EXAMPLE, ""]],
+    ids=str,
+)
+def test_an_empty_argument_is_no_path(words: list[Any], zckpt: Zckpt) -> None:
+    """A variable of a script that was not set: the current folder is not meant."""
+    ended = zckpt(*words)
+    assert (ended.code, "an argument is empty" in ended.err) == (2, True)
+
+
 class TestInspect:
     def test_summary(self, zckpt: Zckpt) -> None:
         ended = zckpt("inspect", EXAMPLE)

@@ -30,9 +30,12 @@ def removal(path: str) -> str:
 
 
 def listed(items: Sequence[object], most: int = 8) -> str:
-    """Names or numbers for a sentence: the first `most`, and how many others there are."""
+    """Names or numbers for a sentence: the first `most`, and how many others there are.
+
+    A line break in a name is no line break of the sentence.
+    """
     more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(map(str, items[:most])) + more
+    return ", ".join(str(item).replace("\n", "\\n") for item in items[:most]) + more
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

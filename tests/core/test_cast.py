@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import zckpt
 from zckpt.core.cast import cast, put_mean
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.errors import UnsupportedCheckpoint
@@ -140,3 +143,18 @@ def test_means_are_rounded_once(source: str, target: str) -> None:
 def test_the_mean_of_integers_is_refused() -> None:
     with pytest.raises(UnsupportedCheckpoint, match="cannot average I64"):
         put_mean([(memoryview(bytes(8)), "I64")], memoryview(bytearray(8)), "I64")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_finite_number_does_not_become_infinite(dtype: torch.dtype, tmp_path: Path) -> None:
+    """float16 ends at 65,504; what was infinite or no number before stays so."""
+    weights = torch.tensor([1.0, float("inf"), float("nan"), 64000.0]).to(dtype)
+    for name, last in (("small", 1.0), ("large", -1e5)):
+        tensors = {"a": weights, "b": torch.full((3, 5), last, dtype=dtype)}
+        torch.save({"model": tensors}, tmp_path / f"{name}.pt")
+    zckpt.convert(tmp_path / "small.pt", tmp_path / "small", dtype="fp16", weights_only=True)
+    assert torch.equal(zckpt.load(tmp_path / "small", "b/param"), torch.ones(3, 5).half())
+    with pytest.raises(UnsupportedCheckpoint, match=r"b/param .* float16 cannot hold, such as -"):
+        zckpt.convert(tmp_path / "large.pt", tmp_path / "large", dtype="fp16", weights_only=True)
+    assert not (tmp_path / "large").exists()
+    zckpt.convert(tmp_path / "large.pt", tmp_path / "large", dtype="bf16", weights_only=True)

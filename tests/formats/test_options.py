@@ -159,3 +159,16 @@ def test_a_format_that_is_only_read_is_no_target(tmp_path: Path) -> None:
     ended = with_toy(tmp_path, COMMAND, *words, writes=False)
     assert ended.code == 2
     assert ended.err.startswith("Error: zckpt can read toy, but not write it yet\n")
+
+
+def test_defaults_and_steps_that_decide_nothing_are_named(tmp_path: Path) -> None:
+    """What a source stores takes precedence; a learning rate that was given is named."""
+    given = {"lr": 0.5, "weight_decay": 0.1, 1: {"weight_decay": 0.0}, "alpha": 1}
+    report = zckpt.convert(
+        EXAMPLE, tmp_path / "a", to="dcp", group_defaults=given, step_policy="99"
+    )
+    (lr, step) = report["warnings"][-2:]
+    assert lr.startswith("--group-defaults lr is not used: the source stores lr=0.003.")
+    assert step == "--step-policy 99 is not used: all places state step 7"
+    report = zckpt.convert(EXAMPLE, tmp_path / "b", to="dcp", step_policy="max")
+    assert report["warnings"] == []

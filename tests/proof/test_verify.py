@@ -16,6 +16,7 @@ import torch
 
 import zckpt
 from zckpt.core import compare
+from zckpt.errors import InconsistentCheckpoint
 
 from .. import faults
 from ..conftest import EXAMPLE, ROOT, Result
@@ -110,6 +111,21 @@ class Faults:
     def test_swapped_ranks(self, copy: Path, original: Path) -> None:
         faults.swap_ranks(copy)
         self.check(copy, original, alone=self.tells_weights)
+
+    def test_ranks_whose_files_have_each_others_names(self, copy: Path, original: Path) -> None:
+        """Their zips have folders of the names under which they were saved."""
+        faults.swap_ranks(copy, renamed=False)
+        report = zckpt.verify(copy)
+        assert not report["equal"]
+        assert "was saved as" in report["problems"][0]["message"]
+        with pytest.raises(InconsistentCheckpoint, match="files of two ranks are swapped"):
+            zckpt.convert(copy, copy.parent / "converted")
+
+    def test_swapped_ranks_are_seen_before_a_copy(self, copy: Path, tmp_path: Path) -> None:
+        assert not zckpt.convert(copy, tmp_path / "first")["warnings"]
+        faults.swap_ranks(copy)
+        warnings = zckpt.convert(copy, tmp_path / "second")["warnings"]
+        assert any("not the rounded masters" in line for line in warnings) == self.tells_weights
 
     def test_permuted_parameters(self, copy: Path, original: Path) -> None:
         faults.permute(copy)

@@ -84,6 +84,13 @@ def test_an_error_stays_an_error(stdout: str, tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)], ids=str)
+def test_an_error_that_a_full_disk_does_not_take(options: tuple[str, ...], tmp_path: Path) -> None:
+    ended = start(["inspect", tmp_path / "nothing", *options], FULL)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+
+
 def test_the_first_line_is_enough(smallest: Callable[[str], Path]) -> None:
     command = f"{sys.executable} -m zckpt inspect {smallest('dcp')} | head -1"
     ended = subprocess.run(

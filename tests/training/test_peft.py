@@ -80,3 +80,13 @@ def test_an_adapter_is_told_from_its_model() -> None:
     assert peft.is_adapter_alone([*adapter, embedding])
     assert not peft.is_adapter_alone([*adapter, embedding, layer])
     assert not peft.is_adapter_alone(["embedding.weight"])
+
+
+def test_modules_that_are_saved_whole_are_known_by_the_ends_of_their_names() -> None:
+    """PEFT 0.21, `_set_trainable`: `norm` wraps `input_layernorm` as well."""
+    front = "base_model.model.layers.0.input_layernorm"
+    config = {"modules_to_save": ["norm"]}
+    names = [f"{front}.weight", "base_model.model.normal.weight", f"{front}.original_module.weight"]
+    assert peft.module_names(names, config=config) == {
+        f"{front}.weight": f"{front}.modules_to_save.default.weight"
+    }

@@ -15,7 +15,7 @@ import zckpt
 from zckpt import errors
 from zckpt.training import ties
 
-from ..conftest import Result
+from ..conftest import EXAMPLE, Result
 
 Program = Callable[..., Result]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -129,3 +129,8 @@ def test_a_tie_without_an_equals_sign(tmp_path: Path, zckpt: Program) -> None:
     refused = zckpt("convert", tmp_path, tmp_path / "t", "--tie", HEAD)
     assert refused.code == 2
     assert "NAME=NAME" in refused.err
+
+
+def test_a_second_name_of_another_weight(tmp_path: Path) -> None:
+    with pytest.raises(errors.WrongOption, match=r"head\.weight is a second name of embedding"):
+        zckpt.convert(EXAMPLE, tmp_path / "out", tie=[("head.weight", "fc1.weight")])

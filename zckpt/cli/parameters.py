@@ -84,7 +84,7 @@ def in_file(
 ) -> Any:
     """What `parse` makes of a file's text; a usage error if it cannot be read or parsed."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # Windows begins with a mark
             return parse(file.read())
     except (OSError, *MALFORMED) as error:
         why = error if isinstance(error, OSError) else cause(error)

@@ -43,6 +43,11 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors=UNPRINTABLE)
     try:
+        if "" in words:
+            raise WrongOption(
+                "an argument is empty",
+                hint="a variable of your shell may be empty; `set -x` shows what the shell runs",
+            )
         if line := plain(words):
             from . import work
 
@@ -174,8 +179,10 @@ def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoR
 
         command = next((word for word in words if word in cli.commands), None)
         report = {"zckpt": 1, "command": command, "error": kind, "message": message, "hint": hint}
-        with suppress(OSError):
+        try:
             print(json.dumps(report), flush=True)
+        except OSError:  # a full disk: Python's own end would write it again, and fail
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     else:
         from ..display import safe
 

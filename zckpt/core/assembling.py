@@ -93,7 +93,8 @@ class Assembler:
 
         request = ReadRequest(source, piece.start, piece.stop, at, check)
         dtype = piece.pair.target.dtype
-        self.reader.read_as(dtype, request, view, count if key[1] in self._hashed_first else None)
+        counted = count if key[1] in self._hashed_first else None
+        self.reader.read_as(dtype, request, view, counted, bounded=True)
         return passed
 
     def _mean(self, piece: TargetPiece, offset: int, view: memoryview) -> None:
@@ -120,7 +121,7 @@ class Assembler:
         """Fills runs at a stride: reads the rows that they are cut from, then copies the runs."""
         import numpy as np
 
-        from .cast import cast
+        from .cast import cast, refuse_overflow
 
         source, target = piece.pair.source, piece.pair.target
         size, length, stride = SIZES[source.dtype], piece.stop - piece.start, piece.stride
@@ -142,6 +143,7 @@ class Assembler:
                 into[:] = runs
                 continue
             cast(runs, source.dtype, into, target.dtype)
+            refuse_overflow(source.name, runs, source.dtype, into, target.dtype)
             if key[1] in self._hashed_first:
                 passed.append(_passed_runs(key, source, piece, runs, stop))
         return passed

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedCheckpoint
-from .dtypes import NUMBERS, SIZES
+from .dtypes import NUMBERS, SIZES, TORCH_NAMES
 from .pieces import CAST_BLOCK
 
 _NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -29,6 +29,29 @@ def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype
     for start in range(0, len(values), CAST_BLOCK):
         block = slice(start, start + CAST_BLOCK)
         _cast(values[block], source_dtype, result[block], target_dtype)
+
+
+def refuse_overflow(
+    name: str, source: memoryview, source_dtype: str, target: memoryview, target_dtype: str
+) -> None:
+    """Raises UnsupportedCheckpoint if `cast` has made a finite number of tensor `name` infinite.
+
+    F16 ends at 65,504, and models that were trained in BF16 may have larger weights. BF16 has the
+    range of F32, and is not searched.
+    """
+    if target_dtype not in ("F16", "F32") or source_dtype in ("F16", target_dtype):
+        return
+    result = np.frombuffer(target, dtype=_NUMPY[target_dtype])
+    if np.isfinite(result).all():
+        return
+    values = np.frombuffer(source, dtype=_NUMPY[source_dtype])
+    values = widen(values) if source_dtype == "BF16" else values
+    lost = values[np.isinf(result) & np.isfinite(values)]
+    if len(lost):
+        raise UnsupportedCheckpoint(
+            f"{name} has numbers that {TORCH_NAMES[target_dtype]} cannot hold, such as {lost[0]:g}",
+            hint="choose a type with a larger range: --dtype bf16 or --dtype fp32",
+        )
 
 
 def put_mean(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, brief, listed
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief, listed
+
+RANK = re.compile(r"(?<=rank)_?\d+|(?<=\.ZeRO\.)\d+")
 
 
 def path_inside(folder: str, name: str, stated_by: str) -> str:
@@ -37,3 +40,26 @@ def missing_ranks(
         + (f" ({reason})" if reason else ""),
         hint,
     )
+
+
+def refuse_other_rank(path: str, saved_as: str | None) -> None:
+    """Raises InconsistentCheckpoint if the file of one rank has the name of another rank's.
+
+    torch.save gives the folder in its zip the file's name without the ending (torch 1.6 to 2.13).
+    So a file that was renamed still says whose it was. A name of another form says nothing: some
+    programs save into a buffer, and torch calls that `archive`. The first rank in a name counts.
+    """
+    name, ending = os.path.splitext(os.path.basename(path))
+    if saved_as is None or saved_as == name or RANK.sub("", saved_as) != RANK.sub("", name):
+        return
+    if _first_rank(name) != _first_rank(saved_as):
+        raise InconsistentCheckpoint(
+            f"{path} was saved as {saved_as}{ending}: files of two ranks are swapped, or one was "
+            "renamed or copied",
+            hint=f"give the file its own name again ({saved_as}{ending}), or copy all files again",
+        )
+
+
+def _first_rank(name: str) -> int | None:
+    match = RANK.search(name)
+    return int(match[0].lstrip("_")) if match else None

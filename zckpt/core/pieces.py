@@ -115,16 +115,18 @@ class ElementReader:
         request: ReadRequest,
         view: memoryview,
         passed: Callable[[int, int, memoryview], None] | None = None,
+        bounded: bool = False,
     ) -> None:
         """Puts the elements, cast to `dtype`, at byte `request.at` of `view`, block by block.
 
         `passed` is called with the first element of a block, its end, and its bytes before the
-        cast. Raises UnsupportedCheckpoint for types that are not floats.
+        cast. Raises UnsupportedCheckpoint for types that are not floats; if `bounded`, also for a
+        finite number that becomes infinite.
         """
         if dtype == request.entry.dtype and passed is None:
             self.read([request], view)
             return
-        from .cast import cast
+        from .cast import cast, refuse_overflow
 
         entry, size, cast_size = request.entry, SIZES[request.entry.dtype], SIZES[dtype]
         block = self.block()
@@ -135,7 +137,10 @@ class ElementReader:
             if passed is not None:
                 passed(start, stop, elements)
             at = request.at + (start - request.start) * cast_size
-            cast(elements, entry.dtype, view[at : at + (stop - start) * cast_size], dtype)
+            result = view[at : at + (stop - start) * cast_size]
+            cast(elements, entry.dtype, result, dtype)
+            if bounded:
+                refuse_overflow(entry.name, elements, entry.dtype, result, dtype)
 
     def _long(self, item: ReadRequest, view: memoryview) -> Iterator[tuple[int, Extent]]:
         """The long runs of an item, each with its first element; copies the short ones at once."""

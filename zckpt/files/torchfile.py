@@ -142,6 +142,7 @@ class TorchFile:
         self, path: str, parsed: Parsed | None = None, within: Extent | None = None
     ) -> None:
         self.path = path
+        self.saved_as: str | None = None  # the folder in the zip: the name that torch.save got
         self.records: dict[str, Record] = {}
         with sources.opened(path) as file:
             self.size = os.fstat(file.fileno()).st_size
@@ -258,6 +259,7 @@ class TorchFile:
         if len(pickles) != 1:
             raise CorruptCheckpoint(f"{self.path} is a zip, but torch.save did not write it")
         folder = pickles[0].removesuffix("data.pkl")
+        self.saved_as = folder[:-1]
         order = members.get(folder + "byteorder")
         if order and _member(file, order, self.path) != b"little":
             raise UnsupportedCheckpoint(f"{self.path} was written on a big-endian machine")
@@ -412,7 +414,8 @@ class _Parser(Unpickler):
         dtype = STORAGES.get(cls.name.rsplit(".", 1)[-1]) if isinstance(cls, Global) else None
         if kind != "storage" or dtype is None or not isinstance(key, str):
             raise UnsupportedCheckpoint(
-                f"a storage of an unknown type: {getattr(cls, 'name', type(cls).__name__)}"
+                f"a storage of an unknown type: {getattr(cls, 'name', type(cls).__name__)}",
+                hint="cast its tensors before saving, or leave them out of the checkpoint",
             )
         # torch < 1.6: the view is (key, offset, numel) in a larger storage
         first = view[0][1] if view and view[0] else 0

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..core.facts import FlatBufferEngine
+from ..core.inert import to_json
 from ..core.manifest import Manifest
 from ..core.values import field, valueclass
+from ..errors import listed
 from .options import Options
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -176,6 +178,30 @@ def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
     if are_inferred(source):
         return [{**group, **own} for group, own in pairs]
     return [{**own, **group} for group, own in pairs]
+
+
+def unused_defaults(source: Manifest, options: Options) -> list[str]:
+    """A warning about `--group-defaults` that no group takes: the source stores other values."""
+    if not source.groups or are_inferred(source):
+        return []
+    given = [
+        options.defaults_of(number, len(source.groups)) for number in range(len(source.groups))
+    ]
+    pairs = list(zip(source.groups, given, strict=True))
+    unused = {
+        key: group[key]
+        for group, own in pairs
+        for key, value in own.items()
+        if key in group and to_json(group[key]) != to_json(value)
+        if all(key in each for each, theirs in pairs if key in theirs)
+    }
+    if not unused:
+        return []
+    stored = ", ".join(f"{key}={value}" for key, value in unused.items())
+    return [
+        f"--group-defaults {listed(list(unused))} is not used: the source stores {stored}. Change "
+        "it in the program that resumes"
+    ]
 
 
 def torch_groups(source: Manifest, options: Options) -> tuple[list[dict[str, Any]], list[str]]:

@@ -19,6 +19,8 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 CONFIG = "adapter_config.json"
 SAVED_WHOLE = f".modules_to_save.{ADAPTER}."
 """In the names of a module's copy that is trained whole, for example a new head."""
+ORIGINAL = ".original_module."
+"""In the names of the module that was copied, which stays as it was."""
 # patterns, which are compiled when they are first used: that takes half a millisecond
 # modules and parameters that have one tensor or module per adapter
 TUNERS = (
@@ -31,6 +33,8 @@ TUNERS = (
 ADAPTED = r"(?P<layer>base_model\..*?)\.(?:lora_|ia3_l|hada_|lokr_|oft_|boft_|vera_lambda)"
 
 EMBEDDING = r"(?P<layer>base_model\..*)\.lora_embedding_[AB]\."
+
+SAVED_BASE = r"base_model\..*\.(?P<layer>embed_tokens|lm_head)\.base_layer\.weight"
 
 LORA = (
     r"base_model\..*\.lora_(?:(?:[AB]|magnitude_vector)\.(?=[^.]+\.weight$)|embedding_[AB]\.)"
@@ -69,9 +73,24 @@ def missing_bases(names: Collection[str]) -> list[str]:
     return sorted({f"{layer}.base_layer.weight" for layer in layers} - set(names))
 
 
-def is_adapter_alone(names: Collection[str]) -> bool:
-    """Whether these are parameters of an adapter without its base model.
+def is_saved_base(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether PEFT saves this tensor of the base model with its adapter (0.21).
 
+    Biases, if the adapter trains them; and the weight of an adapted embedding: rows that were added
+    for new tokens are in no other file (`save_embedding_layers`).
+    """
+    if "bias" in name:
+        of_layer = name.endswith(".base_layer.bias")
+        return config.get("bias") == "all" or (config.get("bias") == "lora_only" and of_layer)
+    match = re.fullmatch(SAVED_BASE, name)
+    targets = () if config.get("trainable_token_indices") else config.get("target_modules") or ()
+    return match is not None and match["layer"] in targets
+
+
+def is_adapter_alone(names: Collection[str]) -> bool:
+    """Whether these are names of an adapter's tensors without its base model.
+
+    The names of a base model include its second names of tied weights, and its buffers.
     PEFT saves an adapted embedding with its base weights; a base model has those of every layer.
     """
     adapted = {match["layer"] for name in names if (match := re.match(ADAPTED, name))}
@@ -99,8 +118,11 @@ def _module_name(saved: str, whole: Sequence[str]) -> str:
         if match["tuner"].endswith(".lora_magnitude_vector"):
             rest = ".weight"
         return f"{match['tuner']}.{ADAPTER}{rest}"
-    for module in whole:
-        front, separator, last = saved.rpartition(f".{module}.")
-        if separator:
-            return f"{front}.{module}{SAVED_WHOLE}{last}"
+    if SAVED_WHOLE in saved or ORIGINAL in saved:
+        return saved
+    parts = saved.split(".")
+    for module in whole:  # `norm` means `input_layernorm` too (PEFT 0.21, `_set_trainable`)
+        for count in range(len(parts) - 1, 0, -1):
+            if (layer := ".".join(parts[:count])).endswith(module):
+                return f"{layer}{SAVED_WHOLE}{'.'.join(parts[count:])}"
     return saved

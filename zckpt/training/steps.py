@@ -133,6 +133,13 @@ def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step
     return int(str(policy))
 
 
+def unused_policy(step: Step | None, policy: str | None) -> list[str]:
+    """A warning about a number that decided nothing: all places state another step."""
+    if policy is None or not policy.isdecimal() or step in (None, int(policy)):
+        return []
+    return [f"--step-policy {policy} is not used: all places state step {step:g}"]
+
+
 def check_policy(policy: str | None) -> None:
     """Raises WrongOption for a policy other than max, min, keep or a number."""
     if policy not in (None, "max", "min", KEEP) and not (policy and policy.isdecimal()):

@@ -26,6 +26,7 @@ from ..formats.reading import Reading
 from ..reading import read
 from ..training import objects, steps, ties
 from ..training.names import called_as, canonical, former, renamed
+from ..training.optimizers import unused_defaults
 from ..training.options import ALLOW_OBJECT, DP, FAMILY, PARAM_NAMES, RENAME, TIE, Options
 from ..training.order import in_order_of
 from ..version import __version__
@@ -112,6 +113,7 @@ def write(
     files = convert.files_of(layout)
     size = sum(files.values())
     report = _report(command, source, target, format, layout, files, options)
+    report["warnings"] += steps.unused_policy(manifest.step, reading.step_policy)
     run = identity(layout.source or manifest, to, reading, options, files)
     if running.continues and targets.is_complete(target, run):
         return report | {"already_complete": True, "seconds": _since(started)}
@@ -254,7 +256,7 @@ def _report(
     options: Options,
 ) -> Report:
     """What can be said before the first byte is written."""
-    warnings = list(layout.warnings)
+    warnings = [*layout.warnings, *unused_defaults(manifest, options)]
     if not format.is_neutral and (tie := ties.likely(manifest)) is not None:
         warnings.append(
             f"the source has no output layer: if the model ties {tie[0]} to {tie[1]}, add --tie "

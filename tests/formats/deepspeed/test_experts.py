@@ -26,6 +26,7 @@ from zckpt.errors import (
 from zckpt.formats.deepspeed.moe.named_layers import with_named_layers
 from zckpt.formats.deepspeed_states.experts import ExpertRanks
 
+from ... import faults
 from ...engines.experts import CASES, ExpertCase, resume
 from ..equality import load, same_bits
 
@@ -247,11 +248,7 @@ def test_a_step_that_differs_between_experts(run: Path) -> None:
     assert zckpt.read(run, step_policy="max").step is None  # the dense group's is another
 
 
-def swap(one: Path, other: Path) -> None:
-    between = one.with_name("between")
-    one.rename(between)
-    other.rename(one)
-    between.rename(other)
+swap = faults.swap_files
 
 
 @pytest.mark.first

@@ -351,7 +351,7 @@ FAULTS: dict[str, tuple[Change, type[ZckptError], str]] = {
     "swapped stages": (
         lambda d: swap(d, "mp_rank_00", "mp_rank_02"), InconsistentCheckpoint, "are of stage 0"),
     "swapped data ranks": (
-        lambda d: swap(d, "pp_rank_0_", "pp_rank_1_"), IncompleteCheckpoint, "has the weights of"),
+        lambda d: swap(d, "pp_rank_0_", "pp_rank_1_"), InconsistentCheckpoint, "was saved as"),
     "swapped by their arguments": (writers(0, 2, 5, 4), InconsistentCheckpoint, "0, 2, 5, 4 wrote"),
     "a lost model rank": (forget("*mp_rank_01_*"), IncompleteCheckpoint, "none of model rank 1"),
     "a lost stage": (forget("*mp_rank_0[23]_*"), IncompleteCheckpoint, "2 of 4 model ranks"),

@@ -524,3 +524,41 @@ class TestReport:
             zckpt.convert(run, tmp_path / f"universal{stage}")
             tensors = load(tmp_path / f"universal{stage}")
             assert sum(prod(t.shape) for n, t in tensors.items() if n.endswith("master")) == 1929
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_base_model_under_an_adapter_arrives(stage: int, quantized: bool, tmp_path: Path) -> None:
+    """Whatever its adapted layers are: tied to an embedding, or of a type that counts as a buffer.
+
+    An adapter that was saved alone has no base weights, and its target says so.
+    """
+    front = "base_model.model"
+    embedding = torch.randn(5, 4)
+    base = torch.randint(0, 255, (8, 1), dtype=torch.uint8) if quantized else embedding
+    model = {
+        f"{front}.embed.weight": embedding,
+        f"{front}.norm.weight": torch.randn(4),
+        f"{front}.head.base_layer.weight": base,
+        f"{front}.head.lora_A.default.weight": torch.randn(2, 4),
+        f"{front}.head.lora_B.default.weight": torch.randn(5, 2),
+    }
+    trained = [name for name in model if "lora" in name]
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(model[name]) for name in trained])
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    source = tmp_path / "source"
+    source.mkdir()
+    torch.save(model, source / "model.pt")
+    torch.save(optimizer.state_dict(), source / "optim.pt")
+    names = [f"{front}.embed.weight", f"{front}.norm.weight", *trained]
+    target = tmp_path / "target"
+    zckpt.convert(source, target, to="deepspeed", stage=stage, dp=2, param_names=names)
+    manifest = zckpt.read(target)
+    frozen = {name for name, each in manifest.parameters.items() if not each.trainable}
+    assert frozen == {f"{front}.embed.weight", f"{front}.norm.weight"}
+    assert manifest.buffers == ((f"{front}.head.base_layer.weight",) if quantized else ())
+    assert not any("exclude_frozen_parameters" in line for line in manifest.warnings)
+    for name in frozen:
+        assert torch.equal(zckpt.load(target, f"{name}/param"), model[name])

@@ -56,6 +56,18 @@ class TestLocalStates:
         zckpt.convert(folder, tmp_path / "target", to="gathered")
         assert_same_run(resumed_pair(tmp_path / "target"), pair)
 
+    def test_swapped_ranks(self, tmp_path: Path) -> None:
+        """Two ranks' states may have equal shapes: only the folders in the zips show it."""
+        folder = save_local(tmp_path / "run", trained_pair(), 2)
+        first, second = (folder / f"optim_rank_{rank}.pt" for rank in range(2))
+        first.rename(folder / "kept")
+        second.rename(first)
+        (folder / "kept").rename(second)
+        with pytest.raises(
+            errors.InconsistentCheckpoint, match=r"rank_0\.pt was saved as optim_rank_1"
+        ):
+            zckpt.read(folder)
+
     def test_names_tell_sizes_where_no_state_does(self, tmp_path: Path) -> None:
         pair = build()
         folder = save_local(tmp_path / "run", pair, 2)

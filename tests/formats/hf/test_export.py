@@ -150,19 +150,28 @@ def test_one_file_as_configuration(tmp_path: Path) -> None:
     assert names == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "head", "bias"])
-def test_peft_loads_an_adapter(kind: str, tmp_path: Path) -> None:
+ADAPTERS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "lora": ("llama", ["q_proj", "v_proj"], {}),
+    "dora": ("llama", ["q_proj", "v_proj"], {"use_dora": True}),
+    "head": ("llama", ["q_proj", "v_proj"], {"modules_to_save": ["lm_head"]}),
+    # PEFT compares the ends of names: input_layernorm is one of these modules
+    "norms": ("llama", ["q_proj"], {"modules_to_save": ["norm", "embed_tokens"]}),
+    "embedding": ("llama", ["q_proj", "embed_tokens"], {}),
+    "tied head": ("qwen3 tied", ["q_proj", "lm_head"], {}),
+    "bias": ("gpt2", ["c_attn"], {"bias": "lora_only"}),
+    "biases": ("gpt2", ["c_attn"], {"bias": "all"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings")
+@pytest.mark.parametrize("shows_trained", [True, False])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_peft_loads_an_adapter(kind: str, shows_trained: bool, tmp_path: Path) -> None:
     import peft
 
-    options: dict[str, Any] = {
-        "lora": {},
-        "dora": {"use_dora": True},
-        "head": {"modules_to_save": ["lm_head"]},
-        "bias": {"bias": "lora_only"},
-    }[kind]
-    base = build("gpt2" if kind == "bias" else "llama")
-    target = ["c_attn"] if kind == "bias" else ["q_proj", "v_proj"]
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=target, **options))
+    base, target, options = ADAPTERS[kind]
+    config = peft.LoraConfig(r=2, target_modules=target, **options)
+    model = peft.get_peft_model(build(base), config)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data.normal_()
@@ -173,15 +182,17 @@ def test_peft_loads_an_adapter(kind: str, tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "run" / "model.pt")
     torch.save(optimizer.state_dict(), tmp_path / "run" / "optim.pt")
     model.peft_config["default"].save_pretrained(tmp_path / "base")
-    universal = tmp_path / "universal"
-    zckpt.convert(tmp_path / "run", universal, param_names=names)  # tells what is trained
-    report = zckpt.export(universal, tmp_path / "out", config=tmp_path / "base")
+    source = tmp_path / "run"
+    if shows_trained:
+        source = tmp_path / "universal"
+        zckpt.convert(tmp_path / "run", source, param_names=names)
+    report = zckpt.export(source, tmp_path / "out", config=tmp_path / "base")
     assert any("base model" in line for line in report["left_out"])
     written = load_file(tmp_path / "out" / "adapter_model.safetensors")
     expected = peft.get_peft_model_state_dict(model)
     assert written.keys() == expected.keys()
     assert all(same_bits(written[name], expected[name]) for name in expected)
-    fresh = build("gpt2" if kind == "bias" else "llama")
+    fresh = build(base)
     loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "out")
     saved = peft.get_peft_model_state_dict(loaded)
     assert all(same_bits(saved[name], expected[name]) for name in expected)

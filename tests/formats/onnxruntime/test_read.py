@@ -233,6 +233,9 @@ class TestRefused:
         folder = files.write(make("fp32"), tmp_path / "source", 3, "l2")
         name = "ORT_checkpoint.ZeRO.{}.2.ort.pt"
         shutil.copy(folder / name.format(1), folder / name.format(2))
+        refused("InconsistentCheckpoint", "2.2.ort.pt was saved as ORT_checkpoint.ZeRO.1.2.ort.pt")
+        files.write(make("fp32"), folder, 3, "l2", zipped=False)  # says nothing of names
+        shutil.copy(folder / name.format(1), folder / name.format(2))
         refused("InconsistentCheckpoint", "partition over 3 ranks", "twice")
 
     def test_ranks_renamed_to_fewer(self, refused: Any, tmp_path: Path) -> None:

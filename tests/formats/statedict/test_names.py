@@ -214,3 +214,30 @@ def test_the_hint_is_of_several_lines(tmp_path: Path, zckpt: Program) -> None:
     document = zckpt("inspect", source, "--json").document
     assert document["error"] == "MissingData"
     assert document["hint"].count("names.txt") >= 3
+
+
+@pytest.mark.parametrize("names", [None, ["real", "mixing"]])
+@pytest.mark.parametrize("to", ["gathered", "dcp"])
+def test_complex_weights(names: list[str] | None, to: str, tmp_path: Path) -> None:
+    """Fourier layers have some. A frozen weight of the same shape gets none of their moments."""
+    model = nn.Module()
+    model.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+    model.real = nn.Parameter(torch.randn(4))
+    model.mixing = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+    model.register_buffer("frequencies", torch.randn(2, dtype=torch.complex64))
+    optimizer = torch.optim.Adam([model.real, model.mixing])
+    (model.real.sum() + model.mixing.abs().sum()).backward()
+    optimizer.step()
+    source = tmp_path / "last.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    manifest = zckpt.read(source, param_names=names)
+    assert [name for name, each in manifest.parameters.items() if each.trainable] == [
+        "real",
+        "mixing",
+    ]
+    assert manifest.buffers == ("frequencies",)
+    zckpt.convert(source, tmp_path / "out", to=to, param_names=names)
+    moments = zckpt.load(tmp_path / "out", "mixing/exp_avg")
+    assert torch.equal(
+        torch.view_as_real(moments), torch.view_as_real(optimizer.state[model.mixing]["exp_avg"])
+    )

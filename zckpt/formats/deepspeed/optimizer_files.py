@@ -27,12 +27,17 @@ from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 
 
 def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell]:
-    """One file per rank. In stage 3 they differ only in tensors, so that one shell serves all."""
+    """One file per rank. In stage 3 they differ only in tensors, so that one shell serves all.
+
+    The folder in its zip is called `archive`, which names no rank.
+    """
     prefix = "bf16_" if target.engine.dtype == "BF16" else ""
+    one_serves_all = target.engine.partitioned
     for rank in range(target.dp):
         name = f"{target.tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        if rank == 0 or not target.engine.partitioned:
-            last = _optimizer_file(target, name, rank, is_elastic)
+        if rank == 0 or not one_serves_all:
+            own = "archive" if one_serves_all else name
+            last = _optimizer_file(target, own, rank, is_elastic)
         yield Shell(name, last.size, last.parts)
 
 

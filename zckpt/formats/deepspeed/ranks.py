@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ...core.expected import refuse_other_rank
 from ...core.inert import Foreign
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Parsed
@@ -37,7 +38,7 @@ def open_ranks(
     the module's tensors are there. What other model ranks share may be `parsed` already.
 
     Raises when the files cannot be the whole of one ZeRO checkpoint: a rank is missing, world sizes
-    or saves differ, or it is of a kind that is not read.
+    or saves differ, a file has another rank's name, or it is of a kind that is not read.
     """
     parsed = Parsed() if parsed is None else parsed
     models = open_files(files.models, parsed)
@@ -56,6 +57,9 @@ def open_ranks(
     version = version_of(model, tops[0], states[0])
     check_kind(directory, version, model, stated_config(model, tops[0]))
     _check_world(directory, model, states[0], files.optimizers)
+    if len({file.saved_as for file in optimizers}) > 1:  # one for all: zckpt 0.1 wrote stage 3 so
+        for file in optimizers:
+            refuse_other_rank(file.path, file.saved_as)
     partitioned = "fp32_flat_groups" in states[0]
     bases = _for_each(states, lambda state: _base(directory, state, partitioned))
     if model.get("num_experts"):

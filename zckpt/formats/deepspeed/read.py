@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...core.experts import layers_of
+from ...core.facts import FlatBufferEngine
 from ...core.manifest import Manifest
 from ...core.values import replace
 from ...errors import MALFORMED, not_understood
 from ...files.torchfile import Parsed
 from ...training.steps import KEEP
 from ..deepspeed_states.directories import TagDirectory, refuse
-from ..deepspeed_states.states import open_layers
+from ..deepspeed_states.states import nested, open_layers
 from ..reading import USUAL, Reading
 from .files import NAMED, Numbered, locate
 from .model_ranks.apart import ModelGrid, of_rank, open_apart, stacked
 from .model_ranks.grid import SOME_STAGES, GridFiles, check_grid, grid_files
 from .ranks import open_ranks
+
+MOST = 1 << 10  # weights of a model that are compared with their masters before they are copied
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -57,7 +60,7 @@ def _joined(ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | 
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[str]:
-    """Compares the copies that model ranks hold of a tensor; gives warnings.
+    """Compares copies that model ranks hold of a tensor, and weights with masters; gives warnings.
 
     Called before a conversion writes anything. Raises InconsistentCheckpoint if copies of tensor
     ranks differ and `replicas` (rank0, mean) does not say what is taken, or if all ranks hold the
@@ -73,11 +76,30 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
 
     tp = int(manifest.source.get("tp") or 0)
     if not tp:
-        return unlike_masters(manifest.root, [manifest]) if layers_of(manifest.engine) else []
+        return _unlike_masters(manifest)
     refuse_sums(manifest.root, (manifest.state.get("tensor_parallel") or {}).get("rules") or {})
     ranks = _ranks_again(manifest)
     _refuse_equal_slices(manifest, ranks)
     return [*compare_copies(manifest, tp, replicas), *unlike_masters(manifest.root, ranks)]
+
+
+def _unlike_masters(manifest: Manifest) -> list[str]:
+    """A warning if files are of different saves, as after a save that was interrupted.
+
+    A tag such as `best`, which every save overwrites, then has files of two steps. ZenFlow's
+    weights differ from their masters in any save (DeepSpeed 0.19.8).
+    """
+    engine = manifest.engine
+    config = engine.config if isinstance(engine, FlatBufferEngine) else None
+    if nested(config, "zero_optimization", "zenflow"):
+        return []
+    from .model_ranks.copies import unlike_masters
+
+    names = list(manifest.parameters)
+    if not layers_of(engine):  # files of experts may be of another save, one by one
+        names = names[:: len(names) // MOST + 1]
+    some = {name: manifest.parameters[name] for name in names}
+    return unlike_masters(manifest.root, [replace(manifest, parameters=some)])
 
 
 def averaged(manifest: Manifest) -> Manifest:

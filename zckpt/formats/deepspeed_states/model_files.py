@@ -172,7 +172,9 @@ def _frozen(
     engine concludes that the model has none, and stops at each that it has (0.19.8, engine.py
     `load_module_state_dict`). An adapter was saved without its base model.
     """
-    if target.engine.stage < 2 or peft.is_adapter_alone(target.source.parameters):
+    # a base weight may have the name of a tied one, or count as a buffer where it is quantized
+    known = {*target.source.parameters, *target.aliases, *target.source.buffers}
+    if target.engine.stage < 2 or peft.is_adapter_alone(known):
         return None, None
     if any(not target.experts.is_dense(name) for name in target.frozen):
         return None, None  # the engine would give all ranks rank 0's experts (0.19.8)

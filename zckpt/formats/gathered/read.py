@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core import sources
+from ...core.expected import refuse_other_rank
 from ...core.manifest import Manifest
 from ...core.values import replace
 from ...errors import MALFORMED, IncompleteCheckpoint, NotACheckpoint, listed, not_understood
@@ -171,6 +172,8 @@ class _TreeReader:
         self.saved.source["dp"] = max(world, self.saved.source["dp"] or 1)
         if "model" in self.files.whole and local.is_local(files):
             self.has_local_states = True
+            for file in files.values():  # nothing in it says whose it is
+                refuse_other_rank(file.path, file.saved_as)
             return local.merge(self.saved, files, self.step_policy, self.param_names)
         return self._merge(files)
 

@@ -71,7 +71,11 @@ class PretrainedWriter:
                 hint="rename it, if it is the only one: --rename "
                 f"'\\.{others[0]}(\\.|$)=.{peft.ADAPTER}\\1'",
             )
+        parameters = source.parameters.values()
+        aliases = [alias for parameter in parameters for alias in parameter.aliases]
         self.adapter = any(map(peft.is_adapters, source.parameters))
+        self._is_alone = peft.is_adapter_alone({*source.parameters, *aliases, *source.buffers})
+        self._shows_frozen = not all(parameter.trainable for parameter in parameters)
         self.files = self._files_to_load_by()
         self.config = self._config()
         self.tensors = dict(self._tensors())
@@ -150,9 +154,15 @@ class PretrainedWriter:
         return owners
 
     def _is_exported(self, name: str) -> bool:
+        """An adapter's tensors are all that are there, or those of its modules, and what it trains.
+
+        If nothing is frozen, the files have no optimizer: they do not show what was trained.
+        """
+        if not self.adapter or self._is_alone or peft.is_adapters(name):
+            return True
         parameter = self.source.parameters.get(name)
-        trained = parameter is not None and parameter.trainable
-        return not self.adapter or trained or peft.is_adapters(name)
+        trained = self._shows_frozen and parameter is not None and parameter.trainable
+        return trained or peft.is_saved_base(name, self.config)
 
     def _tensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
         """Names in the files, types and shapes."""

@@ -28,6 +28,7 @@ from typing import Any
 
 from ...core import sources
 from ...core.dtypes import SIZES
+from ...core.expected import refuse_other_rank
 from ...core.inert import TensorName, inside, map_values, to_json
 from ...core.manifest import Entry
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
@@ -62,6 +63,8 @@ def opened(root: str, paths: Sequence[str]) -> Save:
     """The contents of files in rank order; raises CorruptCheckpoint and its like."""
     parsed = Parsed()
     files = [TorchFile(path, parsed) for path in paths]
+    for file in files:
+        refuse_other_rank(file.path, file.saved_as)
     models = [_model(file) for file in files]
     mixed = {
         dtype

@@ -10,7 +10,7 @@ from ...errors import InconsistentCheckpoint, MissingData, WrongOption, listed
 from .finding import OptimizerState
 from .matching import keeps_order, match
 from .tree import Leaf, SavedTree
-from .twins import is_float
+from .twins import is_complex, is_float
 
 ELEMENTWISE = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg")
@@ -73,7 +73,7 @@ def _names_of_numbers(
     shapes = {number: _shape(optimizer.state.get(number, {})) for number in numbers}
     names, inferred = match(
         [[shapes[number] for number in order] for order in orders],
-        [(name, model[name].shape) for name in _candidates(model)],
+        [(name, model[name].shape) for name in _candidates(model, optimizer, param_names)],
         saved.in_order and keeps_order([str(name) for name in model]),
         param_names,
     )
@@ -94,13 +94,22 @@ def _names_of_numbers(
     }
 
 
-def _candidates(model: Mapping[str, Any]) -> list[str]:
-    """Names of weights that an optimizer may know; the first of several that share memory."""
+def _candidates(
+    model: Mapping[str, Any], optimizer: OptimizerState, param_names: Sequence[str] | None
+) -> list[str]:
+    """Names of weights that an optimizer may know; the first of several that share memory.
+
+    A complex tensor is a buffer (rotary frequencies), unless the optimizer has complex moments or
+    the user names it.
+    """
+    states = [leaf for state in optimizer.state.values() for leaf in state.values()]
+    complex_moments = any(map(is_complex, states))
     owners: dict[Any, str] = {}
     return [
         name
         for name, leaf in model.items()
-        if is_float(leaf) and owners.setdefault(leaf.memory or name, name) == name
+        if is_float(leaf) or (is_complex(leaf) and (complex_moments or name in (param_names or ())))
+        if owners.setdefault(leaf.memory or name, name) == name
     ]
 
 

@@ -22,6 +22,10 @@ def is_updated(state: Mapping[str, Any]) -> bool:
     return any(isinstance(v, Leaf) and v.shape and is_distinctive(v) for v in state.values())
 
 
+def is_complex(value: Any) -> bool:
+    return isinstance(value, Leaf) and value.dtype == "C64"
+
+
 class NamesByContent:
     """The first name of every content, by which second names of tied weights are recognized."""
 
