@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from ...core.experts import layers_of
 from ...core.manifest import Manifest
 from ...core.values import replace
-from ...errors import MALFORMED, not_understood
+from ...errors import (
+    MALFORMED,
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+    WrongOption,
+    not_understood,
+)
 from ...files.torchfile import Parsed
 from ...training.steps import KEEP
 from ..deepspeed_states.directories import TagDirectory, refuse
@@ -46,7 +53,8 @@ def read(
         files = grid_files(directory)
         numbered = Numbered(param_names, weights_only)
         if apart and not files.is_plain:
-            return _apart(directory, files, step_policy, numbered)
+            ranks = _apart(directory, files, step_policy, numbered)
+            return replace(ranks, source={**ranks.source, "tp_rules": tp_rules})
         models = tensor_ranks(directory, files, step_policy, numbered)
         if slices or files.tp > 1:
             return _joined(models, tp_rules, step_policy)
@@ -72,8 +80,8 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     ranks differ and `replicas` (rank0, mean) does not say what is taken, or if all ranks hold the
     same of a parameter that a rule cuts; UnsupportedCheckpoint for parts of a sum.
     """
-    if "model_ranks" in manifest.source:  # each keeps its own copy
-        return []
+    if "model_ranks" in manifest.source:
+        return _own_copies(manifest)
     if manifest.source.get("zero_stage") == 0 and layers_of(manifest.engine):
         from .moe.whole_experts import compare_ranks
 
@@ -87,6 +95,26 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     ranks = _ranks_again(manifest)
     _refuse_equal_slices(manifest, ranks)
     return [*compare_copies(manifest, tp, replicas), *unlike_masters(manifest.root, ranks)]
+
+
+def _own_copies(manifest: Manifest) -> list[str]:
+    """Warnings of tensor ranks' copies that differ, if anything says which tensors are copies.
+
+    Each model rank keeps its own: nothing else has to be known of slices.
+    """
+    tp = int(manifest.source.get("tp") or 1)
+    if tp == 1:
+        return []
+    from .model_ranks.copies import OWN, compare_copies
+
+    directory = locate(manifest.root, None)
+    weights = Numbered(weights_only=True)
+    ranks = tensor_ranks(directory, grid_files(directory), KEEP, weights)
+    try:
+        model = _joined(ranks, manifest.source.get("tp_rules"), KEEP)
+    except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
+        return []
+    return compare_copies(model, tp, OWN)
 
 
 def averaged(manifest: Manifest) -> Manifest:
