@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from .grid_models import Axis, _Copy, _Join, _Sum
 
-ROWS, LENGTH, WORDS, PADDED, WIDTH, HIDDEN, HEADS = 24, 5, 29, 36, 12, 18, 6
+ROWS, LENGTH, WORDS, WIDTH, HIDDEN, HEADS = 24, 5, 29, 12, 18, 6
 
 
 def batch(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
@@ -59,10 +59,12 @@ class Rows(nn.Module):
 
 
 class Vocabulary(nn.Module):
+    """Its rows are rounded up to a multiple of the ranks."""
+
     def __init__(self, axis: Axis) -> None:
         super().__init__()
-        self.axis = axis
-        self.weight = axis.parameter(torch.randn(PADDED, WIDTH) * 0.3, 0, (PADDED,))
+        self.axis, rows = axis, -(-WORDS // axis.ranks) * axis.ranks
+        self.weight = axis.parameter(torch.randn(rows, WIDTH) * 0.3, 0, (rows,))
 
     def forward(self, tokens: Tensor) -> Tensor:
         own = tokens - self.axis.rank * len(self.weight)
@@ -166,7 +168,7 @@ class Decoder(nn.Module):
 INFO: dict[str, Any] = {
     "universal_checkpoint_version": 0.2,
     "original_vocab_size": WORDS,
-    "padded_vocab_size": PADDED,
+    "padded_vocab_size": 30,
     "vocabulary_parameter_patterns": [r"wte\.weight", r"tied_modules\.embed\.weight"],
     "tp_replicated_parameter_patterns": [
         r"wpe|stem|extra|temperature|(4|frozen)\.(kept|trained)",

@@ -344,10 +344,14 @@ class TestCopies:
         found = zckpt.verify(run)
         assert [line["tensor"] for line in found["differences"]] == ["4.norm.weight/exp_avg"]
 
-    def test_the_same_ranks_keep_their_own_copies(self, bare: Path, tmp_path: Path) -> None:
-        """Nothing is joined: neither rules nor a choice are needed."""
+    def test_the_same_ranks_keep_their_own_copies(
+        self, bare: Path, rules: Path, tmp_path: Path
+    ) -> None:
+        """Nothing is joined: neither rules nor a choice are needed. Rules tell what are copies."""
         change_norm(bare, "exp_avg", 1)
-        zckpt.reshard(bare, tmp_path / "out", dp=2)
+        assert zckpt.reshard(bare, tmp_path / "out", dp=2)["warnings"] == []
+        (said,) = zckpt.reshard(bare, tmp_path / "known", dp=2, tp_rules=rules)["warnings"]
+        assert r"of 1 parameter (4.norm.weight), and each rank keeps its own: 4.norm" in said
         own = [apart_of(run) for run in (bare, tmp_path / "out")]
         assert own[0].keys() == own[1].keys()
         assert [name for name in own[0] if own[0][name] != own[1][name]] == []

@@ -11,7 +11,14 @@ from ...core.experts import layers_of
 from ...core.facts import FlatBufferEngine
 from ...core.manifest import Manifest
 from ...core.values import replace
-from ...errors import MALFORMED, not_understood
+from ...errors import (
+    MALFORMED,
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+    WrongOption,
+    not_understood,
+)
 from ...files.torchfile import Parsed
 from ...training.steps import KEEP
 from ..deepspeed_states.directories import TagDirectory, refuse
@@ -40,7 +47,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         files = grid_files(directory)
         numbered = Numbered(reading.param_names, reading.weights_only)
         if reading.ranks_apart and not files.is_plain:
-            return _apart(directory, files, step_policy, numbered)
+            ranks = _apart(directory, files, step_policy, numbered)
+            return replace(ranks, source={**ranks.source, "tp_rules": reading.tp_rules})
         models = tensor_ranks(directory, files, step_policy, numbered)
         if reading.with_slicings or files.tp > 1:
             return _joined(models, reading.tp_rules, step_policy)
@@ -66,8 +74,8 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     ranks differ and `replicas` (rank0, mean) does not say what is taken, or if all ranks hold the
     same of a parameter that a rule cuts; UnsupportedCheckpoint for parts of a sum.
     """
-    if "model_ranks" in manifest.source:  # each keeps its own copy
-        return []
+    if "model_ranks" in manifest.source:
+        return _own_copies(manifest)
     if manifest.source.get("zero_stage") == 0 and layers_of(manifest.engine):
         from .moe.whole_experts import compare_ranks
 
@@ -100,6 +108,26 @@ def _unlike_masters(manifest: Manifest) -> list[str]:
         names = names[:: len(names) // MOST + 1]
     some = {name: manifest.parameters[name] for name in names}
     return unlike_masters(manifest.root, [replace(manifest, parameters=some)])
+
+
+def _own_copies(manifest: Manifest) -> list[str]:
+    """Warnings of tensor ranks' copies that differ, if anything says which tensors are copies.
+
+    Each model rank keeps its own: nothing else has to be known of slices.
+    """
+    tp = int(manifest.source.get("tp") or 1)
+    if tp == 1:
+        return []
+    from .model_ranks.copies import OWN, compare_copies
+
+    directory = locate(manifest.root, None)
+    weights = Numbered(weights_only=True)
+    ranks = tensor_ranks(directory, grid_files(directory), KEEP, weights)
+    try:
+        model = _joined(ranks, manifest.source.get("tp_rules"), KEEP)
+    except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
+        return []
+    return compare_copies(model, tp, OWN)
 
 
 def averaged(manifest: Manifest) -> Manifest:

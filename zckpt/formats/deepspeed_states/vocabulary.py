@@ -54,6 +54,15 @@ def shared(manifest: Manifest, rows: Mapping[str, int]) -> Manifest:
     )
 
 
+def lost_rows(source: Manifest, rows: Mapping[str, int]) -> list[str]:
+    """The rows that a target with so many lacks, as the report lists them."""
+    return [
+        f"rows of {name} that fill up the vocabulary, from {count}"
+        for name, count in rows.items()
+        if count < source.parameters[name].shape[0]
+    ]
+
+
 def _first_rows(entry: Entry, rows: int) -> Entry:
     if rows >= entry.shape[0]:
         return entry

@@ -29,6 +29,7 @@ from .grid import LAYER
 from .pipeline import begins_as, head
 
 SAMPLE = 1 << 14  # elements of each slice
+OWN = "own"  # of what may be taken of several copies: nothing is joined, and all stay
 FEW = 1 << 8  # elements of each weight that are compared with its master
 
 
@@ -36,13 +37,16 @@ def compare_copies(manifest: Manifest, tp: int, replicas: str | None) -> list[st
     """Compares every copy with the tensor that is taken; gives warnings.
 
     Raises InconsistentCheckpoint if copies of tensor ranks differ, unless `replicas` says what is
-    taken: `rank0` or `mean`.
+    taken: `rank0`, `mean` or `OWN`, if nothing is joined. Then copies of stages, which may be
+    large, are not compared.
     """
     matches = [
         Match(entry, manifest.entries[entry.name])
         for entry in manifest.replicas
         if entry.slot != "state" and entry.name in manifest.entries
     ]
+    if replicas == OWN:
+        matches = [each for each in matches if _stage(each.a, tp) == _stage(each.b, tp)]
     results = compare.compare(matches, manifest, manifest).results
     tied: dict[str, list[str]] = {}
     drifted: dict[str, list[str]] = {}
@@ -65,6 +69,12 @@ def compare_copies(manifest: Manifest, tp: int, replicas: str | None) -> list[st
             "rank0, or their mean with --replicas mean; if they are slices, or parts of a sum, "
             "correct the rule (--tp-rules)",
         )
+    if drifted and replicas == OWN:
+        name, lines = next(iter(drifted.items()))
+        return [
+            f"tensor ranks hold different copies of {counted(len(drifted), 'parameter')} "
+            f"({listed(list(drifted), 4)}), and each rank keeps its own: {name}: {listed(lines, 3)}"
+        ]
     chosen = "their mean" if replicas == "mean" else "rank 0's"
     warnings += [
         f"the tensor ranks' copies of {name} differ; {chosen} is taken: {listed(lines, 3)}"

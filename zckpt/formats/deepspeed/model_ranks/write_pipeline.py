@@ -28,7 +28,7 @@ from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.model_files import module_weights
 from ...deepspeed_states.options import CONFIG, PP, PP_BOUNDS, PP_PARTITION
 from ...deepspeed_states.target import DeepSpeedTarget
-from ...deepspeed_states.vocabulary import resized, shared
+from ...deepspeed_states.vocabulary import lost_rows, resized, shared
 from .. import elastic, read
 from ..files import locate, recovery_scripts
 from .apart import ModelGrid, ModelRank
@@ -100,7 +100,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     return Layout(
         shells,
         list(first.take_siblings()),
-        [*left_out, *recovery_scripts(source.root)],
+        [*left_out, *lost_rows(source, rows), *recovery_scripts(source.root)],
         list(
             dict.fromkeys(
                 [

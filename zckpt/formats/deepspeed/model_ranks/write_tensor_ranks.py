@@ -36,7 +36,7 @@ from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.options import CONFIG
 from ...deepspeed_states.patterns import INFO
 from ...deepspeed_states.target import DeepSpeedTarget
-from ...deepspeed_states.vocabulary import resized, shared
+from ...deepspeed_states.vocabulary import lost_rows, resized, shared
 from .. import elastic, read
 from ..files import locate, recovery_scripts
 from .apart import ModelGrid, ModelRank
@@ -89,7 +89,7 @@ def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
     return Layout(
         shells,
         list(first.take_siblings()),
-        [*left_out, *recovery_scripts(source.root)],
+        [*left_out, *lost_rows(source, rows), *recovery_scripts(source.root)],
         list(
             dict.fromkeys([*source.warnings, *reports.of_weights(first), *_of_heads(source, first)])
         ),
@@ -112,7 +112,10 @@ def for_one_rank(
     def read_back(path: str) -> Manifest:
         return shared(read.read(path), before)
 
-    return replace(layout, read_back=read_back, source=shared(source, rows)) if rows else layout
+    if not rows:
+        return layout
+    left_out = [*layout.left_out, *lost_rows(source, rows)]
+    return replace(layout, read_back=read_back, source=shared(source, rows), left_out=left_out)
 
 
 def _of_heads(source: Manifest, target: DeepSpeedTarget) -> list[str]:
@@ -227,7 +230,8 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
     """The rows that each vocabulary has in the target.
 
     Megatron rounds up to a multiple of the tensor ranks times `make_vocab_size_divisible_by`. If no
-    `args` state that number, the rows stay as they are, unless the ranks cannot share them.
+    `args` state that number, and the source has more rows than its ranks need, the rows stay as
+    they are, unless the target's ranks cannot share them.
     """
     stated = arguments(source.state.get("client_state")).get("make_vocab_size_divisible_by")
     unit = stated if isinstance(stated, int) and stated > 0 else None
@@ -246,11 +250,13 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
                 f"meaning in {source.root}",
                 hint="give at least so many; the vocabulary of a model is not made smaller here",
             )
+    before = int(source.source.get("tp") or 1)
     rows: dict[str, int] = {}
     if given is None and facts and is_auto(_engine(source, tp).config):
         return rows  # AutoTP pads nothing: ranks have shares that differ by one row
     for name, about in facts.items():
-        keeps = unit is None and given is None and not about["rows"] % tp
+        is_rounded = about["rows"] == -(-about["used"] // before) * before
+        keeps = unit is None and given is None and not about["rows"] % tp and not is_rounded
         multiple = tp * (unit or 1)
         used = given or about["used"]
         rows[name] = about["rows"] if keeps else -(-used // multiple) * multiple

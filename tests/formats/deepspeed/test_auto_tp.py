@@ -1,0 +1,70 @@
+"""The shares that AutoTP gives to its ranks, against DeepSpeed's own function."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from zckpt.core.manifest import Sibling
+from zckpt.core.values import replace
+from zckpt.formats.deepspeed.model_ranks.auto_tp import AutoTP
+
+QUERY, OUTPUT = "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [24, 29, 36])
+@pytest.mark.parametrize("layer", ["lm_head", "model.layers.0.mlp.up_proj", "self_attn.q_proj"])
+def test_shares_are_deepspeeds(layer: str, size: int, tp: int) -> None:
+    from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
+
+    expected = get_shard_size_list(size, tp, AutoTPMeta(num_kv_heads=3), layer)
+    assert AutoTP(3).shares((f"{layer}.weight",), size, tp) == expected
+
+
+def test_without_the_number_of_heads() -> None:
+    auto = AutoTP(None)
+    assert auto.shares((QUERY,), 24, 3) == [8, 8, 8]
+    assert auto.shares((QUERY,), 24, 5) is None
+    assert auto.shares(("model.embed_tokens.weight",), 29, 2) is None
+    assert auto.shares(("model.embed_tokens.weight", OUTPUT), 29, 2) == [15, 14]
+
+
+def test_uneven_shares_of_the_source() -> None:
+    """Shares that differ show how many heads there are."""
+    ranks = {
+        str(rank): {"shard_shape": [rows, 4], "pieces": []} for rank, rows in enumerate((16, 8))
+    }
+    params = {f"^{QUERY}$": {"logical_shape": [24, 4], "ranks": ranks}}
+    info = {"affine_map": {"version": 1, "params": params}}
+    manifest = zckpt.read("examples/run")
+    parameter = replace(next(iter(manifest.parameters.values())), shape=(24, 4), aliases=())
+    source = replace(manifest, parameters={QUERY: parameter}, state={"client_state": _client(info)})
+    assert AutoTP.of(source) == AutoTP(3)
+
+
+def _client(info: dict[str, Any]) -> dict[str, Any]:
+    return {"universal_checkpoint_info": info}
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        ({"num_key_value_heads": 3, "num_attention_heads": 6}, 3),
+        ({"num_attention_heads": 6}, 6),
+        ({"text_config": {"num_key_value_heads": 2}, "num_attention_heads": 9}, 2),
+        ({"num_key_value_heads": "3"}, None),
+        ([], None),
+    ],
+)
+def test_the_config_of_a_trainer(config: Any, heads: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    sibling = Sibling("config.json", str(path), path.stat().st_size)
+    source = replace(zckpt.read("examples/run"), siblings=(sibling,))
+    assert AutoTP.of(source) == AutoTP(heads)
