@@ -17,6 +17,9 @@ from typing import Any
 ADAPTER = "default"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 CONFIG = "adapter_config.json"
+TOKENS = "TRAINABLE_TOKENS"
+RANKS = f".ranknum.{ADAPTER}"
+"""The end of what AdaLoRA keeps beside its weights, and does not save with them."""
 SAVED_WHOLE = f".modules_to_save.{ADAPTER}."
 """In the names of a module's copy that is trained whole, for example a new head."""
 ORIGINAL = ".original_module."
@@ -26,11 +29,15 @@ ORIGINAL = ".original_module."
 TUNERS = (
     r"(?P<tuner>base_model\..*\.(?:lora_(?:A|B|E|embedding_A|embedding_B|magnitude_vector)|ia3_l"
     r"|hada_[wt][12](?:_[ab])?|lokr_[wt][12](?:_[ab])?|oft_[Rr]|boft_[Rs]|vera_lambda_[bd]"
-    r"|trainable_tokens_delta))(?P<rest>\.[^.]+)?"
+    r"|trainable_tokens_delta|fourierft_spectrum|hra_u|miss_block|c3a_kernel))"
+    r"(?P<rest>\.[^.]+)?"
 )
 
 # the layer that an adapter belongs to; its own weights are called `base_layer`
-ADAPTED = r"(?P<layer>base_model\..*?)\.(?:lora_|ia3_l|hada_|lokr_|oft_|boft_|vera_lambda)"
+ADAPTED = (
+    r"(?P<layer>base_model\..*?)\.(?:lora_|ia3_l|hada_|lokr_|oft_|boft_|vera_lambda|fourierft_"
+    r"|hra_|miss_|c3a_)"
+)
 
 EMBEDDING = r"(?P<layer>base_model\..*)\.lora_embedding_[AB]\."
 
@@ -83,7 +90,8 @@ def is_saved_base(name: str, config: Mapping[str, Any]) -> bool:
         of_layer = name.endswith(".base_layer.bias")
         return config.get("bias") == "all" or (config.get("bias") == "lora_only" and of_layer)
     match = re.fullmatch(SAVED_BASE, name)
-    targets = () if config.get("trainable_token_indices") else config.get("target_modules") or ()
+    by_tokens = config.get("trainable_token_indices") or config.get("peft_type") == TOKENS
+    targets = () if by_tokens else config.get("target_modules") or ()
     return match is not None and match["layer"] in targets
 
 

@@ -198,6 +198,41 @@ def test_peft_loads_an_adapter(kind: str, shows_trained: bool, tmp_path: Path) -
     assert all(same_bits(saved[name], expected[name]) for name in expected)
 
 
+TUNERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdaLoRA": ("AdaLoraConfig", {"init_r": 4, "target_r": 2, "total_step": 10}),
+    "tokens": ("TrainableTokensConfig", {"token_indices": [1], "target_modules": ["embed_tokens"]}),
+    "FourierFT": ("FourierFTConfig", {"n_frequency": 5}),
+    "HRA": ("HRAConfig", {"r": 2}),
+    "MiSS": ("MissConfig", {"r": 2}),
+    "C3A": ("C3AConfig", {"block_size": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", [*TUNERS, "VeRA"])
+def test_other_adapters_of_peft(kind: str, tmp_path: Path) -> None:
+    """What PEFT itself saves, or a refusal of a kind whose names zckpt does not know."""
+    import peft
+
+    name, options = TUNERS.get(kind, ("VeraConfig", {"r": 2}))
+    config = getattr(peft, name)(**{"target_modules": ["q_proj", "v_proj"], **options})
+    model = peft.get_peft_model(build("llama"), config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    config.save_pretrained(tmp_path / "base")
+    arguments = (tmp_path / "model.pt", tmp_path / "out")
+    if kind == "VeRA":
+        with pytest.raises(errors.UnsupportedCheckpoint, match=r"how PEFT saves .* \(VERA\)"):
+            zckpt.export(*arguments, config=tmp_path / "base")
+        return
+    zckpt.export(*arguments, config=tmp_path / "base")
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    expected = peft.get_peft_model_state_dict(model)
+    assert written.keys() == expected.keys()
+    assert all(same_bits(written[name], expected[name]) for name in expected)
+
+
 def test_options_that_do_not_apply(tmp_path: Path) -> None:
     with pytest.raises(errors.WrongOption, match="--stage"):
         zckpt.convert(EXAMPLE, tmp_path / "out", to="hf", stage=2)

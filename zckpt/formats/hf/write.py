@@ -23,7 +23,7 @@ from ...core.manifest import Manifest, Sibling
 from ...core.siblings import SiblingList, refusals
 from ...core.staging import Layout, Shell
 from ...core.weights import weight_of
-from ...errors import MissingData, WrongOption, listed, literal
+from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal
 from ...files import safefile
 from ...training import peft, ties
 from ...training.options import Options
@@ -79,6 +79,8 @@ class PretrainedWriter:
         self.files = self._files_to_load_by()
         self.config = self._config()
         self.tensors = dict(self._tensors())
+        if self.adapter:
+            self._refuse_unknown_tuners()
         kept = {item.name for item in self.files}
         self.siblings = [(item.name, item) for item in self.files if item.name != self._config_name]
         names = [item.name for item in source.siblings]
@@ -158,11 +160,24 @@ class PretrainedWriter:
 
         If nothing is frozen, the files have no optimizer: they do not show what was trained.
         """
+        if self.adapter and name.endswith(peft.RANKS):
+            return False
         if not self.adapter or self._is_alone or peft.is_adapters(name):
             return True
         parameter = self.source.parameters.get(name)
         trained = self._shows_frozen and parameter is not None and parameter.trainable
         return trained or peft.is_saved_base(name, self.config)
+
+    def _refuse_unknown_tuners(self) -> None:
+        """Raises UnsupportedCheckpoint if saved names do not lead back to the module's names."""
+        exported = {name for name in self._names() if self._is_exported(name)}
+        names = peft.module_names(self.tensors, config=self.config)
+        if unknown := sorted(exported - {names.get(name, name) for name in self.tensors}):
+            kind = self.config.get("peft_type")
+            raise UnsupportedCheckpoint(
+                f"zckpt does not know how PEFT saves {listed(unknown, 2)} ({kind})",
+                hint="`zckpt convert --weights-only` writes every tensor under the module's name",
+            )
 
     def _tensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
         """Names in the files, types and shapes."""
