@@ -230,7 +230,7 @@ class TestTargets:
         refused_to_write(zckpt, example, "is full")
 
     def test_too_little_space(self, example: Path, zckpt: Zckpt, monkeypatch: Any) -> None:
-        monkeypatch.setattr("zckpt.core.targets.free_space", lambda _: 1000)
+        monkeypatch.setattr("zckpt.copying.targets.free_space", lambda _: 1000)
         refused_to_write(zckpt, example, "needs", "are free")
 
     def test_unwritable(self, example: Path, zckpt: Zckpt) -> None:
@@ -252,7 +252,7 @@ class TestTargets:
     def test_a_really_full_disk(self, tiny_disk: Path, zckpt: Zckpt, monkeypatch: Any) -> None:
         (tiny_disk / "filler").write_bytes(bytes(40_000))
         refused_to_write(zckpt, EXAMPLE, "needs", target=tiny_disk / "target")
-        monkeypatch.setattr("zckpt.core.targets.free_space", lambda _: 1 << 40)
+        monkeypatch.setattr("zckpt.copying.targets.free_space", lambda _: 1 << 40)
         refused_to_write(zckpt, EXAMPLE, "is full", target=tiny_disk / "target")
         assert [path.name for path in tiny_disk.iterdir()] == ["filler"]
 

@@ -71,7 +71,7 @@ def test_help_imports_neither_rich_nor_the_rest(
 
 
 HEAVY = ("rich", "numpy", "torch", "h5py", "zlib_ng", "importlib.resources")
-WORK = ("zckpt.writing", "zckpt.core.copy", "zckpt.core.journal", "zckpt.files.hdf5file")
+WORK = ("zckpt.writing", "zckpt.copying.copy", "zckpt.copying.journal", "zckpt.files.hdf5file")
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ class TestConvert:
     def test_a_signal_leaves_nothing(self, tmp_path: Path) -> None:
         """TERM is what a queue sends before it kills."""
         script = (
-            "import os, signal, sys; from zckpt import cli; from zckpt.core import assembling\n"
+            "import os, signal, sys; from zckpt import cli; from zckpt.copying import assembling\n"
             "assembling.Assembler.assemble = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
             f"sys.argv = ['zckpt', 'convert', {str(EXAMPLE)!r}, {str(tmp_path / 'u')!r}]\n"
             "cli.main()"

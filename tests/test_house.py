@@ -19,19 +19,20 @@ from .conftest import ROOT
 ARROWS = {
     "core": "errors",
     "files": "core errors",
+    "copying": "core errors",
     "training": "core errors files",
-    "formats": "core errors files training",
-    "reading": "core errors formats training",
-    "writing": "core errors formats reading training version",
+    "formats": "copying core errors files training",
+    "reading": "copying core errors formats training",
+    "writing": "copying core errors formats reading training version",
     "proof": "core errors version",
     "proving": "core errors formats proof reading",
-    "api": "core formats proof proving reading training writing",
-    "nodes": "core errors version",
+    "api": "copying core formats proof proving reading training writing",
+    "nodes": "copying core errors version",
     "dcp": "api core errors files formats proof training",
     "probe": "api core errors proof training version",
-    "display": "core errors probe",
+    "display": "copying core errors probe",
     "cli": "api display errors formats nodes probe proving training version",
-    "__init__": "api core dcp errors probe version",
+    "__init__": "api copying core dcp errors probe version",
     "__main__": "cli",
     "benchmarks": "api cli core dcp formats probe proof",
 }
@@ -89,7 +90,7 @@ def test_no_arrow_is_new(arrows: dict[str, set[str]]) -> None:
     print(f"{len(drawn)} arrows between rooms")
     assert drawn - allowed == set(), "new arrows"
     assert allowed - drawn == set(), "arrows that are no longer needed"
-    assert len(drawn) < 80
+    assert len(drawn) < 90
 
 
 def test_no_circle(arrows: dict[str, set[str]]) -> None:
@@ -107,7 +108,7 @@ def test_no_format_imports_another() -> None:
                 assert imported[2] in {name[2], *SHARED}, f"{path} imports {'.'.join(imported)}"
 
 
-@pytest.mark.parametrize("folder", ["core", "files"])
+@pytest.mark.parametrize("folder", ["core", "copying", "files"])
 def test_code_names_no_engine(folder: str) -> None:
     """Docstrings and comments may say where a fact is from; names and texts of the code may not."""
     for path in (ROOT / "zckpt" / folder).rglob("*.py"):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.core import copy, filling, journal, staging
+from zckpt.copying import copy, filling, journal, staging
 from zckpt.core.resources import Copying
 from zckpt.errors import Interrupted, TargetExists
 
@@ -286,7 +286,7 @@ def test_a_target_of_nobody_is_refused(sources: dict[str, Path], tmp_path: Path)
 
 SCRIPT = """
 import signal, sys, time
-from zckpt.core import copy, filling, staging
+from zckpt.copying import copy, filling, staging
 filling.REGION = 1 << 20
 staging.WORTH_KEEPING = {worth}
 real = copy._Copy._written

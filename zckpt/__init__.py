@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from . import probe as probe
     from .api import Options as Options
     from .api import convert, diff, export, inspect, load, read, reshard, stats, verify
+    from .copying.sharing import Part
     from .core.manifest import Manifest
     from .core.resources import Copying
-    from .core.sharing import Part
     from .errors import ZckptError
 
 _PUBLIC = {
@@ -41,7 +41,7 @@ _PUBLIC = {
     "Copying": "core.resources",
     "Manifest": "core.manifest",
     "Options": "api",
-    "Part": "core.sharing",
+    "Part": "copying.sharing",
     "ZckptError": "errors",
 }
 _NEED_TORCH = ("dcp", "probe")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import formats
+from .copying.sharing import ALONE, Sharing
+from .copying.sharing import Part as Part
 from .core import description, sources
 from .core.description import state as state
 from .core.description import tensors as tensors
@@ -20,8 +22,6 @@ from .core.pooling import SINGLE, Pool
 from .core.resources import DEFAULT_COPYING, Begin, Means, Tell
 from .core.resources import READING_JOBS as READING_JOBS
 from .core.resources import Copying as Copying
-from .core.sharing import ALONE, Sharing
-from .core.sharing import Part as Part
 from .formats import hf
 from .formats.options import Keywords, options_of
 from .formats.reading import Reading

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from . import formats
+from .copying.targets import refuse_unfinished
 from .core import sources
 from .core.manifest import Manifest
 from .core.neighbors import lacking
-from .core.targets import refuse_unfinished
 from .core.values import replace
 from .errors import CorruptCheckpoint
 from .formats.format import Format

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.nodes.conftest import slow_reads, stop_at_second_portion
 from zckpt import cli
-from zckpt.core import filling
+from zckpt.copying import filling
 
 if __name__ == "__main__":
     filling.REGION = 1 << 20

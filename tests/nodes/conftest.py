@@ -19,7 +19,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as meeting.py does befo
 import torch.distributed  # noqa: F401  (children need not import it again)
 
 from zckpt import cli
-from zckpt.core import filling
+from zckpt.copying import filling
 from zckpt.core.pieces import ElementReader
 from zckpt.nodes.launch import LAUNCHERS
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import zckpt
-from zckpt.core import filling
+from zckpt.copying import filling
 from zckpt.core.resources import Copying
 
 from ..conftest import Result

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import zckpt
-from zckpt.core.filling import TargetFile
+from zckpt.copying.filling import TargetFile
 
 from ..conftest import EXAMPLE, ROOT, Result
 from ..test_resume import MIB, files

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import zckpt as package
-from zckpt.core import filling
-from zckpt.core.filling import TargetFile
-from zckpt.core.journal import Identity, Region
-from zckpt.core.journals import PartJournal
+from zckpt.copying import filling
+from zckpt.copying.filling import TargetFile
+from zckpt.copying.journal import Identity, Region
+from zckpt.copying.journals import PartJournal
+from zckpt.copying.sharing import Part, Portion, shares
 from zckpt.core.resources import Copying
-from zckpt.core.sharing import Part, Portion, shares
 from zckpt.errors import TargetExists, WrongOption
 
 from ..conftest import Result

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.core.journal import MARK
+from zckpt.copying.journal import MARK
 
 from . import tiny
 from .faults import Conversion, Good, clear, conversion, good, tree

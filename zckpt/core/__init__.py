@@ -26,15 +26,9 @@ How a source is read:
     loading.py        one tensor in memory
     description.py    what `inspect` prints
 
-How a target is written:
-    convert.py        the five steps of a conversion
+What a target gets from a source:
     plan.py           the join of two manifests
-    copy.py           fills the files: assembling.py makes a chunk, filling.py counts regions
-    pace.py           through the page cache or past it
-    targets.py        may a target be written at a path, and does it fit?
-    staging.py        it appears whole or not at all
-    journal.py        which regions are complete; journals.py of several processes
-    sharing.py        which regions this process writes
+    layout.py         the files of a target before any tensor is copied
 
 How two checkpoints are compared:
     compare.py        finds what differs, difference.py by how much

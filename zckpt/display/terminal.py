@@ -151,7 +151,7 @@ def save(path: str, report: dict[str, Any]) -> None:
 
 def save_text(path: str, text: str) -> None:
     """A text as a file, whole or not at all."""
-    from ..core.staging import save
+    from ..copying.staging import save
 
     save(path, text.encode("utf-8"))
 

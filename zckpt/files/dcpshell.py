@@ -11,7 +11,7 @@ from typing import Any
 from ..core.fileio import align
 from ..core.fragments import Extent
 from ..core.inert import Foreign, Global, Size
-from ..core.staging import Shell
+from ..core.layout import Shell
 from ..core.values import valueclass
 from .dcpfile import VERSION, ItemBox, ItemKey, ItemLocation, Items, TensorItem, read_table
 from .torchshell import ALIGNMENT, state_checksums

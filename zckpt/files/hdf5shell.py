@@ -17,7 +17,7 @@ from math import prod
 from typing import Any
 
 from ..core.dtypes import SIZES
-from ..core.staging import Shell
+from ..core.layout import Shell
 from ..core.values import valueclass
 from .hdf5file import DTYPES, import_h5py
 

@@ -22,9 +22,9 @@ from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, encode
 from ..core.fileio import write_all
 from ..core.fragments import Extent
 from ..core.inert import Foreign, Global, Scalar, TensorName, map_values
+from ..core.layout import Shell
 from ..core.manifest import Entry, Manifest
 from ..core.sources import naming
-from ..core.staging import Shell
 from .pickling import Persistent, dumps
 from .torchfile import Storage, Tensor
 from .zipdirectory import read_directory

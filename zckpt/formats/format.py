@@ -23,10 +23,10 @@ from ..errors import WrongOption
 from .reading import USUAL, Reading
 
 if TYPE_CHECKING:
-    from ..core.copy import CopyOutcome
+    from ..copying.copy import CopyOutcome
+    from ..core.layout import Layout, Shell
     from ..core.manifest import Manifest
     from ..core.partition import Partition
-    from ..core.staging import Layout, Shell
     from ..training.options import Option, Options
 
 

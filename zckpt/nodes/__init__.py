@@ -9,5 +9,5 @@
     passes.py      verify, diff and stats by all: rank 0 leads, all read
 
 Only small messages pass through the store. Tensors go from the source to the target in the process
-that writes them, and what each has written stands in its journal (core/journals.py).
+that writes them, and what each has written stands in its journal (copying/journals.py).
 """

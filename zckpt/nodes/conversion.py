@@ -16,11 +16,11 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
-from ..core import convert
-from ..core.journal import Journal, Region
-from ..core.journals import ProcessJournal, regions_of
+from ..copying import convert
+from ..copying.journal import Journal, Region
+from ..copying.journals import ProcessJournal, regions_of
+from ..copying.sharing import Portion, Work, largest_first
 from ..core.resources import Copying
-from ..core.sharing import Portion, Work, largest_first
 from ..core.sources import on_this_node
 from ..core.values import replace
 from ..errors import Interrupted, ProcessLost, WrongOption

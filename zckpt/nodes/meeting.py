@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ..core.staging import make_folders, save
+from ..copying.staging import make_folders, save
 from ..errors import MissingExtra, ProcessLost, WrongOption
 from .launch import Launch, restarts
 

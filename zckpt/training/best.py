@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterable
 
 from ..core import sources
+from ..core.layout import Shell
 from ..core.manifest import Sibling
 from ..core.siblings import SiblingList
-from ..core.staging import Shell
 from ..errors import NotACheckpoint
 from .trainers import json_of
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.facts import FlatBufferEngine
+from ..core.layout import Shell
 from ..core.manifest import Manifest, Sibling
-from ..core.staging import Shell
 from ..core.values import replace
 from ..errors import ZckptError
 from ..files.torchfile import TorchFile

@@ -1,7 +1,7 @@
 """How a manifest becomes a checkpoint of another format or size, and the report about it.
 
 The target gets the source's tensors under the names and in the groups that its engine needs; what
-the target's format lays out is then written by `core.convert`. `several.py` writes several
+the target's format lays out is then written by `copying.convert`. `several.py` writes several
 checkpoints of a trainer's run as one target.
 """
 
@@ -15,10 +15,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from .. import formats
+from ..copying.sharing import ALONE, Sharing
 from ..core.experts import layers_of
 from ..core.manifest import Manifest
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
-from ..core.sharing import ALONE, Sharing
 from ..core.values import replace, valueclass
 from ..errors import TargetExists, WrongOption, counted
 from ..formats.hf import MODEL_CONFIG
@@ -32,9 +32,10 @@ from ..training.order import in_order_of
 from ..version import __version__
 
 if TYPE_CHECKING:
-    from ..core.copy import CopyOutcome
-    from ..core.journal import Identity
-    from ..core.staging import Layout, Shell, Staging
+    from ..copying.copy import CopyOutcome
+    from ..copying.journal import Identity
+    from ..copying.staging import Staging
+    from ..core.layout import Layout, Shell
     from ..formats.format import Format
 
 Report = dict[str, Any]
@@ -74,7 +75,7 @@ def read_for(
 
     If the run continues, there may be a target: whether it fits is known once the source is read.
     """
-    from ..core.targets import refuse_existing, refuse_inside
+    from ..copying.targets import refuse_existing, refuse_inside
 
     refuse_inside(os.fspath(source), os.fspath(target))
     if not running.continues:
@@ -103,7 +104,8 @@ def write(
     `to` is the target's format. `best_in` is the directory in which a Trainer's best checkpoint
     will lie. Gives the command's report.
     """
-    from ..core import convert, description, staging, targets
+    from ..copying import convert, staging, targets
+    from ..core import description
 
     started = time.monotonic()
     format = formats.named(to)
@@ -160,7 +162,7 @@ def _laid_out(
 
     Raises the ZckptError that says why the target cannot be written; no file is written here.
     """
-    from ..core.staging import remembered
+    from ..core.layout import remembered
 
     format.refuse(options)
     named = _named_for(format, manifest, options)
@@ -193,7 +195,7 @@ def _filled(
 
     None if another process, or another part, will complete the target.
     """
-    from ..core import convert
+    from ..copying import convert
 
     def seal(path: str, shells: Manifest, outcome: CopyOutcome) -> None:
         if warning := steps.never_stepped(shells, outcome.digests):
@@ -222,8 +224,8 @@ def identity(
     manifest: Manifest, to: str, reading: Reading, options: Options, files: Mapping[str, int]
 ) -> Identity:
     """Which conversion this is: another one may not continue what it leaves unfinished."""
+    from ..copying.journal import Identity
     from ..core.checksum import crc32
-    from ..core.journal import Identity
 
     crc = 0
     for record in manifest.records:

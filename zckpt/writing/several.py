@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from ..core import staging, targets
-from ..core.journal import Identity
+from ..copying import staging, targets
+from ..copying.journal import Identity
 from ..core.values import replace
 from ..errors import WrongOption, counted, literal
 from ..training import best

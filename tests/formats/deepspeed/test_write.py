@@ -473,7 +473,7 @@ class TestRefusals:
         assert "fc1.weight" in ended.err
 
     def test_too_little_space(self, tmp_path: Path, zckpt: Zckpt, monkeypatch: Any) -> None:
-        monkeypatch.setattr("zckpt.core.targets.free_space", lambda _: 1000)
+        monkeypatch.setattr("zckpt.copying.targets.free_space", lambda _: 1000)
         ended = zckpt("reshard", EXAMPLE, tmp_path / "run", "--dp", "3")
         assert (ended.code, "are free" in ended.err) == (1, True)
         assert list(tmp_path.iterdir()) == []

@@ -16,8 +16,8 @@ from typing import Any
 
 from ...core.dtypes import SIZES, TORCH_NAMES
 from ...core.inert import Foreign, Scalar, TensorName, map_values
+from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...core.staging import Layout, Shell
 from ...errors import MissingData, UnsupportedCheckpoint, listed, literal
 from ...files import dcpseal
 from ...files.dcpfile import ItemBox, Items, TensorItem

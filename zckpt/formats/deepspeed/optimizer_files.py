@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...core.inert import Foreign, Global
+from ...core.layout import Shell
 from ...core.manifest import slot_key
-from ...core.staging import Shell
 from ...core.values import valueclass
 from ...files.torchshell import Storages, shell
 from .. import zero

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...core.staging import Layout, Shell
 from ...core.values import replace
 from ...errors import counted, listed, literal
 from ...files.torchshell import seal_records

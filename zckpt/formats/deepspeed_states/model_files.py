@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.dtypes import FLOATS
 from ...core.inert import Size
-from ...core.staging import Shell
+from ...core.layout import Shell
 from ...files.torchfile import Tensor
 from ...files.torchshell import Storages, shell
 from ...training import peft

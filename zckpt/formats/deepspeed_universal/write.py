@@ -13,8 +13,8 @@ from math import prod
 from typing import Any
 
 from ...core.facts import FlatBufferEngine
+from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest, slot_key
-from ...core.staging import Layout, Shell
 from ...core.values import replace
 from ...errors import (
     InconsistentCheckpoint,

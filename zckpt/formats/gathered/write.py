@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...core.inert import Scalar, TensorName, map_values
+from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...core.staging import Layout, Shell
 from ...core.values import replace, valueclass
 from ...errors import listed, literal
 from ...files import safefile

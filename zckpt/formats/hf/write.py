@@ -19,9 +19,9 @@ from typing import Any
 
 from ...core import sources
 from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
+from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest, Sibling
 from ...core.siblings import SiblingList, refusals
-from ...core.staging import Layout, Shell
 from ...core.weights import weight_of
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal
 from ...files import safefile

@@ -26,8 +26,8 @@ from typing import Any
 
 from ...core.dtypes import SIZES, TORCH_NAMES
 from ...core.inert import Foreign, Global, TensorName, inside, map_values
+from ...core.layout import Layout, Shell
 from ...core.manifest import Entry, Manifest, slot_key
-from ...core.staging import Layout, Shell
 from ...core.values import replace, valueclass
 from ...core.weights import is_optimizers, weight_of
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal

@@ -17,8 +17,8 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import FLOATS
+from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...core.staging import Layout, Shell
 from ...core.values import valueclass
 from ...core.weights import is_optimizers, weight_of
 from ...errors import (

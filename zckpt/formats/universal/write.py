@@ -14,13 +14,13 @@ from ...core.checksum import crc32
 from ...core.dtypes import FLOATS, SIZES
 from ...core.facts import FlatBufferEngine
 from ...core.inert import plain_group
+from ...core.layout import Layout, Shell
 from ...core.manifest import (
     Entry,
     Manifest,
     parameters_to_json,
 )
 from ...core.sources import naming
-from ...core.staging import Layout, Shell
 from ...core.values import replace
 from ...errors import MissingData, literal
 from ...files import safefile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....core.staging import Shell
+from ....core.layout import Shell
 from ...deepspeed_states.model_files import model_files
 from ...deepspeed_states.target import DeepSpeedTarget
 from ..moe.expert_shells import expert_files

@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator, Sequence
 
 from ....core.experts import layers_of
+from ....core.layout import Layout, Shell
 from ....core.manifest import Manifest
-from ....core.staging import Layout, Shell
 from ....core.values import replace
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....training import objects

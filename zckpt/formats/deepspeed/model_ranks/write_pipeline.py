@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ....core.facts import FlatBufferEngine
+from ....core.layout import Layout, Shell
 from ....core.manifest import Manifest
-from ....core.staging import Layout, Shell
 from ....core.values import replace
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....files.torchshell import Storages, shell

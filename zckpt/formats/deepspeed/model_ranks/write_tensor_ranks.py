@@ -15,8 +15,8 @@ from typing import Any
 from ....core import slicing
 from ....core.facts import FlatBufferEngine
 from ....core.fragments import Runs
+from ....core.layout import Layout, Shell
 from ....core.manifest import Entry, Manifest, Parameter
-from ....core.staging import Layout, Shell
 from ....core.values import replace, valueclass
 from ....errors import (
     InconsistentCheckpoint,

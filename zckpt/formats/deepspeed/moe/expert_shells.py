@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from ....core.staging import Shell
+from ....core.layout import Shell
 from ....files.torchshell import Storages, shell
 from ...deepspeed_states.experts import expert_name
 from ...deepspeed_states.model_files import module_weights

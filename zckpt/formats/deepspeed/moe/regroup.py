@@ -14,8 +14,8 @@ from math import prod
 from typing import Any
 
 from ....core.facts import FlatBufferEngine, StateDictEngine
+from ....core.layout import Shell
 from ....core.manifest import Manifest
-from ....core.staging import Shell
 from ....core.values import replace, valueclass
 from ....errors import InconsistentCheckpoint, MissingData, WrongOption, counted, listed
 from ....training.groups import regrouped

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
+from ....core.layout import Shell
 from ....core.manifest import slot_key
-from ....core.staging import Shell
 from ....files.torchshell import Storages, shell
 from ...deepspeed_states.hyper import FLAT
 from ...deepspeed_states.model_files import model_files

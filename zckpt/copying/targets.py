@@ -8,8 +8,8 @@ import shlex
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ..core import sources
 from ..errors import IncompleteCheckpoint, NotEnoughSpace, TargetExists, WrongOption, removal
-from . import sources
 
 if TYPE_CHECKING:  # reading a checkpoint needs no journal
     from .journal import Identity

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Condition
 
-from .fileio import Writer
-from .values import valueclass
+from ..core.fileio import Writer
+from ..core.values import valueclass
 
 TRIAL = 32 << 20  # bytes
 WINDOW = 1 << 30  # bytes before the first new trial, unless the rate falls

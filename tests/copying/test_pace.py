@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from zckpt.copying.pace import CHECK, OTHER, TRIAL, WINDOW, Cost, Pace
 from zckpt.core.fileio import Writer
-from zckpt.core.pace import CHECK, OTHER, TRIAL, WINDOW, Cost, Pace
 
 CHUNK = 4 << 20
 LARGE = 1 << 40

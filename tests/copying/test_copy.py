@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from zckpt.core import assembling, hashing, plan, records, values
-from zckpt.core import copy as execute
+from zckpt.copying import assembling
+from zckpt.copying import copy as execute
+from zckpt.core import hashing, plan, records, values
 from zckpt.core import pieces as elements
 from zckpt.core.compare import compare
 from zckpt.core.dtypes import SIZES, TORCH_NAMES

@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 
-from zckpt.core import journal
-from zckpt.core.journal import Identity, Journal, Region, difference, is_locked, mark_of, set_mark
+from zckpt.copying import journal
+from zckpt.copying.journal import (
+    Identity,
+    Journal,
+    Region,
+    difference,
+    is_locked,
+    mark_of,
+    set_mark,
+)
 from zckpt.errors import TargetExists
 
 RUN = Identity("1", {"a.pt": [10, 5], "records": "00"}, {"--dp": 4}, {"x": 100})

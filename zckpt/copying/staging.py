@@ -10,95 +10,23 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 
+from ..core import sources
+from ..core.checksum import crc32
+from ..core.expected import path_inside
+from ..core.fileio import write_all
+from ..core.layout import Shell
+from ..core.streaming import together
 from ..errors import Interrupted, ProcessLost, removal
-from . import sources
-from .checksum import crc32
-from .expected import path_inside
-from .fileio import write_all
 from .journal import Identity, Journal, set_mark
 from .journals import PartJournal
-from .manifest import Manifest, Sibling
 from .sharing import ALONE, Sharing
-from .streaming import together
 from .targets import JOURNAL, refuse_existing, refuse_strange, remove_empty
-from .values import valueclass
 
 WORTH_KEEPING = 10.0  # seconds of work
-
-
-@valueclass
-class Shell:
-    """A file of `size` bytes without its tensors; `parts` are what it holds: (offset, bytes)."""
-
-    name: str
-    size: int
-    parts: tuple[tuple[int, bytes], ...]
-
-
-@valueclass
-class Layout:
-    """What a format is going to write."""
-
-    shells: Callable[[], Iterator[Shell]]
-    """Gives all files; each call gives them again."""
-    siblings: Sequence[tuple[str, Sibling]]
-    """Files that are copied unchanged, each with its name in the target."""
-    left_out: Sequence[str]
-    """The whole report of what the target lacks, with the source's part."""
-    warnings: Sequence[str]
-    """The whole report of what the user must know, with the source's part."""
-    from_masters: bool = False
-    """Whether weights are cast from the masters even where the source holds weights."""
-    about: str = ""
-    """The target in one line."""
-    loading: Callable[[str], str] = str
-    """Gives the line of a program, or the command, that goes on from the target at a path."""
-    read_back: Callable[[str], Manifest] | None = None
-    """Reads the files that were laid out, if the format's reader does not."""
-    source: Manifest | None = None
-    """What fills them, if a part of the source does, or more than it."""
-    check: Callable[[], Sequence[str]] | None = None
-    """Reads tensors of the source before the first byte is written, and gives warnings."""
-
-
-REMEMBERED = 64 << 20  # bytes of shells that are kept from the first pass for the second
-
-
-def remembered(
-    shells: Callable[[], Iterator[Shell]], limit: int = REMEMBERED
-) -> Callable[[], Iterator[Shell]]:
-    """`shells`, made once if all of their bytes together fit into `limit`, else at every call.
-
-    Names and sizes are reported before there is a directory to write into. Shells of equal `parts`
-    count once.
-    """
-    kept: list[Shell] = []
-    is_complete = False
-
-    def passing() -> Iterator[Shell]:
-        nonlocal is_complete
-        if is_complete:
-            yield from kept
-            return
-        kept.clear()
-        seen: set[int] = set()
-        size = 0
-        for shell in shells():
-            if size <= limit:
-                kept.append(shell)
-                if id(shell.parts) not in seen:
-                    seen.add(id(shell.parts))
-                    size += sum(len(data) for _, data in shell.parts)
-            yield shell
-            if size > limit:
-                kept.clear()
-        is_complete = size <= limit
-
-    return passing
 
 
 class Staging:

@@ -6,9 +6,9 @@ import zlib
 
 import pytest
 
+from zckpt.copying.filling import Sums
+from zckpt.copying.journal import Key
 from zckpt.core.checksum import Cover, Scattered
-from zckpt.core.filling import Sums
-from zckpt.core.journal import Key
 
 DATA = b"the bytes of a tensor"
 WHOLE: Key = ("tensor", 3, 0)

@@ -14,12 +14,12 @@ import os
 import time
 from contextlib import suppress
 
+from ..core.checksum import crc32
+from ..core.fileio import sync_data
+from ..core.sources import close, naming, pread
 from ..errors import TargetExists
 from . import filling
-from .checksum import crc32
-from .fileio import sync_data
 from .journal import Identity, Journal, Region, in_use, is_at, lock, regions_in
-from .sources import close, naming, pread
 from .targets import JOURNAL as NAME
 
 COMPLETING = 60.0  # seconds that a new part waits for one that completes the target

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from threading import Lock
 
-from .checksum import Cover, Scattered, combine
-from .fileio import Writer
-from .fragments import Extent
+from ..core.checksum import Cover, Scattered, combine
+from ..core.fileio import Writer
+from ..core.fragments import Extent
 from .journal import Key, Passed
 
 REGION = 256 << 20  # bytes

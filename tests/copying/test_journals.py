@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.core.journal import Identity, Journal, Region
-from zckpt.core.journals import PartJournal, ProcessJournal, regions_of
+from zckpt.copying.journal import Identity, Journal, Region
+from zckpt.copying.journals import PartJournal, ProcessJournal, regions_of
 from zckpt.errors import TargetExists
 
 RUN = Identity("1", {}, {"--dp": 4}, {"x": 100})
@@ -70,7 +70,7 @@ def test_a_run_takes_over_what_processes_have_noted(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zckpt.core.journal.ENDING", 0.1)
+    monkeypatch.setattr("zckpt.copying.journal.ENDING", 0.1)
     about = str(tmp_path), str(tmp_path / "out"), RUN, 1 << 20
     Journal(*about).close()
     member = ProcessJournal(*about, "0001")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.core import targets
-from zckpt.core.targets import allocated, free_space, need_space, refuse_existing, refuse_inside
+from zckpt.copying import targets
+from zckpt.copying.targets import allocated, free_space, need_space, refuse_existing, refuse_inside
 from zckpt.errors import NotEnoughSpace, TargetExists, WrongOption
 
 

@@ -13,23 +13,23 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
+from ..core import plan
+from ..core.checksum import Cover, Scattered
+from ..core.fileio import Buffer, is_small
+from ..core.fragments import Extent, Fragments, Runs, Slices
+from ..core.manifest import Manifest
+from ..core.pieces import ElementReader
+from ..core.plan import Chunk, Pair
+from ..core.records import PassedRecord, RecordChecker
+from ..core.resources import DEFAULT_COPYING, Copying, Progress, describe
+from ..core.streaming import chunk_size, finish, in_turns, stream, together
+from ..core.values import field, mutable
 from ..errors import CorruptCheckpoint
-from . import plan
 from .assembling import SOURCE, TENSOR, Assembler
-from .checksum import Cover, Scattered
-from .fileio import Buffer, is_small
 from .filling import FILE, RECORD, Sums, TargetFile, UnfinishedRegion
-from .fragments import Extent, Fragments, Runs, Slices
 from .journal import Journal, Key, Passed, Region
-from .manifest import Manifest
 from .pace import Pace
-from .pieces import ElementReader
-from .plan import Chunk, Pair
-from .records import PassedRecord, RecordChecker
-from .resources import DEFAULT_COPYING, Copying, Progress, describe
 from .sharing import ALONE, Portion, Sharing
-from .streaming import chunk_size, finish, in_turns, stream, together
-from .values import field, mutable
 
 UNSYNCED = 64  # small files that are open until they are synced together
 CHECKED = "checked"

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-from .checksum import crc32, crc_of_runs
-from .dtypes import SIZES
+from ..core.checksum import crc32, crc_of_runs
+from ..core.dtypes import SIZES
+from ..core.fragments import Extent, Slices
+from ..core.hashing import PieceHasher, is_hashed_apart
+from ..core.manifest import Entry
+from ..core.pieces import CAST_BLOCK, SMALL, ElementReader, ReadRequest
+from ..core.plan import Chunk, TargetPiece
 from .filling import Neighbors, TargetFile
-from .fragments import Extent, Slices
-from .hashing import PieceHasher, is_hashed_apart
 from .journal import Key, Passed
-from .manifest import Entry
-from .pieces import CAST_BLOCK, SMALL, ElementReader, ReadRequest
-from .plan import Chunk, TargetPiece
 
 # of what a CRC-32 is: a tensor of the target, a tensor of the source before it is cast
 TENSOR, SOURCE = "tensor", "source"
@@ -99,7 +99,7 @@ class Assembler:
 
     def _mean(self, piece: TargetPiece, offset: int, view: memoryview) -> None:
         """Computes elements from all copies; `view` begins at byte `offset` of the file."""
-        from .cast import put_mean
+        from ..core.cast import put_mean
 
         source, dtype = piece.pair.source, piece.pair.target.dtype
         size, most = SIZES[dtype], CAST_BLOCK // len(source.mean)
@@ -121,7 +121,7 @@ class Assembler:
         """Fills runs at a stride: reads the rows that they are cut from, then copies the runs."""
         import numpy as np
 
-        from .cast import cast, refuse_overflow
+        from ..core.cast import cast, refuse_overflow
 
         source, target = piece.pair.source, piece.pair.target
         size, length, stride = SIZES[source.dtype], piece.stop - piece.start, piece.stride

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from ..core.manifest import Manifest
+from ..core.values import valueclass
 from ..errors import WrongOption
-from .manifest import Manifest
-from .values import valueclass
 
 if TYPE_CHECKING:
     from .journal import Identity, Journal, Region

@@ -21,12 +21,12 @@ from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
+from ..core.checksum import crc32
+from ..core.fileio import sync_data
+from ..core.sources import close, naming, pread
+from ..core.values import field, valueclass
 from ..errors import TargetExists, listed, removal
-from .checksum import crc32
-from .fileio import sync_data
-from .sources import close, naming, pread
 from .targets import JOURNAL as NAME
-from .values import field, valueclass
 
 MARK = "user.zckpt.run"
 """The extended attribute of a complete target, which says of which run it is."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.core.staging import Shell, Staging, remembered, save
+from zckpt.copying.staging import Staging, save
+from zckpt.core.layout import Shell, remembered
 from zckpt.errors import TargetExists
 
 

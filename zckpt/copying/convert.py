@@ -18,16 +18,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 
+from ..core import plan
+from ..core.layout import Layout
+from ..core.manifest import Manifest
+from ..core.resources import Begin, Copying, Progress
+from ..core.sources import unchanged
+from ..core.streaming import chunk_size
 from ..errors import NotEnoughSpace, ProcessLost
-from . import plan
 from .copy import CopyOutcome, copy
 from .journal import Journal
-from .manifest import Manifest
-from .resources import Begin, Copying, Progress
 from .sharing import Sharing, Work
-from .sources import unchanged
-from .staging import Layout, Staging
-from .streaming import chunk_size
+from .staging import Staging
 
 ReadShells = Callable[[str], Manifest]
 """Reads the manifest of the shells in a directory."""
