@@ -117,63 +117,90 @@ def places_of_trained(
 ) -> list[tuple[tuple[int, int] | None, ...]]:
     """As `places`, if some parameters are not in the buffer: None stands for their places.
 
-    The bytes alone tell which ones these are.
+    The bytes alone tell which ones these are. The first master behind a parameter is looked up
+    among the first weights of the parameters that may follow.
     """
-    masters: dict[tuple[int, int], bytes] = {}
-
-    def fits(weights: bytes, local: Local, place: tuple[int, int]) -> bool:
-        count = len(weights) // SIZES[local.dtype]
-        if len(masters.get(place, b"")) < count * SIZES["F32"]:
-            runs = flat.part("master", place, count)
-            masters[place] = b"".join(read(run.extent) for run in runs)
-        return _rounds(masters[place][: count * SIZES["F32"]], weights, local.dtype)
-
-    rest = sum(_aligned(local.numel) + ALIGNMENT for local in locals_)
-    total = sum(flat.sizes)
-    before = [sum(flat.sizes[:bucket]) for bucket in range(len(flat.sizes))]
-    # by the bucket, its next element, and where a bucket began: up to two ways, each one a pair of
-    # the way before and the last place
-    states: dict[tuple[int, int, int], list[Any]] = {(0, 0, 0): [None]}
-    for local in locals_:
-        weights = read(local.first)
-        rest -= _aligned(local.numel) + ALIGNMENT
-        following: dict[tuple[int, int, int], list[Any]] = {}
-        for (bucket, end, base), ways in states.items():
-            moves: list[tuple[tuple[int, int, int], tuple[int, int] | None]] = []
-            if total - before[bucket] - end <= rest:
-                moves.append(((bucket, end, base), None))
-            for place in _starts(local, flat, (bucket, end, base)):
-                if fits(weights, local, place):
-                    stop = place[0], place[1] + local.numel, place[1] % ALIGNMENT
-                    moves.append((stop if flat.coalesced else (*stop[:2], 0), place))
-            for state, move in moves:
-                known = following.setdefault(state, [])
-                known += [(way, move) for way in ways]
-                del known[2:]
-        states = following
+    by_first: dict[bytes, list[int]] = {}
+    for number, local in enumerate(locals_):
+        if local.numel:
+            by_first.setdefault(read(local.first)[: SIZES[local.dtype]], []).append(number)
     full = len(flat.sizes) - 1, flat.sizes[-1]
-    ends = [way for state, ways in states.items() if state[:2] == full for way in ways]
+    ends: list[Any] = []
+    # by the next parameter that may follow: states (bucket, its next element, where a bucket began)
+    # with up to two ways, each one a pair of the way before and the last place
+    at: list[dict[tuple[int, int, int], list[Any]]] = [{} for _ in range(len(locals_) + 1)]
+    at[0][0, 0, 0] = [None]
+    for number, states in enumerate(at):
+        for state, ways in states.items():
+            if state[:2] == full:
+                ends += ways
+                continue
+            for place in _next_starts(flat, state):
+                first = _rounded(flat, place, read)
+                for other in by_first.get(first, ()):
+                    local = locals_[other]
+                    if other < number or place not in _starts(local, flat, state):
+                        continue
+                    if not _fits(local, flat, place, read):
+                        continue
+                    stop = place[1] + local.numel
+                    base = place[1] % ALIGNMENT if flat.coalesced else 0
+                    known = at[other + 1].setdefault((place[0], stop, base), [])
+                    known += [(way, (other, place)) for way in ways]
+                    del known[2:]
+        states.clear()
     result = []
     for way in ends[:2]:
-        listed: list[tuple[int, int] | None] = []
+        found: dict[int, tuple[int, int]] = {}
         while way is not None:
-            way, move = way
-            listed.append(move)
-        result.append(tuple(reversed(listed)))
+            way, (other, place) = way
+            found[other] = place
+        result.append(tuple(found.get(number) for number in range(len(locals_))))
+    return result
+
+
+def _next_starts(flat: Flat, state: tuple[int, int, int]) -> list[tuple[int, int]]:
+    """All places at which any parameter may begin behind a state."""
+    bucket, end, base = state
+    if flat.coalesced:
+        starts = sorted({base + _aligned(end - base), end})
+        return [(0, start) for start in starts if start < flat.sizes[0]]
+    start = _aligned(end)
+    result = [(bucket, start)] if start < flat.sizes[bucket] else []
+    if flat.sizes[bucket] in (end, start) and bucket + 1 < len(flat.sizes):
+        result.append((bucket + 1, 0))
     return result
 
 
 def _starts(local: Local, flat: Flat, state: tuple[int, int, int]) -> list[tuple[int, int]]:
-    """The places at which the next parameter of a buffer may begin."""
-    bucket, end, base = state
+    """The places at which a parameter may begin behind a state."""
+    bucket, end, _ = state
     if flat.coalesced:
-        starts = sorted({base + _aligned(end - base), end})
-        return [(0, start) for start in starts if start + local.numel <= flat.sizes[0]]
+        return [
+            place for place in _next_starts(flat, state) if place[1] + local.numel <= flat.sizes[0]
+        ]
     start = _aligned(end)
     if start + local.numel <= flat.sizes[bucket]:
         return [(bucket, start)]
     is_full = flat.sizes[bucket] in (end, start) and bucket + 1 < len(flat.sizes)
     return [(bucket + 1, 0)] if is_full and local.numel <= flat.sizes[bucket + 1] else []
+
+
+def _rounded(flat: Flat, place: tuple[int, int], read: ReadBytes) -> bytes:
+    """The first master at a place, as a weight; empty for types that have no masters."""
+    (run,) = flat.part("master", place, 1)
+    wide = read(run.extent)
+    if flat.dtype == "F32":
+        return wide
+    if flat.dtype == "BF16":
+        bits = int.from_bytes(wide, "little")
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF).to_bytes(2, "little")
+    if flat.dtype == "F16":
+        try:
+            return struct.pack("<e", *struct.unpack("<f", wide))
+        except OverflowError:  # Python has no rounding to infinity
+            return b""
+    return b""
 
 
 def _aligned(element: int) -> int:
