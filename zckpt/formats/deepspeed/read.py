@@ -122,11 +122,11 @@ def _own_copies(manifest: Manifest) -> list[str]:
 
     directory = locate(manifest.root, None)
     weights = Numbered(weights_only=True)
-    ranks = tensor_ranks(directory, grid_files(directory), KEEP, weights)
     try:
+        ranks = tensor_ranks(directory, grid_files(directory), KEEP, weights)
         model = _joined(ranks, manifest.source.get("tp_rules"), KEEP)
     except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
-        return []
+        return []  # stage 0 may need the user's names too
     return compare_copies(model, tp, OWN)
 
 
