@@ -53,31 +53,28 @@ class Option(Generic[Value]):
     rare: bool = False
 
 
+def at_least_one(flag: str, hint: str) -> Callable[[int], None]:
+    """A check for a number that must be positive; `hint` says what to give."""
+
+    def check(number: int) -> None:
+        if number < 1:
+            raise WrongOption(f"{flag} cannot be {number}", hint=hint)
+
+    return check
+
+
+RANKS = "give a number of ranks, at least 1"
+
+
 def _check_dp(dp: int) -> None:
-    if dp < 1:
-        raise WrongOption(f"--dp cannot be {dp}", hint="give a number of ranks, at least 1")
+    at_least_one("--dp", RANKS)(dp)
     if dp > MAX_DP:
         raise WrongOption(f"--dp cannot be {dp}", hint=f"give a number of ranks, at most {MAX_DP}")
 
 
-def _check_ep(ep: int) -> None:
-    if ep < 1:
-        raise WrongOption(f"--ep cannot be {ep}", hint="give a number of ranks, at least 1")
-
-
-def _check_tp(tp: int) -> None:
-    if tp < 1:
-        raise WrongOption(f"--tp cannot be {tp}", hint="give a number of ranks, at least 1")
-
-
-def _check_vocab_size(size: int) -> None:
-    if size < 1:
-        raise WrongOption(f"--vocab-size cannot be {size}", hint="give a number of rows")
-
-
-def _by_group(given: GroupDefaults) -> dict[Any, Any]:
-    """`given` as a dictionary; the keys of a list are the groups' numbers."""
-    return dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+def _by_group(defaults: GroupDefaults) -> dict[Any, Any]:
+    """`defaults` as a dictionary; the keys of a list are the groups' numbers."""
+    return dict(defaults) if isinstance(defaults, Mapping) else dict(enumerate(defaults))
 
 
 def _check_group_defaults(defaults: GroupDefaults) -> None:
@@ -117,7 +114,7 @@ EP: Option[int | None] = Option(
     "Number of ranks that share the experts of a MoE layer",
     kind="integer",
     usual="the source's",
-    check=_check_ep,
+    check=at_least_one("--ep", RANKS),
     rare=True,
     reason="whole experts are written",
 )
@@ -128,7 +125,7 @@ TP: Option[int | None] = Option(
     "Number of tensor-parallel ranks",
     kind="integer",
     usual="the source's",
-    check=_check_tp,
+    check=at_least_one("--tp", RANKS),
     rare=True,
     reason="whole tensors are written",
 )
@@ -139,7 +136,7 @@ VOCAB_SIZE: Option[int | None] = Option(
     "Rows of the vocabulary that have a meaning; --tp rounds up to a multiple of the ranks",
     kind="integer",
     usual="as the source states",
-    check=_check_vocab_size,
+    check=at_least_one("--vocab-size", "give a number of rows"),
     rare=True,
     reason="whole tensors are written",
 )

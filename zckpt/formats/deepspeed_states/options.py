@@ -19,17 +19,8 @@ from ...training.options import (
     VOCAB_SIZE,
     WEIGHTS_ONLY,
     Option,
+    at_least_one,
 )
-
-
-def _check_group_size(size: int) -> None:
-    if size < 1:
-        raise WrongOption(f"--max-group-size cannot be {size}", hint="give a number of elements")
-
-
-def _check_pp(pp: int) -> None:
-    if pp < 1:
-        raise WrongOption(f"--pp cannot be {pp}", hint="give a number of stages, at least 1")
 
 
 def _check_bounds(bounds: Sequence[int]) -> None:
@@ -78,7 +69,7 @@ MAX_GROUP_SIZE: Option[int | None] = Option(
     kind="integer",
     usual="DeepSpeed's",
     metavar="N",
-    check=_check_group_size,
+    check=at_least_one("--max-group-size", "give a number of elements"),
     rare=True,
     reason="whole experts are written",
 )
@@ -89,7 +80,7 @@ PP: Option[int | None] = Option(
     "Number of stages of the pipeline",
     kind="integer",
     usual="the source's",
-    check=_check_pp,
+    check=at_least_one("--pp", "give a number of stages, at least 1"),
     rare=True,
     reason="the whole model is written",
 )
