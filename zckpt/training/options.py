@@ -234,10 +234,11 @@ FAMILY: Option[str | None] = Option(
     "--family",
     None,
     "Give the parameters of Hugging Face the names and packings of Megatron-Core, or the way back: "
-    "llama, qwen3, mixtral or gpt2, with sizes that the source does not state",
+    "llama, qwen3, mixtral, gpt2 or a .json file of rules, with sizes that the source does not "
+    "state",
     group="Names",
     rare=True,
-    metavar="NAME[:K=N,...]",
+    metavar="NAME|FILE[:K=N,...]",
 )
 EVERYWHERE: tuple[Option[Any], ...] = (PARAM_NAMES, TIE, RENAME, FAMILY)
 """Every target takes these."""

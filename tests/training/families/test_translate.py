@@ -11,6 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from zckpt.training.families import rules
+from zckpt.training.families.layouts import LAYOUTS
+
 H, HEADS, QUERY, GROUPS, VOCABULARY = 8, 2, 4, 2, 5
 LAYER = "model.layers.0."
 SHAPES = {
@@ -189,3 +192,63 @@ def test_masters_of_partitions(tmp_path: Path, zckpt: Callable[..., Any]) -> Non
             weights = load_file(target / "model.safetensors")
             masters = load_file(target / "master.safetensors")
             assert all(torch.equal(weights[name], masters[name].bfloat16()) for name in masters)
+
+
+FILE = Path(rules.__file__).with_name("llama.json")
+
+
+def test_a_family_in_a_file(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
+    """Another model: its attention is called `attn`, and its rules are those of Llama otherwise."""
+
+    def renamed(weights: dict[str, Any]) -> None:
+        for name in [*weights]:
+            weights[name.replace("self_attn", "attn")] = weights.pop(name)
+
+    source, there, back = saved(tmp_path / "source", renamed), tmp_path / "there", tmp_path / "back"
+    file = tmp_path / "own.json"
+    file.write_text(FILE.read_text().replace("self_attn.", "attn."))
+    family = f"{file}:heads={QUERY},kv_heads={GROUPS}"
+    ended = zckpt("convert", source, there, "--family", SIZES, "--json")
+    assert "does not know these names" in ended.document["message"]
+    assert zckpt("convert", source, there, "--family", family).code == 0
+    assert QKV in load_file(there / "model.safetensors")
+    assert zckpt("convert", there, back, "--family", family).code == 0
+    assert zckpt("verify", source, "--against", back).code == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("{", "", "is not a family"),
+        ('"rules"', '"rule"', "KeyError"),
+        ("attention", "atention", "there is no packing 'atention'"),
+        ('"packing"', '"packings"', "the key 'packings'"),
+        ('"only": "Megatron"', '"only": "megatron"', "none of Hugging Face, Megatron"),
+        ("{layer}", "{block}", "are not those of a rule"),
+        ("(pos_)", "(pos_", "is not a family"),
+        ('["llama"', '[["llama"]', "is not a list of texts"),
+    ],
+)
+def test_a_file_that_is_no_family(
+    before: str, after: str, words: str, tmp_path: Path, zckpt: Callable[..., Any]
+) -> None:
+    file = tmp_path / "own.json"
+    file.write_text(FILE.read_text().replace(before, after))
+    ended = zckpt(
+        "convert", saved(tmp_path / "source"), tmp_path / "out", "--family", file, "--json"
+    )
+    assert (ended.code, ended.document["error"]) == (2, "WrongOption")
+    assert words in ended.document["message"]
+    assert not out.exists()
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
+    source, file = saved(tmp_path / "source"), tmp_path / "own.json"
+    ended = zckpt("convert", source, tmp_path / "out", "--family", f"{file}:heads=4", "--json")
+    assert f"{file}: there is no such file" in ended.document["message"]
+
+
+def test_packings_of_files_are_those_of_layouts() -> None:
+    assert {packing for packing, _ in LAYOUTS} == {*rules.PACKINGS}
+    for name in rules.NAMES:
+        assert rules.family_of(name).types

@@ -1,6 +1,6 @@
 """One model, two programs: the names and packings of Hugging Face and of Megatron-Core.
 
-    rules.py        which tensors of one are which of the other, for each family of models
+    rules.py        which tensors of one are which of the other, for each family: llama.json, ...
     sizes.py        heads and vocabulary, from the option, a configuration or Megatron's arguments
     layouts.py      shapes and fragments of the packings that the rules name
     matching.py     which rule knows a name, and in which direction a checkpoint goes

@@ -17,7 +17,7 @@ from ...core.values import valueclass
 from ...errors import InconsistentCheckpoint, WrongOption
 from ..ties import CONFIG
 from ..trainers import files_to_load_by, json_of
-from .rules import FAMILIES, Family
+from .rules import NAMES, Family, is_family
 
 KEYS = ("heads", "kv_heads", "vocab_size")
 
@@ -32,12 +32,13 @@ class Sizes:
 
 
 def parsed(text: str) -> tuple[str, dict[str, int]]:
-    """The family and the sizes of `--family`; raises WrongOption."""
+    """The name or file of the family, and the sizes of `--family`; raises WrongOption."""
     name, _, rest = text.partition(":")
-    if name not in FAMILIES:
+    if not is_family(name):
         raise WrongOption(
-            f"--family {name} is none of {', '.join(FAMILIES)}",
-            hint="for other models, rename parameters with --rename REGEX=REPL",
+            f"--family {name} is none of {', '.join(NAMES)}",
+            hint="for other models, give a .json file of rules (docs/megatron.md), or rename "
+            "parameters with --rename REGEX=REPL",
         )
     sizes: dict[str, int] = {}
     for pair in rest.split(",") if rest else ():

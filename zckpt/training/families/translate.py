@@ -24,7 +24,7 @@ from ...errors import (
 from ..names import canonical, names_of
 from .layouts import LAYOUTS, Misfit, Move
 from .matching import Group, groups_of, in_module_order, places_of
-from .rules import FAMILIES, HUGGING_FACE, OTHER, Family
+from .rules import HUGGING_FACE, OTHER, Family, family_of
 from .sizes import parsed, sizes_of
 
 
@@ -38,7 +38,7 @@ def translated(manifest: Manifest, text: str, config: str | None = None) -> Mani
     InconsistentCheckpoint if parts of one tensor have other steps, hyper-parameters or types.
     """
     name, given = parsed(text)
-    family = FAMILIES[name]
+    family = family_of(name)
     manifest = canonical(manifest)
     if any(entry.mean for entry in manifest.entries.values()):
         raise WrongOption(
