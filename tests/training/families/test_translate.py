@@ -234,9 +234,8 @@ def test_a_file_that_is_no_family(
 ) -> None:
     file = tmp_path / "own.json"
     file.write_text(FILE.read_text().replace(before, after))
-    ended = zckpt(
-        "convert", saved(tmp_path / "source"), tmp_path / "out", "--family", file, "--json"
-    )
+    source, out = saved(tmp_path / "source"), tmp_path / "out"
+    ended = zckpt("convert", source, out, "--family", file, "--json")
     assert (ended.code, ended.document["error"]) == (2, "WrongOption")
     assert words in ended.document["message"]
     assert not out.exists()
