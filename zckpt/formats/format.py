@@ -139,6 +139,8 @@ class Format:
     """`read.py` has `check` and `rebuilt`."""
     gathers: bool = False
     """There is a `gather.py`."""
+    fits_any_dp: bool = False
+    """Runs of any data-parallel size resume from what `write.py` writes."""
     keeps_steps: bool = False
     """A target may have steps that differ between parameters: reading it back keeps them."""
     is_neutral: bool = False

@@ -129,6 +129,17 @@ TP: Option[int | None] = Option(
     rare=True,
     reason="whole tensors are written",
 )
+PP: Option[int | None] = Option(
+    "pp",
+    "--pp",
+    None,
+    "Number of stages of the pipeline",
+    kind="integer",
+    usual="the source's",
+    check=at_least_one("--pp", "give a number of stages, at least 1"),
+    rare=True,
+    reason="the whole model is written",
+)
 VOCAB_SIZE: Option[int | None] = Option(
     "vocab_size",
     "--vocab-size",

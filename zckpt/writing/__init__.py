@@ -264,7 +264,8 @@ def _report(
             f"the source has no output layer: if the model ties {tie[0]} to {tie[1]}, add --tie "
             f"{tie[0]}={tie[1]}"
         )
-    if command == "reshard" and not options.given and DP in format.options:
+    takes_dp = DP in format.options and not format.fits_any_dp
+    if command == "reshard" and not options.given and takes_dp:
         ranks = counted(manifest.dp, "rank")
         warnings.append(f"no --dp was given: the target is for {ranks}, as the source")
     return {

@@ -182,8 +182,6 @@ def test_tensors_of_the_common_state_move_with_it() -> None:
 def test_refusals(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
     ended = zckpt("convert", ROOT / "examples" / "run", tmp_path / "new", "--to", "megatron")
     assert (ended.code, "only from a checkpoint of Megatron-Core" in ended.err) == (1, True)
-    ended = zckpt("reshard", SOURCE, tmp_path / "new", "--dp", "2")
-    assert (ended.code, "any tp, pp and dp" in ended.err) == (2, True)
     ended = zckpt("reshard", SOURCE, tmp_path / "new", "--ep", "2")
     assert (ended.code, "no parameters of experts" in ended.err) == (1, True)
     ended = zckpt("reshard", SOURCE, tmp_path / "new", "--rename", "linear_fc1=fc1")
@@ -350,3 +348,23 @@ class TestExperts:
         spread[1]["optimizer"]["param_groups"][0]["lr"] = 0.5
         with pytest.raises(errors.InconsistentCheckpoint, match="hyper-parameters differ: lr"):
             self._optimizers(spread, 1)
+
+
+def test_sizes_of_the_run_stand_in_its_arguments(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
+    """Tensors are the same at any sizes; Megatron-LM can take the sizes from the checkpoint."""
+    old, new = SOURCE, tmp_path / "new"
+    ended = zckpt("reshard", old, new, "--dp", "3", "--pp", "2", "--tp", "1", "--json")
+    assert "run of other sizes" in str(ended.document["left_out"])  # random states
+    args, before = (
+        vars(torch.load(run / ITERATION / "common.pt", weights_only=False)["args"])
+        for run in (new, old)
+    )
+    sizes = {
+        "data_parallel_size": 3,
+        "pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": 1,
+        "no_save_rng": True,
+    }
+    assert args == before | sizes
+    assert zckpt("verify", new, "--against", old).code == 0
+    assert zckpt("inspect", new, "--json").document["dp"] == 3

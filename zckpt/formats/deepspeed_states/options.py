@@ -15,6 +15,7 @@ from ...training.options import (
     EP,
     GROUP_DEFAULTS,
     LIKE,
+    PP,
     TP,
     VOCAB_SIZE,
     WEIGHTS_ONLY,
@@ -72,17 +73,6 @@ MAX_GROUP_SIZE: Option[int | None] = Option(
     check=at_least_one("--max-group-size", "give a number of elements"),
     rare=True,
     reason="whole experts are written",
-)
-PP: Option[int | None] = Option(
-    "pp",
-    "--pp",
-    None,
-    "Number of stages of the pipeline",
-    kind="integer",
-    usual="the source's",
-    check=at_least_one("--pp", "give a number of stages, at least 1"),
-    rare=True,
-    reason="the whole model is written",
 )
 PP_BOUNDS: Option[Sequence[int] | None] = Option(
     "pp_bounds",

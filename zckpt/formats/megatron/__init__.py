@@ -30,18 +30,18 @@ from __future__ import annotations
 
 from ...training.options import (
     ALLOW_OBJECT,
+    DP,
     DTYPE,
     EP,
     GROUP_DEFAULTS,
     LIKE,
     MAX_FILE_SIZE,
+    PP,
     TP,
     VOCAB_SIZE,
     WEIGHTS_ONLY,
 )
 from ..format import Format
-
-ANY_SIZES = "runs of any tp, pp and dp resume from the same files"
 
 FORMAT = Format(
     name="megatron",
@@ -50,13 +50,13 @@ FORMAT = Format(
     family="megatron",
     options=(
         *(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, ALLOW_OBJECT),
-        *(EP, TP, VOCAB_SIZE, LIKE),
+        *(DP, TP, PP, EP, VOCAB_SIZE, LIKE),
     ),
-    reasons={"dp": ANY_SIZES, "pp": ANY_SIZES},
     numbers=True,
     reports_unused_rules=True,
     rebuilds=True,
     gathers=True,
+    fits_any_dp=True,
     objects=frozenset(
         (
             # megatron.core.safe_globals, 0.16.1; the others are zckpt's own list

@@ -18,6 +18,7 @@ from ...errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckp
 from ...files.dcpfile import ItemTable
 from ...files.dcpitems import ItemFiles
 from ...files.torchfile import Tensor, TorchFile
+from ...training.options import DP, EP, PP, TP
 
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.(?P<rest>.+)")
 """Keys of the optimizer. Experts that are spread over ranks may have one under a prefix."""
@@ -30,6 +31,13 @@ FLAT = ("dp_reshardable", "dp_zero_gather_scatter")
 DISTRIBUTED = "distrib_optim"  # flat buffers of mp_rank_* directories
 NOT_DISTRIBUTED = "none"
 FSDP = "fsdp_dtensor"
+SIZES_OF_RUN = {
+    DP: "data_parallel_size",
+    TP: "tensor_model_parallel_size",
+    PP: "pipeline_model_parallel_size",
+    EP: "expert_model_parallel_size",
+}
+"""The arguments of Megatron-LM that say over how many ranks a run is spread."""
 
 
 def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any, Any]]:

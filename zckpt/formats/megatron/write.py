@@ -44,8 +44,8 @@ from ...files.dcpshell import (
 )
 from ...files.pickling import dumps
 from ...files.torchshell import Storages, seal_whole, shell, thawed
-from ...training.options import EP, GROUP_DEFAULTS, LIKE, Options
-from .common import FILE, READABLE, SHARDING, arguments
+from ...training.options import EP, GROUP_DEFAULTS, LIKE, PP, TP, Options
+from .common import FILE, READABLE, SHARDING, SIZES_OF_RUN, arguments
 from .files import BACKEND, LATEST, MARKER, OF_ITERATION
 from .like import as_in_run
 from .masters import MOMENTS, with_zeros
@@ -261,7 +261,7 @@ class MegatronWriter:
             return "none"
         if not args:  # the program has them in files of its own
             return r"\d+\.\d+"
-        sizes = args.get("pipeline_model_parallel_size"), args.get("tensor_model_parallel_size")
+        sizes = [self.options[each] or args.get(SIZES_OF_RUN[each]) for each in (PP, TP)]
         return re.escape(".".join(map(str, sizes)))
 
     def _common(self, common: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -296,8 +296,7 @@ class MegatronWriter:
             if dtype := self.options.module_dtype:
                 changes |= {"bf16": dtype == "BF16", "fp16": dtype == "F16"}
                 changes["params_dtype"] = Global(f"torch.{TORCH_NAMES[dtype]}")
-            if self.options[EP] is not None:
-                changes["expert_model_parallel_size"] = self.options[EP]
+            changes |= {name: n for each, name in SIZES_OF_RUN.items() if (n := self.options[each])}
             result["args"] = replace(args, state={**args.state, **changes})
         return result
 

@@ -21,8 +21,8 @@ from math import inf, prod
 
 from ....core.manifest import Manifest
 from ....errors import WrongOption
-from ....training.options import Options
-from ...deepspeed_states.options import PP, PP_BOUNDS, PP_PARTITION
+from ....training.options import PP, Options
+from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
 from .grid import TIED
 
 STAGES = (PP, PP_BOUNDS, PP_PARTITION)

@@ -15,11 +15,11 @@ from ....core.manifest import Manifest
 from ....core.values import replace
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....training import objects
-from ....training.options import ALLOW_OBJECT, DP, DTYPE, EP, PARAM_NAMES, Options
+from ....training.options import ALLOW_OBJECT, DP, DTYPE, EP, PARAM_NAMES, PP, Options
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
-from ...deepspeed_states.options import MAX_GROUP_SIZE, PP, PP_BOUNDS, PP_PARTITION, STAGE
+from ...deepspeed_states.options import MAX_GROUP_SIZE, PP_BOUNDS, PP_PARTITION, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
 from .. import elastic, read
 from ..files import Numbered, locate, rank_files, recovery_scripts

@@ -20,13 +20,13 @@ from ....core.manifest import Manifest
 from ....core.values import replace
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....files.torchshell import Storages, shell
-from ....training.options import TP, WEIGHTS_ONLY, Options
+from ....training.options import PP, TP, WEIGHTS_ONLY, Options
 from ....training.order import need_order
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.model_files import module_weights
-from ...deepspeed_states.options import CONFIG, PP, PP_BOUNDS, PP_PARTITION
+from ...deepspeed_states.options import CONFIG, PP_BOUNDS, PP_PARTITION
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...deepspeed_states.vocabulary import lost_rows, resized, shared
 from .. import elastic, read
