@@ -48,7 +48,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         numbered = Numbered(reading.param_names, reading.weights_only)
         if reading.ranks_apart and not files.is_plain:
             ranks = _apart(directory, files, step_policy, numbered)
-            return replace(ranks, source={**ranks.source, "tp_rules": reading.tp_rules})
+            rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
+            return replace(ranks, source={**ranks.source, **rules})
         models = tensor_ranks(directory, files, step_policy, numbered)
         if reading.with_slicings or files.tp > 1:
             return _joined(models, reading.tp_rules, step_policy)
