@@ -141,6 +141,8 @@ class Format:
     """There is a `gather.py`."""
     fits_any_dp: bool = False
     """Runs of any data-parallel size resume from what `write.py` writes."""
+    overrides_groups: bool = False
+    """`--group-defaults` take the place of the source's values, unless `--like` gives groups."""
     keeps_steps: bool = False
     """A target may have steps that differ between parameters: reading it back keeps them."""
     is_neutral: bool = False

@@ -27,7 +27,7 @@ from ..reading import read
 from ..training import objects, steps, ties
 from ..training.names import called_as, canonical, former, renamed
 from ..training.optimizers import unused_defaults
-from ..training.options import ALLOW_OBJECT, DP, FAMILY, PARAM_NAMES, RENAME, TIE, Options
+from ..training.options import ALLOW_OBJECT, DP, FAMILY, LIKE, PARAM_NAMES, RENAME, TIE, Options
 from ..training.order import in_order_of
 from ..version import __version__
 
@@ -258,7 +258,9 @@ def _report(
     options: Options,
 ) -> Report:
     """What can be said before the first byte is written."""
-    warnings = [*layout.warnings, *unused_defaults(manifest, options)]
+    warnings = list(layout.warnings)
+    if not format.overrides_groups or options[LIKE] is not None:
+        warnings += unused_defaults(manifest, options)
     if not format.is_neutral and (tie := ties.likely(manifest)) is not None:
         warnings.append(
             f"the source has no output layer: if the model ties {tie[0]} to {tie[1]}, add --tie "

@@ -350,6 +350,18 @@ class TestExperts:
             self._optimizers(spread, 1)
 
 
+def test_group_defaults_that_are_taken_are_not_called_unused(
+    tmp_path: Path, zckpt: Callable[..., Any]
+) -> None:
+    words = ("--group-defaults", "max_lr=0.003", "--json")
+    ended = zckpt("reshard", SOURCE, tmp_path / "new", *words)
+    assert not any("is not used" in line for line in ended.document["warnings"])
+    common = torch.load(tmp_path / "new" / ITERATION / "common.pt", weights_only=False)
+    assert {group["max_lr"] for group in common["optimizer"]["optimizer"]["param_groups"]} == {
+        0.003
+    }
+
+
 def test_sizes_of_the_run_stand_in_its_arguments(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
     """Tensors are the same at any sizes; Megatron-LM can take the sizes from the checkpoint."""
     old, new = SOURCE, tmp_path / "new"

@@ -57,6 +57,7 @@ FORMAT = Format(
     rebuilds=True,
     gathers=True,
     fits_any_dp=True,
+    overrides_groups=True,
     objects=frozenset(
         (
             # megatron.core.safe_globals, 0.16.1; the others are zckpt's own list
