@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
-from zckpt.core.expected import missing_file, missing_ranks, path_inside, refuse_other_rank
+from zckpt.core.expected import RANK, missing_file, missing_ranks, path_inside, refuse_other_rank
 from zckpt.errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, listed
+from zckpt.formats.onnxruntime import files as onnxruntime
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a/b.pt", "..a", "a..", "a/...b"])
@@ -40,17 +42,21 @@ def test_missing_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "saved_as"),
+    ("rank", "name", "saved_as"),
     [
-        ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "zero_pp_rank_2_mp_rank_00_optim_states"),
-        ("model_world_size_2_rank_0.pt", "model_world_size_2_rank_1"),
-        ("pytorch_model_fsdp_0_rank0.bin", "pytorch_model_fsdp_0_rank10"),
-        ("a.ZeRO.0.2.ort.pt", "a.ZeRO.1.2.ort"),
+        (
+            RANK,
+            "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            "zero_pp_rank_2_mp_rank_00_optim_states",
+        ),
+        (RANK, "model_world_size_2_rank_0.pt", "model_world_size_2_rank_1"),
+        (RANK, "pytorch_model_fsdp_0_rank0.bin", "pytorch_model_fsdp_0_rank10"),
+        (onnxruntime.RANK, "a.ZeRO.0.2.ort.pt", "a.ZeRO.1.2.ort"),
     ],
 )
-def test_the_file_of_another_rank(name: str, saved_as: str) -> None:
+def test_the_file_of_another_rank(rank: re.Pattern[str], name: str, saved_as: str) -> None:
     with pytest.raises(InconsistentCheckpoint, match="was saved as") as error:
-        refuse_other_rank(f"/run/{name}", saved_as)
+        refuse_other_rank(f"/run/{name}", saved_as, rank)
     assert saved_as + os.path.splitext(name)[1] in error.value.hint
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief, listed
 
-RANK = re.compile(r"(?<=rank)_?\d+|(?<=\.ZeRO\.)\d+")
+RANK = re.compile(r"(?<=rank)_?\d+")
 
 
 def path_inside(folder: str, name: str, stated_by: str) -> str:
@@ -42,17 +42,18 @@ def missing_ranks(
     )
 
 
-def refuse_other_rank(path: str, saved_as: str | None) -> None:
+def refuse_other_rank(path: str, saved_as: str | None, rank: re.Pattern[str] = RANK) -> None:
     """Raises InconsistentCheckpoint if the file of one rank has the name of another rank's.
 
     torch.save gives the folder in its zip the file's name without the ending (torch 1.6 to 2.13).
     So a file that was renamed still says whose it was. A name of another form says nothing: some
-    programs save into a buffer, and torch calls that `archive`. The first rank in a name counts.
+    programs save into a buffer, and torch calls that `archive`. `rank` finds ranks in a name, of
+    which the first one counts.
     """
     name, ending = os.path.splitext(os.path.basename(path))
-    if saved_as is None or saved_as == name or RANK.sub("", saved_as) != RANK.sub("", name):
+    if saved_as is None or saved_as == name or rank.sub("", saved_as) != rank.sub("", name):
         return
-    if _first_rank(name) != _first_rank(saved_as):
+    if _first(rank, name) != _first(rank, saved_as):
         raise InconsistentCheckpoint(
             f"{path} was saved as {saved_as}{ending}: files of two ranks are swapped, or one was "
             "renamed or copied",
@@ -60,6 +61,6 @@ def refuse_other_rank(path: str, saved_as: str | None) -> None:
         )
 
 
-def _first_rank(name: str) -> int | None:
-    match = RANK.search(name)
+def _first(rank: re.Pattern[str], name: str) -> int | None:
+    match = rank.search(name)
     return int(match[0].lstrip("_")) if match else None

@@ -261,6 +261,7 @@ class Keywords(TypedDict, total=False):
     dp: int | None
     ep: int | None
     tp: int | None
+    pp: int | None
     vocab_size: int | None
     weights_only: bool
     dtype: str | None

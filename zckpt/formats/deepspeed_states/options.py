@@ -118,7 +118,6 @@ class Keywords(TypedDict, total=False):
 
     stage: int | None
     max_group_size: int | None
-    pp: int | None
     pp_bounds: Sequence[int] | None
     pp_partition: str | None
     optimizer: str | None

@@ -19,11 +19,10 @@ from ...core.resources import Copying
 from ...core.values import replace
 from ...core.weights import is_optimizers, weight_of
 from ...errors import InconsistentCheckpoint, counted, listed
+from ...training.optimizers import MOMENTS
 from .common import READABLE
 
 LOST = "lost_moments"  # in what a manifest keeps of Megatron-Core
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The states of the distributed optimizer."""
 CHECKING = Copying(memory=64 << 20)
 MIXED_UP = (
     "Megatron-Core up to 0.19.2 writes fully_reshardable files of several buckets wrongly, and the "

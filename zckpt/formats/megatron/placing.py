@@ -151,11 +151,11 @@ def places_of_trained(
         states.clear()
     result = []
     for way in ends[:2]:
-        found: dict[int, tuple[int, int]] = {}
+        chosen: dict[int, tuple[int, int]] = {}
         while way is not None:
             way, (other, place) = way
-            found[other] = place
-        result.append(tuple(found.get(number) for number in range(len(locals_))))
+            chosen[other] = place
+        result.append(tuple(chosen.get(number) for number in range(len(locals_))))
     return result
 
 

@@ -139,10 +139,10 @@ def _ways_of_trained(
                 or (is_first or (is_last and predicts(order)) if is_before(name) else is_last)
             ]
             locals_ = [each[name] for name in names]
-            for found in places_of_trained(locals_, flat, read):
+            for chosen in places_of_trained(locals_, flat, read):
                 way = tuple(
                     (local.name, place)
-                    for local, place in zip(locals_, found, strict=True)
+                    for local, place in zip(locals_, chosen, strict=True)
                     if place is not None
                 )
                 if way not in ways:

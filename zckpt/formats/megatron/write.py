@@ -44,11 +44,12 @@ from ...files.dcpshell import (
 )
 from ...files.pickling import dumps
 from ...files.torchshell import Storages, seal_whole, shell, thawed
+from ...training.optimizers import MOMENTS
 from ...training.options import EP, GROUP_DEFAULTS, LIKE, PP, TP, Options
 from .common import FILE, READABLE, SHARDING, SIZES_OF_RUN, arguments
 from .files import BACKEND, LATEST, MARKER, OF_ITERATION
 from .like import as_in_run
-from .masters import MOMENTS, with_zeros
+from .masters import with_zeros
 from .names import keys_of
 from .optimizers import optimizers
 from .programs import BRIDGE, LOADING, NEMO, WEIGHTS, WITHOUT_RANDOM, placed

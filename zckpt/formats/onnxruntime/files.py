@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # other formats' directories are told apart without the parse
 
 SUFFIX = ".ort.pt"
 SHARDED = re.compile(r"(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt", re.DOTALL)
+RANK = re.compile(r"(?<=\.ZeRO\.)\d+")
 # files of other kinds, of which there may be thousands: they are not opened
 OTHER_FILES = (".safetensors", ".json", ".distcp", "_states.pt", ".py")
 

@@ -33,7 +33,7 @@ from ...core.inert import TensorName, inside, map_values, to_json
 from ...core.manifest import Entry
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
 from ...files.torchfile import SMALL, Parsed, Tensor, TorchFile, peek
-from .files import SUFFIX
+from .files import RANK, SUFFIX
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Rank, RankTensor, Save
 
 VIEW = re.compile(r"(.+)_view_(\d+)", re.DOTALL)
@@ -64,7 +64,7 @@ def opened(root: str, paths: Sequence[str]) -> Save:
     parsed = Parsed()
     files = [TorchFile(path, parsed) for path in paths]
     for file in files:
-        refuse_other_rank(file.path, file.saved_as)
+        refuse_other_rank(file.path, file.saved_as, RANK)
     models = [_model(file) for file in files]
     mixed = {
         dtype

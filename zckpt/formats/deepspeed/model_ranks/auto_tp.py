@@ -78,7 +78,7 @@ def _of_config(source: Manifest) -> int | None:
 
 def _of_shares(source: Manifest) -> int | None:
     """The number of heads that uneven shares have together; None if no share is uneven."""
-    found = set()
+    numbers = set()
     stated = UniversalInfo((source.state.get("client_state") or {}).get(INFO) or {})
     for name, parameter in source.parameters.items():
         if any(map(NEAR_EVEN.search, (name, *parameter.aliases))):
@@ -86,5 +86,5 @@ def _of_shares(source: Manifest) -> int | None:
         shapes = [shape for shape in stated.stated_shapes(name) or () if shape is not None]
         for sizes in zip(*shapes, strict=True):
             if len({*sizes}) > 1:
-                found.add(sum(sizes) // gcd(*sizes))
-    return found.pop() if len(found) == 1 else None
+                numbers.add(sum(sizes) // gcd(*sizes))
+    return numbers.pop() if len(numbers) == 1 else None

@@ -174,7 +174,7 @@ def _numbers(name: str, uses: Uses) -> Sequence[int]:
 def layers_alike(model: Manifest) -> tuple[int, ...]:
     """The layers that have parameters alike, as those of one class: the most that there are.
 
-    None if other layers are as many, with as many parameters.
+    Empty if other layers are as many, with as many parameters.
     """
     kinds: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for name, parameter in model.parameters.items():
