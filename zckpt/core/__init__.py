@@ -1,4 +1,4 @@
-"""Elements and bytes: what a checkpoint is, and how its bytes move. Knows no engine, no container.
+"""Elements and bytes: what a checkpoint is, how it is read and compared. No engine, no container.
 
 What a checkpoint is:
     manifest.py       one checkpoint: entries, parameters, groups

@@ -173,8 +173,7 @@ def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
     """
     count = 1 + max((item.group or 0 for item in source.parameters.values()), default=0)
     groups: Sequence[dict[str, Any]] = source.groups or [{}] * count
-    defaults = [options.defaults_of(number, len(groups)) for number in range(len(groups))]
-    pairs = zip(groups, defaults, strict=True)
+    pairs = zip(groups, options.defaults(len(groups)), strict=True)
     if are_inferred(source):
         return [{**group, **own} for group, own in pairs]
     return [{**own, **group} for group, own in pairs]
@@ -184,10 +183,7 @@ def unused_defaults(source: Manifest, options: Options) -> list[str]:
     """A warning about `--group-defaults` that no group takes: the source stores other values."""
     if not source.groups or are_inferred(source):
         return []
-    given = [
-        options.defaults_of(number, len(source.groups)) for number in range(len(source.groups))
-    ]
-    pairs = list(zip(source.groups, given, strict=True))
+    pairs = list(zip(source.groups, options.defaults(len(source.groups)), strict=True))
     unused = {
         key: group[key]
         for group, own in pairs

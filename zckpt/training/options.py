@@ -335,6 +335,10 @@ class Options:
         shared = {key: value for key, value in by_key.items() if isinstance(key, str)}
         return {**shared, **by_key.get(group, {})}
 
+    def defaults(self, count: int) -> list[dict[str, Any]]:
+        """`--group-defaults` for each of `count` groups; raises as `defaults_of`."""
+        return [self.defaults_of(group, count) for group in range(count)]
+
 
 def refuse(
     options: Options,

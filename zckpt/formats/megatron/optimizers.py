@@ -86,7 +86,7 @@ def _with_step(group: Mapping[str, Any], step: float | int | None) -> Group:
 
 def _with_given(groups: Sequence[Group], options: Options) -> list[Group]:
     """The groups with the values of `--group-defaults`; raises WrongOption for unknown ones."""
-    given = [options.defaults_of(number, len(groups)) for number in range(len(groups))]
+    given = options.defaults(len(groups))
     known = {*OVERRIDES, *(key for group in groups for key in group)} - {"step", SPREAD}
     if strangers := sorted({key for values in given for key in values} - known):
         raise WrongOption(
