@@ -2,6 +2,7 @@
 
     launch.py      which process is this, and of how many: torchrun, srun and mpirun say it
     meeting.py     where the processes meet: a store of torch.distributed
+    tcpstore.py    such a store, reached without torch
     calls.py       calls to that store, which end even if its host hangs
     group.py       what they tell each other: that they live, that one has failed, who is next
     handover.py    the manifests that rank 0 has read, as bytes for the others
