@@ -20,7 +20,7 @@ from .journal import Key, Passed
 
 # of what a CRC-32 is: a tensor of the target, a tensor of the source before it is cast
 TENSOR, SOURCE = "tensor", "source"
-SHORT_PIECE = 16 << 10  # bytes; to hash fewer takes less time than to combine CRC-32s in Python
+SHORT_PIECE = 256 << 10  # bytes; to hash fewer takes less time than to combine CRC-32s in Python
 
 
 class Assembler:

@@ -23,6 +23,7 @@ from ..core.plan import Chunk, Pair
 from ..core.records import PassedRecord, RecordChecker
 from ..core.resources import DEFAULT_COPYING, Copying, Progress, describe
 from ..core.streaming import chunk_size, finish, in_turns, stream, together
+from ..core.turns import Turns
 from ..core.values import field, mutable
 from ..errors import CorruptCheckpoint
 from .assembling import SOURCE, TENSOR, Assembler
@@ -106,6 +107,7 @@ class _Copy:
             self._add_target(path)
         self.tasks = in_turns(map(self._chunks, sharing.mine([*self._portions()])), jobs)
         self.pace = Pace(io, sum(self.lengths))
+        self.turns = Turns(jobs)
 
     def _counted_pairs(self) -> set[int]:
         """The pairs, by identity, whose bytes count for the records of the source.
@@ -211,7 +213,8 @@ class _Copy:
         def carry_out(task: tuple[TargetFile, Chunk]) -> None:
             target, chunk = task
             with self.pace.turn(target.writer, chunk.length) as mode:
-                passed = assembler.assemble(target, chunk, buffer.view[: chunk.length])
+                with self.turns.computing(element_reader.reader):
+                    passed = assembler.assemble(target, chunk, buffer.view[: chunk.length])
                 self.sharing.check()
                 target.writer.write(buffer.view, chunk.length, chunk.offset, mode)
             self._written(target, chunk, passed, element_reader.passed)

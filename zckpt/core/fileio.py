@@ -14,9 +14,8 @@ import errno
 import mmap
 import os
 import resource
-from collections import OrderedDict
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from threading import Lock
 from types import TracebackType
 
@@ -33,6 +32,7 @@ SMALL_FILE = 1 << 20  # bytes; it is written through the page cache, without an 
 HUGE_PAGE = 2 << 20  # bytes
 # the filesystem refuses O_DIRECT, or wants a stricter alignment than 4096; nothing is broken
 REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+Waiting = Callable[[], AbstractContextManager[None]]
 
 
 def align(size: int, alignment: int = ALIGNMENT) -> int:
@@ -66,7 +66,9 @@ class Buffer:
 
 
 class Reader:
-    """Reads at given offsets, for one thread; keeps at most `keep` files open.
+    """Reads at given offsets, for one thread; keeps at most `keep` files open, the last ones.
+
+    If `waiting` is given, a read that has to wait for the disk is carried out within it.
 
     A file with other `fingerprints` than these is not opened: SourceChanged.
     """
@@ -74,37 +76,49 @@ class Reader:
     def __init__(self, keep: int = 64, fingerprints: Fingerprints | None = None) -> None:
         self.keep = keep
         self.fingerprints = fingerprints
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self.waiting: Waiting | None = None
+        self._open: dict[str, int] = {}  # in the order in which they were opened
 
     def read(self, extent: Extent, into: memoryview) -> None:
         """Fills `into`, which has the extent's length; raises CorruptCheckpoint at a file's end.
 
         An OSError names the file.
         """
-        if extent.file == ZEROS:
-            into[: extent.length] = bytes(extent.length)
+        path, length, done = extent.file, extent.length, 0
+        if path == ZEROS:
+            into[:length] = bytes(length)
             return
-        file = self._file(extent.file)
-        done = 0
-        while done < extent.length:
+        file = self._file(path)
+        while done < length:
+            part = into[done:length] if done or len(into) > length else into
             try:
-                count = os.preadv(file, [into[done : extent.length]], extent.offset + done)
+                count = self._pread(file, part, extent.offset + done)
             except OSError as error:
-                raise named(error, extent.file) from None
+                raise named(error, path) from None
             if not count:
                 raise CorruptCheckpoint(
-                    f"{extent.file} ends at byte {extent.offset + done}, inside a tensor",
+                    f"{path} ends at byte {extent.offset + done}, inside a tensor",
                     hint="the file was cut short; take another copy",
                 )
             done += count
 
+    def _pread(self, file: int, into: memoryview, offset: int) -> int:
+        if self.waiting is None:
+            return os.preadv(file, (into,), offset)
+        if hasattr(os, "RWF_NOWAIT"):
+            try:
+                return os.preadv(file, (into,), offset, os.RWF_NOWAIT)
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.ENOSYS, *REFUSALS):
+                    raise
+        with self.waiting():
+            return os.preadv(file, (into,), offset)
+
     def _file(self, path: str) -> int:
-        if path in self._open:
-            self._open.move_to_end(path)
-            return self._open[path]
-        if len(self._open) >= self.keep:
-            close(self._open.popitem(last=False)[1])
-        self._open[path] = open_file(path, self.fingerprints)
+        if path not in self._open:
+            if len(self._open) >= self.keep:
+                close(self._open.pop(next(iter(self._open))))
+            self._open[path] = open_file(path, self.fingerprints)
         return self._open[path]
 
     def close(self) -> None:

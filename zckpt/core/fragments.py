@@ -92,6 +92,10 @@ class Fragments(Sequence[Fragment]):
         """The fragments that hold any of the elements [start, stop)."""
         raise NotImplementedError
 
+    def alone(self, start: int, stop: int, size: int) -> Extent | None:
+        """The bytes of elements [start, stop), of `size` bytes each, if one run has all of them."""
+        return None
+
     def __getitem__(self, place: Any) -> Any:
         raise NotImplementedError
 
@@ -115,6 +119,16 @@ class Runs(Fragments):
 
     def __len__(self) -> int:
         return len(self.listed)
+
+    def alone(self, start: int, stop: int, size: int) -> Extent | None:
+        listed = self.listed
+        place = bisect_right(listed, start, key=_start) - 1 if len(listed) > 1 else 0
+        fragment = listed[place] if listed else None
+        if fragment is None or stop > fragment.stop:
+            return None
+        extent = fragment.extent
+        offset = extent.offset + (start - fragment.start) * size
+        return Extent(extent.file, offset, (stop - start) * size)
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
         listed = self.listed
@@ -149,19 +163,32 @@ class Slices(Fragments):
     def __len__(self) -> int:
         return self.filled
 
-    def __getitem__(self, place: Any) -> Any:
-        if not 0 <= place < self.filled:
-            raise IndexError(place)
-        start = place * self.width
+    def slice_of(self, rank: int) -> tuple[int, int, int]:
+        """Where a rank's slice begins in its file, in bytes, and its elements [start, stop)."""
+        start = rank * self.width
         stop = start + self.width
         if stop > self.numel:
             stop = self.numel
-        flat, size = self.flats[place], self.size
-        extent = Extent(flat.file, flat.offset + self.offset * size, (stop - start) * size)
+        return self.flats[rank].offset + self.offset * self.size, start, stop
+
+    def __getitem__(self, place: Any) -> Any:
+        if not 0 <= place < self.filled:
+            raise IndexError(place)
+        offset, start, stop = self.slice_of(place)
+        extent = Extent(self.flats[place].file, offset, (stop - start) * self.size)
         return Fragment(start, stop, extent)
 
     def __iter__(self) -> Iterator[Fragment]:
         return map(self.__getitem__, range(self.filled))
+
+    def alone(self, start: int, stop: int, size: int) -> Extent | None:
+        if start == stop:
+            return None
+        rank, first = divmod(start, self.width)
+        if stop > start + self.width - first:
+            return None
+        flat = self.flats[rank]
+        return Extent(flat.file, flat.offset + (self.offset + first) * size, (stop - start) * size)
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
         if not self.numel:

@@ -48,6 +48,12 @@ class ReadRequest:
     def end(self) -> int:
         return self.at + (self.stop - self.start) * SIZES[self.entry.dtype]
 
+    @property
+    def extent(self) -> Extent | None:
+        """Where the elements lie, if they are one run."""
+        entry = self.entry
+        return entry.fragments.alone(self.start, self.stop, SIZES[entry.dtype])
+
 
 class ElementReader:
     """Reads elements of entries into buffers, for one thread.
@@ -84,16 +90,14 @@ class ElementReader:
         pending: tuple[Extent, int, bool] | None = None
         place = 0
         while place < len(requests):
-            batch = self._batch(requests, place)
-            if batch:
+            item = requests[place]
+            if _is_small(item.entry) and (batch := self._batch(requests, place)):
                 self._read_slices(batch, view)
                 place += len(batch)
                 continue
-            item = requests[place]
             place += 1
-            size = SIZES[item.entry.dtype]
-            for start, extent in self._long(item, view):
-                at = item.at + (start - item.start) * size
+            alone = item.extent
+            for at, extent in self._long(item, view) if alone is None else ((item.at, alone),):
                 if pending is None:
                     pending = extent, at, item.check
                     continue
@@ -143,7 +147,7 @@ class ElementReader:
                 refuse_overflow(entry.name, elements, entry.dtype, result, dtype)
 
     def _long(self, item: ReadRequest, view: memoryview) -> Iterator[tuple[int, Extent]]:
-        """The long runs of an item, each with its first element; copies the short ones at once."""
+        """The long runs of an item, each with its byte in `view`; copies the short ones at once."""
         size = SIZES[item.entry.dtype]
         for fragment in item.entry.fragments.overlapping(item.start, item.stop):
             if fragment.count > 1 and (fragment.stop - fragment.start) * size < SHORT:
@@ -152,7 +156,8 @@ class ElementReader:
             for run in fragment.runs(item.start, item.stop):
                 start, stop = max(item.start, run.start), min(item.stop, run.stop)
                 first = run.start
-                yield start, run.extent.part((start - first) * size, (stop - first) * size)
+                extent = run.extent.part((start - first) * size, (stop - first) * size)
+                yield item.at + (start - item.start) * size, extent
 
     def _batch(self, requests: Sequence[ReadRequest], place: int) -> list[ReadRequest]:
         """Requests from `place` on whose small slices follow each other on every rank.
@@ -165,12 +170,10 @@ class ElementReader:
         begin = end = 0  # elements of the flat buffers
         flats: Sequence[Extent] = ()
         for item in islice(requests, place, None):
-            slices = item.entry.fragments
-            if not isinstance(slices, Slices) or (item.is_cut and not item.is_whole):
+            if not _is_small(item.entry) or (item.is_cut and not item.is_whole):
                 break
+            slices = _slices(item)
             width, size = slices.width, slices.size
-            if width * size >= SMALL:
-                break
             if batch:
                 # between them are slices of tensors that are too small for this rank of the target
                 between = (slices.offset - end) * size
@@ -269,6 +272,13 @@ class ElementReader:
             at = at + np.arange(length)[None, :] - item.start
             inside = (at >= 0) & (at < item.stop - item.start)
             target[at[inside]] = runs[inside]
+
+
+def _is_small(entry: Entry) -> bool:
+    """Whether its slices are read together with their neighbors."""
+    fragments = entry.fragments
+    # isinstance takes long: a sequence has an abstract class
+    return type(fragments) is Slices and fragments.width * fragments.size < SMALL
 
 
 def _slices(item: ReadRequest) -> Slices:

@@ -241,11 +241,6 @@ def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[Target
                 listed.setdefault(fragment.extent.file, []).append((pair, fragment))
 
     def pieces_of(file: str) -> list[TargetPiece]:
-        in_file = list(listed.get(file, ()))
-        for flats, rank in slices_in.get(file, ()):
-            in_file += [
-                (pair, slices[rank]) for pair, slices in sliced[flats] if rank < slices.filled
-            ]
         pieces = [
             TargetPiece(
                 fragment.extent.offset,
@@ -255,9 +250,16 @@ def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[Target
                 fragment.count,
                 fragment.stride,
             )
-            for pair, fragment in in_file
+            for pair, fragment in listed.get(file, ())
         ]
-        return sorted(pieces, key=_offset)
+        for flats, rank in slices_in.get(file, ()):
+            pieces += [
+                TargetPiece(*slices.slice_of(rank), pair)
+                for pair, slices in sliced[flats]
+                if rank < slices.filled
+            ]
+        pieces.sort(key=_offset)
+        return pieces
 
     return list(dict.fromkeys((*listed, *slices_in))), pieces_of
 

@@ -49,14 +49,14 @@ class Copying:
 DEFAULT_COPYING = Copying()
 
 
-def _processors() -> int:
+def processors() -> int:
     """How many processors this process may use."""
     if hasattr(os, "sched_getaffinity"):  # macOS has none
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-READING_JOBS = min(4, max(2, _processors()))
+READING_JOBS = min(4, max(2, processors()))
 """Threads that only read: they never wait for a write, so more than processors take turns."""
 
 

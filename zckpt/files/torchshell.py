@@ -25,6 +25,7 @@ from ..core.inert import Foreign, Global, Scalar, TensorName, map_values
 from ..core.layout import Shell
 from ..core.manifest import Entry, Manifest
 from ..core.sources import naming
+from ..core.streaming import together
 from .pickling import Persistent, dumps
 from .torchfile import Storage, Tensor
 from .zipdirectory import read_directory
@@ -179,8 +180,8 @@ def seal_records(manifest: Manifest, outcome: Any) -> None:
         if crc is None:  # no tensor was written there: the record is known, or it is padding
             crc = record.crc or crc_of_zeros(extent.length)
         by_file.setdefault(extent.file, {})[extent.offset] = crc
-    for file, crcs in by_file.items():
-        seal_whole(file, crcs)
+    # the headers were written past the page cache: each is read from the disk
+    together([*by_file.items()], lambda item: seal_whole(*item))
 
 
 def seal_whole(file: str, crcs: Mapping[int, int]) -> None:
