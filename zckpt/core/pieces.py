@@ -194,7 +194,7 @@ class ElementReader:
         first, last = _slices(batch[0]), _slices(batch[-1])
         size, begin = first.size, first.offset
         width = last.offset + last.width - begin
-        needed = [_slices(item).ranks(item.start, item.stop) for item in batch]
+        needed = [_ranks(item) for item in batch]
         ranks = range(min([each.start for each in needed]), max([each.stop for each in needed]))
         scratch = self.scratch()[: len(ranks) * width * size]
         # a slice at the edge of two ranks of the target is read for both, and counts for one
@@ -210,14 +210,13 @@ class ElementReader:
 
         dtype = np.dtype(f"u{size}")
         table = np.frombuffer(scratch, dtype).reshape(len(ranks), width)
-        aligned = view[: len(view) // size * size]
-        elements = np.frombuffer(aligned, dtype)
+        elements = np.frombuffer(view[: len(view) // size * size], dtype)
         for item, own in zip(batch, needed, strict=True):
-            slices, at = _slices(item), item.at
+            slices, at, count = _slices(item), item.at, item.stop - item.start
             column, slice_width = slices.offset - begin, slices.width
-            count = item.stop - item.start
-            rows = table[own.start - ranks.start : own.stop - ranks.start]
-            rows = rows[:, column : column + slice_width]
+            rows = table[
+                own.start - ranks.start : own.stop - ranks.start, column : column + slice_width
+            ]
             if at % size:
                 target = np.frombuffer(view[at : item.end], dtype)
             else:
@@ -279,6 +278,12 @@ def _is_small(entry: Entry) -> bool:
     fragments = entry.fragments
     # isinstance takes long: a sequence has an abstract class
     return type(fragments) is Slices and fragments.width * fragments.size < SMALL
+
+
+def _ranks(item: ReadRequest) -> range:
+    """The ranks that have the elements."""
+    slices = _slices(item)
+    return range(slices.filled) if item.is_whole else slices.ranks(item.start, item.stop)
 
 
 def _slices(item: ReadRequest) -> Slices:

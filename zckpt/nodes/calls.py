@@ -1,4 +1,4 @@
-"""Calls to a store that end, although torch's own wait for ever if its host hangs."""
+"""Calls to a store that end, although the store's own wait for ever if its host hangs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from .tcpstore import TcpStore
+
 
 class Calls:
     """The methods of a store that are needed; each raises after `timeout` seconds.
 
     `lost` makes the error, from the reason. After it no call is tried again. One thread calls
-    torch; it does not keep the process alive.
+    the store; it does not keep the process alive.
     """
 
-    def __init__(self, store: Store, timeout: float, lost: Callable[[str], Exception]) -> None:
+    def __init__(
+        self, store: Store | TcpStore, timeout: float, lost: Callable[[str], Exception]
+    ) -> None:
         self._store: Any = store
         self._timeout = timeout
         self._calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()

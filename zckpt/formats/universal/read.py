@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -52,15 +52,6 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     Raises IncompleteCheckpoint (no manifest), UnsupportedCheckpoint (a newer version) and
     CorruptCheckpoint (a manifest that is damaged or contradicts itself).
     """
-    return _read(path, is_shell=False)
-
-
-def read_shells(path: str) -> Manifest:
-    """The manifest of files that were just laid out: its own checksum is not written yet."""
-    return _read(path, is_shell=True)
-
-
-def _read(path: str, is_shell: bool) -> Manifest:
     name = os.path.join(path, MANIFEST)
     if not sources.is_file(name):
         raise IncompleteCheckpoint(
@@ -75,16 +66,62 @@ def _read(path: str, is_shell: bool) -> Manifest:
                 f"{name} has version {brief(version)}; this zckpt reads version {VERSION}",
                 hint="install a newer zckpt",
             )
-        manifest = _manifest(path, document, is_shell)
-        sentences = list(contradictions(manifest))
+        manifest = _manifest(path, document)
+        _require_agreement(manifest)
     except MALFORMED as error:
         raise CorruptCheckpoint(f"{name} is malformed: {cause(error)}") from error
-    for sentence in sentences:
+    return manifest
+
+
+def shells_of(path: str, chosen: Manifest) -> Manifest:
+    """The manifest of files that were just laid out for `chosen`.
+
+    Their headers say where each tensor lies. Everything else is in `chosen`, as in manifest.json.
+    Raises CorruptCheckpoint if it is not what a manifest may state.
+    """
+    stored, files = _stored(path, ())
+    entries = {
+        name: Entry(name, entry.dtype, entry.shape, _place(path, entry, stored), entry.digest)
+        for name, entry in chosen.entries.items()
+    }
+    members = [item.group for item in chosen.parameters.values()]
+    _check_source(path, chosen.source, chosen.groups, members)
+    shells = Manifest(
+        root=path,
+        format="universal",
+        source=chosen.source,
+        entries=entries,
+        parameters=chosen.parameters,
+        buffers=chosen.buffers,
+        groups=chosen.groups,
+        optimizer=chosen.optimizer,
+        engine=chosen.engine,
+        step_place=chosen.step_place,
+        state=chosen.state,
+        steps=chosen.steps,
+        files=(os.path.join(path, MANIFEST), *files),
+        left_out=chosen.left_out,
+        warnings=chosen.warnings,
+        inferred=chosen.inferred,
+    )
+    _require_agreement(shells)
+    return shells
+
+
+def _place(path: str, entry: Entry, stored: Mapping[str, safefile.Stored]) -> Fragments:
+    """Where a file has an entry's elements; raises if the file states another type or shape."""
+    tensor = _require_stored(path, entry.name, stored)
+    if (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
+        raise _other_type(tensor, entry.name, entry.dtype, entry.shape)
+    return solid(tensor.extent.length // SIZES[tensor.dtype], tensor.extent)
+
+
+def _require_agreement(manifest: Manifest) -> None:
+    for sentence in contradictions(manifest):
         raise CorruptCheckpoint(
-            f"{name} contradicts itself: {sentence}",
+            f"{os.path.join(manifest.root, MANIFEST)} contradicts itself: {sentence}",
             hint="it was changed after zckpt wrote it; convert again",
         )
-    return manifest
 
 
 def _text_of(name: str) -> str:
@@ -99,11 +136,10 @@ def _text_of(name: str) -> str:
         return text
 
 
-def _manifest(path: str, document: Mapping[str, Any], is_shell: bool) -> Manifest:
-    warnings = list(texts_from_json(document.get("warnings", [])))
-    if not is_shell:
-        warnings += _check_checksum(path, document)
-    _check_source(path, document)
+def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
+    warnings = [*texts_from_json(document.get("warnings", [])), *_check_checksum(path, document)]
+    members = [item["group"] for item in document["parameters"].values()]
+    _check_source(path, document["source"], document["groups"], members)
     stored, files = _stored(path, document.get("files") or ())
     entries = _entries(path, document["entries"], stored)
     _require_room(path, entries, [*files, *_listed_files(entries)])
@@ -158,26 +194,37 @@ def _entries(
     entries = {}
     for name in [*listed]:
         item = listed.pop(name)
-        tensor = stored.get(name)
         if "fragments" in item:
             shape = sizes_from_json(item["shape"])
             fragments: Fragments = _listed(path, name, item)
-        elif tensor is None:
-            raise CorruptCheckpoint(
-                f"{path} lacks {brief(name)}, which its manifest lists",
-                hint="a file of the checkpoint is missing",
-            )
-        elif tensor.dtype != item["dtype"] or [*tensor.shape] != item["shape"]:
-            raise CorruptCheckpoint(
-                f"{tensor.extent.file} holds {name} as {tensor.dtype} {list(tensor.shape)}, "
-                f"the manifest states {brief(item['dtype'])} {brief(item['shape'])}"
-            )
         else:
+            tensor = _require_stored(path, name, stored)
+            if tensor.dtype != item["dtype"] or [*tensor.shape] != item["shape"]:
+                raise _other_type(tensor, name, item["dtype"], item["shape"])
             shape = tensor.shape
             fragments = solid(tensor.extent.length // SIZES[tensor.dtype], tensor.extent)
         digest = crc_from_json(item["crc32"]) if "crc32" in item else None
         entries[name] = Entry(name, item["dtype"], shape, fragments, digest)
     return entries
+
+
+def _require_stored(
+    path: str, name: str, stored: Mapping[str, safefile.Stored]
+) -> safefile.Stored:
+    tensor = stored.get(name)
+    if tensor is None:
+        raise CorruptCheckpoint(
+            f"{path} lacks {brief(name)}, which its manifest lists",
+            hint="a file of the checkpoint is missing",
+        )
+    return tensor
+
+
+def _other_type(tensor: safefile.Stored, name: str, dtype: Any, shape: Any) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        f"{tensor.extent.file} holds {name} as {tensor.dtype} {list(tensor.shape)}, "
+        f"the manifest states {brief(dtype)} {brief(shape)}"
+    )
 
 
 def _records(path: str, listed: Mapping[str, Any]) -> tuple[Record, ...]:
@@ -241,13 +288,12 @@ def _require_room(path: str, entries: Mapping[str, Entry], files: Collection[str
         )
 
 
-def _check_source(path: str, document: Mapping[str, Any]) -> None:
+def _check_source(
+    path: str, source: Mapping[str, Any], groups: Sequence[Any] | None, members: Iterable[Any]
+) -> None:
     """Raises CorruptCheckpoint for values that names of folders and ranks cannot be built from."""
-    source = document["source"]
     dp, stage, tag, ep = (source.get(key) for key in ("dp", "zero_stage", "tag", "ep"))
-    groups = document["groups"]
     count = len(groups) if groups is not None else None
-    members = [item["group"] for item in document["parameters"].values()]
     valid = (
         all(
             value is None or type(value) is str
@@ -274,7 +320,7 @@ def _check_source(path: str, document: Mapping[str, Any]) -> None:
 def _stored(path: str, listed: Collection[str]) -> tuple[dict[str, safefile.Stored], list[str]]:
     """Every tensor of every listed safetensors file by entry name, and the files.
 
-    A manifest that is being written lists no files yet; then all files are read.
+    If no file is listed, as while they are being written, all files are read.
     """
     tensors: dict[str, safefile.Stored] = {}
     files = []

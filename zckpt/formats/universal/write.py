@@ -29,7 +29,7 @@ from ...training.options import GROUP_DEFAULTS, Options
 from ...training.trainers import files_to_load_by
 from .agreement import checksum
 from .files import MANIFEST, SIBLINGS, VERSION
-from .read import read_shells
+from .read import shells_of
 
 
 def select(source: Manifest, options: Options) -> Manifest:
@@ -112,7 +112,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         source.warnings,
         about="weights as safetensors" if options.weights_only else "a universal checkpoint",
         loading=loading,
-        read_back=read_shells,
+        read_back=lambda path: shells_of(path, chosen),
     )
 
 
