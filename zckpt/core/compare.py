@@ -7,6 +7,7 @@ The pass also computes the CRC-32 of every tensor, and of every record that it r
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
 
@@ -134,6 +135,7 @@ class _Comparison:
                     self.covers.setdefault(id(entry), Cover(entry.length))
                     self.first.setdefault(id(entry), number)
         rounded = sum(item.a.numel for item in matches if item.how == "rounded")
+        self.rounds = rounded > 0
         self.rounds_here = rounded <= FEW and work.measure != "all"
         self.differences: dict[int, Difference] = {}  # by the number of the match
         self.bytes = 0
@@ -143,6 +145,8 @@ class _Comparison:
     def run(self, jobs: int, claim: Claim) -> None:
         """Carries out the blocks of tasks that this process gets."""
         tasks = claimed(self.tasks(), _bytes_of, claim)
+        if self.rounds and not self.rounds_here:
+            threading.Thread(target=_import_numpy).start()
         stream(tasks, jobs, self.checkers, self.chunk, self.start)
 
     def partial(self) -> Partial:
@@ -365,13 +369,22 @@ def compare(
     return running.finish(everything)
 
 
+def _import_numpy() -> None:
+    """Takes 50 ms, in which other threads can read."""
+    from . import cast  # noqa: F401
+
+
 def _bytes_of(parts: Sequence[_MatchPart]) -> int:
     return sum(part.stop - part.start for part in parts) * SIZES[parts[0].match.a.dtype]
 
 
 def _by_slot(matches: Sequence[Match]) -> list[int]:
-    """The numbers of all matches, slot by slot: tensors of one slot are neighbors in files."""
-    slots: dict[str, int] = {}
-    for item in matches:
-        slots.setdefault(item.a.slot, len(slots))
-    return sorted(range(len(matches)), key=lambda number: slots[matches[number].a.slot])
+    """The numbers of all matches, slot by slot: tensors of one slot are neighbors in files.
+
+    Those that are rounded come last: until then numpy can be imported.
+    """
+    slots: dict[tuple[bool, str], int] = {}
+    keys = [(item.how == "rounded", item.a.slot) for item in matches]
+    for key in keys:
+        slots.setdefault(key, len(slots))
+    return sorted(range(len(matches)), key=lambda number: (keys[number][0], slots[keys[number]]))
