@@ -9,8 +9,8 @@ import pytest
 
 import zckpt
 from benchmarks import gather, layer, memory, scale
-from benchmarks.__main__ import Goal, wall
 from benchmarks.measure import Cost, Job, run
+from benchmarks.rows import Goal, pieces, times, wall, without_start
 
 
 @pytest.mark.parametrize("elements", [50_000, 9_834_560, 9_834_561])
@@ -36,13 +36,20 @@ def test_the_limit_is_reading_and_then_gathering() -> None:
 
 
 @pytest.mark.parametrize(
-    ("faster", "ours", "expected"),
+    ("more", "ours", "expected"),
     [(False, 6.0, "stretch"), (False, 8.0, "met"), (False, 9.0, "MISSED"), (True, 0.5, "stretch")],
 )
-def test_a_ratio_is_judged_by_its_target(faster: bool, ours: float, expected: str) -> None:
-    goal = Goal("wall", wall, 15.0 if faster else 0.8, 20.0 if faster else 0.65, faster)
-    (ratio,) = goal.ratios([Cost(ours, 1.0, 1.0)], [Cost(10.0, 1.0, 1.0)])
+def test_a_ratio_is_judged_by_its_target(more: bool, ours: float, expected: str) -> None:
+    figure = times(wall) if more else wall
+    goal = Goal("wall", figure, 15.0 if more else 0.8, 20.0 if more else 0.65, more)
+    (ratio,) = goal.values([Cost(ours, 1.0, 1.0)], [Cost(10.0, 1.0, 1.0)])
     assert goal.verdict(ratio) == expected
+
+
+def test_figures_of_one_command_and_of_three() -> None:
+    assert pieces(Cost(9.0, 1.92, 1.0)) == pytest.approx(2.0)
+    costs = (Cost(seconds, 1.0, 1.0) for seconds in (3.5, 2.0, 1.3))
+    assert without_start(*costs) == pytest.approx(1.1)
 
 
 def test_an_unknown_state_of_memory_is_refused() -> None:

@@ -21,6 +21,7 @@ How a source is read:
     pieces.py         elements from files into a buffer
     records.py        do bytes have the CRC-32 that their file states? hashing.py, checksum.py
     streaming.py      one pass over tensors, with the threads and memory of resources.py
+    turns.py          which of these threads may compute now
     pooling.py        which tasks of a pass this process carries out
     patterns.py       tensors by a glob
     loading.py        one tensor in memory

@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import resource
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from threading import Lock
@@ -66,7 +67,7 @@ class Buffer:
 
 
 class Reader:
-    """Reads at given offsets, for one thread; keeps at most `keep` files open, the last ones.
+    """Reads at given offsets, for one thread; keeps at most `keep` files open.
 
     If `waiting` is given, a read that has to wait for the disk is carried out within it.
 
@@ -77,7 +78,7 @@ class Reader:
         self.keep = keep
         self.fingerprints = fingerprints
         self.waiting: Waiting | None = None
-        self._open: dict[str, int] = {}  # in the order in which they were opened
+        self._open: OrderedDict[str, int] = OrderedDict()
 
     def read(self, extent: Extent, into: memoryview) -> None:
         """Fills `into`, which has the extent's length; raises CorruptCheckpoint at a file's end.
@@ -115,10 +116,12 @@ class Reader:
             return os.preadv(file, (into,), offset)
 
     def _file(self, path: str) -> int:
-        if path not in self._open:
-            if len(self._open) >= self.keep:
-                close(self._open.pop(next(iter(self._open))))
-            self._open[path] = open_file(path, self.fingerprints)
+        if path in self._open:
+            self._open.move_to_end(path)
+            return self._open[path]
+        if len(self._open) >= self.keep:
+            close(self._open.popitem(last=False)[1])
+        self._open[path] = open_file(path, self.fingerprints)
         return self._open[path]
 
     def close(self) -> None:

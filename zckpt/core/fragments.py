@@ -96,12 +96,6 @@ class Fragments(Sequence[Fragment]):
         """The bytes of elements [start, stop), of `size` bytes each, if one run has all of them."""
         return None
 
-    def __getitem__(self, place: Any) -> Any:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
 
 class Runs(Fragments):
     """A list of fragments in order of `start`; each has a count of one."""
@@ -166,9 +160,7 @@ class Slices(Fragments):
     def slice_of(self, rank: int) -> tuple[int, int, int]:
         """Where a rank's slice begins in its file, in bytes, and its elements [start, stop)."""
         start = rank * self.width
-        stop = start + self.width
-        if stop > self.numel:
-            stop = self.numel
+        stop = min(start + self.width, self.numel)
         return self.flats[rank].offset + self.offset * self.size, start, stop
 
     def __getitem__(self, place: Any) -> Any:

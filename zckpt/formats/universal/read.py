@@ -208,9 +208,7 @@ def _entries(
     return entries
 
 
-def _require_stored(
-    path: str, name: str, stored: Mapping[str, safefile.Stored]
-) -> safefile.Stored:
+def _require_stored(path: str, name: str, stored: Mapping[str, safefile.Stored]) -> safefile.Stored:
     tensor = stored.get(name)
     if tensor is None:
         raise CorruptCheckpoint(
