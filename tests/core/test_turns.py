@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,6 +60,7 @@ def most_at_once(shared: Turns) -> int:
 
     threads = run(work)
     until(lambda: counter.now >= 2)
+    time.sleep(0.1)  # others would come now
     go.set()
     for thread in threads:
         thread.join()
