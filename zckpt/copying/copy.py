@@ -217,7 +217,10 @@ class _Copy:
                     passed = assembler.assemble(target, chunk, buffer.view[: chunk.length])
                 self.sharing.check()
                 target.writer.write(buffer.view, chunk.length, chunk.offset, mode)
-            self._written(target, chunk, passed, element_reader.passed)
+            with self.turns.computing(element_reader.reader):
+                complete = self._written(target, chunk, passed, element_reader.passed)
+            if complete:
+                self._complete(target, complete)
 
         return carry_out
 
@@ -227,8 +230,11 @@ class _Copy:
         chunk: Chunk,
         passed: Sequence[Passed],
         log: list[PassedRecord] | None,
-    ) -> None:
-        """Counts a chunk that is written; `log` has what was read of source records for it."""
+    ) -> UnfinishedRegion | None:
+        """Counts a chunk that is written, and gives its region if that lacks no other.
+
+        `log` has what was read of source records for it.
+        """
         region = target.region_at(chunk.offset)
         with self.lock:
             self.outcome.bytes += chunk.length
@@ -239,8 +245,7 @@ class _Copy:
             is_complete = not region.left
         if self.progress:
             self.progress(chunk.length)
-        if is_complete:
-            self._complete(target, region)
+        return region if is_complete else None
 
     def _complete(self, target: TargetFile, written: UnfinishedRegion) -> None:
         """Syncs a region and notes it; small files are synced many at once."""
