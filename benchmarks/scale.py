@@ -3,6 +3,7 @@
     python -m benchmarks.scale WORK --tensors 100 1000 10000 100000 --dp 4
     python -m benchmarks.scale WORK --tensors 20000 --dp 4 16 64 --command convert
     python -m benchmarks.scale WORK --tensors 2000 --dp 1024 --command inspect
+    python -m benchmarks.scale WORK --tensors 200 --gb 0.01 0.1 1 10 --command convert
 
 Makes ZeRO-3 checkpoints with three slots, without the engine: the files of all ranks are links to
 one. Every second tensor is small, as a bias is. A piece is the part of a tensor that a rank has.
@@ -14,6 +15,7 @@ import argparse
 import os
 import shutil
 import statistics
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ SLOTS = ("master", "exp_avg", "exp_avg_sq")
 TAG = "global_step1"
 
 
-def make(root: Path, tensors: int, dp: int) -> None:
+def make(root: Path, tensors: int, dp: int, gigabytes: float = 0.0) -> None:
     """A ZeRO-3 checkpoint of `dp` ranks that all have the same files; needs torch.
+
+    Its weights are as large as it takes for `gigabytes` of optimizer files, if that is not 0.
 
     It runs in a process of its own: one that has imported torch would add its memory to the peak of
     every process that it starts.
@@ -35,8 +39,9 @@ def make(root: Path, tensors: int, dp: int) -> None:
 
     (root / TAG).mkdir(parents=True)
     (root / "latest").write_text(TAG)
+    weight = int(gigabytes * 1e9 / (tensors / 2 * dp * len(SLOTS) * 4)) or WIDTHS[0]
     widths = {
-        f"layers.{number // 2}.{('weight', 'bias')[number % 2]}": WIDTHS[number % 2]
+        f"layers.{number // 2}.{('weight', 'bias')[number % 2]}": (weight, WIDTHS[1])[number % 2]
         for number in range(tensors)
     }
     states = {
@@ -116,21 +121,21 @@ def main() -> None:
     parser.add_argument("work", type=Path, metavar="WORK", help="a new directory; it is removed")
     parser.add_argument("--tensors", type=int, nargs="+", default=[100, 1000, 10_000, 100_000])
     parser.add_argument("--dp", type=int, nargs="+", default=[4])
+    parser.add_argument("--gb", type=float, nargs="+", default=[0.0], help="10^9 bytes in all")
     parser.add_argument("--command", nargs="+", default=["inspect", "dry-run", "convert"])
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)
     try:
-        for dp in arguments.dp:
-            for tensors in arguments.tensors:
-                source = arguments.work / f"{tensors}x{dp}"
-                process = get_context("spawn").Process(target=make, args=(source, tensors, dp))
-                process.start()
-                process.join()
-                if process.exitcode:
-                    raise SystemExit(process.exitcode)
-                measure(source, tensors, dp, arguments)
-                shutil.rmtree(source)
+        for dp, tensors, size in product(arguments.dp, arguments.tensors, arguments.gb):
+            source = arguments.work / f"{tensors}x{dp}"
+            process = get_context("spawn").Process(target=make, args=(source, tensors, dp, size))
+            process.start()
+            process.join()
+            if process.exitcode:
+                raise SystemExit(process.exitcode)
+            measure(source, tensors, dp, arguments)
+            shutil.rmtree(source)
     finally:
         shutil.rmtree(arguments.work)
 
@@ -148,7 +153,10 @@ def measure(source: Path, tensors: int, dp: int, arguments: argparse.Namespace) 
                 shutil.rmtree(output, ignore_errors=True)
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
     pieces = tensors * dp * len(SLOTS)
-    print(f"\n{tensors:,} tensors, dp {dp}, {pieces:,} pieces; n = {arguments.rounds}, load {load}")
+    size = sum(path.stat().st_size for path in source.rglob("*_optim_states.pt")) / 1e9
+    print(
+        f"\n{tensors:,} tensors, dp {dp}, {pieces:,} pieces, {size:.2f} GB; n = {arguments.rounds}, load {load}"
+    )
     print(f"{'':10}{'CPU s':>25}{'wall s':>25}{'peak MiB':>10}{'us/tensor':>11}{'Mpieces/s':>11}")
     for name, runs in costs.items():
         cpu = [cost.cpu for cost in runs]
