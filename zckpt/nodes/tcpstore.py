@@ -3,7 +3,7 @@
 A process needs four calls of the store that torchrun keeps. To import torch for them takes two
 seconds of CPU in every process, and minutes if a thousand nodes read it from one filesystem.
 
-The messages are those of torch's own client (torch 2.4 to 2.13, `TCPStoreBackend.hpp`): a byte that
+The messages are those of torch's own client (torch 2.6 to 2.14, `TCPStoreBackend.hpp`): a byte that
 says what is wanted, then texts, each behind its length, and integers, all little-endian. Keys begin
 with a slash. They are not documented, so the first messages are a check: a store that does not
 answer them as these versions do is left to torch itself.
