@@ -22,7 +22,7 @@ from .core.pooling import SINGLE, Pool
 from .core.resources import DEFAULT_COPYING, Begin, Means, Tell
 from .core.resources import READING_JOBS as READING_JOBS
 from .core.resources import Copying as Copying
-from .formats import hf
+from .formats.hf import options as hf
 from .formats.options import Keywords, options_of
 from .formats.reading import Reading
 from .reading import read as read_manifest

@@ -1,7 +1,7 @@
 """Which options can a conversion have, and which of them does a target understand?
 
 An option is declared once, as an `Option`: here if several formats share it, else in the folder of
-the one engine that understands it. The list in every `Format` says what its writer understands. The
+the one engine that understands it. `OPTIONS` of every format says what its writer understands. The
 command line, the functions of Python and the refusals follow from these lists.
 """
 
