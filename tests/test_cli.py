@@ -543,7 +543,7 @@ def test_too_little_memory_or_stack_is_a_sentence(
     def read(*_: object, **_options: object) -> None:
         raise kind
 
-    monkeypatch.setattr("zckpt.api.read", read)
+    monkeypatch.setattr("zckpt.reading.read", read)
     ended = zckpt("inspect", EXAMPLE)
     assert ended.code == 1
     assert f"Error: {message}" in ended.err

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import gc
 import io
-import json
 import os
-import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -67,7 +64,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         fail(words, "OSError", what, hint_for(error), 1)
     except KeyboardInterrupt as error:
-        code = 128 + (error.args[0] if error.args else signal.SIGINT)
+        code = 128 + (error.args[0] if error.args else signals.SIGINT)
         fail(words, "Interrupted", "interrupted", after_interrupt(words, error), code)
     except MemoryError:
         hint = "use a lower -j or --memory, or a machine with more memory"
@@ -161,6 +158,8 @@ def after_interrupt(words: Sequence[str], cause: BaseException | None) -> str:
     """What an interrupted command has left, and how to continue it."""
     if not isinstance(cause, Interrupted):
         return "no target was written"
+    import shlex
+
     again = [word for word in words if word != "--resume"]
     return f"continue with: {shlex.join(['zckpt', *again, '--resume'])}"
 
@@ -175,6 +174,8 @@ def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoR
 
     # of several processes one prints a document
     if "--json" in words and not ("--gather" in words and own_rank()):
+        import json
+
         from .commands import cli
 
         command = next((word for word in words if word in cli.commands), None)

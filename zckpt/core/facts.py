@@ -20,6 +20,8 @@ from .inert import Scalar
 from .values import valueclass
 
 T = TypeVar("T")
+MAX_DP = 1 << 16
+"""The most data-parallel ranks of a run; a file that states more is damaged."""
 
 
 @valueclass

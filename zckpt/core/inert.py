@@ -12,8 +12,6 @@ JSON has no tuples, sets, bytes, integer keys or NaN. They are written as object
 
 from __future__ import annotations
 
-import base64
-import json
 import math
 import re
 from collections import Counter, OrderedDict
@@ -335,6 +333,8 @@ def to_json(value: Any) -> Any:
                 return {"$dict": [list(pair) for pair in value.items()]}
             return {"$dict": [each(pair, depth) for pair in value.items()]}
         if kind in (set, frozenset):  # sorted, so that the JSON is the same every time
+            import json  # few checkpoints have sets
+
             return {f"${kind.__name__}": sorted(each(value, depth), key=json.dumps)}
         if kind is Foreign:
             parts = {
@@ -474,7 +474,15 @@ def _tensor_name(name: Any) -> TensorName:
 
 
 def _base64(data: bytes | bytearray) -> str:
+    import base64  # `inspect` prints no state
+
     return base64.b64encode(bytes(data)).decode("ascii")
+
+
+def _from_base64(text: str) -> bytes:
+    import base64
+
+    return base64.b64decode(text, validate=True)
 
 
 # type -> (tag, a function to the tag's value); and the inverse functions
@@ -496,8 +504,8 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "$size": lambda items: Size(_list(items)),
     "$set": lambda items: set(_keys(items)),
     "$frozenset": lambda items: frozenset(_keys(items)),
-    "$bytes": lambda text: base64.b64decode(text, validate=True),
-    "$bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
+    "$bytes": _from_base64,
+    "$bytearray": lambda text: bytearray(_from_base64(text)),
     "$complex": lambda parts: complex(*parts),
     "$ordered": lambda pairs: OrderedDict(_pairs(pairs)),
     "$dict": lambda pairs: dict(_pairs(pairs)),

@@ -13,8 +13,8 @@ Over 400 lines, since both containers share the tensors and the checks of their 
 from __future__ import annotations
 
 import os
-import threading
 import zlib
+from _thread import allocate_lock  # of `threading`, which takes longer to import
 from math import prod
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ class Parsed(dict[tuple[int, int, int], _Loaded]):
         super().__init__()
         self.latest: _Latest | None = None
         self.directories = Directories()
-        self.lock = threading.Lock()  # what one thread parses, the others wait for
+        self.lock = allocate_lock()  # what one thread parses, the others wait for
 
 
 _peeked: dict[tuple[int, int, int], _Loaded] = {}

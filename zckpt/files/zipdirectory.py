@@ -9,7 +9,7 @@ are checked for every file.
 from __future__ import annotations
 
 import struct
-import threading
+from _thread import allocate_lock  # of `threading`, which takes longer to import
 from collections.abc import Sequence
 from operator import add, gt
 from typing import NamedTuple
@@ -96,7 +96,7 @@ class Directories:
         self._forms: dict[tuple[int, int], _Form] = {}
         # the listing that was checked last, the directory's offset, and where filled members end
         self._checked: tuple[_Listing | None, int, Sequence[int]] = None, 0, ()
-        self._lock = threading.Lock()  # what one thread parses, the others wait for
+        self._lock = allocate_lock()  # what one thread parses, the others wait for
 
     def members(self, file: int, within: Extent) -> dict[str, ZipMember]:
         """The members of a zip that have bytes, by name; the zip is found from its end.

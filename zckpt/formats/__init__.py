@@ -36,6 +36,9 @@ from . import (
 )
 from .format import Format
 
+if TYPE_CHECKING:
+    from ..core.manifest import Manifest
+
 if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format calls
     from .dcp import files as dcp_files
     from .dcp import gather as dcp_gather
@@ -150,6 +153,13 @@ def named(name: str) -> Format:
 def engine_objects() -> frozenset[str]:
     """Classes and functions that engines put into their own pickles."""
     return frozenset().union(*(item.objects or () for item in FORMATS))
+
+
+def other_objects(manifest: Manifest) -> list[str]:
+    """Classes and functions that a checkpoint names, and that no engine needs."""
+    from ..training import objects
+
+    return objects.others_of(manifest, engine_objects())
 
 
 def family_of(name: str) -> str:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.facts import FlatBufferEngine
 from ..core.inert import to_json
 from ..core.manifest import Manifest
 from ..core.values import field, valueclass
 from ..errors import listed
-from .options import Options
+
+if TYPE_CHECKING:
+    from .options import Options
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 TORCH = {"maximize": False, "foreach": None, "capturable": False, "differentiable": False}

@@ -13,7 +13,6 @@ Megatron-FSDP writes `.metadata` and `__R_I.distcp` alone: the keys tell whose t
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from typing import Any
@@ -122,6 +121,8 @@ def _marker(folder: str) -> dict[str, Any]:
         return {}
     with sources.opened(path) as file:
         text = file.read()
+    import json  # directories of other formats have no such file
+
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...core import sources
 from ...core.expected import missing_ranks
+from ...core.facts import MAX_DP
 from ...core.values import valueclass
 from ...errors import (
     AmbiguousCheckpoint,
@@ -16,7 +17,6 @@ from ...errors import (
     InconsistentCheckpoint,
     NotACheckpoint,
 )
-from ...training.options import MAX_DP
 
 if TYPE_CHECKING:  # other formats' directories are told apart without the parsers
     from . import hdf5
