@@ -8,7 +8,8 @@ and a message that the run was interrupted would be wrong.
 from __future__ import annotations
 
 import signal
-from typing import NoReturn
+
+from ..core.annotations import NoReturn
 
 SIGINT = signal.SIGINT
 SIGNALS = (SIGINT, signal.SIGTERM, signal.SIGHUP)

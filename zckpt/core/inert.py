@@ -17,9 +17,9 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable
 from itertools import chain
-from typing import Any
 
 from ..errors import MALFORMED, CorruptCheckpoint, brief
+from .annotations import Any
 from .dtypes import SIZES
 from .values import field, mutable, valueclass
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from math import prod
 from sys import intern
-from typing import Any
 
 from ..errors import brief
+from .annotations import Any
 from .dtypes import NUMBERS, SIZES
 from .facts import Engine, StepPlace
 from .fragments import Extent, Fragments, Record

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ..core import sources
+from ..core.annotations import TYPE_CHECKING
 from ..errors import (
     AmbiguousCheckpoint,
     NotACheckpoint,
@@ -36,10 +36,8 @@ from . import (
 )
 from .format import Format
 
-if TYPE_CHECKING:
-    from ..core.manifest import Manifest
-
 if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format calls
+    from ..core.manifest import Manifest
     from .dcp import files as dcp_files
     from .dcp import gather as dcp_gather
     from .dcp import options as dcp_options

@@ -17,8 +17,8 @@ protocols.py has the types of these functions. To add a format, write its folder
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+from ..core.annotations import TYPE_CHECKING, Any
 from ..core.values import valueclass
 from ..errors import WrongOption
 from .reading import USUAL, Reading

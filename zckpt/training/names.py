@@ -13,11 +13,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import product
-from typing import NamedTuple
 
 from ..core.facts import FlatBufferEngine
 from ..core.manifest import Entry, Manifest
-from ..core.values import replace
+from ..core.values import replace, valueclass
 from ..errors import MissingData, WrongOption, listed
 from .peft import saved_name
 
@@ -34,7 +33,8 @@ def plain(name: str) -> str:
     return INSIDE.sub("", name)
 
 
-class Rule(NamedTuple):
+@valueclass
+class Rule:
     """How every name of one side becomes a name of the other: the prefix `drop` becomes `add`."""
 
     drop: str
@@ -59,7 +59,8 @@ def without_adapter(name: str) -> str:
     return saved_name(plain(name))
 
 
-class Correspondence(NamedTuple):
+@valueclass(eq=False)
+class Correspondence:
     """How the names of two sides match: both go through `spelling`, then one rule applies."""
 
     spelling: Spelling
@@ -225,17 +226,18 @@ def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
     if not wanted or not set(wanted).isdisjoint(names):
         return manifest
     try:
-        spelling, to_source, _ = correspondence(wanted, names)
-        rule = to_source.inverse
+        found = correspondence(wanted, names)
+        rule = found.rule.inverse
     except (MissingData, WrongOption):
         try:  # the other side may know more names
-            spelling, rule, _ = correspondence(names, wanted)
+            found = correspondence(names, wanted)
+            rule = found.rule
         except (MissingData, WrongOption):
             return manifest
-    exact = by_plain_name(wanted, spelling)
+    exact = by_plain_name(wanted, found.spelling)
 
     def rewrite(name: str) -> str:
-        new = rule.apply(spelling(name))
+        new = rule.apply(found.spelling(name))
         return name if new is None else exact.get(new, new)
 
     return _under(manifest, rewrite, {name: rewrite(name) for name in names})

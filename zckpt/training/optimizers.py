@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
+from ..core.annotations import TYPE_CHECKING, Any
 from ..core.facts import FlatBufferEngine
 from ..core.inert import to_json
 from ..core.manifest import Manifest

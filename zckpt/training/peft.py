@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+
+from ..core.annotations import Any
 
 ADAPTER = "default"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 from ...core import sources
+from ...core.annotations import TYPE_CHECKING
 from ...core.expected import missing_ranks
 from ...core.values import field, mutable, valueclass
 from ...errors import (
@@ -29,8 +29,12 @@ from ..deepspeed_states.directories import (
     tags_of,
 )
 
+if TYPE_CHECKING:
+    from typing import TypeVar
+
+    Place = TypeVar("Place", int, tuple[int, int])
+
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
-Place = TypeVar("Place", int, tuple[int, int])
 OLD_EXPERT = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
 
 

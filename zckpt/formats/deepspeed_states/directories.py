@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from typing import NoReturn
 
 from ...core import sources
+from ...core.annotations import NoReturn
 from ...core.siblings import SiblingList, leads_out
 from ...core.values import valueclass
 from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, listed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from ...core.annotations import Any
 from ...core.dtypes import NUMBERS
 from ...core.inert import Foreign, Scalar, map_values, to_json
 from ...core.values import valueclass

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
 
+from ...core.annotations import Any
 from ...core.expected import missing_ranks
 from ...errors import (
     IncompleteCheckpoint,

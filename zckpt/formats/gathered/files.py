@@ -16,9 +16,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ...core import sources
+from ...core.annotations import Any
 from ...core.values import field, mutable
 from ...errors import (
     AmbiguousCheckpoint,

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
 
 from ...core import sources
+from ...core.annotations import Any
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

@@ -14,9 +14,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from ...core import sources
+from ...core.annotations import Any
 from ...core.manifest import Sibling
 from ...core.siblings import SiblingList
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from ...core import sources
+from ...core.annotations import TYPE_CHECKING
 from ...core.expected import missing_ranks
 from ...core.facts import MAX_DP
 from ...core.values import valueclass

@@ -19,8 +19,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from ....core.annotations import Any
 from ....core.facts import Grid
 from ....core.values import valueclass
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
