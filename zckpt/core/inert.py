@@ -13,7 +13,6 @@ JSON has no tuples, sets, bytes, integer keys or NaN. They are written as object
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable
 from itertools import chain
@@ -167,14 +166,20 @@ def inside(path: str, key: Any) -> str:
     A path that would be longer than MAX_PATH ends with a hash: every value of a large state has
     one, and all of them would otherwise repeat a long key.
     """
-    plain = isinstance(key, str) and re.fullmatch(r"[^\W\d][\w-]*", key)
-    full = f"{path}.{key if plain else repr(key)}"
+    full = f"{path}.{key if isinstance(key, str) and _is_word(key) else repr(key)}"
     if len(full) <= MAX_PATH:
         return full
     import hashlib  # it loads OpenSSL, which takes 5 ms
 
     digest = hashlib.sha256(full.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{full[: MAX_PATH // 2]}...{digest[:32]}"
+
+
+def _is_word(key: str) -> bool:
+    """Whether a key has letters, digits, `_` and `-` alone, and begins with no digit and no `-`."""
+    letters = key.replace("_", "a")
+    first = letters[:1]
+    return letters.replace("-", "a").isalnum() and first != "-" and not first.isdecimal()
 
 
 # -- how much work a value is

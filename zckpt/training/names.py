@@ -9,18 +9,22 @@ gives `--rename`.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import product
 
+from ..core.annotations import TYPE_CHECKING
 from ..core.facts import FlatBufferEngine
 from ..core.manifest import Entry, Manifest
+from ..core.regex import Regex
 from ..core.values import replace, valueclass
 from ..errors import MissingData, WrongOption, listed
 from .peft import saved_name
 
-INSIDE = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+if TYPE_CHECKING:
+    import re
+
+INSIDE = Regex(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 WRAPPERS = ("module.", "_forward_module.")
 PREFIXES = (*WRAPPERS, "model.")
 RENAME = "rename the source's names: --rename REGEX=REPL (rename=[(REGEX, REPL)] in Python)"
@@ -163,6 +167,8 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
     """
     if not rules:
         return manifest
+    import re  # most commands rename nothing
+
     patterns = [(_compiled(regex), replacement) for regex, replacement in rules]
     used: set[int] = set()
 
@@ -190,6 +196,8 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
 
 def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[str, ...]:
     """The manifest's names of what `rules` rename to `names`; other names stay as they are."""
+    import re
+
     own_names = [*manifest.parameters, *manifest.buffers]
     new_names = own_names
     for regex, replacement in rules:
@@ -244,6 +252,8 @@ def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
 
 
 def _compiled(regex: str) -> re.Pattern[str]:
+    import re
+
     try:
         return re.compile(regex)
     except re.error as error:
