@@ -7,9 +7,14 @@ and a message that the run was interrupted would be wrong.
 
 from __future__ import annotations
 
-import signal
+from ..core.annotations import TYPE_CHECKING, NoReturn
 
-from ..core.annotations import NoReturn
+if TYPE_CHECKING:
+    import signal
+else:
+    # The functions under `signal`, with plain numbers. `signal` makes enums of these, and imports
+    # `enum`: a thirtieth of the time of `inspect`.
+    import _signal as signal
 
 SIGINT = signal.SIGINT
 SIGNALS = (SIGINT, signal.SIGTERM, signal.SIGHUP)
