@@ -241,7 +241,12 @@ def require_tree(value: Any, most: int, most_containers: int) -> None:
             work = 2 * len(top)
         elif type(top) is list and kinds <= NUMBERS:
             work //= 2
-        begun[key] = work + sum(map(len, texts)) // 64, parts
+        work += sum(map(len, texts)) // 64
+        if not parts and work <= most:  # as in most containers: nothing is left to be done first
+            done[key] = work, 1, 1
+            waiting.pop()
+            continue
+        begun[key] = work, parts
         for part in parts:
             if id(part) in begun:
                 raise CorruptCheckpoint("a value refers to itself")
