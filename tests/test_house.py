@@ -31,7 +31,7 @@ ARROWS = {
     "dcp": "api core errors files formats proof training",
     "probe": "api core errors proof training version",
     "display": "copying core errors probe",
-    "cli": "api display errors formats nodes probe proving training version",
+    "cli": "api core display errors formats nodes probe proving reading training version",
     "__init__": "api copying core dcp errors probe version",
     "__main__": "cli",
     "benchmarks": "api cli core dcp formats probe proof",

@@ -15,14 +15,13 @@ from . import formats
 from .copying.sharing import ALONE, Sharing
 from .copying.sharing import Part as Part
 from .core import description, sources
-from .core.description import state as state
 from .core.description import tensors as tensors
 from .core.manifest import Manifest
 from .core.pooling import SINGLE, Pool
 from .core.resources import DEFAULT_COPYING, Begin, Means, Tell
 from .core.resources import READING_JOBS as READING_JOBS
 from .core.resources import Copying as Copying
-from .formats import hf
+from .formats.hf import options as hf
 from .formats.options import Keywords, options_of
 from .formats.reading import Reading
 from .reading import read as read_manifest
@@ -68,10 +67,7 @@ def read(
 
 def inspect(manifest: Manifest) -> Report:
     """What a checkpoint contains; `objects` are classes and functions that no engine needs."""
-    from .training import objects
-
-    others = objects.others_of(manifest, formats.engine_objects())
-    return description.inspect(manifest) | {"objects": others}
+    return description.inspect(manifest, formats.other_objects(manifest))
 
 
 def load(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shlex
 import struct
 from collections.abc import Sequence
 from reprlib import Repr
@@ -26,6 +25,8 @@ _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 100, 100, 10
 
 def removal(path: str) -> str:
     """The command that removes a directory."""
+    import shlex  # an error in a hundred has a command
+
     return f"rm -r {shlex.quote(path)}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zckpt import api
+from zckpt import api, proving, reading, writing
 from zckpt.cli import plain as plain_lines
 from zckpt.cli import run
 from zckpt.cli.plain import plain
@@ -19,6 +19,9 @@ from ..conftest import EXAMPLE
 from ..test_cli import Zckpt
 
 OUTPUT = ["-q", "--json"]
+COMMANDS = ((reading, "read"), (api, "convert"), (api, "reshard"), (api, "verify"))
+# they import `reading.read`, and must do so before a test puts another function in its place
+READ_TOO = (proving, writing)
 
 
 class Called(Exception):
@@ -31,14 +34,14 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def of(words: list[str], is_plain: bool) -> Any:
         calls: list[Any] = []
-        for name in ("read", "convert", "reshard", "verify"):
-            function = getattr(api, name)
+        for module, name in COMMANDS:
+            function = getattr(module, name)
 
             def record(*paths: Any, _function: Any = function, **given: Any) -> None:
                 calls.append((_function.__name__, _normal(_function, paths, given)))
                 raise Called
 
-            monkeypatch.setattr(api, name, record)
+            monkeypatch.setattr(module, name, record)
         if not is_plain:
             monkeypatch.setattr(run, "plain", lambda words: None)
         monkeypatch.setenv("ZCKPT_TRACEBACK", "0")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import OrderedDict
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from zckpt.core.inert import (
     Size,
     TensorName,
     from_json,
+    inside,
     map_values,
     plain_group,
     to_json,
@@ -216,3 +219,10 @@ def test_mapping_reaches_every_part() -> None:
     first, second = Scalar(1, "F32"), Scalar(2, "F32")
     value, expected = nested(first), nested(second)
     assert same(map_values(value, add), expected)
+
+
+def test_a_plain_key_is_one_of_a_regular_expression() -> None:
+    letters = ("", "a", "Z", "_", "-", "1", "\u00e9", "\u0663", "\u00b2", " ", ".", "\n", "$")
+    for key in map("".join, product(letters, repeat=3)):
+        plain = re.fullmatch(r"[^\W\d][\w-]*", key)
+        assert inside("a", key) == f"a.{key if plain else repr(key)}"

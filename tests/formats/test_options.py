@@ -11,7 +11,7 @@ import pytest
 
 import zckpt
 from zckpt import formats
-from zckpt.core.values import replace
+from zckpt.core.values import replace, valueclass
 from zckpt.errors import WrongOption
 from zckpt.formats.options import Keywords, declared, options_of
 from zckpt.training.options import DIALECT, DP, DTYPE, EVERYWHERE, WEIGHTS_ONLY, Option
@@ -22,9 +22,22 @@ SHAPE: Option[str | None] = Option("shape", "--shape", None, "The shape", usual=
 ALWAYS = [option.name for option in EVERYWHERE]
 
 
+@valueclass(eq=False)
+class Target(formats.Format):
+    """A format whose options a test states."""
+
+    stated: tuple[Option[object], ...] = ()
+
+    @property
+    def options(self) -> tuple[Option[object], ...]:
+        return self.stated
+
+
 def targets(**options: tuple[Option[object], ...]) -> list[formats.Format]:
-    usual = formats.named("universal")
-    return [replace(usual, name=name, options=listed) for name, listed in options.items()]
+    return [
+        Target(name, "universal", "about it", "universal", stated=stated)
+        for name, stated in options.items()
+    ]
 
 
 def test_the_order_of_every_format_is_kept() -> None:
@@ -89,16 +102,20 @@ def test_only_options_that_differ_from_their_defaults_count() -> None:
 
 # -- a format that zckpt does not know
 
-DECLARES = """
+FORMAT = """
 from zckpt.formats.format import Format
+
+FORMAT = Format("toy", "toy", "a toy", "toy", reads=False, writes={writes})
+"""
+DECLARES = """
 from zckpt.training.options import Option
 
 SHAPE = Option("shape", "--shape", None, "The shape", choices=("round", "flat"), usual="round")
-FORMAT = Format("toy", "toy", "a toy", "toy", (SHAPE,), reads=False, writes={writes})
+OPTIONS = (SHAPE,)
 """
 LAYS_OUT = """
 from zckpt.errors import MissingData
-from . import SHAPE
+from .options import SHAPE
 
 def lay_out(source, options):
     raise MissingData(f"no toy is {options[SHAPE]}")
@@ -117,7 +134,8 @@ FUNCTION = f"{ADD}\nimport zckpt\nzckpt.convert(sys.argv[1], 'nowhere', to='toy'
 def with_toy(folder: Path, program: str, *words: object, writes: bool = True) -> Result:
     """What a program does where a format `toy` with an option of its own is installed."""
     (folder / "toy").mkdir(exist_ok=True)
-    (folder / "toy" / "__init__.py").write_text(DECLARES.format(writes=writes))
+    (folder / "toy" / "__init__.py").write_text(FORMAT.format(writes=writes))
+    (folder / "toy" / "options.py").write_text(DECLARES)
     (folder / "toy" / "write.py").write_text(LAYS_OUT)
     command = [sys.executable, "-c", program, str(folder), *map(str, words)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from zckpt.core.facts import MAX_DP
 from zckpt.core.values import replace
 from zckpt.errors import WrongOption
 from zckpt.training.options import (
@@ -14,7 +15,6 @@ from zckpt.training.options import (
     DTYPE,
     FILE_SIZE,
     GROUP_DEFAULTS,
-    MAX_DP,
     MAX_FILE_SIZE,
     PARAM_NAMES,
     RENAME,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
+from ..core.annotations import Any
 from ..nodes.launch import launched, restarts
 
 Report = dict[str, Any]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+
+from ..core.annotations import Any
+from ..core.values import valueclass
 
 Parse = Callable[[str], Any]
 """The value that a word stands for; None if click has to decide."""
@@ -31,7 +33,8 @@ def _one_of(*choices: str) -> Parse:
     return lambda word: word if word in choices else None
 
 
-class Line(NamedTuple):
+@valueclass
+class Line:
     """What the line of a command may have: arguments, flags, and options with a value, by name."""
 
     arguments: tuple[str, ...]

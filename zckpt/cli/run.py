@@ -6,17 +6,13 @@ Exit codes: 0 done or equal, 1 could not do it (no target was made), 2 wrong usa
 
 from __future__ import annotations
 
-import gc
 import io
-import json
 import os
-import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
 
+from ..core.annotations import Any, NoReturn
 from ..errors import (
     CorruptCheckpoint,
     Interrupted,
@@ -67,7 +63,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         fail(words, "OSError", what, hint_for(error), 1)
     except KeyboardInterrupt as error:
-        code = 128 + (error.args[0] if error.args else signal.SIGINT)
+        code = 128 + (error.args[0] if error.args else signals.SIGINT)
         fail(words, "Interrupted", "interrupted", after_interrupt(words, error), code)
     except MemoryError:
         hint = "use a lower -j or --memory, or a machine with more memory"
@@ -85,9 +81,14 @@ def run(arguments: list[str] | None = None) -> NoReturn:
             1,
         )
     flush()
-    if arguments is None:
-        gc.freeze()  # no search for cycles at the end, a tenth of the time of `inspect`
-    sys.exit(code if isinstance(code, int) else 0)
+    code = code if isinstance(code, int) else 0
+    if arguments is None and not (sys.gettrace() or sys.getprofile()):
+        # Python's own end would free what is in memory, a tenth of the time of `inspect`. It has
+        # nothing else to do, except for coverage and profilers, which write their reports there.
+        with suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def command(words: list[str]) -> Any:
@@ -161,6 +162,8 @@ def after_interrupt(words: Sequence[str], cause: BaseException | None) -> str:
     """What an interrupted command has left, and how to continue it."""
     if not isinstance(cause, Interrupted):
         return "no target was written"
+    import shlex
+
     again = [word for word in words if word != "--resume"]
     return f"continue with: {shlex.join(['zckpt', *again, '--resume'])}"
 
@@ -175,6 +178,8 @@ def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoR
 
     # of several processes one prints a document
     if "--json" in words and not ("--gather" in words and own_rank()):
+        import json
+
         from .commands import cli
 
         command = next((word for word in words if word in cli.commands), None)

@@ -7,11 +7,17 @@ and a message that the run was interrupted would be wrong.
 
 from __future__ import annotations
 
-import signal
-import threading
-from typing import NoReturn
+from ..core.annotations import TYPE_CHECKING, NoReturn
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+if TYPE_CHECKING:
+    import signal
+else:
+    # The functions under `signal`, with plain numbers. `signal` makes enums of these, and imports
+    # `enum`: a thirtieth of the time of `inspect`.
+    import _signal as signal
+
+SIGINT = signal.SIGINT
+SIGNALS = (SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def handle() -> None:
@@ -29,6 +35,8 @@ def stop(number: int, _frame: object) -> NoReturn:
 
 def ignore() -> None:
     """Ignores signals from now on, if they are this command's."""
+    import threading  # `inspect` does not come here, and has no threads
+
     if threading.current_thread() is not threading.main_thread():
         return
     for number in SIGNALS:

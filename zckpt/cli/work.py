@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from ..core.annotations import Any
 from ..errors import NotEnoughSpace
 from . import launched, signals
 
@@ -27,26 +27,29 @@ def inspect(
     **reading: Any,
 ) -> None:
     """Prints what a checkpoint contains."""
-    from .. import api, display
+    from .. import display, formats  # `api` also imports what writing needs
+    from ..core import description
+    from ..formats.reading import Reading
+    from ..reading import read
 
-    manifest = api.read(path, **reading)
+    manifest = read(path, Reading(**reading))
     if as_json:
-        report = api.inspect(manifest)
+        report = description.inspect(manifest, formats.other_objects(manifest))
         if tensors or layout:
-            report["tensors"] = api.tensors(manifest, tensors or "*", fragments=layout)
+            report["tensors"] = description.tensors(manifest, tensors or "*", fragments=layout)
         if state:
-            report["state"] = api.state(manifest)
+            report["state"] = description.state(manifest)
         display.document(report)
     elif state:
-        display.document(api.state(manifest))
+        display.document(description.state(manifest))
     elif steps:
         display.steps(manifest)
     elif layout:
         display.layout(manifest, tensors or "*")
     elif tensors:
-        display.tensors(api.tensors(manifest, tensors))
+        display.tensors(description.tensors(manifest, tensors))
     else:
-        display.summary(api.inspect(manifest), quiet)
+        display.summary(description.inspect(manifest, formats.other_objects(manifest)), quiet)
 
 
 def write(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from ..core import sources
+from ..core.annotations import TYPE_CHECKING
 from ..errors import IncompleteCheckpoint, NotEnoughSpace, TargetExists, WrongOption, removal
 
 if TYPE_CHECKING:  # reading a checkpoint needs no journal
@@ -128,6 +127,8 @@ def refuse_inside(source: str, target: str) -> None:
     """Raises WrongOption if the target is the source, or would become a part of it."""
     outer, inner = os.path.realpath(source), os.path.realpath(target)
     if outer == inner and os.path.lexists(outer):
+        import shlex  # reading a checkpoint needs none
+
         move = f"mv {shlex.quote(outer)} {shlex.quote(outer + '-old')}"
         raise WrongOption(
             f"{target} is the source itself",

@@ -12,10 +12,13 @@ What a checkpoint is:
     inert.py          objects of classes that are never imported
     dtypes.py         element types, and cast.py between them
     values.py         value classes, which all of these are
+    annotations.py    names for annotations, without `typing`
+    regex.py          regular expressions, compiled on first use
 
 How a source is read:
     sources.py        opens, lists and watches its files
     siblings.py       the files beside it that are copied along
+    filenames.py      numbers in the names of files
     expected.py       how a missing file or rank is reported
     fileio.py         reads and writes of files
     pieces.py         elements from files into a buffer

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import shlex
+from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 from ..errors import listed
+from .annotations import Any
 from .experts import layers_of, layers_to_json
 from .facts import with_facts
 from .inert import plain_group, to_json
@@ -17,8 +17,11 @@ from .patterns import matching
 Report = dict[str, Any]
 
 
-def inspect(manifest: Manifest) -> Report:
-    """What a checkpoint contains, as `zckpt inspect --json` prints it."""
+def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
+    """What a checkpoint contains, as `zckpt inspect --json` prints it.
+
+    `objects` are the names of its classes and functions that no engine needs.
+    """
     return {
         "zckpt": 1,
         "command": "inspect",
@@ -52,6 +55,7 @@ def inspect(manifest: Manifest) -> Report:
         "problems": list(manifest.warnings),
         "left_out": list(manifest.left_out),
         "inferred": list(manifest.inferred),
+        "objects": list(objects),
     }
 
 
@@ -59,6 +63,8 @@ def advice(manifest: Manifest, bare: int) -> Report:
     """What can still be done where `bare` records that were read have no checksum, as a report."""
     if not bare:
         return {}
+    import shlex  # `inspect` gives no advice
+
     files = {record.extent.file for record in manifest.records}
     unsafe = {record.extent.file for record in manifest.records if record.crc is None}
     path = shlex.quote(manifest.root)

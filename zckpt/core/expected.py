@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief, listed
+from .annotations import TYPE_CHECKING
+from .regex import Regex
 
-RANK = re.compile(r"(?<=rank)_?\d+")
+if TYPE_CHECKING:
+    import re
+
+RANK = Regex(r"(?<=rank)_?\d+")
 
 
 def path_inside(folder: str, name: str, stated_by: str) -> str:

@@ -12,14 +12,20 @@ Grid               the sizes of the parallel axes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
 
+from .annotations import TYPE_CHECKING, Any
 from .dtypes import SIZES
 from .experts import ExpertLayer, layers_from_json, layers_to_json
 from .inert import Scalar
 from .values import valueclass
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+MAX_DP = 1 << 16
+"""The most data-parallel ranks of a run; a file that states more is damaged."""
 
 
 @valueclass

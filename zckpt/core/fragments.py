@@ -23,8 +23,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, product
 from math import prod
 from operator import attrgetter
-from typing import Any
 
+from .annotations import Any
 from .values import valueclass
 
 ZEROS = ""

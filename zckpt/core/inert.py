@@ -12,16 +12,13 @@ JSON has no tuples, sets, bytes, integer keys or NaN. They are written as object
 
 from __future__ import annotations
 
-import base64
-import json
 import math
-import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable
 from itertools import chain
-from typing import Any
 
 from ..errors import MALFORMED, CorruptCheckpoint, brief
+from .annotations import Any
 from .dtypes import SIZES
 from .values import field, mutable, valueclass
 
@@ -169,14 +166,20 @@ def inside(path: str, key: Any) -> str:
     A path that would be longer than MAX_PATH ends with a hash: every value of a large state has
     one, and all of them would otherwise repeat a long key.
     """
-    plain = isinstance(key, str) and re.fullmatch(r"[^\W\d][\w-]*", key)
-    full = f"{path}.{key if plain else repr(key)}"
+    full = f"{path}.{key if isinstance(key, str) and _is_word(key) else repr(key)}"
     if len(full) <= MAX_PATH:
         return full
     import hashlib  # it loads OpenSSL, which takes 5 ms
 
     digest = hashlib.sha256(full.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{full[: MAX_PATH // 2]}...{digest[:32]}"
+
+
+def _is_word(key: str) -> bool:
+    """Whether a key has letters, digits, `_` and `-` alone, and begins with no digit and no `-`."""
+    letters = key.replace("_", "a")
+    first = letters[:1]
+    return letters.replace("-", "a").isalnum() and first != "-" and not first.isdecimal()
 
 
 # -- how much work a value is
@@ -238,7 +241,12 @@ def require_tree(value: Any, most: int, most_containers: int) -> None:
             work = 2 * len(top)
         elif type(top) is list and kinds <= NUMBERS:
             work //= 2
-        begun[key] = work + sum(map(len, texts)) // 64, parts
+        work += sum(map(len, texts)) // 64
+        if not parts and work <= most:  # as in most containers: nothing is left to be done first
+            done[key] = work, 1, 1
+            waiting.pop()
+            continue
+        begun[key] = work, parts
         for part in parts:
             if id(part) in begun:
                 raise CorruptCheckpoint("a value refers to itself")
@@ -335,6 +343,8 @@ def to_json(value: Any) -> Any:
                 return {"$dict": [list(pair) for pair in value.items()]}
             return {"$dict": [each(pair, depth) for pair in value.items()]}
         if kind in (set, frozenset):  # sorted, so that the JSON is the same every time
+            import json  # few checkpoints have sets
+
             return {f"${kind.__name__}": sorted(each(value, depth), key=json.dumps)}
         if kind is Foreign:
             parts = {
@@ -474,7 +484,15 @@ def _tensor_name(name: Any) -> TensorName:
 
 
 def _base64(data: bytes | bytearray) -> str:
+    import base64  # `inspect` prints no state
+
     return base64.b64encode(bytes(data)).decode("ascii")
+
+
+def _from_base64(text: str) -> bytes:
+    import base64
+
+    return base64.b64decode(text, validate=True)
 
 
 # type -> (tag, a function to the tag's value); and the inverse functions
@@ -496,8 +514,8 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "$size": lambda items: Size(_list(items)),
     "$set": lambda items: set(_keys(items)),
     "$frozenset": lambda items: frozenset(_keys(items)),
-    "$bytes": lambda text: base64.b64decode(text, validate=True),
-    "$bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
+    "$bytes": _from_base64,
+    "$bytearray": lambda text: bytearray(_from_base64(text)),
     "$complex": lambda parts: complex(*parts),
     "$ordered": lambda pairs: OrderedDict(_pairs(pairs)),
     "$dict": lambda pairs: dict(_pairs(pairs)),

@@ -6,17 +6,17 @@ Entry       one whole tensor, `parameter/slot`, wherever its pieces are
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from math import prod
 from sys import intern
-from typing import Any
 
 from ..errors import brief
+from .annotations import Any
 from .dtypes import NUMBERS, SIZES
 from .facts import Engine, StepPlace
 from .fragments import Extent, Fragments, Record
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
+from .regex import Regex
 from .sources import Fingerprint
 from .values import field, valueclass
 
@@ -157,7 +157,7 @@ def crc_from_json(value: Any) -> int:
     return int(value, 16)
 
 
-_HEX = re.compile("[0-9a-f]{8}")
+_HEX = Regex("[0-9a-f]{8}")
 
 
 def _flag_from_json(value: Any) -> bool:
@@ -281,11 +281,16 @@ class Manifest:
         return entries
 
 
+_OF_SLOTS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_")
+
+
 def slot_name(key: str) -> str:
     """The slot for an optimizer's state key, escaped if needed: `Exp-Avg`, `esc__45xp_2d_41vg`."""
-    plain = re.fullmatch(r"[a-z0-9_]+", key) and not key.startswith("esc_")
+    plain = key and _OF_SLOTS.issuperset(key) and not key.startswith("esc_")
     if plain and key not in RESERVED_SLOTS:
         return key
+    import re  # see regex.py
+
     encoded = key.encode("utf-8", "surrogatepass")
     escaped = re.sub(rb"[^a-z0-9]", lambda match: b"_%02x" % match[0][0], encoded)
     return "esc_" + escaped.decode("ascii")
@@ -295,6 +300,8 @@ def slot_key(slot: str) -> str:
     """The state key of a slot, the inverse of `slot_name`."""
     if not slot.startswith("esc_"):
         return slot
+    import re
+
     escaped = slot.removeprefix("esc_").encode("ascii")
     encoded = re.sub(rb"_([0-9a-f]{2})", lambda match: bytes([int(match[1], 16)]), escaped)
     return encoded.decode("utf-8", "surrogatepass")

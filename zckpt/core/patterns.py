@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
-from typing import Protocol, TypeVar
 
 from ..errors import WrongOption
+from .annotations import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from typing import Protocol, TypeVar
 
-class Named(Protocol):
-    """Anything with a tensor's name, `parameter/slot`."""
+    class Named(Protocol):
+        """Anything with a tensor's name, `parameter/slot`."""
 
-    @property
-    def name(self) -> str: ...
+        @property
+        def name(self) -> str: ...
 
-
-T = TypeVar("T", bound=Named)
+    T = TypeVar("T", bound=Named)
 
 
 def matching(tensors: Iterable[T], pattern: str) -> list[T]:
     """The tensors whose name matches the glob; raises WrongOption if there is none."""
+    from fnmatch import fnmatchcase  # the summary of `inspect` has no glob
+
     selected = [tensor for tensor in tensors if fnmatchcase(tensor.name, pattern)]
     if not selected:
         raise WrongOption(

@@ -17,9 +17,9 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, BinaryIO
 
 from ..errors import CorruptCheckpoint, SourceChanged, ZckptError
+from .annotations import TYPE_CHECKING, BinaryIO
 from .values import replace, valueclass
 
 if TYPE_CHECKING:

@@ -14,12 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from .annotations import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dataclasses import field, replace
+    from typing import TypeVar, overload
 
     from typing_extensions import dataclass_transform
+
+    Class = TypeVar("Class")
 else:
 
     def dataclass_transform(**_: Any) -> Callable[[Any], Any]:
@@ -27,8 +31,6 @@ else:
 
 
 __all__ = ["field", "mutable", "replace", "valueclass"]
-
-Class = TypeVar("Class")
 
 
 class _Field:
@@ -54,10 +56,14 @@ if not TYPE_CHECKING:
     field, replace = _Field, _replace
 
 
-@overload
-def valueclass(cls: type[Class], /) -> type[Class]: ...
-@overload
-def valueclass(*, eq: bool = True) -> Callable[[type[Class]], type[Class]]: ...
+if TYPE_CHECKING:
+
+    @overload
+    def valueclass(cls: type[Class], /) -> type[Class]: ...
+    @overload
+    def valueclass(*, eq: bool = True) -> Callable[[type[Class]], type[Class]]: ...
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def valueclass(cls: Any = None, /, *, eq: bool = True) -> Any:
     """Makes a class of values. They are equal if their fields are; without `eq`, if they are the

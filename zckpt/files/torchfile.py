@@ -13,12 +13,12 @@ Over 400 lines, since both containers share the tensors and the checks of their 
 from __future__ import annotations
 
 import os
-import threading
 import zlib
+from _thread import allocate_lock  # of `threading`, which takes longer to import
 from math import prod
-from typing import Any, NamedTuple
 
 from ..core import sources
+from ..core.annotations import Any
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, decode
 from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
 from ..core.inert import Foreign, Global, Scalar
@@ -45,7 +45,8 @@ _refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
 """The error of the last pickle that could not be read, by its file."""
 
 
-class _Loaded(NamedTuple):
+@valueclass(eq=False)
+class _Loaded:
     """What a pickle is: its value, and how much its tensors have, each view counted once.
 
     `bytes` is the sum of their elements' bytes, `runs` how many reads those need whose elements are
@@ -58,7 +59,8 @@ class _Loaded(NamedTuple):
     names: tuple[str, ...]
 
 
-class _Latest(NamedTuple):
+@valueclass(eq=False)
+class _Latest:
     """The pickle of the file that was read last, and the CRC-32 that the file states."""
 
     text: bytes
@@ -77,7 +79,7 @@ class Parsed(dict[tuple[int, int, int], _Loaded]):
         super().__init__()
         self.latest: _Latest | None = None
         self.directories = Directories()
-        self.lock = threading.Lock()  # what one thread parses, the others wait for
+        self.lock = allocate_lock()  # what one thread parses, the others wait for
 
 
 _peeked: dict[tuple[int, int, int], _Loaded] = {}

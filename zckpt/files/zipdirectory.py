@@ -9,13 +9,13 @@ are checked for every file.
 from __future__ import annotations
 
 import struct
-import threading
+from _thread import allocate_lock  # of `threading`, which takes longer to import
 from collections.abc import Sequence
 from operator import add, gt
-from typing import NamedTuple
 
 from ..core import sources
 from ..core.fragments import Extent
+from ..core.values import replace, valueclass
 from ..errors import CorruptCheckpoint, UnsupportedCheckpoint
 
 # Bytes of a zip's directory: a storage takes 100 to 150, and a rank of stage 3 has one for each of
@@ -26,7 +26,8 @@ WIDE = 0xFFFFFFFF  # a field whose value is in the zip64 field
 _ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
 
 
-class ZipMember(NamedTuple):
+@valueclass
+class ZipMember:
     """One member of a zip, as its directory states it.
 
     `header`, `entry` and `offset` are the offsets of its local header, of its entry in the
@@ -41,7 +42,8 @@ class ZipMember(NamedTuple):
     crc: int | None
 
 
-class _Listing(NamedTuple):
+@valueclass(eq=False)
+class _Listing:
     """What a directory lists, one item for each entry; offsets count from the zip's beginning.
 
     `entries` are the entries' places in the directory. `spans` are the bytes that a member takes
@@ -80,7 +82,7 @@ class _Form:
         if lengths != listing.lengths:
             listing = _with_lengths(listing, lengths)
         self._directory = directory
-        self._listing = listing._replace(headers=headers, crcs=crcs)
+        self._listing = replace(listing, headers=headers, crcs=crcs)
         return self._listing
 
 
@@ -96,7 +98,7 @@ class Directories:
         self._forms: dict[tuple[int, int], _Form] = {}
         # the listing that was checked last, the directory's offset, and where filled members end
         self._checked: tuple[_Listing | None, int, Sequence[int]] = None, 0, ()
-        self._lock = threading.Lock()  # what one thread parses, the others wait for
+        self._lock = allocate_lock()  # what one thread parses, the others wait for
 
     def members(self, file: int, within: Extent) -> dict[str, ZipMember]:
         """The members of a zip that have bytes, by name; the zip is found from its end.
@@ -250,7 +252,7 @@ def _listing(path: str, directory: bytes, count: int) -> _Listing:
 def _with_lengths(listing: _Listing, lengths: Sequence[int]) -> _Listing:
     spans = [30 + len(name) + length for name, length in zip(listing.names, lengths, strict=True)]
     filled = [number for number, length in enumerate(lengths) if length]
-    return listing._replace(lengths=lengths, spans=spans, filled=filled)
+    return replace(listing, lengths=lengths, spans=spans, filled=filled)
 
 
 def _refuse_repeated(path: str, names: Sequence[str]) -> None:

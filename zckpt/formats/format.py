@@ -6,102 +6,43 @@ with it, as a `Format`. The work is in modules with the same names in every fold
     files.py     which files make the checkpoint            detect, detect_weak
     read.py      the manifest of these files                read, check
     write.py     the files of a target                      lay_out, seal
+    options.py   what a user may ask of a target            OPTIONS, REASONS
     gather.py    the engine's own rule for its pieces       partitions
 
-To add a format, write its folder, and put its `FORMAT` into `FORMATS` in `__init__.py`. To add an
-option to a format, declare it in the format's `__init__.py` and list it in its `FORMAT`.
+protocols.py has the types of these functions. To add a format, write its folder, and put its
+`FORMAT` into `FORMATS` in `__init__.py`. To add an option to a format, declare it in the format's
+`options.py` and list it in its `OPTIONS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from ..core.values import field, valueclass
+from ..core.annotations import TYPE_CHECKING, Any
+from ..core.values import valueclass
 from ..errors import WrongOption
 from .reading import USUAL, Reading
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..copying.copy import CopyOutcome
     from ..core.layout import Layout, Shell
     from ..core.manifest import Manifest
     from ..core.partition import Partition
     from ..training.options import Option, Options
-
-
-class Files(Protocol):
-    """`files.py` of a format."""
-
-    def detect(self, path: str) -> list[str]:
-        """Tags of the checkpoints at `path`; only the meant one if a file says which that is.
-
-        A format without tags gives one empty tag. The list is empty for anything else.
-        """
-
-
-class WeakFiles(Files, Protocol):
-    """`files.py` of a format that also takes files which others have (weights alone)."""
-
-    def detect_weak(self, path: str) -> list[str]:
-        """As `detect`; asked only if no format detects anything."""
-
-
-class Reader(Protocol):
-    """`read.py` of a format."""
-
-    def read(self, path: str, reading: Reading = USUAL) -> Manifest:
-        """The checkpoint at `path`, as the user says. Raises the ZckptError that says what is
-        wrong."""
-
-
-class CheckingReader(Reader, Protocol):
-    """`read.py` of a format in which bytes may contradict each other without any checksum."""
-
-    def check(self, manifest: Manifest, replicas: str | None) -> list[str]:
-        """Reads all of the bytes in question; gives warnings, or raises if they contradict each
-        other. `replicas` (rank0, mean) chooses among the copies of tensor ranks that differ."""
-
-
-class TensorRanksReader(CheckingReader, Protocol):
-    """`read.py` of a format whose files may be those of ranks that each have slices of tensors."""
-
-    def check_slices(self, manifest: Manifest) -> None:
-        """Raises if the bytes show that tensors were cut in another way; reads few of them."""
-
-    def averaged(self, manifest: Manifest) -> Manifest:
-        """With the mean of the copies that tensor ranks hold of a parameter's tensors."""
-
-
-class RebuildingReader(CheckingReader, Protocol):
-    """`read.py` of a format whose masters an engine may have written wrongly."""
-
-    def rebuilt(self, manifest: Manifest) -> Manifest:
-        """Without wrong masters and their states; its warnings name them."""
-
-
-class Writer(Protocol):
-    """`write.py` of a format."""
-
-    def lay_out(self, source: Manifest, options: Options) -> Layout:
-        """The files of the target, without tensors. Raises before the first byte is written."""
-
-    def seal(self, root: str, manifest: Manifest, outcome: CopyOutcome) -> None:
-        """Writes what is known when all tensors are in place: checksums."""
-
-
-class Gatherer(Protocol):
-    """`gather.py` of a format."""
-
-    def partitions(self, path: str) -> list[Partition]:
-        """What ranks all-gather, by the engine's own rule. `path` is `Manifest.root`."""
-
-
-class RulesGatherer(Protocol):
-    """`gather.py` of a format whose files may not say how tensor ranks cut parameters."""
-
-    def partitions(self, path: str, tp_rules: str | None = None) -> list[Partition]:
-        """As `Gatherer.partitions`; `tp_rules` is a family or a file: how they are cut."""
+    from .protocols import (
+        CheckingReader,
+        Files,
+        Gatherer,
+        Reader,
+        RebuildingReader,
+        RulesGatherer,
+        TargetOptions,
+        TensorRanksReader,
+        WeakFiles,
+        Writer,
+    )
 
 
 @valueclass(eq=False)
@@ -110,21 +51,18 @@ class Format:
 
     `name` is what `--from` and `--to` call it, `folder` is where its modules are, `about` is a line
     of `zckpt formats`. Formats of one `family` name parameters alike, so that `convert` keeps the
-    source's names. `options` are those that its writer understands, in the order of `--help`;
-    `reasons` say, by an option's name, why it has no use for one.
+    source's names.
     """
 
     name: str
     folder: str
     about: str
     family: str
-    options: tuple[Option[Any], ...]
-    reasons: Mapping[str, str] = field(default_factory=dict)
     reads: bool = True
     """Users may name it as a source. A format that is only written has a `read.py` as well, which
     reads the shells back."""
     writes: bool = True
-    """It has a `write.py`."""
+    """It has a `write.py` and an `options.py`."""
     weak: bool = False
     """`files.py` has `detect_weak`."""
     numbers: bool = False
@@ -154,14 +92,35 @@ class Format:
     groups: str | None = None
     """The function of training/groups.py that gives a source the groups of the target's engine."""
 
+    @property
+    def options(self) -> tuple[Option[Any], ...]:
+        """Those that its writer understands, in the order of `--help`."""
+        if not self.writes:
+            return ()
+        declared: TargetOptions = self._module("options")
+        return declared.OPTIONS
+
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """Why it has no use for an option, by the option's name."""
+        reasons: Mapping[str, str] = getattr(self._module("options"), "REASONS", {})
+        return reasons
+
     def detect(self, path: str) -> list[str]:
-        return cast(Files, self._module("files")).detect(path) if self.reads else []
+        if not self.reads:
+            return []
+        files: Files = self._module("files")
+        return files.detect(path)
 
     def detect_weak(self, path: str) -> list[str]:
-        return cast(WeakFiles, self._module("files")).detect_weak(path) if self.weak else []
+        if not self.weak:
+            return []
+        files: WeakFiles = self._module("files")
+        return files.detect_weak(path)
 
     def read(self, path: str, reading: Reading = USUAL) -> Manifest:
-        return cast(Reader, self._module("read")).read(path, reading)
+        reader: Reader = self._module("read")
+        return reader.read(path, reading)
 
     def read_shells(self, path: str) -> Manifest:
         """The manifest of files that were just laid out."""
@@ -173,18 +132,21 @@ class Format:
         """Warnings of the check of a source's bytes, before a conversion writes anything."""
         if not (self.checks or self.has_tensor_ranks or self.rebuilds):
             return []
-        return cast(CheckingReader, self._module("read")).check(manifest, replicas)
+        reader: CheckingReader = self._module("read")
+        return reader.check(manifest, replicas)
 
     def check_slices(self, manifest: Manifest) -> None:
         """Raises if the bytes show that ranks cut tensors in another way; reads few of them."""
         if self.has_tensor_ranks:
-            cast(TensorRanksReader, self._module("read")).check_slices(manifest)
+            reader: TensorRanksReader = self._module("read")
+            reader.check_slices(manifest)
 
     def averaged(self, manifest: Manifest) -> Manifest:
         """With the mean of ranks' copies, where ranks that share a model hold copies."""
         if not self.has_tensor_ranks:
             return manifest
-        return cast(TensorRanksReader, self._module("read")).averaged(manifest)
+        reader: TensorRanksReader = self._module("read")
+        return reader.averaged(manifest)
 
     def rebuilt(self, manifest: Manifest) -> Manifest:
         """Without masters that do not round to their weights, and without the states beside them.
@@ -197,7 +159,8 @@ class Format:
                 f"--masters-from-weights does not apply to {self.name}",
                 hint="it mends masters that Megatron-Core mixed up; leave it out",
             )
-        return cast(RebuildingReader, self._module("read")).rebuilt(manifest)
+        reader: RebuildingReader = self._module("read")
+        return reader.rebuilt(manifest)
 
     def refuse(self, options: Options) -> None:
         """Raises WrongOption for an option that the writer does not understand."""
@@ -215,19 +178,22 @@ class Format:
         return result
 
     def lay_out(self, source: Manifest, options: Options) -> Layout:
-        return cast(Writer, self._module("write")).lay_out(source, options)
+        writer: Writer = self._module("write")
+        return writer.lay_out(source, options)
 
     def seal(self, root: str, manifest: Manifest, outcome: CopyOutcome) -> None:
-        cast(Writer, self._module("write")).seal(root, manifest, outcome)
+        writer: Writer = self._module("write")
+        writer.seal(root, manifest, outcome)
 
     def partitions(self, path: str, tp_rules: str | None = None) -> list[Partition] | None:
         """None if files have whole tensors; `tp_rules` are for a format that has tensor ranks."""
         if not self.gathers:
             return None
-        gather = self._module("gather")
         if self.has_tensor_ranks:
-            return cast(RulesGatherer, gather).partitions(path, tp_rules)
-        return cast(Gatherer, gather).partitions(path)
+            with_rules: RulesGatherer = self._module("gather")
+            return with_rules.partitions(path, tp_rules)
+        gatherer: Gatherer = self._module("gather")
+        return gatherer.partitions(path)
 
     def _module(self, name: str) -> Any:
         return import_module(f".{self.folder}.{name}", __package__)

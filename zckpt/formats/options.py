@@ -9,9 +9,10 @@ from .. import formats
 from ..core.values import replace
 from ..training import options as shared
 from ..training.options import EVERYWHERE, Option, Options
-from . import dcp, hf
+from .dcp import options as dcp
 from .deepspeed_states import options as deepspeed
 from .format import Format
+from .hf import options as hf
 
 MOST_NAMED = 3
 """So many formats that do not take an option are named: the help fits on one screen."""

@@ -7,8 +7,8 @@ field here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from ..core.annotations import TYPE_CHECKING
 from ..core.values import valueclass
 from ..errors import WrongOption
 

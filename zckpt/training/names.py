@@ -9,19 +9,22 @@ gives `--rename`.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import product
-from typing import NamedTuple
 
+from ..core.annotations import TYPE_CHECKING
 from ..core.facts import FlatBufferEngine
 from ..core.manifest import Entry, Manifest
-from ..core.values import replace
+from ..core.regex import Regex
+from ..core.values import replace, valueclass
 from ..errors import MissingData, WrongOption, listed
 from .peft import saved_name
 
-INSIDE = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+if TYPE_CHECKING:
+    import re
+
+INSIDE = Regex(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 WRAPPERS = ("module.", "_forward_module.")
 PREFIXES = (*WRAPPERS, "model.")
 RENAME = "rename the source's names: --rename REGEX=REPL (rename=[(REGEX, REPL)] in Python)"
@@ -34,7 +37,8 @@ def plain(name: str) -> str:
     return INSIDE.sub("", name)
 
 
-class Rule(NamedTuple):
+@valueclass
+class Rule:
     """How every name of one side becomes a name of the other: the prefix `drop` becomes `add`."""
 
     drop: str
@@ -59,7 +63,8 @@ def without_adapter(name: str) -> str:
     return saved_name(plain(name))
 
 
-class Correspondence(NamedTuple):
+@valueclass(eq=False)
+class Correspondence:
     """How the names of two sides match: both go through `spelling`, then one rule applies."""
 
     spelling: Spelling
@@ -162,6 +167,8 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
     """
     if not rules:
         return manifest
+    import re  # most commands rename nothing
+
     patterns = [(_compiled(regex), replacement) for regex, replacement in rules]
     used: set[int] = set()
 
@@ -189,6 +196,8 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
 
 def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[str, ...]:
     """The manifest's names of what `rules` rename to `names`; other names stay as they are."""
+    import re
+
     own_names = [*manifest.parameters, *manifest.buffers]
     new_names = own_names
     for regex, replacement in rules:
@@ -225,23 +234,26 @@ def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
     if not wanted or not set(wanted).isdisjoint(names):
         return manifest
     try:
-        spelling, to_source, _ = correspondence(wanted, names)
-        rule = to_source.inverse
+        found = correspondence(wanted, names)
+        rule = found.rule.inverse
     except (MissingData, WrongOption):
         try:  # the other side may know more names
-            spelling, rule, _ = correspondence(names, wanted)
+            found = correspondence(names, wanted)
+            rule = found.rule
         except (MissingData, WrongOption):
             return manifest
-    exact = by_plain_name(wanted, spelling)
+    exact = by_plain_name(wanted, found.spelling)
 
     def rewrite(name: str) -> str:
-        new = rule.apply(spelling(name))
+        new = rule.apply(found.spelling(name))
         return name if new is None else exact.get(new, new)
 
     return _under(manifest, rewrite, {name: rewrite(name) for name in names})
 
 
 def _compiled(regex: str) -> re.Pattern[str]:
+    import re
+
     try:
         return re.compile(regex)
     except re.error as error:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
-from typing import Any
 
+from ..core.annotations import Any
 from ..core.dtypes import STORAGES, TORCH_NAMES
 from ..core.facts import FlatBufferEngine
 from ..core.inert import MAX_DEPTH, Foreign, Global, inside, map_values

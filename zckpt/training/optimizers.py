@@ -7,19 +7,22 @@ can be recognized; one in `WRITTEN` of steps.py, if it keeps its step in a place
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
+from ..core.annotations import TYPE_CHECKING, Any
 from ..core.facts import FlatBufferEngine
 from ..core.inert import to_json
 from ..core.manifest import Manifest
+from ..core.regex import Regex
 from ..core.values import field, valueclass
 from ..errors import listed
-from .options import Options
+
+if TYPE_CHECKING:
+    from .options import Options
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 TORCH = {"maximize": False, "foreach": None, "capturable": False, "differentiable": False}
+IMPLEMENTATION = Regex(r"^(deepspeed|fused|cpu)+")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -129,7 +132,7 @@ def known_optimizer(name: str) -> KnownOptimizer:
 
 def plain_name(name: str) -> str:
     """An optimizer's name in lower case, without the words for its implementation."""
-    return re.sub(r"^(deepspeed|fused|cpu)+", "", name.lower())
+    return IMPLEMENTATION.sub("", name.lower())
 
 
 def infer_optimizer(keys: Iterable[str], group: Mapping[str, Any] | None) -> str | None:

@@ -1,7 +1,7 @@
 """Which options can a conversion have, and which of them does a target understand?
 
 An option is declared once, as an `Option`: here if several formats share it, else in the folder of
-the one engine that understands it. The list in every `Format` says what its writer understands. The
+the one engine that understands it. `OPTIONS` of every format says what its writer understands. The
 command line, the functions of Python and the refusals follow from these lists.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 from ..core.dtypes import OPTIONS as DTYPES
+from ..core.facts import MAX_DP
 from ..core.inert import is_dotted
 from ..core.values import valueclass
 from ..errors import WrongOption
@@ -18,7 +19,6 @@ from ..errors import WrongOption
 if TYPE_CHECKING:
     from .names import Renames
 
-MAX_DP = 1 << 16
 FILE_SIZE = 8 << 30
 
 Value = TypeVar("Value", covariant=True)

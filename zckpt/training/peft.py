@@ -10,9 +10,10 @@ adds the adapter's name, and writing such files removes it (PEFT 0.21).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+
+from ..core.annotations import Any
+from ..core.regex import Regex
 
 ADAPTER = "default"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -24,9 +25,8 @@ SAVED_WHOLE = f".modules_to_save.{ADAPTER}."
 """In the names of a module's copy that is trained whole, for example a new head."""
 ORIGINAL = ".original_module."
 """In the names of the module that was copied, which stays as it was."""
-# patterns, which are compiled when they are first used: that takes half a millisecond
 # modules and parameters that have one tensor or module per adapter
-TUNERS = (
+TUNERS = Regex(
     r"(?P<tuner>base_model\..*\.(?:lora_(?:A|B|E|embedding_A|embedding_B|magnitude_vector)|ia3_l"
     r"|hada_[wt][12](?:_[ab])?|lokr_[wt][12](?:_[ab])?|oft_[Rr]|boft_[Rs]|vera_lambda_[bd]"
     r"|trainable_tokens_delta|fourierft_spectrum|hra_u|miss_block|c3a_kernel))"
@@ -34,16 +34,16 @@ TUNERS = (
 )
 
 # the layer that an adapter belongs to; its own weights are called `base_layer`
-ADAPTED = (
+ADAPTED = Regex(
     r"(?P<layer>base_model\..*?)\.(?:lora_|ia3_l|hada_|lokr_|oft_|boft_|vera_lambda|fourierft_"
     r"|hra_|miss_|c3a_)"
 )
 
-EMBEDDING = r"(?P<layer>base_model\..*)\.lora_embedding_[AB]\."
+EMBEDDING = Regex(r"(?P<layer>base_model\..*)\.lora_embedding_[AB]\.")
 
-SAVED_BASE = r"base_model\..*\.(?P<layer>embed_tokens|lm_head)\.base_layer\.weight"
+SAVED_BASE = Regex(r"base_model\..*\.(?P<layer>embed_tokens|lm_head)\.base_layer\.weight")
 
-LORA = (
+LORA = Regex(
     r"base_model\..*\.lora_(?:(?:[AB]|magnitude_vector)\.(?=[^.]+\.weight$)|embedding_[AB]\.)"
     r"(?P<adapter>[^.]+)(?:\.weight)?"
 )
@@ -70,13 +70,13 @@ def is_adapters(name: str) -> bool:
 
 def other_adapters(names: Iterable[str]) -> list[str]:
     """The names of LoRA adapters other than `default`."""
-    adapters = {match["adapter"] for name in names if (match := re.fullmatch(LORA, name))}
+    adapters = {match["adapter"] for name in names if (match := LORA.fullmatch(name))}
     return sorted(adapters - {ADAPTER})
 
 
 def missing_bases(names: Collection[str]) -> list[str]:
     """The base weights of adapted embeddings that `names` lack; PEFT saves them with an adapter."""
-    layers = {match["layer"] for name in names if (match := re.match(EMBEDDING, name))}
+    layers = {match["layer"] for name in names if (match := EMBEDDING.match(name))}
     return sorted({f"{layer}.base_layer.weight" for layer in layers} - set(names))
 
 
@@ -89,7 +89,7 @@ def is_saved_base(name: str, config: Mapping[str, Any]) -> bool:
     if "bias" in name:
         of_layer = name.endswith(".base_layer.bias")
         return config.get("bias") == "all" or (config.get("bias") == "lora_only" and of_layer)
-    match = re.fullmatch(SAVED_BASE, name)
+    match = SAVED_BASE.fullmatch(name)
     by_tokens = config.get("trainable_token_indices") or config.get("peft_type") == TOKENS
     targets = () if by_tokens else config.get("target_modules") or ()
     return match is not None and match["layer"] in targets
@@ -101,7 +101,7 @@ def is_adapter_alone(names: Collection[str]) -> bool:
     The names of a base model include its second names of tied weights, and its buffers.
     PEFT saves an adapted embedding with its base weights; a base model has those of every layer.
     """
-    adapted = {match["layer"] for name in names if (match := re.match(ADAPTED, name))}
+    adapted = {match["layer"] for name in names if (match := ADAPTED.match(name))}
     based = {name.partition(".base_layer.")[0] for name in names if ".base_layer." in name}
     return any(map(is_adapters, names)) and not (based and adapted <= based)
 
@@ -120,7 +120,7 @@ def module_names(
 
 
 def _module_name(saved: str, whole: Sequence[str]) -> str:
-    match = re.fullmatch(TUNERS, saved)
+    match = TUNERS.fullmatch(saved)
     if match and not is_adapters(saved):
         rest = match["rest"] or ""
         if match["tuner"].endswith(".lora_magnitude_vector"):

@@ -20,8 +20,8 @@ where the target's optimizer looks, and in which type.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
+from ..core.annotations import Any
 from ..core.facts import StepPlace
 from ..core.inert import Scalar
 from ..core.manifest import Manifest, Sighting, is_step

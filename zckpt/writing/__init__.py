@@ -21,7 +21,7 @@ from ..core.manifest import Manifest
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from ..core.values import replace, valueclass
 from ..errors import TargetExists, WrongOption, counted
-from ..formats.hf import MODEL_CONFIG
+from ..formats.hf.options import MODEL_CONFIG
 from ..formats.reading import Reading
 from ..reading import read
 from ..training import objects, steps, ties

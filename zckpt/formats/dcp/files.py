@@ -10,18 +10,18 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 
 from ...core import sources
+from ...core.filenames import Names
 from ...errors import UnsupportedCheckpoint
 from ...files.dcpnames import ITEMS, METADATA, names_any
 
-STEP = re.compile(r"step-(\d+)")
+STEP = Names("step-#")
 MAX_MARKER = 1 << 16  # bytes
 MEGATRON_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # of 0.16.1
 MEGATRON = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")
-PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
+PARTS = Names("pytorch_model_fsdp_#", "optimizer_#")
 
 
 def detect(path: str) -> list[str]:
@@ -31,7 +31,7 @@ def detect(path: str) -> list[str]:
     if folders(path):
         return [""]
     with os.scandir(path) as entries:
-        steps = [entry.name for entry in entries if STEP.fullmatch(entry.name)]
+        steps = [entry.name for entry in entries if STEP.has(entry.name)]
     tags = [name for name in steps if has_items(os.path.join(path, name))]
     return sorted(tags, key=lambda name: int(name.removeprefix("step-")))
 
@@ -56,7 +56,7 @@ def folders(path: str) -> list[str]:
     if has_items(path):
         return [path]
     with os.scandir(path) as entries:
-        parts = sorted(entry.path for entry in entries if PARTS.fullmatch(entry.name))
+        parts = sorted(entry.path for entry in entries if PARTS.has(entry.name))
     return [folder for folder in parts if has_items(folder)]
 
 

@@ -37,8 +37,8 @@ from ...training.options import DIALECT, DP, Options
 from ...training.trainers import TRANSFORMERS, program_of
 from ..statedict.tree import Path, dotted
 from ..statedict.write import BlankTensor, StateDicts, left_out
-from . import LAYOUT
 from .files import folders
+from .options import LAYOUT
 
 SMALL = 64 << 10  # bytes; a rank finds smaller pieces more slowly than it reads them
 MOST_VALUES = 10_000  # of one key of the program's own state: each becomes an item, with a pickle

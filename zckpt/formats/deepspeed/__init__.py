@@ -15,6 +15,7 @@ such files, and layer_NN[-model_TT]-model_states.pt with the weights of a pipeli
     flats.py             the flat buffers of fp32 masters and optimizer states
     read.py              the manifest
     write.py             the same files for another data-parallel size, stage or type
+    options.py           what a user may ask of them
     optimizer_files.py   the optimizer files of a target
     elastic.py           targets whose files any number of ranks loads
     like.py              sources of other engines, with the ranks and groups of a run: `--like`
@@ -28,7 +29,6 @@ Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back 
 """
 
 from ..deepspeed_states import OBJECTS
-from ..deepspeed_states.options import OF_RANKS, OPTIONS
 from ..format import Format
 
 FORMAT = Format(
@@ -36,7 +36,6 @@ FORMAT = Format(
     folder="deepspeed",
     about="DeepSpeed ZeRO stage 0, 1, 2, 3, 0.5.10 to 0.19.8",
     family="deepspeed",
-    options=(*OPTIONS, *OF_RANKS),
     numbers=True,
     has_tensor_ranks=True,
     gathers=True,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 from ...core import sources
+from ...core.annotations import TYPE_CHECKING
 from ...core.expected import missing_ranks
+from ...core.filenames import Names
 from ...core.values import field, mutable, valueclass
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
 )
 from ..deepspeed_states.directories import (
+    BF16,
     EXPERT,
     MODEL,
     MODEL_3,
@@ -29,9 +30,13 @@ from ..deepspeed_states.directories import (
     tags_of,
 )
 
+if TYPE_CHECKING:
+    from typing import TypeVar
+
+    Place = TypeVar("Place", int, tuple[int, int])
+
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
-Place = TypeVar("Place", int, tuple[int, int])
-OLD_EXPERT = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
+OLD_EXPERT = Names("expert_#_mp_rank_#_model_states.pt")
 
 
 @valueclass
@@ -78,7 +83,7 @@ def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 
     Raises IncompleteCheckpoint if a rank is missing, UnsupportedCheckpoint if the names show
     experts of an old release, or NVMe offload.
     """
-    if any(OLD_EXPERT.fullmatch(name) for name in names):
+    if any(map(OLD_EXPERT.has, names)):
         refuse(directory, "mixture-of-experts layers of an old release")
     if "offloaded_tensors" in names:
         refuse(directory, "optimizer states offloaded to NVMe")
@@ -118,40 +123,43 @@ def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 
 
 @mutable
 class _FilesByNumber:
-    """The files of one model rank by the numbers in their names; `prefixes` are optimizers'."""
+    """The files of one model rank by the numbers in their names.
+
+    `are_bf16` says of the optimizers' names whether they begin with bf16_.
+    """
 
     models: dict[int, str] = field(default_factory=dict)
     models_3: dict[int, str] = field(default_factory=dict)  # of stage 3
     optimizers: dict[int, str] = field(default_factory=dict)
     experts: dict[tuple[int, int], str] = field(default_factory=dict)
     of_ep: dict[int, str] = field(default_factory=dict)
-    prefixes: set[str | None] = field(default_factory=set)
+    are_bf16: set[bool] = field(default_factory=set)
 
 
 def _by_number(directory: TagDirectory, names: Sequence[str], model_rank: int) -> _FilesByNumber:
     files = _FilesByNumber()
     for name in names:
         full = os.path.join(directory.path, name)
-        if (match := EXPERT.fullmatch(name)) and int(match[3]) == model_rank:
-            add_file(files.experts, (int(match[1]), int(match[2])), full)
-        if (match := OF_EP.fullmatch(name)) and int(match[2]) == model_rank:
-            add_file(files.of_ep, int(match[1]), full)
+        if (numbers := EXPERT.numbers(name)) and numbers[2] == model_rank:
+            add_file(files.experts, (numbers[0], numbers[1]), full)
+        if (numbers := OF_EP.numbers(name)) and numbers[1] == model_rank:
+            add_file(files.of_ep, numbers[0], full)
         if model_rank_of(name) != model_rank:
             continue
-        if MODEL.fullmatch(name):
+        if MODEL.has(name):
             add_file(files.models, 0, full)
-        elif match := MODEL_3.fullmatch(name):
-            add_file(files.models_3, int(match[1]), full)
-        elif match := OPTIMIZER.fullmatch(name):
-            is_second = match[1] in files.prefixes
-            add_file(files.optimizers, int(match[2]), full, is_second=is_second)
-            files.prefixes.add(match[1])
+        elif numbers := MODEL_3.numbers(name):
+            add_file(files.models_3, numbers[0], full)
+        elif numbers := OPTIMIZER.numbers(name):
+            is_bf16 = name.startswith(BF16)
+            add_file(files.optimizers, numbers[0], full, is_second=is_bf16 in files.are_bf16)
+            files.are_bf16.add(is_bf16)
     return files
 
 
 def _refuse_two_runs(directory: TagDirectory, files: _FilesByNumber) -> None:
     """Raises InconsistentCheckpoint for files that one run does not write together."""
-    if len(files.prefixes) > 1:
+    if len(files.are_bf16) > 1:
         kinds = "one of bf16, one of another type"
     elif files.models and files.models_3:
         kinds = "one of stage 3, one of stage 1 or 2"
@@ -179,9 +187,9 @@ def add_file(files: dict[Place, str], place: Place, path: str, *, is_second: boo
 
 def model_rank_of(name: str) -> int | None:
     """The model rank (`mp_rank`) whose file this is; None for any other name."""
-    for pattern, group in ((MODEL, 1), (MODEL_3, 2), (OPTIMIZER, 3)):
-        if match := pattern.fullmatch(name):
-            return int(match[group])
+    for kind in (MODEL, MODEL_3, OPTIMIZER):
+        if numbers := kind.numbers(name):
+            return numbers[-1]
     return None
 
 

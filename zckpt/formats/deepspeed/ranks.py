@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
+from ...core.annotations import Any
 from ...core.expected import refuse_other_rank
 from ...core.inert import Foreign
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint

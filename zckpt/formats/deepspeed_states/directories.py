@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
-from typing import NoReturn
 
 from ...core import sources
+from ...core.annotations import NoReturn
+from ...core.filenames import Names
 from ...core.siblings import SiblingList, leads_out
 from ...core.values import valueclass
 from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, listed
 
-MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+MODEL = Names("mp_rank_#_model_states.pt")
+MODEL_3 = Names("zero_pp_rank_#_mp_rank_#_model_states.pt")
+BF16 = "bf16_"
 # the underscore before `optim` is missing in very old files; DeepSpeed still looks for these
-OPTIMIZER = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+OPTIMIZER = Names(
+    *(
+        f"{prefix}zero_pp_rank_#_mp_rank_#{line}optim_states.pt"
+        for prefix in ("", BF16)
+        for line in ("_", "")
+    )
+)
 # one expert of a layer; both are counted in the whole model
-EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+EXPERT = Names("layer_#_expert_#_mp_rank_#_model_states.pt")
 # without ZeRO, the whole optimizer of one expert-parallel rank
-OF_EP = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+OF_EP = Names("expp_rank_#_mp_rank_#_optim_states.pt")
 FILES = (MODEL, MODEL_3, OPTIMIZER)
 # files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
-TRAINER = re.compile(
-    r"trainer_state\.json|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|scheduler\.bin"
+TRAINER = Names(
+    "trainer_state.json",
+    "rng_state.pth",
+    "rng_state_#.pth",
+    "random_states_#.pkl",
+    "scheduler.bin",
 )
 # what DeepSpeed itself puts beside the tags
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
@@ -87,7 +98,7 @@ class TagKind:
     def _folder(self, path: str, tag: str, statement: str) -> TagDirectory:
         """The folder `tag` of `path`, which `statement` names; raises NotACheckpoint."""
         directory = os.path.join(path, tag)
-        if not tag or tag in (".", "..") or re.search(r"[/\\\0]", tag):
+        if not tag or tag in (".", "..") or not {*tag}.isdisjoint("/\\\0"):
             why = "which cannot be a folder's name"
         elif not sources.is_folder(directory):
             why = f"but {path} has no such folder"
@@ -107,7 +118,7 @@ def holds_states(path: str) -> bool:
         names = [] if holds_universal(path) else os.listdir(path)
     except PermissionError:  # lost+found
         return False
-    return any(pattern.fullmatch(name) for name in names for pattern in FILES)
+    return any(kind.has(name) for name in names for kind in FILES)
 
 
 def holds_universal(path: str) -> bool:
@@ -115,7 +126,7 @@ def holds_universal(path: str) -> bool:
     if not sources.is_folder(os.path.join(path, "zero")):
         return False
     names = os.listdir(path)
-    model, model_3, optimizer = (any(map(pattern.fullmatch, names)) for pattern in FILES)
+    model, model_3, optimizer = (any(map(kind.has, names)) for kind in FILES)
     return (model or model_3) and not optimizer
 
 
@@ -165,7 +176,7 @@ def siblings(directory: TagDirectory) -> SiblingList:
     """Files of a trainer's directory around the tag; none for a plain run directory."""
     run = directory.run
     files = SiblingList(run or directory.path)
-    if run is None or not any(map(TRAINER.fullmatch, os.listdir(run))):
+    if run is None or not any(map(TRAINER.has, os.listdir(run))):
         return files
     own = {directory.tag, *tags_of(run), *universal_tags(run), *OWN}
 
@@ -190,4 +201,6 @@ def trainer_around(directory: TagDirectory) -> str | None:
 
 def file_of_rank(example: str, rank: int) -> str:
     """The name of rank `rank`'s file; `example` is the same file of another rank."""
+    import re  # for an error
+
     return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", os.path.basename(example))

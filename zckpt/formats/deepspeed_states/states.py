@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from ...core.annotations import Any
 from ...core.dtypes import NUMBERS
 from ...core.inert import Foreign, Scalar, map_values, to_json
 from ...core.values import valueclass
@@ -274,7 +273,7 @@ def version_of(*places: Mapping[str, Any]) -> str:
     """The engine's version, from the first place that states one."""
     for place in places:
         version = place.get("ds_version")
-        if isinstance(version, str) and re.match(r"\d+\.\d+", version):
+        if isinstance(version, str) and _is_version(version):
             return version
     raise UnsupportedCheckpoint(
         "the files state no DeepSpeed version",
@@ -282,9 +281,16 @@ def version_of(*places: Mapping[str, Any]) -> str:
     )
 
 
+def _is_version(text: str) -> bool:
+    """Whether a text begins as 0.19 does."""
+    major, _, rest = text.partition(".")
+    return major.isdecimal() and rest[:1].isdecimal()
+
+
 def version_numbers(version: str) -> tuple[int, ...]:
     """A version to be compared; 0.0.0, which an uninstalled source tree states, is the newest."""
-    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    words = "".join(c if c.isdecimal() else " " for c in version).split()
+    numbers = tuple(map(int, words[:3]))
     return numbers if any(numbers) else (999,)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any
 
+from ...core.annotations import Any
 from ...core.dtypes import SIZES
 from ...core.fragments import Fragments, Runs, Slices
 from ...core.inert import TensorName, inside, map_values

@@ -6,12 +6,12 @@
     read.py       the manifest
     slicing.py    how the engine cuts a whole tensor for tensor parallelism
     write.py      such a directory for any data-parallel size
+    options.py    what a user may ask of it
 
 The model files are those of formats/deepspeed; both share formats/deepspeed_states.
 """
 
 from ..deepspeed_states import OBJECTS
-from ..deepspeed_states.options import OPTIONS
 from ..format import Format
 
 FORMAT = Format(
@@ -19,7 +19,6 @@ FORMAT = Format(
     folder="deepspeed_universal",
     about="DeepSpeed's own universal checkpoints, for load_universal",
     family="deepspeed",
-    options=OPTIONS,
     groups="without_empty_groups",
     objects=OBJECTS,
 )

@@ -18,9 +18,8 @@ and buffers below zero/ as fp32.pt; nothing reads them.
 from __future__ import annotations
 
 import os
-import re
-from typing import Any
 
+from ...core.annotations import Any
 from ...core.expected import missing_ranks
 from ...errors import (
     IncompleteCheckpoint,
@@ -64,7 +63,7 @@ def is_name(name: str) -> bool:
         length = len(name.encode())
     except UnicodeEncodeError:
         return False
-    return 0 < length <= 255 and name not in (".", "..") and not re.search(r"[/\0]", name)
+    return 0 < length <= 255 and name not in (".", "..") and {*name}.isdisjoint("/\0")
 
 
 def model_files(directory: TagDirectory) -> list[list[str]]:
@@ -76,11 +75,11 @@ def model_files(directory: TagDirectory) -> list[list[str]]:
     kinds = set()
     for name in os.listdir(directory.path):
         full = os.path.join(directory.path, name)
-        if match := MODEL.fullmatch(name):
-            paths.setdefault(int(match[1]), {})[0] = full
+        if numbers := MODEL.numbers(name):
+            paths.setdefault(numbers[0], {})[0] = full
             kinds.add(MODEL)
-        elif match := MODEL_3.fullmatch(name):
-            paths.setdefault(int(match[2]), {})[int(match[1])] = full
+        elif numbers := MODEL_3.numbers(name):
+            paths.setdefault(numbers[1], {})[numbers[0]] = full
             kinds.add(MODEL_3)
     if len(kinds) > 1:
         raise InconsistentCheckpoint(

@@ -7,13 +7,12 @@
     local.py          the state that each rank saved of its own part
     zro.py            which parameters ZeroRedundancyOptimizer gives to which rank
     write.py          whole files that plain torch and trainers load
+    options.py        what a user may ask of these files
     gather.py         how torch joins ranks' parts: the rule behind verify --gather
 
 Facts in this package are of torch 2.13.0 unless said otherwise.
 """
 
-from ...core.values import replace
-from ...training.options import ALLOW_OBJECT, DIALECT, DTYPE, GROUP_DEFAULTS, WEIGHTS_ONLY
 from ..format import Format
 
 FORMAT = Format(
@@ -21,14 +20,6 @@ FORMAT = Format(
     folder="gathered",
     about="files of torch.save, whole or one per rank: FSDP, ZeroRedundancyOptimizer, plain torch",
     family="torch",
-    options=(
-        WEIGHTS_ONLY,
-        DTYPE,
-        replace(DIALECT, choices=("safetensors", "accelerate")),
-        GROUP_DEFAULTS,
-        ALLOW_OBJECT,
-    ),
-    reasons={"dp": "whole files load on any number of ranks"},
     weak=True,
     numbers=True,
     gathers=True,

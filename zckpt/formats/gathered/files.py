@@ -14,11 +14,11 @@ The names tell files apart. State dicts are told apart by their content: see sta
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ...core import sources
+from ...core.annotations import TYPE_CHECKING, Any
+from ...core.regex import Regex
 from ...core.values import field, mutable
 from ...errors import (
     AmbiguousCheckpoint,
@@ -30,8 +30,11 @@ from ...errors import (
 from ...files.torchfile import Tensor, peek
 from ...training import peft
 
+if TYPE_CHECKING:
+    import re
+
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-RANK = re.compile(
+RANK = Regex(
     r"(?P<stem>.*?)[._-]?(world_size_(?P<world>\d+)_)?(?<![a-z])rank_?(?P<rank>\d+)\.(pt|pth|bin|ckpt)"
 )
 WHOLE = {  # names of whole files, the likeliest first
@@ -46,9 +49,10 @@ WHOLE = {  # names of whole files, the likeliest first
     "extra": ("extra.pt",),
 }
 # of other formats: DeepSpeed's ranks, ONNX Runtime's, Megatron-Core's
-OTHERS = re.compile(
-    r".*(_model_states|_optim_states)\.pt|.*\.ort\.pt|model_optim_rng\.pt|distrib_optim\.pt"
-    r"|training_args\.bin|rng_state.*\.pth|(scheduler|scaler)\.(pt|bin)"
+OTHER_ENDINGS = ("_model_states.pt", "_optim_states.pt", ".ort.pt")
+OTHER_NAMES = (
+    *("model_optim_rng.pt", "distrib_optim.pt", "training_args.bin"),
+    *("scheduler.pt", "scheduler.bin", "scaler.pt", "scaler.bin"),
 )
 DEPTH = 4
 
@@ -132,8 +136,14 @@ def _single_files(folder: str, names: Sequence[str]) -> list[str]:
     ]
 
 
+def _is_others(name: str) -> bool:
+    """Whether files of this name are other formats' or trainers' own."""
+    is_random_state = name.startswith("rng_state") and name.endswith(".pth")
+    return name.endswith(OTHER_ENDINGS) or name in OTHER_NAMES or is_random_state
+
+
 def _match_rank(name: str) -> re.Match[str] | None:
-    return None if OTHERS.fullmatch(name) else RANK.fullmatch(name)
+    return None if "rank" not in name or _is_others(name) else RANK.fullmatch(name)
 
 
 def _is_part(folder: str, name: str) -> bool:
@@ -171,7 +181,7 @@ def _is_torch(path: str) -> bool:
 def _has_state_dicts(path: str) -> bool:
     """Whether a single file has state dicts: tensors by name, and not those of other formats."""
     name = os.path.basename(path)
-    if OTHERS.fullmatch(name) or name.endswith(".distcp") or not _is_torch(path):
+    if _is_others(name) or name.endswith(".distcp") or not _is_torch(path):
         return False
     try:
         value = peek(path)
@@ -273,4 +283,5 @@ def _kind(stem: str) -> str | None:
     """What a rank's file has, by its name."""
     if "optim" in stem:
         return "optim"
-    return "model" if re.search("model|weights", stem) and "rng" not in stem else None
+    is_model = "model" in stem or "weights" in stem
+    return "model" if is_model and "rng" not in stem else None

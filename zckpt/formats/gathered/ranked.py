@@ -14,6 +14,7 @@ from typing import Any
 
 from ...core.dtypes import SIZES
 from ...core.expected import missing_ranks
+from ...core.facts import MAX_DP
 from ...core.fileio import crc_of
 from ...core.inert import Scalar, map_values, to_json
 from ...core.values import field, mutable, replace
@@ -24,7 +25,6 @@ from ...errors import (
 )
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
-from ...training.options import MAX_DP
 from ..statedict.tree import Leaf, Path, TensorPiece, assembled, dotted, identities, leaf, leaves
 from .distributed import (
     MIXED,

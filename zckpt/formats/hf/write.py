@@ -28,8 +28,8 @@ from ...files import safefile
 from ...training import peft, ties
 from ...training.options import Options
 from ...training.trainers import HUGGING_FACE, LOADED, files_to_load_by, json_of
-from . import MODEL_CONFIG
 from .files import INDEX, WEIGHTS
+from .options import MODEL_CONFIG
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:

@@ -18,6 +18,7 @@
     fsdp.py      Megatron-FSDP's directories (fsdp_dtensor); with fsdpitems.py
     optimizers.py  the optimizers and groups that a target's run has
     write.py     an iteration's directory, from which any tp, pp and dp resumes
+    options.py   what a user may ask of it
     gather.py    Megatron-Core's own rule, for `verify --gather`; with gather_folders.py
     buffer_rule.py  where it places parameters in buffers
     vocabulary.py  the rows of a padded vocabulary: `--tp`
@@ -26,21 +27,6 @@
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.
 """
 
-from __future__ import annotations
-
-from ...training.options import (
-    ALLOW_OBJECT,
-    DP,
-    DTYPE,
-    EP,
-    GROUP_DEFAULTS,
-    LIKE,
-    MAX_FILE_SIZE,
-    PP,
-    TP,
-    VOCAB_SIZE,
-    WEIGHTS_ONLY,
-)
 from ..format import Format
 
 FORMAT = Format(
@@ -48,10 +34,6 @@ FORMAT = Format(
     folder="megatron",
     about="Megatron-Core: torch_dist, mp_rank_*, fsdp_dtensor",
     family="megatron",
-    options=(
-        *(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, ALLOW_OBJECT),
-        *(DP, TP, PP, EP, VOCAB_SIZE, LIKE),
-    ),
     numbers=True,
     reports_unused_rules=True,
     rebuilds=True,

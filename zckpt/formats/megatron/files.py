@@ -13,12 +13,10 @@ Megatron-FSDP writes `.metadata` and `__R_I.distcp` alone: the keys tell whose t
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from typing import Any
 
 from ...core import sources
+from ...core.annotations import Any
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -31,8 +29,6 @@ from .programs import WEIGHTS
 
 MARKER = "metadata.json"
 LATEST = "latest_checkpointed_iteration.txt"
-OF_ITERATION = re.compile(r"iter_\d{7,}|release")
-OF_RANK = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}")
 LEGACY = "model_optim_rng.pt"
 BACKEND = "torch_dist"
 OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
@@ -53,9 +49,23 @@ def detect(path: str) -> list[str]:
     return [latest] if tags and latest is not None else tags
 
 
+def is_iteration(name: str) -> bool:
+    """Whether a folder of this name has an iteration of a run: `iter_0000006`, `release`."""
+    digits = name.removeprefix("iter_")
+    return name == "release" or (digits != name and len(digits) >= 7 and digits.isdecimal())
+
+
+def is_of_rank(name: str) -> bool:
+    """Whether a folder of this name has the older kind's files of a rank: mp_rank_TT_PPP_EEE."""
+    words = name.removeprefix("mp_rank_").split("_")
+    lengths = [*map(len, words)]
+    is_name = name.startswith("mp_rank_") and all(map(str.isdecimal, words))
+    return is_name and lengths in ([2], [2, 3], [2, 3, 3])
+
+
 def _is_one_of_run(run: str, name: str) -> bool:
     """Whether a run has a checkpoint in the folder of this name."""
-    if OF_ITERATION.fullmatch(name):
+    if is_iteration(name):
         return is_checkpoint(os.path.join(run, name))
     return "sharded_backend" in _marker(os.path.join(run, name, WEIGHTS))
 
@@ -105,7 +115,7 @@ def locate(path: str, tag: str | None) -> str:
 def _require_latest(run: str, tag: str) -> None:
     """Raises NotACheckpoint if a run's tracker file names a checkpoint that is not there."""
     folder = os.path.join(run, tag)
-    if not re.search(r"[/\\\0]", tag) and is_checkpoint(folder):
+    if {*tag}.isdisjoint("/\\\0") and is_checkpoint(folder):
         return
     with os.scandir(run) as entries:
         others = sorted(e.name for e in entries if _is_one_of_run(run, e.name))
@@ -122,6 +132,8 @@ def _marker(folder: str) -> dict[str, Any]:
         return {}
     with sources.opened(path) as file:
         text = file.read()
+    import json  # directories of other formats have no such file
+
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -138,7 +150,7 @@ def _latest(path: str) -> str | None:
         return None
     with sources.opened(tracker) as file:
         word = file.read().decode("utf-8", "replace").strip()
-    return f"iter_{int(word):07d}" if re.fullmatch(r"\d{1,18}", word) else word
+    return f"iter_{int(word):07d}" if word.isdecimal() and len(word) <= 18 else word
 
 
 def is_legacy(path: str) -> bool:
@@ -146,7 +158,7 @@ def is_legacy(path: str) -> bool:
     if not sources.is_folder(path):
         return False
     with os.scandir(path) as entries:
-        ranks = [entry.path for entry in entries if OF_RANK.fullmatch(entry.name)]
+        ranks = [entry.path for entry in entries if is_of_rank(entry.name)]
     return any(sources.is_file(os.path.join(rank, LEGACY)) for rank in ranks)
 
 

@@ -30,7 +30,7 @@ from ...errors import (
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .common import arguments
 from .contents import require_groups, size_of
-from .files import LEGACY, OF_RANK
+from .files import LEGACY, is_of_rank
 from .names import EXPERT, with_own_expert
 
 EVERY_RANK = "every model-parallel rank writes one: copy the whole directory"
@@ -110,7 +110,7 @@ def ranks_of(folder: str, parsed: Parsed) -> list[Rank]:
     Raises IncompleteCheckpoint, InconsistentCheckpoint, CorruptCheckpoint and
     UnsupportedCheckpoint.
     """
-    names = sorted(name for name in os.listdir(folder) if OF_RANK.fullmatch(name))
+    names = sorted(filter(is_of_rank, os.listdir(folder)))
     files = {name: _file(folder, name, parsed) for name in names}
     args = arguments(files[names[0]].value)
     spread = (size_of(args, "expert_model_parallel_size") or 1) > 1

@@ -47,7 +47,7 @@ from ...files.torchshell import Storages, seal_whole, shell, thawed
 from ...training.optimizers import MOMENTS
 from ...training.options import EP, GROUP_DEFAULTS, LIKE, PP, TP, Options
 from .common import FILE, READABLE, SHARDING, SIZES_OF_RUN, arguments
-from .files import BACKEND, LATEST, MARKER, OF_ITERATION
+from .files import BACKEND, LATEST, MARKER, is_iteration
 from .like import as_in_run
 from .masters import with_zeros
 from .names import keys_of
@@ -312,7 +312,7 @@ class MegatronWriter:
     def _folder(self, common: Mapping[Any, Any]) -> str:
         """The name of the iteration's directory: that of the source, if it has one."""
         tag, iteration = self.source.source.get("tag"), common.get("iteration")
-        if isinstance(tag, str) and OF_ITERATION.fullmatch(tag):
+        if isinstance(tag, str) and is_iteration(tag):
             return tag
         if type(iteration) is not int or iteration < 0:
             raise MissingData("the common state of the source has no iteration")

@@ -12,12 +12,11 @@
     read.py         the manifest
     gather.py       what ONNX Runtime's own aggregators would join
     write.py        L2 and HDF5 files for any data-parallel size
+    options.py      what a user may ask of these files
 
 Facts in this package are of onnxruntime-training 1.16.3 and its sources back to 1.3.
 """
 
-from ...core.values import replace
-from ...training.options import ALLOW_OBJECT, DIALECT, DP, DTYPE, WEIGHTS_ONLY
 from ..format import Format
 
 FORMAT = Format(
@@ -25,13 +24,6 @@ FORMAT = Format(
     folder="onnxruntime",
     about="ONNX Runtime Training ZeRO-1, 1.3 to 1.16 (.ort.pt, HDF5)",
     family="onnxruntime",
-    options=(
-        DP,
-        WEIGHTS_ONLY,
-        DTYPE,
-        replace(DIALECT, choices=("hdf5", "l2"), usual="hdf5"),
-        ALLOW_OBJECT,
-    ),
     checks=True,
     gathers=True,
     keeps_steps=True,

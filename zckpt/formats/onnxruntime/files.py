@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from ...core import sources
+from ...core.annotations import TYPE_CHECKING
 from ...core.expected import missing_ranks
+from ...core.facts import MAX_DP
+from ...core.regex import Regex
 from ...core.values import valueclass
 from ...errors import (
     AmbiguousCheckpoint,
@@ -16,15 +17,14 @@ from ...errors import (
     InconsistentCheckpoint,
     NotACheckpoint,
 )
-from ...training.options import MAX_DP
 
 if TYPE_CHECKING:  # other formats' directories are told apart without the parsers
     from . import hdf5
     from .ranks import Save
 
 SUFFIX = ".ort.pt"
-SHARDED = re.compile(r"(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt", re.DOTALL)
-RANK = re.compile(r"(?<=\.ZeRO\.)\d+")
+SHARDED = Regex(r"(?s)(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt")
+RANK = Regex(r"(?<=\.ZeRO\.)\d+")
 # files of other kinds, of which there may be thousands: they are not opened
 OTHER_FILES = (".safetensors", ".json", ".distcp", "_states.pt", ".py")
 

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+from ...core.facts import MAX_DP
 from ...core.fragments import Extent, Record
 from ...core.values import valueclass
 from ...errors import (
@@ -32,7 +33,6 @@ from ...errors import (
     UnsupportedCheckpoint,
 )
 from ...files import hdf5file
-from ...training.options import MAX_DP
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Rank, RankTensor, Save
 
 FULL = "model/full_precision/"

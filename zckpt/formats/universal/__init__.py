@@ -4,9 +4,9 @@ files.py       which files make the checkpoint, and the version that is written
 read.py        manifest.json, and where the safetensors files hold each tensor
 agreement.py   whether the parts of manifest.json agree
 write.py       the files for `convert --to universal`
+options.py     what a user may ask of these files
 """
 
-from ...training.options import DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, WEIGHTS_ONLY
 from ..format import Format
 
 FORMAT = Format(
@@ -14,8 +14,6 @@ FORMAT = Format(
     folder="universal",
     about="zckpt's own: whole tensors as safetensors",
     family="universal",
-    options=(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE),
-    reasons={"dp": "a universal checkpoint has no ranks"},
     is_neutral=True,
     checks=True,
 )

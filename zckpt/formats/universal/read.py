@@ -12,7 +12,7 @@ from typing import Any
 from ...core import sources
 from ...core.dtypes import SIZES
 from ...core.expected import path_inside
-from ...core.facts import facts_of
+from ...core.facts import MAX_DP, facts_of
 from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...core.inert import from_json
 from ...core.manifest import (
@@ -35,7 +35,6 @@ from ...errors import (
     cause,
 )
 from ...files import safefile
-from ...training.options import MAX_DP
 from ...training.trainers import LOADED
 from ..reading import USUAL, Reading
 from .agreement import checksum, contradictions

@@ -13,8 +13,8 @@ Both have `make_vocab_size_divisible_by` too (checkpointing.py of both, `check_c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from ....core.annotations import Any
 from ....core.inert import Foreign
 from ....core.values import replace
 

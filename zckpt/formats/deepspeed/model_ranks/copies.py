@@ -117,8 +117,8 @@ def _stage(entry: Entry | None, tp: int) -> int | None:
     if fragment is None:
         return None
     name = os.path.basename(fragment.extent.file)
-    if layer := LAYER.fullmatch(name):
-        return -1 - int(layer[1])
+    if numbers := LAYER.numbers(name):
+        return -1 - numbers[0]
     rank = model_rank_of(name)
     return None if rank is None else rank // tp
 

@@ -17,20 +17,20 @@ plain function (`get_model_3d_descriptor_from_metadata`). It is not copied here.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from ....core.annotations import Any
 from ....core.facts import Grid
+from ....core.filenames import Names
 from ....core.values import valueclass
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
 from ....files.torchfile import Parsed
-from ...deepspeed_states.directories import EXPERT, MODEL_3, OPTIMIZER, TagDirectory, refuse
+from ...deepspeed_states.directories import BF16, EXPERT, MODEL_3, TagDirectory, refuse
 from ...deepspeed_states.states import EngineStates, dictionary, open_files, shapes_of_groups
 from ..files import RankFiles, add_file, model_rank_of, rank_files
 from .arguments import arguments
 
-LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+LAYER = Names("layer_#-model_states.pt", "layer_#-model_#-model_states.pt")
 TIED = "tied_modules."
 SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
 
@@ -75,10 +75,10 @@ def grid_files(directory: TagDirectory) -> GridFiles:
         _alike(directory, ranks)
     layers: dict[tuple[int, int], str] = {}
     for name in names:
-        if match := LAYER.fullmatch(name):
-            place = int(match[1]), int(match[2] or 0)
-            add_file(layers, place, os.path.join(directory.path, name))
-    of_experts = {int(match[3]) for name in names if (match := EXPERT.fullmatch(name))}
+        if of_layer := LAYER.numbers(name):
+            layer, rank = (*of_layer, 0)[:2]
+            add_file(layers, (layer, rank), os.path.join(directory.path, name))
+    of_experts = {places[2] for name in names if (places := EXPERT.numbers(name))}
     if of_experts and layers:
         refuse(directory, SOME_STAGES)
     if of_experts and len(ranks) > 1:
@@ -101,9 +101,9 @@ def _alike(directory: TagDirectory, ranks: Sequence[RankFiles]) -> None:
             )
     kinds: dict[Any, int] = {}
     for rank, files in enumerate(ranks):
-        prefix = OPTIMIZER.fullmatch(os.path.basename(files.optimizers[0])) if counts[0] else None
-        stage_3 = bool(MODEL_3.fullmatch(os.path.basename(files.models[0])))
-        kinds.setdefault((prefix and prefix[1], stage_3), rank)
+        is_bf16 = any(os.path.basename(path).startswith(BF16) for path in files.optimizers[:1])
+        is_stage_3 = MODEL_3.has(os.path.basename(files.models[0]))
+        kinds.setdefault((is_bf16, is_stage_3), rank)
     if len(kinds) > 1:
         raise InconsistentCheckpoint(
             f"{directory.path} has files of two runs: those of model rank "

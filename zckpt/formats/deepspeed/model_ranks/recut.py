@@ -224,8 +224,8 @@ def _uses_with_files(model: Manifest) -> dict[str, set[int]]:
             continue
         fragment = next(iter(entry.fragments), None)
         name = "" if fragment is None else os.path.basename(fragment.extent.file)
-        if match := LAYER.fullmatch(name):
-            uses.setdefault(key, set()).add(int(match[1]))
+        if numbers := LAYER.numbers(name):
+            uses.setdefault(key, set()).add(numbers[0])
     return uses
 
 

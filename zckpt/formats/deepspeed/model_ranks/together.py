@@ -7,8 +7,8 @@ must be those of one save; what a program keeps per rank is the first one's, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from ....core.annotations import Any
 from ....core.fragments import Record
 from ....core.inert import to_json
 from ....core.manifest import Entry, Manifest, Parameter, Sighting

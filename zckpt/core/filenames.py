@@ -1,0 +1,43 @@
+"""Which numbers does the name of a file have?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+DIGITS = "0123456789"
+
+
+class Names:
+    """Names of one or several forms; each `#` in a form stands for decimal digits.
+
+    They are found without `re`: see regex.py.
+    """
+
+    def __init__(self, *forms: str) -> None:
+        self._forms = [form.split("#") for form in forms]
+
+    def numbers(self, name: str) -> tuple[int, ...] | None:
+        """The numbers in a name, by the first form that it has; None if it has another form."""
+        for first, *others in self._forms:
+            if name.startswith(first):
+                numbers = _numbers(name[len(first) :], others)
+                if numbers is not None:
+                    return numbers
+        return None
+
+    def has(self, name: str) -> bool:
+        """Whether a name has one of the forms."""
+        return self.numbers(name) is not None
+
+
+def _numbers(rest: str, texts: Iterable[str]) -> tuple[int, ...] | None:
+    """The numbers of a name that goes on with a number before each of these texts."""
+    numbers = []
+    for text in texts:
+        after = rest.lstrip(DIGITS)
+        digits = rest[: len(rest) - len(after)]
+        if not digits or not after.startswith(text):
+            return None
+        numbers.append(int(digits))
+        rest = after[len(text) :]
+    return None if rest else tuple(numbers)

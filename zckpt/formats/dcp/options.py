@@ -1,0 +1,43 @@
+"""Which options does a directory of torch.distributed.checkpoint understand?"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from ...core.values import replace
+from ...training.options import (
+    ALLOW_OBJECT,
+    DIALECT,
+    DP,
+    DTYPE,
+    GROUP_DEFAULTS,
+    MAX_FILE_SIZE,
+    WEIGHTS_ONLY,
+    Option,
+)
+
+LAYOUT: Option[str | None] = Option(
+    "dcp_layout",
+    "--dcp-layout",
+    None,
+    "The form of the keys",
+    choices=("nested", "flat"),
+    usual="the source's, or nested",
+    rare=True,
+)
+OPTIONS = (
+    DP,
+    WEIGHTS_ONLY,
+    DTYPE,
+    LAYOUT,
+    replace(DIALECT, choices=("accelerate",)),
+    GROUP_DEFAULTS,
+    MAX_FILE_SIZE,
+    ALLOW_OBJECT,
+)
+
+
+class Keywords(TypedDict, total=False):
+    """The options of this module as keyword arguments, for type checkers and editors."""
+
+    dcp_layout: str | None

@@ -1,0 +1,3 @@
+"""Which options do DeepSpeed's universal checkpoints understand?"""
+
+from ..deepspeed_states.options import OPTIONS as OPTIONS
