@@ -154,9 +154,8 @@ def measure(source: Path, tensors: int, dp: int, arguments: argparse.Namespace) 
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
     pieces = tensors * dp * len(SLOTS)
     size = sum(path.stat().st_size for path in source.rglob("*_optim_states.pt")) / 1e9
-    print(
-        f"\n{tensors:,} tensors, dp {dp}, {pieces:,} pieces, {size:.2f} GB; n = {arguments.rounds}, load {load}"
-    )
+    about = f"{tensors:,} tensors, dp {dp}, {pieces:,} pieces, {size:.2f} GB"
+    print(f"\n{about}; n = {arguments.rounds}, load {load}")
     print(f"{'':10}{'CPU s':>25}{'wall s':>25}{'peak MiB':>10}{'us/tensor':>11}{'Mpieces/s':>11}")
     for name, runs in costs.items():
         cpu = [cost.cpu for cost in runs]
