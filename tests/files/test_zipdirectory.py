@@ -15,11 +15,12 @@ from zckpt.files import zipdirectory
 from zckpt.files.zipdirectory import Directories, ZipMember, read_directory
 
 
-def of_rank(rank: int, pickle: bytes = b"N.") -> bytes:
+def of_rank(rank: int, pickle: bytes = b"N.", folder: str = "a") -> bytes:
     """A file of one rank: empty storages, as ZeRO-3 leaves them, and two with bytes."""
-    empty = {f"a/data/{key}": b"" for key in range(40)}
-    data = {"a/data/40": bytes([rank]) * 8, "a/data/41": bytes([rank]) * 400}
-    return zip_of({"a/data.pkl": pickle, **empty, **data, "a/byteorder": b"little"})
+    empty = {f"data/{key}": b"" for key in range(40)}
+    data = {"data/40": bytes([rank]) * 8, "data/41": bytes([rank]) * 400}
+    inside = {"data.pkl": pickle, **empty, **data, "byteorder": b"little"}
+    return zip_of({f"{folder}/{name}": data for name, data in inside.items()})
 
 
 def members(directories: Directories, path: Path, text: bytes) -> dict[str, ZipMember]:
@@ -45,23 +46,23 @@ def after(first: bytes, path: Path) -> Directories:
     return directories
 
 
+@pytest.mark.parametrize("folders", [("a", "a"), ("zero_rank_1_states", "zero_rank_2_states")])
 @pytest.mark.parametrize("pickle", [b"N.", b"X" * 200, b"Y" * 2], ids=["same", "shifted", "other"])
 def test_the_second_rank_is_not_parsed(
-    pickle: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pickle: bytes, folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    second = of_rank(2, pickle)
+    """torch calls the folder in a zip after its file, so that each rank has another one."""
+    second = of_rank(2, pickle, folders[1])
     alone = members(Directories(), tmp_path / "file", second)
-    directories = after(of_rank(1), tmp_path / "file")
+    directories = after(of_rank(1, folder=folders[0]), tmp_path / "file")
 
     def parse(*_: object) -> None:
         pytest.fail("parsed again")
 
     monkeypatch.setattr(zipdirectory, "_listing", parse)
     assert members(directories, tmp_path / "file", second) == alone
-    assert {name: alone[name].length for name in ("a/data/40", "a/data/41")} == {
-        "a/data/40": 8,
-        "a/data/41": 400,
-    }
+    lengths = [alone[f"{folders[1]}/data/{key}"].length for key in (40, 41)]
+    assert lengths == [8, 400]
 
 
 def directory_of(text: bytes) -> range:
@@ -71,9 +72,12 @@ def directory_of(text: bytes) -> range:
     return range(start, end + 22)
 
 
+@pytest.mark.parametrize("folder", ["a", "b"])
 @pytest.mark.parametrize("bits", [0xFF, 1])
-def test_a_damaged_directory_is_judged_as_if_it_were_alone(bits: int, tmp_path: Path) -> None:
-    first, second = of_rank(1), of_rank(2)
+def test_a_damaged_directory_is_judged_as_if_it_were_alone(
+    bits: int, folder: str, tmp_path: Path
+) -> None:
+    first, second = of_rank(1), of_rank(2, folder=folder)
     refused = 0
     for place in directory_of(second)[::3]:
         damaged = bytearray(second)
@@ -82,6 +86,24 @@ def test_a_damaged_directory_is_judged_as_if_it_were_alone(bits: int, tmp_path: 
         assert outcome(after(first, tmp_path / "file"), tmp_path / "file", bytes(damaged)) == alone
         refused += isinstance(alone, type)
     assert refused > 300
+
+
+def renamed(text: bytes, name: bytes, other: bytes) -> bytes:
+    assert len(name) == len(other)
+    return text.replace(name, other)
+
+
+@pytest.mark.parametrize("blank", [b"r2/data/7", b"\xff\xff\xffdata/7"], ids=["folder", "blank"])
+def test_two_names_do_not_become_one(blank: bytes, tmp_path: Path) -> None:
+    """A name that differs only by what the folder of another rank is called."""
+    first = renamed(of_rank(1, folder="r1"), b"r1/data/7", blank)
+    second = renamed(of_rank(2, folder="r2"), b"r2/data/7", blank)
+    twice = renamed(first, b"r1/data/3", blank)
+    path = tmp_path / "file"
+    for text in (second, twice, first):
+        alone = outcome(Directories(), path, text)
+        assert outcome(after(first, path), path, text) == alone
+    assert outcome(Directories(), path, renamed(first, b"r1/data/8", blank)) is CorruptCheckpoint
 
 
 def moved(text: bytes, name: bytes, offset: int) -> bytes:

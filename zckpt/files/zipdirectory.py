@@ -1,9 +1,9 @@
 """Where do the members of a zip lie, according to its directory?
 
 Members must be STORED and lie inside the zip. The ranks of one run write directories that differ in
-offsets, lengths and CRC-32s alone. The first one is parsed entry by entry and gives the form of the
-others: a directory has this form only if all its other bytes are the same. The fields that differ
-are checked for every file.
+offsets, lengths and CRC-32s, and in the name of the folder: torch calls it after the file. The
+first directory is parsed entry by entry and gives the form of the others: a directory has this form
+only if all its other bytes are the same. The fields that differ are checked for every file.
 """
 
 from __future__ import annotations
@@ -46,48 +46,63 @@ class ZipMember:
 class _Listing:
     """What a directory lists, one item for each entry; offsets count from the zip's beginning.
 
-    `entries` are the entries' places in the directory. `spans` are the bytes that a member takes
-    at least, with its header. `filled` are the numbers of the members that have bytes.
+    `entries` are the entries' places in the directory, `named` the lengths of their names. `spans`
+    are the bytes that a member takes at least, with its header. `filled` are the numbers of the
+    members that have bytes.
     """
 
-    names: Sequence[bytes]
+    directory: bytes
     entries: Sequence[int]
+    named: Sequence[int]
     lengths: Sequence[int]
     spans: Sequence[int]
     filled: Sequence[int]
     headers: Sequence[int]
     crcs: Sequence[int]
 
+    def name(self, number: int) -> bytes:
+        start = self.entries[number] + 46
+        return self.directory[start : start + self.named[number]]
+
 
 class _Form:
-    """The bytes of a directory without the offsets, lengths and CRC-32s of its entries."""
+    """The bytes of a directory without what its entries may differ in."""
 
     def __init__(self, directory: bytes, listing: _Listing) -> None:
         ends = [entry + 16 for entry in listing.entries[1:]] + [len(directory)]
         sizes = [end - entry - 46 for entry, end in zip(listing.entries, ends, strict=True)]
         self._fields = struct.Struct("<16s" + "".join([f"III14sI{size}s" for size in sizes]))
         self._fixed = _fixed(self._fields.unpack(directory))
-        self._directory = directory
         self._listing = listing
 
     def listing(self, directory: bytes) -> _Listing | None:
         """What a directory of the same length lists; None if it has another form."""
-        if directory == self._directory:
+        if directory == self._listing.directory:
             return self._listing
         values, listing = self._fields.unpack(directory), self._listing
         crcs, packed, lengths, headers = (values[field::6] for field in (1, 2, 3, 5))
         is_wide = max(max(headers), max(lengths)) == WIDE
-        if _fixed(values) != self._fixed or packed != lengths or is_wide:
+        fixed = _fixed(values)
+        if fixed is None or fixed != self._fixed or packed != lengths or is_wide:
             return None
         if lengths != listing.lengths:
             listing = _with_lengths(listing, lengths)
-        self._directory = directory
-        self._listing = replace(listing, headers=headers, crcs=crcs)
+        self._listing = replace(listing, directory=directory, headers=headers, crcs=crcs)
         return self._listing
 
 
-def _fixed(values: Sequence[bytes]) -> tuple[Sequence[bytes], Sequence[bytes]]:
-    return values[::6], values[4::6]
+def _fixed(values: Sequence[bytes]) -> tuple[bytes, Sequence[bytes]] | None:
+    """The bytes that are the same in all directories of a form; None if they cannot be compared.
+
+    The name of the first member's folder is blanked out everywhere. Bytes that look like the blank
+    must not be there before: two names that differ could become one.
+    """
+    texts, first = b"".join(values[::6]), values[6] if len(values) > 6 else b""
+    folder = first[: first.find(b"/") + 1]
+    blank = b"\xff" * len(folder)
+    if not folder:
+        return texts, values[4::6]
+    return None if blank in texts else (texts.replace(folder, blank), values[4::6])
 
 
 class Directories:
@@ -180,8 +195,8 @@ class _Zip:
         members: dict[str, ZipMember] = {}
         # ZeRO-3 leaves an empty storage per parameter on every rank: they are not worth a read
         for number in listing.filled:
-            name, header = _text(listing.names[number]), listing.headers[number]
-            offset = self._data_offset(header, listing.names[number])
+            inside, header = listing.name(number), listing.headers[number]
+            name, offset = _text(inside), self._data_offset(header, inside)
             entry = base + self.start + listing.entries[number]
             crc = listing.crcs[number] if has_crcs else None
             members[name] = ZipMember(
@@ -204,7 +219,7 @@ def _check_places(path: str, listing: _Listing, stops: Sequence[int], end: int) 
     """Raises if members overlap or reach past `end`; filled members end at `stops`."""
     ends = list(map(add, listing.headers, listing.spans))
     if ends and max(ends) > end:
-        name = listing.names[ends.index(max(ends))]
+        name = listing.name(ends.index(max(ends)))
         raise _contradiction(path, _text(name))
     for number, stop in zip(listing.filled, stops, strict=True):
         ends[number] = stop
@@ -246,11 +261,13 @@ def _listing(path: str, directory: bytes, count: int) -> _Listing:
         crcs.append(crc)
         place += 46 + named + extras + comment
     _refuse_repeated(path, [*map(_text, names)])
-    return _with_lengths(_Listing(names, entries, (), (), (), headers, crcs), tuple(lengths))
+    named = [*map(len, names)]
+    listing = _Listing(directory, entries, named, (), (), (), headers, crcs)
+    return _with_lengths(listing, tuple(lengths))
 
 
 def _with_lengths(listing: _Listing, lengths: Sequence[int]) -> _Listing:
-    spans = [30 + len(name) + length for name, length in zip(listing.names, lengths, strict=True)]
+    spans = [30 + named + length for named, length in zip(listing.named, lengths, strict=True)]
     filled = [number for number, length in enumerate(lengths) if length]
     return replace(listing, lengths=lengths, spans=spans, filled=filled)
 
