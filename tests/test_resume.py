@@ -291,9 +291,10 @@ filling.REGION = 1 << 20
 staging.WORTH_KEEPING = {worth}
 real = copy._Copy._written
 def written(self, *rest):
-    real(self, *rest)
+    region = real(self, *rest)
     print("chunk", file=sys.stderr, flush=True)
     time.sleep(0.2)
+    return region
 copy._Copy._written = written
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored below nohup

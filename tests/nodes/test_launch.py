@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
 from zckpt.cli import launched as launched_command
 from zckpt.errors import WrongOption
 from zckpt.nodes.launch import Launch, launched, restarts
+
+from ..conftest import ROOT
+from .conftest import free_port
 
 CASES: dict[str, tuple[dict[str, str], Launch | None]] = {
     "nothing": ({}, None),
@@ -77,3 +86,46 @@ def test_only_processes_of_a_launch_continue_after_a_restart(
     words = {"single": single, "part": None, "resume": False}
     report = launched_command.write(lambda *_, **given: given, "source", "target", **words)
     assert report == {"resume": not single}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_has_not_joined_ends_without_a_word(number: signal.Signals) -> None:
+    """If rank 0 fails at once, its launcher ends the others while they begin."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zckpt", "convert", "source", "target"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free_port()),  # where nobody listens
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        # a shell ignores SIGINT in its background
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=10)
+    assert (process.returncode, out) == (-number, b"")
+
+
+@pytest.mark.parametrize(
+    ("words", "rank", "expected"),
+    [
+        (["convert", "a", "b"], "1", True),
+        (["convert", "a", "b"], "0", False),
+        (["convert", "a", "b", "--single"], "1", False),
+        (["convert", "a", "b", "--part=1/2"], "1", False),
+        (["convert", "a", "b"], "x", False),
+    ],
+)
+def test_who_joins_later(
+    words: list[str], rank: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launched_command.joins_later(words) is expected

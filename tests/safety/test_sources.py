@@ -336,9 +336,11 @@ def test_short_reads_are_no_damage(example: Path, to: str, monkeypatch: pytest.M
     zckpt.convert(source, target, to=wanted)
     pread, preadv = os.pread, os.preadv
     monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, -(-size // 2), at))
-    monkeypatch.setattr(
-        os, "preadv", lambda file, views, at: preadv(file, [views[0][: -(-len(views[0]) // 2)]], at)
-    )
+
+    def half(file: int, views: Any, at: int, flags: int = 0) -> int:
+        return preadv(file, [views[0][: -(-len(views[0]) // 2)]], at, flags)
+
+    monkeypatch.setattr(os, "preadv", half)
     zckpt.convert(source, example.parent / "again", to=wanted)
     assert contents(example.parent / "again") == contents(target)
 

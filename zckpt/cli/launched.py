@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..core.annotations import Any
+from ..errors import WrongOption
 from ..nodes.launch import launched, restarts
+from . import signals
 
 Report = dict[str, Any]
 MEMORY = 256 << 20  # bytes of all buffers, unless --memory says another size
+
+
+def joins_later(words: Sequence[str]) -> bool:
+    """Whether this process will join those of a launch, and is not rank 0.
+
+    Until then a signal ends it without a word. If rank 0 fails at once, the launcher ends processes
+    that have not begun, and rank 0 prints why.
+    """
+    try:
+        launch = launched()
+    except WrongOption:  # the command says so
+        return False
+    is_apart = any(word == "--single" or word.startswith("--part") for word in words)
+    return launch is not None and launch.rank > 0 and not is_apart
 
 
 def write(
@@ -38,6 +54,7 @@ def write(
 
     with Group(launch, beside=target) as group:
         if group.rank:
+            signals.begin()
             take_part(group, os.fspath(target), words["copying"])
             return None
         words["begin"] = group.watched(words["begin"])
@@ -67,6 +84,7 @@ def look(
 
     with Group(launch, beside=os.path.join(os.getcwd(), ".zckpt")) as group:
         if group.rank:
+            signals.begin()
             take_part(group, Copying(words["jobs"], words["memory"]))
             return None
         words["begin"] = group.watched(words["begin"])

@@ -22,7 +22,7 @@ from ..errors import (
     hint_for,
 )
 from ..errors import cause as why_of
-from . import signals
+from . import launched, signals
 from .plain import plain
 
 UNPRINTABLE = "backslashreplace"
@@ -33,7 +33,10 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     """Runs a command, prints an error as one sentence and a hint, and exits."""
     words = sys.argv[1:] if arguments is None else arguments
     if arguments is None:
-        signals.handle()
+        if launched.joins_later(words):
+            signals.end_silently()
+        else:
+            signals.handle()
         open_standard_files()
         sys.stdout = output()
     elif isinstance(sys.stdout, io.TextIOWrapper):

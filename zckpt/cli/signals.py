@@ -27,6 +27,23 @@ def handle() -> None:
             signal.signal(number, stop)
 
 
+_is_silent = False
+
+
+def end_silently() -> None:
+    """Lets signals end the process without a word, until `begin`."""
+    global _is_silent
+    _is_silent = True
+    if signal.getsignal(SIGINT) == signal.default_int_handler:
+        signal.signal(SIGINT, signal.SIG_DFL)
+
+
+def begin() -> None:
+    """As `handle`, after `end_silently`."""
+    if _is_silent:
+        handle()
+
+
 def stop(number: int, _frame: object) -> NoReturn:
     """Ends the command; ignores further signals while it cleans up."""
     ignore()
