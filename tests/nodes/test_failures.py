@@ -151,7 +151,7 @@ def test_a_full_disk(rank: int, sources: dict[str, Path], tmp_path: Path, launch
 
         TargetFile.open = tell  # type: ignore[method-assign]
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB // 4, MIB // 4))  # less than a portion
 
     def others() -> None:
         stop_at_second_portion(tmp_path / "go")
