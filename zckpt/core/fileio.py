@@ -108,7 +108,8 @@ class Reader:
             return os.preadv(file, (into,), offset)
         if hasattr(os, "RWF_NOWAIT"):
             try:
-                return os.preadv(file, (into,), offset, os.RWF_NOWAIT)
+                if count := os.preadv(file, (into,), offset, os.RWF_NOWAIT):
+                    return count
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.ENOSYS, *REFUSALS):
                     raise
