@@ -104,6 +104,7 @@ class Reader:
             done += count
 
     def _pread(self, file: int, into: memoryview, offset: int) -> int:
+        """Reads some bytes, and gives their number: 0 only at the file's end."""
         if self.waiting is None:
             return os.preadv(file, (into,), offset)
         if hasattr(os, "RWF_NOWAIT"):
