@@ -93,7 +93,7 @@ def renamed(text: bytes, name: bytes, other: bytes) -> bytes:
     return text.replace(name, other)
 
 
-@pytest.mark.parametrize("blank", [b"r2/data/7", b"\xff\xff\xffdata/7"], ids=["folder", "blank"])
+@pytest.mark.parametrize("blank", [b"r2/data/7", b"\0\0\0data/7"], ids=["folder", "blank"])
 def test_two_names_do_not_become_one(blank: bytes, tmp_path: Path) -> None:
     """A name that differs only by what the folder of another rank is called."""
     first = renamed(of_rank(1, folder="r1"), b"r1/data/7", blank)
@@ -104,6 +104,17 @@ def test_two_names_do_not_become_one(blank: bytes, tmp_path: Path) -> None:
         alone = outcome(Directories(), path, text)
         assert outcome(after(first, path), path, text) == alone
     assert outcome(Directories(), path, renamed(first, b"r1/data/8", blank)) is CorruptCheckpoint
+
+
+def test_a_folder_beside_what_looks_like_a_blank_one(tmp_path: Path) -> None:
+    """Both names of the second file are the same; those of the first one are not."""
+    path = tmp_path / "file"
+    first = zip_of({"a/x": b"1", "a/\0": b"2", "\0a/": b""})
+    second = zip_of({"b/x": b"1", "b/\0": b"2", "c/\0": b""})
+    twice = second.replace(b"c/\0", b"b/\0")
+    assert outcome(Directories(), path, twice) is CorruptCheckpoint
+    assert outcome(after(first, path), path, twice) is CorruptCheckpoint
+    assert outcome(after(second, path), path, twice) is CorruptCheckpoint
 
 
 def moved(text: bytes, name: bytes, offset: int) -> bytes:

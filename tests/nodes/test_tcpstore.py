@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from zckpt.errors import ProcessLost
 from zckpt.nodes import meeting
 from zckpt.nodes.launch import Launch
 from zckpt.nodes.tcpstore import OtherProtocol, TcpStore
@@ -116,6 +118,23 @@ def test_the_connection_ends() -> None:
     store = TcpStore("localhost", Strange(answer).port, "p", 5)
     with pytest.raises(RuntimeError, match="ended the connection"):
         store.add("n", 1)
+
+
+def test_a_stale_address_of_another_program_is_no_reason_to_give_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may write a new address soon; a process without torch waits for it too."""
+    server = Strange(lambda connection: connection.close())
+    (tmp_path / "out.srun").write_text(f"{socket.gethostname()} {server.port} 00\n")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def lacks_torch(*_: Any, **__: Any) -> None:
+        raise ImportError("no torch")
+
+    monkeypatch.setattr(meeting, "_store", lacks_torch)
+    with pytest.raises(ProcessLost, match="has not started within 1 s"):
+        meeting.meet(Launch(1, 2, "srun"), str(tmp_path / "out"), 1)
 
 
 def agents_store(store: Any) -> dict[str, str]:

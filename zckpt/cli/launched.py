@@ -14,6 +14,10 @@ Report = dict[str, Any]
 MEMORY = 256 << 20  # bytes of all buffers, unless --memory says another size
 
 
+JOINING = ("convert", "reshard", "export", "verify", "diff", "stats")
+"""The commands that several processes share."""
+
+
 def joins_later(words: Sequence[str]) -> bool:
     """Whether this process will join those of a launch, and is not rank 0.
 
@@ -24,8 +28,9 @@ def joins_later(words: Sequence[str]) -> bool:
         launch = launched()
     except WrongOption:  # the command says so
         return False
-    is_apart = any(word == "--single" or word.startswith("--part") for word in words)
-    return launch is not None and launch.rank > 0 and not is_apart
+    if launch is None or launch.rank == 0 or not words or words[0] not in JOINING:
+        return False
+    return not any(word in ("--single", "--gather") or word.startswith("--part") for word in words)
 
 
 def write(

@@ -85,13 +85,20 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         )
     flush()
     code = code if isinstance(code, int) else 0
-    if arguments is None and not (sys.gettrace() or sys.getprofile()):
+    if arguments is None and not is_watched():
         # Python's own end would free what is in memory, a tenth of the time of `inspect`. It has
         # nothing else to do, except for coverage and profilers, which write their reports there.
         with suppress(OSError):
             sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def is_watched() -> bool:
+    """Whether a debugger, a profiler or coverage watches this process."""
+    monitoring = getattr(sys, "monitoring", None)  # Python 3.12 and newer
+    tools = [monitoring.get_tool(number) for number in range(6)] if monitoring else []
+    return bool(sys.gettrace() or sys.getprofile() or any(tools))
 
 
 def command(words: list[str]) -> Any:

@@ -46,16 +46,20 @@ def begin() -> None:
 
 def stop(number: int, _frame: object) -> NoReturn:
     """Ends the command; ignores further signals while it cleans up."""
-    ignore()
+    _ignore()
     raise KeyboardInterrupt(number)
 
 
 def ignore() -> None:
     """Ignores signals from now on, if they are this command's."""
-    import threading  # `inspect` does not come here, and has no threads
+    import threading  # `inspect` needs no threads
 
-    if threading.current_thread() is not threading.main_thread():
-        return
+    if threading.current_thread() is threading.main_thread():
+        _ignore()
+
+
+def _ignore() -> None:
+    """As `ignore`, in the main thread, where Python calls handlers: it may be importing now."""
     for number in SIGNALS:
         if signal.getsignal(number) in (stop, signal.default_int_handler):
             signal.signal(number, signal.SIG_IGN)

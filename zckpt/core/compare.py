@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from threading import Lock
 
 from .checksum import Cover, crc32
@@ -146,7 +147,8 @@ class _Comparison:
         """Carries out the blocks of tasks that this process gets."""
         tasks = claimed(self.tasks(), _bytes_of, claim)
         if self.rounds and not self.rounds_here:
-            threading.Thread(target=_import_numpy).start()
+            with suppress(RuntimeError):  # a limit of memory or of processes
+                threading.Thread(target=_import_numpy).start()
         stream(tasks, jobs, self.checkers, self.chunk, self.start)
 
     def partial(self) -> Partial:
@@ -370,7 +372,7 @@ def compare(
 
 
 def _import_numpy() -> None:
-    """Takes 50 ms, in which other threads can read."""
+    """Takes a while, in which other threads can read."""
     from . import cast  # noqa: F401
 
 

@@ -118,7 +118,7 @@ class Runs(Fragments):
         listed = self.listed
         place = bisect_right(listed, start, key=_start) - 1 if len(listed) > 1 else 0
         fragment = listed[place] if listed else None
-        if fragment is None or stop > fragment.stop:
+        if fragment is None or not fragment.start <= start <= stop <= fragment.stop:
             return None
         extent = fragment.extent
         offset = extent.offset + (start - fragment.start) * size

@@ -3,7 +3,7 @@
 It has more, because some wait for the disk. The others want Python's lock all the time, and each
 thread more that wants it makes handing it over dearer: on two processors, four threads that filled
 files of 64 ranks spent a fifth of their CPU time on that. So only as many compute as there are
-processors, and a thread that waits for the disk lets another one compute.
+processors, or two, and a thread that waits for the disk lets another one compute.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from _thread import allocate_lock  # of `threading`, which takes longer to import
 from collections.abc import Sequence
+from itertools import repeat
 from operator import add, gt
 
 from ..core import sources
@@ -24,6 +25,7 @@ MAX_DIRECTORY = 1 << 28
 TAIL = 65557  # bytes at the end of a zip: with them a comment of any length is read at once
 WIDE = 0xFFFFFFFF  # a field whose value is in the zip64 field
 _ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
+_CRC = struct.Struct("<I")
 
 
 @valueclass
@@ -66,43 +68,80 @@ class _Listing:
 
 
 class _Form:
-    """The bytes of a directory without what its entries may differ in."""
+    """The bytes of a directory without what those of other ranks may differ in."""
 
     def __init__(self, directory: bytes, listing: _Listing) -> None:
         ends = [entry + 16 for entry in listing.entries[1:]] + [len(directory)]
         sizes = [end - entry - 46 for entry, end in zip(listing.entries, ends, strict=True)]
         self._fields = struct.Struct("<16s" + "".join([f"III14sI{size}s" for size in sizes]))
-        self._fixed = _fixed(self._fields.unpack(directory))
         self._listing = listing
+        self._names = [entry + 46 for entry in listing.entries]
+        self._length = directory[46:].find(b"/", 0, listing.named[0]) + 1  # of the folder
+        plain = self._blanked(directory)
+        if plain is None:
+            self._length, plain = 0, directory
+        self._but_crcs = self._without_crcs(plain)
+        self._fixed = _fixed(self._fields.unpack(plain))
 
     def listing(self, directory: bytes) -> _Listing | None:
         """What a directory of the same length lists; None if it has another form."""
         if directory == self._listing.directory:
             return self._listing
-        values, listing = self._fields.unpack(directory), self._listing
+        plain = self._blanked(directory)
+        if plain is None:
+            return None
+        if self._without_crcs(plain) == self._but_crcs:
+            return self._with_crcs(directory)
+        return self._with_numbers(directory, plain)
+
+    def _with_crcs(self, directory: bytes) -> _Listing:
+        """The listing of a directory that differs in CRC-32s alone, as those of most ranks do."""
+        listing = self._listing
+        crcs = list(listing.crcs)
+        for number in listing.filled:
+            (crcs[number],) = _CRC.unpack_from(directory, listing.entries[number] + 16)
+        self._listing = replace(listing, directory=directory, crcs=crcs)
+        return self._listing
+
+    def _with_numbers(self, directory: bytes, plain: bytes) -> _Listing | None:
+        """The listing of a directory that differs in offsets and lengths too."""
+        values, listing = self._fields.unpack(plain), self._listing
         crcs, packed, lengths, headers = (values[field::6] for field in (1, 2, 3, 5))
         is_wide = max(max(headers), max(lengths)) == WIDE
-        fixed = _fixed(values)
-        if fixed is None or fixed != self._fixed or packed != lengths or is_wide:
+        if _fixed(values) != self._fixed or packed != lengths or is_wide:
             return None
         if lengths != listing.lengths:
             listing = _with_lengths(listing, lengths)
         self._listing = replace(listing, directory=directory, headers=headers, crcs=crcs)
+        self._but_crcs = self._without_crcs(plain)
         return self._listing
 
+    def _without_crcs(self, plain: bytes) -> bytes:
+        """A directory without the CRC-32s of its filled members."""
+        rest = bytearray(plain)
+        for number in self._listing.filled:
+            place = self._listing.entries[number] + 16
+            rest[place : place + 4] = bytes(4)
+        return bytes(rest)
 
-def _fixed(values: Sequence[bytes]) -> tuple[bytes, Sequence[bytes]] | None:
-    """The bytes that are the same in all directories of a form; None if they cannot be compared.
+    def _blanked(self, directory: bytes) -> bytes | None:
+        """A directory with zeros for the name of its folder.
 
-    The name of the first member's folder is blanked out everywhere. Bytes that look like the blank
-    must not be there before: two names that differ could become one.
-    """
-    texts, first = b"".join(values[::6]), values[6] if len(values) > 6 else b""
-    folder = first[: first.find(b"/") + 1]
-    blank = b"\xff" * len(folder)
-    if not folder:
-        return texts, values[4::6]
-    return None if blank in texts else (texts.replace(folder, blank), values[4::6])
+        None unless each name begins with that, and the directory has it nowhere else. So two
+        directories that are the same now differ in the name of the folder alone.
+        """
+        folder = directory[46 : 46 + self._length]
+        if not folder:
+            return directory
+        is_folder = folder.find(b"/") == len(folder) - 1
+        is_everywhere = all(map(directory.startswith, repeat(folder), self._names))
+        if not is_folder or not is_everywhere or directory.count(folder) != len(self._names):
+            return None
+        return directory.replace(folder, bytes(len(folder)))
+
+
+def _fixed(values: Sequence[bytes]) -> tuple[Sequence[bytes], Sequence[bytes]]:
+    return values[::6], values[4::6]
 
 
 class Directories:
@@ -111,8 +150,9 @@ class Directories:
     def __init__(self) -> None:
         # by the length of the directory, and its count of entries
         self._forms: dict[tuple[int, int], _Form] = {}
-        # the listing that was checked last, the directory's offset, and where filled members end
-        self._checked: tuple[_Listing | None, int, Sequence[int]] = None, 0, ()
+        # the headers and spans that were checked last; the directory's offset, and where filled
+        # members end
+        self._checked: tuple[Sequence[int], Sequence[int], int, Sequence[int]] = (), (), 0, ()
         self._lock = allocate_lock()  # what one thread parses, the others wait for
 
     def members(self, file: int, within: Extent) -> dict[str, ZipMember]:
@@ -125,11 +165,12 @@ class Directories:
             listing = self._listing(within.file, zip_.directory, zip_.count)
         members = zip_.members(listing)
         stops = [member.offset + member.length - within.offset for member in members.values()]
-        # ranks of stage 3 often have equal files for their models: one check is enough
-        checked, *places = self._checked
-        if listing is not checked or places != [zip_.start, stops]:
+        # ranks of stage 3 often have files of equal sizes: one check is enough
+        headers, spans, *places = self._checked
+        is_known = listing.headers is headers and listing.spans is spans
+        if not is_known or places != [zip_.start, stops]:
             _check_places(within.file, listing, stops, zip_.start)
-            self._checked = listing, zip_.start, stops
+            self._checked = listing.headers, listing.spans, zip_.start, stops
         return members
 
     def _listing(self, path: str, directory: bytes, count: int) -> _Listing:

@@ -103,6 +103,8 @@ class Format:
     @property
     def reasons(self) -> Mapping[str, str]:
         """Why it has no use for an option, by the option's name."""
+        if not self.writes:
+            return {}
         reasons: Mapping[str, str] = getattr(self._module("options"), "REASONS", {})
         return reasons
 

@@ -48,7 +48,7 @@ class Calls:
         return bytes(self._call(lambda: self._store.get(key)))
 
     def close(self) -> None:
-        """Ends the thread, unless torch does not answer."""
+        """Ends the thread, unless the store does not answer."""
         self._calls.put(None)
 
     def _call(self, call: Callable[[], Any]) -> Any:

@@ -6,7 +6,7 @@
                      beside the target, which all nodes see
 
 Nothing else of torch.distributed is used: no process group, and no tensor passes here. Only the
-process that opens a store imports torch.
+process that opens a store imports torch, or one whose store does not answer as expected.
 """
 
 from __future__ import annotations
@@ -123,14 +123,14 @@ def _guest(path: str, launch: Launch, timeout: float) -> Meeting:
     own = socket.gethostname()
     end = time.monotonic() + timeout
     while time.monotonic() < end:
-        with suppress(OSError, ValueError, RuntimeError):
+        with suppress(OSError, ValueError, RuntimeError, ImportError):
             with open(path, encoding="ascii") as file:
                 host, port, token = file.read().split()
             place = "localhost" if host == own else host, int(port)
             socket.create_connection(place, TRY).close()  # raises at once if nobody answers
             store = _reached(*place, timeout=TRY)
             if store.check(["token"]) and store.get("token").decode() == token:
-                return Meeting(store)
+                return Meeting(_reached(*place, timeout=timeout))
         time.sleep(0.1)
     raise ProcessLost(
         f"rank 0 of {launch.size} has not started within {timeout:.0f} s: {path} names no store "

@@ -37,7 +37,8 @@ class TcpStore:
     """A connection to the store at `host`:`port`, whose keys all get `prefix`.
 
     The methods are those of torch's TCPStore. Raises RuntimeError, as they do, if nobody listens
-    there for `timeout` seconds or if the connection ends; OtherProtocol.
+    there for `timeout` seconds, if an answer takes that long, or if the connection ends;
+    OtherProtocol.
     """
 
     def __init__(self, host: str, port: int, prefix: str, timeout: float) -> None:
@@ -54,7 +55,7 @@ class TcpStore:
         if answer != number:
             self._socket.close()
             raise OtherProtocol(f"{host}:{port}")
-        self._socket.settimeout(None)  # `Calls` limits how long a call may take
+        self._socket.settimeout(timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else value

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 
 import zckpt
+from zckpt.errors import UnsupportedCheckpoint
 from zckpt.formats.universal import write
 from zckpt.training.options import Options
 
@@ -178,3 +179,15 @@ def test_the_shell_of_a_manifest_has_room_for_its_checksum() -> None:
     assert "crc32" not in document
     whole = write._text({**document, "crc32": "0123abcd"})
     assert shells["manifest.json"].size == len(whole)
+
+
+def test_a_manifest_that_could_not_be_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit counts the checksums that come in the end."""
+    zckpt.convert(EXAMPLE, tmp_path / "out")
+    size = (tmp_path / "out" / "manifest.json").stat().st_size
+    monkeypatch.setattr(write, "MAX_MANIFEST", size - len(write.CHECKSUM) - 100)
+    with pytest.raises(UnsupportedCheckpoint, match=r"manifest\.json would have"):
+        zckpt.convert(EXAMPLE, tmp_path / "again")
+    assert not list(tmp_path.glob("again*"))

@@ -20,6 +20,9 @@ from ...core.filenames import Names
 VERSION = 1
 MANIFEST = "manifest.json"
 SIBLINGS = "siblings"
+# Bytes. A tensor takes 150 to 300, its parameter as much: 100 MB for the 50,000 parameters of a
+# large model with three states each. What a program saved beside them has the rest.
+MAX_MANIFEST = 1 << 29
 
 
 OPTIMIZERS = Names(

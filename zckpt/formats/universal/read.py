@@ -38,11 +38,7 @@ from ...files import safefile
 from ...training.trainers import LOADED
 from ..reading import USUAL, Reading
 from .agreement import checksum, contradictions
-from .files import MANIFEST, SIBLINGS, VERSION
-
-# Bytes. A tensor takes 150 to 300, its parameter as much: 100 MB for the 50,000 parameters of a
-# large model with three states each. What a program saved beside them has the rest.
-MAX_MANIFEST = 1 << 29
+from .files import MANIFEST, MAX_MANIFEST, SIBLINGS, VERSION
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:

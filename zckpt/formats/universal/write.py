@@ -22,13 +22,13 @@ from ...core.manifest import (
 )
 from ...core.sources import naming
 from ...core.values import replace
-from ...errors import MissingData, literal
+from ...errors import MissingData, UnsupportedCheckpoint, literal
 from ...files import safefile
 from ...training.optimizers import are_inferred, given_groups
 from ...training.options import GROUP_DEFAULTS, Options
 from ...training.trainers import files_to_load_by
 from .agreement import checksum
-from .files import MANIFEST, SIBLINGS, VERSION
+from .files import MANIFEST, MAX_MANIFEST, SIBLINGS, VERSION
 from .read import shells_of
 
 
@@ -132,12 +132,17 @@ def with_defaults(source: Manifest, options: Options) -> Manifest:
     return replace(source, parameters=parameters, groups=groups, engine=engine)
 
 
+DIGEST = len(', "crc32": "00000000"')
+FILE = len('\n  "": {"size": 8589934592, "crc32": "00000000"},')
+"""What each tensor's checksum adds to the manifest, and each file, without its name."""
 CHECKSUM = ',\n "crc32": "00000000"'
 """The shell of a manifest has a hole as long as this, which no byte has to be moved for."""
 
 
 def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
+    room = DIGEST * len(chosen.entries)  # bytes that `seal` adds to the manifest
     for name, entries in _files(chosen, options):
+        room += FILE + len(name)
         tensors = [(entry.parameter, entry.dtype, entry.shape) for entry in entries]
         head, size = safefile.header(tensors)
         yield Shell(name, size, ((0, head),))
@@ -147,6 +152,11 @@ def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
         yield Shell("model.safetensors.index.json", len(text), ((0, text),))
     text = _text(describe(chosen, _digests(chosen)))
     size = len(text) + len(CHECKSUM)
+    if size + room > MAX_MANIFEST:
+        raise UnsupportedCheckpoint(
+            f"{MANIFEST} would have {size + room} bytes; zckpt reads up to {MAX_MANIFEST}",
+            hint="save the checkpoint without what is neither a tensor nor a number",
+        )
     yield Shell(MANIFEST, size, ((0, text.ljust(size)),))
 
 
