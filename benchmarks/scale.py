@@ -5,8 +5,8 @@
     python -m benchmarks.scale WORK --tensors 2000 --dp 1024 --command inspect
     python -m benchmarks.scale WORK --tensors 200 --gb 0.01 0.1 1 10 --command convert
 
-Makes ZeRO-3 checkpoints with three slots, without the engine: the files of all ranks are links to
-one. Every second tensor is small, as a bias is. A piece is the part of a tensor that a rank has.
+Makes ZeRO-3 checkpoints with three slots, without the engine: all ranks have the same tensors.
+Every second tensor is small, as a bias is. A piece is the part of a tensor that a rank has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TAG = "global_step1"
 
 
 def make(root: Path, tensors: int, dp: int, gigabytes: float = 0.0) -> None:
-    """A ZeRO-3 checkpoint of `dp` ranks that all have the same files; needs torch.
+    """A ZeRO-3 checkpoint of `dp` ranks that all have the same tensors; needs torch.
 
     Its weights are as large as it takes for `gigabytes` of optimizer files, if that is not 0.
 
@@ -49,10 +49,8 @@ def make(root: Path, tensors: int, dp: int, gigabytes: float = 0.0) -> None:
         "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt": optimizer_states(widths, dp),
     }
     for name, state in states.items():
-        first = root / TAG / name.format(0)
-        torch.save(state, first)
-        for rank in range(1, dp):
-            os.link(first, root / TAG / name.format(rank))
+        for rank in range(dp):  # no links: the folder in each zip has the name of its file
+            torch.save(state, root / TAG / name.format(rank))
 
 
 def model_states(widths: dict[str, int], dp: int) -> dict[str, Any]:

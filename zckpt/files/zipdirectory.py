@@ -116,13 +116,13 @@ class _Form:
         self._but_crcs = self._without_crcs(plain)
         return self._listing
 
-    def _without_crcs(self, plain: bytes) -> bytes:
+    def _without_crcs(self, plain: bytes) -> bytearray:
         """A directory without the CRC-32s of its filled members."""
         rest = bytearray(plain)
         for number in self._listing.filled:
             place = self._listing.entries[number] + 16
             rest[place : place + 4] = bytes(4)
-        return bytes(rest)
+        return rest
 
     def _blanked(self, directory: bytes) -> bytes | None:
         """A directory with zeros for the name of its folder.
