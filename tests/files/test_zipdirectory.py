@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import zlib
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,7 @@ def renamed(text: bytes, name: bytes, other: bytes) -> bytes:
     return text.replace(name, other)
 
 
-@pytest.mark.parametrize("blank", [b"r2/data/7", b"\0\0\0data/7"], ids=["folder", "blank"])
+@pytest.mark.parametrize("blank", [b"r2/data/7", b"\xff\xfe\xfedata/7"], ids=["folder", "blank"])
 def test_two_names_do_not_become_one(blank: bytes, tmp_path: Path) -> None:
     """A name that differs only by what the folder of another rank is called."""
     first = renamed(of_rank(1, folder="r1"), b"r1/data/7", blank)
@@ -109,12 +110,25 @@ def test_two_names_do_not_become_one(blank: bytes, tmp_path: Path) -> None:
 def test_a_folder_beside_what_looks_like_a_blank_one(tmp_path: Path) -> None:
     """Both names of the second file are the same; those of the first one are not."""
     path = tmp_path / "file"
-    first = zip_of({"a/x": b"1", "a/\0": b"2", "\0a/": b""})
-    second = zip_of({"b/x": b"1", "b/\0": b"2", "c/\0": b""})
-    twice = second.replace(b"c/\0", b"b/\0")
+    first = zip_of({"a/x": b"1", "a/+": b"2", "+a/": b""}).replace(b"+", b"\xfe")
+    second = zip_of({"b/x": b"1", "b/+": b"2", "c/+": b""}).replace(b"+", b"\xfe")
+    twice = second.replace(b"c/\xfe", b"b/\xfe")
     assert outcome(Directories(), path, twice) is CorruptCheckpoint
     assert outcome(after(first, path), path, twice) is CorruptCheckpoint
     assert outcome(after(second, path), path, twice) is CorruptCheckpoint
+
+
+def test_numbers_that_look_like_a_folder(tmp_path: Path) -> None:
+    """The CRC-32 of a member has the bytes of the folder's name."""
+    path, crc = tmp_path / "file", bytes.fromhex("622f622f")
+    first, second = (zip_of({f"{folder}/x": b"1", f"{folder}/y": b"2"}) for folder in ("a", "b"))
+    stated = zlib.crc32(b"2").to_bytes(4, "little")
+    changed = second.replace(stated, crc)
+    assert changed.count(crc) >= 1
+    for text in (changed, second):
+        alone = outcome(Directories(), path, text)
+        assert outcome(after(first, path), path, text) == alone
+    assert members(after(first, path), path, changed)["b/y"].crc == int.from_bytes(crc, "little")
 
 
 def moved(text: bytes, name: bytes, offset: int) -> bytes:

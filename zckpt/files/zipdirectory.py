@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from _thread import allocate_lock  # of `threading`, which takes longer to import
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import permutations, repeat
 from operator import add, gt
 
 from ..core import sources
@@ -75,11 +75,9 @@ class _Form:
         sizes = [end - entry - 46 for entry, end in zip(listing.entries, ends, strict=True)]
         self._fields = struct.Struct("<16s" + "".join([f"III14sI{size}s" for size in sizes]))
         self._listing = listing
-        self._names = [entry + 46 for entry in listing.entries]
-        self._length = directory[46:].find(b"/", 0, listing.named[0]) + 1  # of the folder
+        self._folder = _length_of_folder(listing)
+        self._blank = _blank_for(directory, self._folder)
         plain = self._blanked(directory)
-        if plain is None:
-            self._length, plain = 0, directory
         self._but_crcs = self._without_crcs(plain)
         self._fixed = _fixed(self._fields.unpack(plain))
 
@@ -88,8 +86,6 @@ class _Form:
         if directory == self._listing.directory:
             return self._listing
         plain = self._blanked(directory)
-        if plain is None:
-            return None
         if self._without_crcs(plain) == self._but_crcs:
             return self._with_crcs(directory)
         return self._with_numbers(directory, plain)
@@ -105,10 +101,11 @@ class _Form:
 
     def _with_numbers(self, directory: bytes, plain: bytes) -> _Listing | None:
         """The listing of a directory that differs in offsets and lengths too."""
-        values, listing = self._fields.unpack(plain), self._listing
+        values, listing = self._fields.unpack(directory), self._listing
         crcs, packed, lengths, headers = (values[field::6] for field in (1, 2, 3, 5))
         is_wide = max(max(headers), max(lengths)) == WIDE
-        if _fixed(values) != self._fixed or packed != lengths or is_wide:
+        fixed = _fixed(self._fields.unpack(plain))
+        if fixed != self._fixed or packed != lengths or is_wide:
             return None
         if lengths != listing.lengths:
             listing = _with_lengths(listing, lengths)
@@ -124,20 +121,37 @@ class _Form:
             rest[place : place + 4] = bytes(4)
         return rest
 
-    def _blanked(self, directory: bytes) -> bytes | None:
-        """A directory with zeros for the name of its folder.
+    def _blanked(self, directory: bytes) -> bytes:
+        """A directory with another name for its folder.
 
-        None unless each name begins with that, and the directory has it nowhere else. So two
-        directories that are the same now differ in the name of the folder alone.
+        In the first directory, all names begin with the folder, and it is nowhere else. The other
+        name is not there at all, and no part of it fits its own beginning. So if another directory
+        is the same now, its names begin with its folder too, and nothing else differs.
         """
-        folder = directory[46 : 46 + self._length]
-        if not folder:
+        folder = directory[46 : 46 + self._folder]
+        if not self._blank or self._blank[:2] in directory:
             return directory
-        is_folder = folder.find(b"/") == len(folder) - 1
-        is_everywhere = all(map(directory.startswith, repeat(folder), self._names))
-        if not is_folder or not is_everywhere or directory.count(folder) != len(self._names):
-            return None
-        return directory.replace(folder, bytes(len(folder)))
+        return directory.replace(folder, self._blank)
+
+
+def _length_of_folder(listing: _Listing) -> int:
+    """Bytes of the folder with all members, and its slash; 0 if there is none."""
+    names = [listing.name(number) for number in range(len(listing.entries))]
+    folder = names[0][: names[0].find(b"/") + 1]
+    is_one = len(folder) > 1 and all(map(bytes.startswith, names, repeat(folder)))
+    return len(folder) if is_one and listing.directory.count(folder) == len(names) else 0
+
+
+def _blank_for(directory: bytes, length: int) -> bytes:
+    """A name of so many bytes, whose first two are nowhere in the directory; none may be left.
+
+    The first byte is not in the rest of the name.
+    """
+    if length:
+        for first, second in permutations(range(255, 0, -1), 2):
+            if bytes((first, second)) not in directory:
+                return bytes((first,)) + bytes((second,)) * (length - 1)
+    return b""
 
 
 def _fixed(values: Sequence[bytes]) -> tuple[Sequence[bytes], Sequence[bytes]]:
