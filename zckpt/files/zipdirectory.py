@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from _thread import allocate_lock  # of `threading`, which takes longer to import
 from collections.abc import Sequence
-from itertools import permutations, repeat
+from itertools import repeat
 from operator import add, gt
 
 from ..core import sources
@@ -125,11 +125,11 @@ class _Form:
         """A directory with another name for its folder.
 
         In the first directory, all names begin with the folder, and it is nowhere else. The other
-        name is not there at all, and no part of it fits its own beginning. So if another directory
-        is the same now, its names begin with its folder too, and nothing else differs.
+        name is in neither directory, and no end of it is a beginning of it. So if two directories
+        are the same now, the names of both began with their folder, and nothing else differed.
         """
         folder = directory[46 : 46 + self._folder]
-        if not self._blank or self._blank[:2] in directory:
+        if not self._blank or self._blank in directory:
             return directory
         return directory.replace(folder, self._blank)
 
@@ -143,14 +143,14 @@ def _length_of_folder(listing: _Listing) -> int:
 
 
 def _blank_for(directory: bytes, length: int) -> bytes:
-    """A name of so many bytes, whose first two are nowhere in the directory; none may be left.
+    """A name of so many bytes that is nowhere in the directory; empty if all of them are.
 
-    The first byte is not in the rest of the name.
+    Its first byte is not in the rest of it.
     """
-    if length:
-        for first, second in permutations(range(255, 0, -1), 2):
-            if bytes((first, second)) not in directory:
-                return bytes((first,)) + bytes((second,)) * (length - 1)
+    for first in range(255, 0, -1) if length else ():
+        blank = bytes((first,)) + bytes((first - 1,)) * (length - 1)
+        if blank not in directory:
+            return blank
     return b""
 
 
