@@ -12,8 +12,6 @@ from . import signals
 
 Report = dict[str, Any]
 MEMORY = 256 << 20  # bytes of all buffers, unless --memory says another size
-
-
 JOINING = ("convert", "reshard", "export", "verify", "diff", "stats")
 """The commands that several processes share."""
 

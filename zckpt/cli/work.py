@@ -33,8 +33,12 @@ def inspect(
     from ..reading import read
 
     manifest = read(path, Reading(**reading))
+
+    def summary() -> dict[str, Any]:
+        return description.inspect(manifest, formats.other_objects(manifest))
+
     if as_json:
-        report = description.inspect(manifest, formats.other_objects(manifest))
+        report = summary()
         if tensors or layout:
             report["tensors"] = description.tensors(manifest, tensors or "*", fragments=layout)
         if state:
@@ -49,7 +53,7 @@ def inspect(
     elif tensors:
         display.tensors(description.tensors(manifest, tensors))
     else:
-        display.summary(description.inspect(manifest, formats.other_objects(manifest)), quiet)
+        display.summary(summary(), quiet)
 
 
 def write(

@@ -136,8 +136,8 @@ class _Comparison:
                     self.covers.setdefault(id(entry), Cover(entry.length))
                     self.first.setdefault(id(entry), number)
         rounded = sum(item.a.numel for item in matches if item.how == "rounded")
-        self.rounds = rounded > 0
         self.rounds_here = rounded <= FEW and work.measure != "all"
+        self.needs_numpy = rounded > 0 and not self.rounds_here
         self.differences: dict[int, Difference] = {}  # by the number of the match
         self.bytes = 0
         self.lock = Lock()
@@ -146,7 +146,7 @@ class _Comparison:
     def run(self, jobs: int, claim: Claim) -> None:
         """Carries out the blocks of tasks that this process gets."""
         tasks = claimed(self.tasks(), _bytes_of, claim)
-        if self.rounds and not self.rounds_here:
+        if self.needs_numpy:
             with suppress(RuntimeError):  # a limit of memory or of processes
                 threading.Thread(target=_import_numpy).start()
         stream(tasks, jobs, self.checkers, self.chunk, self.start)

@@ -33,7 +33,9 @@ SMALL_FILE = 1 << 20  # bytes; it is written through the page cache, without an 
 HUGE_PAGE = 2 << 20  # bytes
 # the filesystem refuses O_DIRECT, or wants a stricter alignment than 4096; nothing is broken
 REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
 Waiting = Callable[[], AbstractContextManager[None]]
+"""Opens a block in which a thread waits for the disk."""
 
 
 def align(size: int, alignment: int = ALIGNMENT) -> int:
@@ -69,8 +71,7 @@ class Buffer:
 class Reader:
     """Reads at given offsets, for one thread; keeps at most `keep` files open.
 
-    If `waiting` is given, a read that has to wait for the disk is carried out within it.
-
+    If `waiting` is set, a read that waits for the disk is made within the block that it opens.
     A file with other `fingerprints` than these is not opened: SourceChanged.
     """
 
