@@ -20,7 +20,7 @@ from .journal import Key, Passed
 
 # of what a CRC-32 is: a tensor of the target, a tensor of the source before it is cast
 TENSOR, SOURCE = "tensor", "source"
-SHORT_PIECE = 256 << 10  # bytes; to hash fewer takes less time than to combine CRC-32s in Python
+SHORT_PIECE = 256 << 10  # bytes; fewer are hashed again: to combine CRC-32s holds Python's lock
 
 
 class Assembler:
@@ -186,7 +186,7 @@ def _hash_file(
 ) -> list[Passed]:
     """What the chunk's bytes give to the CRCs of the file and its records.
 
-    The `crcs` of the pieces are combined. It takes less time to hash short pieces again.
+    The `crcs` of the pieces are combined. Short pieces are hashed again, without Python's lock.
     """
     of_file = Neighbors()
     offset, end = chunk.offset, chunk.offset + chunk.length
