@@ -7,7 +7,7 @@
 
 SRC is a DeepSpeed run directory (see checkpoints.py), DCP one of torch.distributed.checkpoint
 (`zckpt convert SRC DCP --to dcp --dp 4`). Outputs go into SRC's own filesystem and end on the disk:
-`cp` is followed by `sync` of its files, as zckpt syncs its own. Sources are warm.
+the others' programs are followed by `sync`, since zckpt syncs its own files. Sources are warm.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from .measure import ZCKPT, Cost, Job, interleave, ratio, table
@@ -29,6 +30,12 @@ def copying(name: str, files: list[Path], target: Path) -> Job:
     return Job(name, ("sh", "-c", script), (target,))
 
 
+def synced(name: str, command: Sequence[str], target: Path) -> Job:
+    """A program that leaves its files in the page cache, followed by one sync of all of them."""
+    script = '"$@" && sync --file-system "$0"'
+    return Job(name, ("sh", "-c", script, str(target), *command), (target,))
+
+
 def of_torch(source: Path, ours: Path, theirs: Path, against: str) -> tuple[Job, Job]:
     """The same of a directory of torch.distributed.checkpoint."""
     convert = (*ZCKPT, "convert", str(source), str(ours))
@@ -41,7 +48,7 @@ def of_torch(source: Path, ours: Path, theirs: Path, against: str) -> tuple[Job,
         "os.mkdir(sys.argv[2]); dcp_to_torch_save(sys.argv[1], sys.argv[2] + '/whole.pt')"
     )
     command = (sys.executable, "-c", code, str(source), str(theirs))
-    return whole, Job("dcp_to_torch_save", command, (theirs,))
+    return whole, synced("dcp_to_torch_save", command, theirs)
 
 
 def jobs(source: Path, work: Path, against: str, dp: int | None) -> tuple[Job, Job]:
@@ -64,12 +71,11 @@ def jobs(source: Path, work: Path, against: str, dp: int | None) -> tuple[Job, J
     if against == "universal":
         module = (sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal")
         folders = ("--input_folder", str(tag), "--output_folder", str(theirs / "out"))
-        return convert, Job(
-            "ds_to_universal", (*module, *folders, "--inject_missing_state"), (theirs,)
-        )
+        command = (*module, *folders, "--inject_missing_state")
+        return convert, synced("ds_to_universal", command, theirs)
     own = str(source / "zero_to_fp32.py")  # the engine puts a copy beside every checkpoint
     command = (sys.executable, own, str(source), str(theirs))
-    return weights, Job("zero_to_fp32", command, (theirs,))
+    return weights, synced("zero_to_fp32", command, theirs)
 
 
 def report(ours: list[Cost], theirs: list[Cost], against: str, most: float | None) -> None:

@@ -94,28 +94,57 @@ def renamed(text: bytes, name: bytes, other: bytes) -> bytes:
     return text.replace(name, other)
 
 
-@pytest.mark.parametrize("blank", [b"r2/data/7", b"\xff\xfe\xfedata/7"], ids=["folder", "blank"])
-def test_two_names_do_not_become_one(blank: bytes, tmp_path: Path) -> None:
-    """A name that differs only by what the folder of another rank is called."""
-    first = renamed(of_rank(1, folder="r1"), b"r1/data/7", blank)
-    second = renamed(of_rank(2, folder="r2"), b"r2/data/7", blank)
-    twice = renamed(first, b"r1/data/3", blank)
+@pytest.mark.parametrize("name", [b"r2/data/7", b"r1/data7/", b"r3/data/7", b"r2data//7"])
+def test_two_names_do_not_become_one(name: bytes, tmp_path: Path) -> None:
+    """A member that is not where the others are, or in the folder of another rank."""
+    first = renamed(of_rank(1, folder="r1"), b"r1/data/7", name)
+    second = renamed(of_rank(2, folder="r2"), b"r2/data/7", name)
+    twice = renamed(first, b"r1/data/3", name)
     path = tmp_path / "file"
-    for text in (second, twice, first):
-        alone = outcome(Directories(), path, text)
-        assert outcome(after(first, path), path, text) == alone
-    assert outcome(Directories(), path, renamed(first, b"r1/data/8", blank)) is CorruptCheckpoint
+    for before in (first, of_rank(1, folder="r1"), of_rank(2, folder="r2")):
+        for text in (second, twice, first):
+            alone = outcome(Directories(), path, text)
+            assert outcome(after(before, path), path, text) == alone
+    assert outcome(Directories(), path, renamed(first, b"r1/data/8", name)) is CorruptCheckpoint
 
 
-def test_a_folder_beside_what_looks_like_a_blank_one(tmp_path: Path) -> None:
-    """Both names of the second file are the same; those of the first one are not."""
+def test_names_that_are_one_once_they_are_text(tmp_path: Path) -> None:
+    """In the second file, the byte before the members' own names begins a character."""
     path = tmp_path / "file"
-    first = zip_of({"a/x": b"1", "a/+": b"2", "+a/": b""}).replace(b"+", b"\xfe")
-    second = zip_of({"b/x": b"1", "b/+": b"2", "c/+": b""}).replace(b"+", b"\xfe")
-    twice = second.replace(b"c/\xfe", b"b/\xfe")
-    assert outcome(Directories(), path, twice) is CorruptCheckpoint
-    assert outcome(after(first, path), path, twice) is CorruptCheckpoint
-    assert outcome(after(second, path), path, twice) is CorruptCheckpoint
+    first = zip_of({"aa/": b"1", "aa/+": b"2"}).replace(b"+", b"\x82")
+    second = first.replace(b"aa/", b"aa\xe2")
+    assert len(members(Directories(), path, first)) == 2
+    assert outcome(Directories(), path, second) is CorruptCheckpoint
+    assert outcome(after(first, path), path, second) is CorruptCheckpoint
+
+
+def test_members_in_the_order_of_their_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As older releases of torch write them: data/0, data/1, data/10, data/100, data/101..."""
+    path = tmp_path / "file"
+    names = sorted(f"data/{key}" for key in range(2000))
+    first, second = (
+        zip_of({f"rank_{rank}/{name}": b"" for name in ("data.pkl", *names)}) for rank in (1, 2)
+    )
+    directories = after(first, path)
+    monkeypatch.setattr(zipdirectory, "_listing", lambda *_: pytest.fail("parsed again"))
+    assert members(directories, path, second) == {}
+
+
+def test_folders_with_nothing_in_common(tmp_path: Path) -> None:
+    """To change every letter would take longer than to parse the directory."""
+    path, parsed = tmp_path / "file", []
+    first, second = (
+        zip_of({f"{letter * 60}/{'x' * key}": b"1" for key in range(1, 50)}) for letter in "ab"
+    )
+    directories = after(first, path)
+    alone = members(Directories(), path, second)
+    original = zipdirectory._listing
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zipdirectory, "_listing", lambda *given: parsed.append(1) or original(*given))
+        assert members(directories, path, second) == alone
+    assert parsed == [1]
 
 
 def test_numbers_that_look_like_a_folder(tmp_path: Path) -> None:

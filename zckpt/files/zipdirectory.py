@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from _thread import allocate_lock  # of `threading`, which takes longer to import
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import groupby, pairwise, repeat
 from operator import add, gt
 
 from ..core import sources
@@ -24,6 +24,7 @@ from ..errors import CorruptCheckpoint, UnsupportedCheckpoint
 MAX_DIRECTORY = 1 << 28
 TAIL = 65557  # bytes at the end of a zip: with them a comment of any length is read at once
 WIDE = 0xFFFFFFFF  # a field whose value is in the zip64 field
+BYTES_PER_COLUMN = 32  # of a directory: to change more columns takes longer than to parse it
 _ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
 _CRC = struct.Struct("<I")
 
@@ -75,18 +76,19 @@ class _Form:
         sizes = [end - entry - 46 for entry, end in zip(listing.entries, ends, strict=True)]
         self._fields = struct.Struct("<16s" + "".join([f"III14sI{size}s" for size in sizes]))
         self._listing = listing
-        self._folder = _length_of_folder(listing)
-        self._blank = _blank_for(directory, self._folder)
-        plain = self._blanked(directory)
-        self._but_crcs = self._without_crcs(plain)
-        self._fixed = _fixed(self._fields.unpack(plain))
+        self._folder = _folder(listing)
+        self._rows = _rows(listing.entries) if self._folder else []
+        self._plain = self._without_crcs(bytearray(directory))
+        self._fixed = _fixed(self._fields.unpack(directory))
 
     def listing(self, directory: bytes) -> _Listing | None:
         """What a directory of the same length lists; None if it has another form."""
         if directory == self._listing.directory:
             return self._listing
-        plain = self._blanked(directory)
-        if self._without_crcs(plain) == self._but_crcs:
+        plain = self._renamed(directory)
+        if plain is None:
+            return None
+        if self._without_crcs(plain) == self._plain:
             return self._with_crcs(directory)
         return self._with_numbers(directory, plain)
 
@@ -99,59 +101,63 @@ class _Form:
         self._listing = replace(listing, directory=directory, crcs=crcs)
         return self._listing
 
-    def _with_numbers(self, directory: bytes, plain: bytes) -> _Listing | None:
+    def _with_numbers(self, directory: bytes, plain: bytearray) -> _Listing | None:
         """The listing of a directory that differs in offsets and lengths too."""
         values, listing = self._fields.unpack(directory), self._listing
         crcs, packed, lengths, headers = (values[field::6] for field in (1, 2, 3, 5))
         is_wide = max(max(headers), max(lengths)) == WIDE
-        fixed = _fixed(self._fields.unpack(plain))
-        if fixed != self._fixed or packed != lengths or is_wide:
+        if _fixed(self._fields.unpack(plain)) != self._fixed or packed != lengths or is_wide:
             return None
         if lengths != listing.lengths:
             listing = _with_lengths(listing, lengths)
         self._listing = replace(listing, directory=directory, headers=headers, crcs=crcs)
-        self._but_crcs = self._without_crcs(plain)
+        self._plain = self._without_crcs(plain)
         return self._listing
 
-    def _without_crcs(self, plain: bytes) -> bytearray:
-        """A directory without the CRC-32s of its filled members."""
-        rest = bytearray(plain)
+    def _without_crcs(self, plain: bytearray) -> bytearray:
+        """The same directory; the CRC-32s of its filled members are zeros now."""
         for number in self._listing.filled:
             place = self._listing.entries[number] + 16
-            rest[place : place + 4] = bytes(4)
-        return rest
+            plain[place : place + 4] = bytes(4)
+        return plain
 
-    def _blanked(self, directory: bytes) -> bytes:
-        """A directory with another name for its folder.
+    def _renamed(self, directory: bytes) -> bytearray | None:
+        """A directory with the first one's folder instead of its own, in the name of each entry.
 
-        In the first directory, all names begin with the folder, and it is nowhere else. The other
-        name is in neither directory, and no end of it is a beginning of it. So if two directories
-        are the same now, the names of both began with their folder, and nothing else differed.
+        None if its names do not all begin with one folder, or if parsing it takes less time.
         """
-        folder = directory[46 : 46 + self._folder]
-        if not self._blank or self._blank in directory:
-            return directory
-        return directory.replace(folder, self._blank)
+        plain, own = bytearray(directory), directory[46 : 46 + len(self._folder)]
+        bytes_of_both = enumerate(zip(own, self._folder, strict=True), 46)
+        changes = [(place, *both) for place, both in bytes_of_both if both[0] != both[1]]
+        if len(changes) * len(self._rows) > len(directory) // BYTES_PER_COLUMN:
+            return None
+        if own[-1:] != self._folder[-1:]:  # which is a slash
+            return None
+        for place, byte, first in changes:
+            for row in self._rows:
+                column = slice(row.start + place, row.stop + place, row.step)
+                if plain[column] != bytes((byte,)) * len(row):
+                    return None
+                plain[column] = bytes((first,)) * len(row)
+        return plain
 
 
-def _length_of_folder(listing: _Listing) -> int:
-    """Bytes of the folder with all members, and its slash; 0 if there is none."""
+def _folder(listing: _Listing) -> bytes:
+    """The folder with all members, and its slash; empty if there is none."""
     names = [listing.name(number) for number in range(len(listing.entries))]
     folder = names[0][: names[0].find(b"/") + 1]
-    is_one = len(folder) > 1 and all(map(bytes.startswith, names, repeat(folder)))
-    return len(folder) if is_one and listing.directory.count(folder) == len(names) else 0
+    return folder if all(map(bytes.startswith, names, repeat(folder))) else b""
 
 
-def _blank_for(directory: bytes, length: int) -> bytes:
-    """A name of so many bytes that is nowhere in the directory; empty if all of them are.
-
-    Its first byte is not in the rest of it.
-    """
-    for first in range(255, 0, -1) if length else ():
-        blank = bytes((first,)) + bytes((first - 1,)) * (length - 1)
-        if blank not in directory:
-            return blank
-    return b""
+def _rows(entries: Sequence[int]) -> list[range]:
+    """The places of entries, in rows in which each is as long as the others."""
+    steps = [stop - start for start, stop in pairwise((*entries, entries[-1] + 1))]
+    rows, start = [], entries[0]
+    for step, group in groupby(steps):
+        stop = start + step * len([*group])
+        rows.append(range(start, stop, step))
+        start = stop
+    return rows
 
 
 def _fixed(values: Sequence[bytes]) -> tuple[Sequence[bytes], Sequence[bytes]]:
