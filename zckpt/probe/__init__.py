@@ -9,7 +9,8 @@
     statistics.py   metrics.py   environment.py  numbers of a tensor, of a run, of a program
     spans.py        huggingface.py  lightning.py the callbacks of trainers
     runs.py         merging.py                   recordings that are read; ranks that are joined
-    comparing.py    explaining.py   picture.py   where two runs differ, why, and how it is shown
+    comparing.py    distances.py                 where two runs differ, and how much
+    explaining.py   picture.py                   why they differ, and how that is shown
     streaming.py    prefetch.py                  weights that stay in a checkpoint's files
 
 Recording and streaming need torch (`pip install torch safetensors`); reading and comparing runs do

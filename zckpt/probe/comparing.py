@@ -1,9 +1,7 @@
 """Where two recorded runs first differ much, and what that place says about the cause.
 
-Records are aligned by step, batch, kind and key, in the order of the first run. Equal checksums are
-equal bytes. Otherwise the distance is the largest change of samples, extremes, mean and std,
-divided by the root mean square of the tensor, or by the number itself if that is larger. So neither
-the scale of a tensor nor its extremes influence what a distance means.
+Records are aligned by step, batch, kind and key, in the order of the first run. distances.py says
+how far two of them are apart.
 
 A difference is big if it exceeds the tolerance of its type. If two runs of the original were
 recorded, it is big if it exceeds four times the noise between them. While these two runs are equal
@@ -12,8 +10,6 @@ bit for bit, every difference is big.
 Runs of other numbers of ranks are merged first (merging.py). Their sums have another order: the
 rounding of a sum over W ranks grows as the root of W, and every update adds its own to the weights.
 So the tolerance is multiplied by the root of the larger W, and by the updates since the first step.
-An optimizer may turn the rounding of a tiny gradient into a whole update of one element. So of the
-samples of merged runs not the largest change counts, but the root mean square of all.
 """
 
 from __future__ import annotations
@@ -26,11 +22,10 @@ from typing import Any
 
 from ..errors import MissingData, WrongOption, counted, listed
 from . import runs
+from .distances import SAME, TOLERANCES, apart, has_numbers, tolerance
 from .explaining import Surroundings, circumstances, meaning
 from .runs import Run, TensorRecord
 
-TOLERANCES = {"F64": 1e-10, "F32": 1e-5, "F16": 4e-3, "BF16": 3e-2}
-"""A few times the effect of another order of sums on one layer's output. Other types: 0."""
 NOISE = 4  # times the noise between one pair of runs
 
 Report = dict[str, Any]
@@ -101,18 +96,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
     differing = [event for event in events if event.distance > 0]
     big = next((event for event in events if event.is_big), None)
     steps = sorted({event.a.step for event in events})
-    about = Surroundings(
-        steps,
-        a.header,
-        b.header,
-        {
-            (event.rank, event.a.step, event.a.key): not event.is_big
-            if is_merged
-            else not event.distance
-            for event in events
-            if event.a.kind == "parameter"
-        },
-    )
+    about = Surroundings(steps, a.header, b.header, _equal_weights(events, is_merged))
 
     def described(event: Event) -> Report:
         if is_merged and not event.is_big:
@@ -123,15 +107,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
 
     if differing and not big and noise is None:
         notes.append("to see whether this is noise, record the original again: --noise RUN")
-    blind = [event.a for event in events if not _has_numbers(event.a) or not _has_numbers(event.b)]
-    if blind:
-        notes.append(
-            f"without numbers, {counted(len(blind), 'record')}, such as {_name(blind[0])}: only "
-            "shapes were compared"
-        )
-    one_sided = sorted(set(a.ranks) ^ set(b.ranks))
-    if one_sided:
-        notes.append(f"only one run recorded rank {listed(list(map(str, one_sided)))}")
+    notes += _not_compared(events, a, b)
     return {
         "zckpt": 1,
         "command": "probe-diff",
@@ -155,6 +131,30 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         "metrics": metrics(events),
         "map": heat([event for event in events if event.a.kind not in ("metric", "input")], steps),
     }
+
+
+def _equal_weights(events: Sequence[Event], is_merged: bool) -> dict[tuple[int, int, str], bool]:
+    """Whether parameters are equal in both runs, by rank, step and key.
+
+    In merged runs, those are equal that are within the tolerance.
+    """
+    return {
+        (event.rank, event.a.step, event.a.key): not (event.is_big if is_merged else event.distance)
+        for event in events
+        if event.a.kind == "parameter"
+    }
+
+
+def _not_compared(events: Sequence[Event], a: Run, b: Run) -> Iterator[str]:
+    """Notes about records without numbers, and about ranks that only one run has."""
+    blind = [event.a for event in events if not has_numbers(event.a) or not has_numbers(event.b)]
+    if blind:
+        yield (
+            f"without numbers, {counted(len(blind), 'record')}, such as {_name(blind[0])}: only "
+            "shapes were compared"
+        )
+    if one_sided := sorted(set(a.ranks) ^ set(b.ranks)):
+        yield f"only one run recorded rank {listed(list(map(str, one_sided)))}"
 
 
 def _about_merging(worlds: tuple[int, int], order: str) -> str:
@@ -201,20 +201,6 @@ def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
     return events, list(only_a), list(only_b)
 
 
-EXACT = frozenset({"lr", "loss_scale"})
-"""Metrics that no order of sums changes."""
-SAME = 1e-12
-"""The distance of numbers that are equal but for their last digits in float64."""
-
-
-def tolerance(record: TensorRecord, narrowest: float) -> float:
-    """The distance that is tolerated. `narrowest` is that of the narrowest type in the runs, which
-    limits metrics."""
-    if record.kind == "metric":
-        return SAME if record.key.partition(".")[0] in EXACT else narrowest
-    return TOLERANCES.get(record.dtype, 0.0)
-
-
 def above_noise(
     events: Sequence[Event], a: Run, noise: Run, is_merged: bool = False
 ) -> tuple[list[Event], float]:
@@ -244,75 +230,6 @@ def above_noise(
 def _place_of_noise(event: Event, is_merged: bool) -> tuple[Any, ...]:
     record = event.a
     return (record.step, record.kind, record.key) if is_merged else (event.rank, *record.place)
-
-
-SMALLEST = 5e-324
-"""The distance of tensors with different bytes but equal recorded numbers."""
-
-
-def apart(a: TensorRecord, b: TensorRecord, is_merged: bool = False) -> tuple[float, str]:
-    """The distance of two tensors, and the number that shows it."""
-    if a.shape != b.shape:
-        return math.inf, f"shape {list(a.shape)} against {list(b.shape)}"
-    if a.dtype != b.dtype:
-        return math.inf, f"type {a.dtype} against {b.dtype}"
-    ours, theirs = a.numbers, b.numbers
-    known = "crc32" in ours and "crc32" in theirs
-    if known and ours["crc32"] == theirs["crc32"]:
-        return 0.0, ""
-    for key in ("nan", "inf", "negative_inf"):
-        if ours.get(key) != theirs.get(key):
-            return math.inf, f"{key} {ours.get(key)} against {theirs.get(key)}"
-    scale = max(_scale(a), _scale(b))
-    worst, what = 0.0, ""
-    squares, sampled = 0.0, ("", 0.0)
-    for name, one, other in _pairs(ours, theirs):
-        distance = _apart(one, other, scale)
-        label = "" if a.kind == "metric" else f"{name} "
-        text = f"{label}{one:.9g} against {other:.9g}" if distance else ""
-        if is_merged and name.startswith("sample"):
-            squares += distance * distance
-            sampled = max(sampled, (text, distance), key=lambda each: each[1])
-        elif distance > worst:
-            worst, what = distance, text
-    count = min(len(ours.get("samples", ())), len(theirs.get("samples", ())))
-    if squares and math.sqrt(squares / count) > worst:
-        worst, what = math.sqrt(squares / count), sampled[0]
-    if known and not worst:
-        return SMALLEST, "bytes beside the samples"
-    return worst, what
-
-
-def _pairs(a: Any, b: Any) -> Iterator[tuple[str, float, float]]:
-    for key in ("mean", "std", "min", "max"):
-        if a.get(key) is not None and b.get(key) is not None:
-            yield key, float(a[key]), float(b[key])
-    for place, (one, other) in enumerate(
-        zip(a.get("samples", ()), b.get("samples", ()), strict=False)
-    ):
-        yield f"sample {place}", float(one), float(other)
-
-
-def _apart(one: float, other: float, scale: float) -> float:
-    if one == other or (math.isnan(one) and math.isnan(other)):
-        return 0.0
-    distance = abs(one - other)
-    scale = max(scale, min(abs(one), abs(other)))
-    return distance / scale if scale and math.isfinite(distance) else math.inf
-
-
-def _scale(record: TensorRecord) -> float:
-    """The root mean square; that of the samples if there is no norm, or it exceeds float64."""
-    numbers = record.numbers
-    norm = float(numbers.get("norm") or 0.0)
-    if norm and math.isfinite(norm):
-        return norm / math.sqrt(math.prod(record.shape) - numbers["nan"] - numbers["inf"])
-    samples = [float(value) for value in numbers.get("samples", ())]
-    finite = [value for value in samples if math.isfinite(value)]
-    if any(finite):
-        return math.hypot(*finite) / math.sqrt(len(finite))
-    extremes = (numbers.get("min"), numbers.get("max"))
-    return max((abs(float(value)) for value in extremes if value is not None), default=0.0)
 
 
 # -- the report
@@ -377,12 +294,6 @@ def _described(event: Event, explained: str) -> Report:
         "tolerated": number(event.tolerated),
         "meaning": explained,
     }
-
-
-def _has_numbers(record: TensorRecord) -> bool:
-    """False for tensors on meta, sparse ones, and those that an engine has released."""
-    known = {"crc32", "mean"} if record.kind != "metric" else {"samples"}
-    return not math.prod(record.shape) or not known.isdisjoint(record.numbers)
 
 
 def _name(record: TensorRecord) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from ....core.experts import layers_of
 from ....core.layout import Layout, Shell
 from ....core.manifest import Manifest
-from ....core.values import replace
+from ....core.values import replace, valueclass
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....training import objects
 from ....training.options import ALLOW_OBJECT, DP, DTYPE, EP, PARAM_NAMES, PP, Options
@@ -38,6 +38,20 @@ TAKEN = frozenset(
 )
 
 
+@valueclass
+class _Ranks:
+    """The model ranks of the target, each as a checkpoint by itself.
+
+    `models` are the whole models that they were cut from, and `inferred` is what had to be inferred
+    for that. Both are empty if every rank keeps what it has in the source.
+    """
+
+    grid: ModelGrid
+    apart: Sequence[Manifest]
+    models: Sequence[Manifest] = ()
+    inferred: Sequence[str] = ()
+
+
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of the target; `source` has the names of `apart.stacked`.
 
@@ -48,39 +62,12 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     directory = TagDirectory(source.root, tag, None)
     files = grid_files(directory)
     _refuse_options(source.root, files, options)
-    grid = before = ModelGrid.of(files, source)
     numbered = Numbered(options[PARAM_NAMES])
     if files.tp == 1 and any(option.name in OF_WEIGHTS for option, _ in options.given):
         return _as_pipeline(source, directory, files, numbered, options)
-    apart = open_apart(directory, files.ranks, grid, None, numbered, files)
-    models: list[Manifest] = []
-    inferred: Sequence[str] = ()
-    if _cuts_again(source.root, files, options):
-        models = read.tensor_ranks(directory, files, None)
-        layers = [*files.layers_of(0)] or _layers_of_names(models[0], options)
-        pipeline = recut(apart, models, layers, grid, options)
-        apart, grid, inferred = [*pipeline.ranks], pipeline.grid, pipeline.inferred
-    with_experts = [bool(layers_of(manifest.engine)) for manifest in apart]
-    if any(with_experts) and not all(with_experts):
-        raise WrongOption(
-            f"a stage of the target would have none of the layers of experts of {source.root}, and "
-            "DeepSpeed trains no such pipeline",
-            hint="choose other bounds with --pp-bounds: every stage needs a layer of experts",
-        )
-    schedulers: list[Shell] = []
-    targets = []
-    for manifest in apart:
-        spread, schedulers = regroup.over_ranks(manifest, options)
-        targets.append(_target(spread, options))
-        regroup.check_target(targets[-1])
-    first = targets[0]
-    if any(map(elastic.is_elastic, targets)):
-        raise UnsupportedCheckpoint(
-            f"{source.root}: zckpt writes elastic files for one model rank alone"
-        )
-    for target in targets:
-        slots = {slot for buffer in target.buffers for slot in buffer.slots}
-        check_states(target.engine, target.source, slots)
+    ranks = _ranks_of(source, directory, files, numbered, options)
+    targets, schedulers = _targets_of(ranks, options)
+    first, grid, models = targets[0], ranks.grid, ranks.models
 
     def shells() -> Iterator[Shell]:
         pointer = tag.encode()
@@ -98,29 +85,83 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         return under_names_of(source, shells, grid.tp) if models else shells
 
     def check() -> list[str]:
-        return [line for model in models for line in compare_copies(model, before.tp, None)]
+        return [line for model in models for line in compare_copies(model, files.tp, None)]
 
     replaced = {item.name for item in schedulers}
     siblings = [pair for pair in first.take_siblings() if pair[0] not in replaced]
-    siblings += layer_siblings(files, tag)
     left_out = dict.fromkeys(line for target in targets for line in target.left_out)
-    kept = bool(files.layers) and first.engine.whole  # the files of layers have the weights alone
-    warnings = [*source.warnings, *([] if kept else reports.of_weights(first)), *inferred]
-    warnings += regroup.warnings(first, apart[0])
-    frozen = [name for m in models for name, about in m.parameters.items() if not about.trainable]
-    if frozen and first.engine.whole and first.wrapper is None:  # which stage lists them is lost
-        warnings.append(reports.TRAINED_ALONE)
     return Layout(
         shells,
-        siblings,
+        [*siblings, *layer_siblings(files, tag)],
         [*left_out, *recovery_scripts(source.root)],
-        list(dict.fromkeys(warnings)),
+        list(dict.fromkeys([*source.warnings, *_warnings(ranks, first, files)])),
         about=f"a DeepSpeed run of {counted(first.dp, 'data-parallel rank')}, pp {grid.pp}, tp "
         f"{grid.tp}, ZeRO stage {first.engine.stage}, tag {tag}",
         loading=lambda path: f"model_engine.load_checkpoint({literal(path)})",
         read_back=read_back,
         check=check if models else None,
     )
+
+
+def _ranks_of(
+    source: Manifest,
+    directory: TagDirectory,
+    files: GridFiles,
+    numbered: Numbered,
+    options: Options,
+) -> _Ranks:
+    """The source's model ranks, or those of other stages, if the options ask for some.
+
+    Raises WrongOption if a stage would have no layer of experts and another one has some.
+    """
+    grid = ModelGrid.of(files, source)
+    ranks = _Ranks(grid, open_apart(directory, files.ranks, grid, None, numbered, files))
+    if _cuts_again(source.root, files, options):
+        models = read.tensor_ranks(directory, files, None)
+        layers = [*files.layers_of(0)] or _layers_of_names(models[0], options)
+        pipeline = recut(ranks.apart, models, layers, grid, options)
+        ranks = _Ranks(pipeline.grid, [*pipeline.ranks], models, pipeline.inferred)
+    with_experts = [bool(layers_of(manifest.engine)) for manifest in ranks.apart]
+    if any(with_experts) and not all(with_experts):
+        raise WrongOption(
+            f"a stage of the target would have none of the layers of experts of {source.root}, and "
+            "DeepSpeed trains no such pipeline",
+            hint="choose other bounds with --pp-bounds: every stage needs a layer of experts",
+        )
+    return ranks
+
+
+def _targets_of(ranks: _Ranks, options: Options) -> tuple[list[DeepSpeedTarget], list[Shell]]:
+    """A target for each model rank, and the files of schedulers beside them.
+
+    Raises UnsupportedCheckpoint for elastic files, and for states that the engine does not load.
+    """
+    targets: list[DeepSpeedTarget] = []
+    schedulers: list[Shell] = []
+    for manifest in ranks.apart:
+        spread, schedulers = regroup.over_ranks(manifest, options)
+        targets.append(_target(spread, options))
+        regroup.check_target(targets[-1])
+    if any(map(elastic.is_elastic, targets)):
+        raise UnsupportedCheckpoint(
+            f"{ranks.apart[0].root}: zckpt writes elastic files for one model rank alone"
+        )
+    for target in targets:
+        slots = {slot for buffer in target.buffers for slot in buffer.slots}
+        check_states(target.engine, target.source, slots)
+    return targets, schedulers
+
+
+def _warnings(ranks: _Ranks, first: DeepSpeedTarget, files: GridFiles) -> Iterator[str]:
+    """What the target's ranks lack or had to infer; `first` is the target of the first one."""
+    if not files.layers or not first.engine.whole:  # files of layers have the weights alone
+        yield from reports.of_weights(first)
+    yield from ranks.inferred
+    yield from regroup.warnings(first, ranks.apart[0])
+    parameters = (about for model in ranks.models for about in model.parameters.values())
+    has_frozen = any(not about.trainable for about in parameters)  # which stage lists them is lost
+    if has_frozen and first.engine.whole and first.wrapper is None:
+        yield reports.TRAINED_ALONE
 
 
 def _as_pipeline(

@@ -1,0 +1,107 @@
+"""How far are two records of a tensor apart, and how far may they be?
+
+Equal checksums are equal bytes. Otherwise the distance is the largest change of samples, extremes,
+mean and std, divided by the root mean square of the tensor, or by the number itself if that is
+larger. So neither the scale of a tensor nor its extremes influence what a distance means.
+
+An optimizer may turn the rounding of a tiny gradient into a whole update of one element. So of the
+samples of merged runs not the largest change counts, but the root mean square of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from .runs import TensorRecord
+
+TOLERANCES = {"F64": 1e-10, "F32": 1e-5, "F16": 4e-3, "BF16": 3e-2}
+"""A few times the effect of another order of sums on one layer's output. Other types: 0."""
+EXACT = frozenset({"lr", "loss_scale"})
+"""Metrics that no order of sums changes."""
+SAME = 1e-12
+"""The distance of numbers that are equal but for their last digits in float64."""
+
+
+def tolerance(record: TensorRecord, narrowest: float) -> float:
+    """The distance that is tolerated. `narrowest` is that of the narrowest type in the runs, which
+    limits metrics."""
+    if record.kind == "metric":
+        return SAME if record.key.partition(".")[0] in EXACT else narrowest
+    return TOLERANCES.get(record.dtype, 0.0)
+
+
+SMALLEST = 5e-324
+"""The distance of tensors with different bytes but equal recorded numbers."""
+
+
+def apart(a: TensorRecord, b: TensorRecord, is_merged: bool = False) -> tuple[float, str]:
+    """The distance of two tensors, and the number that shows it."""
+    if a.shape != b.shape:
+        return math.inf, f"shape {list(a.shape)} against {list(b.shape)}"
+    if a.dtype != b.dtype:
+        return math.inf, f"type {a.dtype} against {b.dtype}"
+    ours, theirs = a.numbers, b.numbers
+    known = "crc32" in ours and "crc32" in theirs
+    if known and ours["crc32"] == theirs["crc32"]:
+        return 0.0, ""
+    for key in ("nan", "inf", "negative_inf"):
+        if ours.get(key) != theirs.get(key):
+            return math.inf, f"{key} {ours.get(key)} against {theirs.get(key)}"
+    scale = max(_scale(a), _scale(b))
+    worst, what = 0.0, ""
+    squares, sampled = 0.0, ("", 0.0)
+    for name, one, other in _pairs(ours, theirs):
+        distance = _apart(one, other, scale)
+        label = "" if a.kind == "metric" else f"{name} "
+        text = f"{label}{one:.9g} against {other:.9g}" if distance else ""
+        if is_merged and name.startswith("sample"):
+            squares += distance * distance
+            sampled = max(sampled, (text, distance), key=lambda each: each[1])
+        elif distance > worst:
+            worst, what = distance, text
+    count = min(len(ours.get("samples", ())), len(theirs.get("samples", ())))
+    if squares and math.sqrt(squares / count) > worst:
+        worst, what = math.sqrt(squares / count), sampled[0]
+    if known and not worst:
+        return SMALLEST, "bytes beside the samples"
+    return worst, what
+
+
+def _pairs(a: Any, b: Any) -> Iterator[tuple[str, float, float]]:
+    for key in ("mean", "std", "min", "max"):
+        if a.get(key) is not None and b.get(key) is not None:
+            yield key, float(a[key]), float(b[key])
+    for place, (one, other) in enumerate(
+        zip(a.get("samples", ()), b.get("samples", ()), strict=False)
+    ):
+        yield f"sample {place}", float(one), float(other)
+
+
+def _apart(one: float, other: float, scale: float) -> float:
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    distance = abs(one - other)
+    scale = max(scale, min(abs(one), abs(other)))
+    return distance / scale if scale and math.isfinite(distance) else math.inf
+
+
+def _scale(record: TensorRecord) -> float:
+    """The root mean square; that of the samples if there is no norm, or it exceeds float64."""
+    numbers = record.numbers
+    norm = float(numbers.get("norm") or 0.0)
+    if norm and math.isfinite(norm):
+        return norm / math.sqrt(math.prod(record.shape) - numbers["nan"] - numbers["inf"])
+    samples = [float(value) for value in numbers.get("samples", ())]
+    finite = [value for value in samples if math.isfinite(value)]
+    if any(finite):
+        return math.hypot(*finite) / math.sqrt(len(finite))
+    extremes = (numbers.get("min"), numbers.get("max"))
+    return max((abs(float(value)) for value in extremes if value is not None), default=0.0)
+
+
+def has_numbers(record: TensorRecord) -> bool:
+    """False for tensors on meta, sparse ones, and those that an engine has released."""
+    known = {"crc32", "mean"} if record.kind != "metric" else {"samples"}
+    return not math.prod(record.shape) or not known.isdisjoint(record.numbers)
