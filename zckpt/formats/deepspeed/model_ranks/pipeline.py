@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from ....core import sources
 from ....core.difference import rounds_to
@@ -79,15 +80,14 @@ def joined_stages(
     for name in parameters:
         entries[f"{name}/param"] = weights[name]
         entries |= {entry.name: entry for entry in trained[name][1]}
-    names = []
-    for name, entry in weights.items():
-        if name in trained:
-            continue
-        entries[entry.name] = entry
-        if name in stated or (not stated and _is_buffer(name, entry)):
-            names.append(name)
-        else:
-            parameters[name] = Parameter(entry.shape, trainable=False)
+    untrained = [name for name in weights if name not in trained]
+    entries |= {weights[name].name: weights[name] for name in untrained}
+    names = {name: None for name in untrained if _is_buffer(name, weights[name], stated)}
+    parameters |= {
+        name: Parameter(weights[name].shape, trainable=False)
+        for name in untrained
+        if name not in names
+    }
     together = common(stages)
     entries |= {name: e for name, e in stages[0].entries.items() if e.slot == "state"}
     dtypes = [weights[name].dtype for name in trained]
@@ -104,12 +104,7 @@ def joined_stages(
             **stages[0].state,
             "module": list(weights),
             "lr_scheduler": fullest.state.get("lr_scheduler"),
-            "pipeline": {
-                "parameters": [list(stage.parameters) for stage in stages],
-                "buffers": [list(names) for names in buffers],
-                "layers": [layer.number for layer in layers],
-                "tied": [[layer.number, layer.tied] for layer in layers if layer.tied is not None],
-            },
+            "pipeline": _facts(stages, buffers, layers),
         },
         replicas=(*together.replicas, *copies, *replicas),
         files=(*together.files, *(layer.file.path for layer in layers)),
@@ -120,6 +115,18 @@ def joined_stages(
         inferred=together.inferred,
     )
     return with_agreed_steps(manifest, step_policy)
+
+
+def _facts(
+    stages: Sequence[Manifest], buffers: Sequence[Sequence[str]], layers: Sequence[Layer]
+) -> dict[str, Any]:
+    """What a target must know to be the same pipeline; see `write_pipeline`."""
+    return {
+        "parameters": [list(stage.parameters) for stage in stages],
+        "buffers": [list(names) for names in buffers],
+        "layers": [layer.number for layer in layers],
+        "tied": [[layer.number, layer.tied] for layer in layers if layer.tied is not None],
+    }
 
 
 def _trained(
@@ -372,6 +379,8 @@ def _check_weights(
         )
 
 
-def _is_buffer(name: str, entry: Entry) -> bool:
-    """By its type or name, for DeepSpeed versions whose model files list no buffers."""
+def _is_buffer(name: str, entry: Entry, stated: Collection[str]) -> bool:
+    """Whether model files list it; by its type or name, for DeepSpeed versions that list none."""
+    if stated:
+        return name in stated
     return entry.dtype not in ("F64", "F32", "F16", "BF16") or bool(BUFFERS.fullmatch(name))
