@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from zckpt import errors
+from zckpt.core import sources
 from zckpt.files.dcpfile import (
     ItemBox,
     ItemLocation,
@@ -95,6 +97,34 @@ def test_an_item_is_a_file_of_torch_save(saved: Path) -> None:
         require_same(location, "w", (tensor.dtype, tensor.shape), ("F32", (4, 4)))
     assert files.torch_file(table.location("note.epoch")).value == 3
     assert list(files.sizes) == [str(saved / "__0_0.distcp")]
+
+
+@pytest.mark.parametrize("may_stay_open", [True, False])
+def test_a_file_of_many_items_is_opened_once(
+    may_stay_open: bool, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each opening takes a while on a network filesystem; descriptors are few."""
+    opened: list[int] = []
+    open_file = sources.open_file
+
+    def count(path: str, *rest: Any) -> int:
+        opened.append(open_file(path, *rest))
+        return opened[-1]
+
+    table, files = read_table(str(saved)), ItemFiles()
+    monkeypatch.setattr(sources, "open_file", count)
+    if not may_stay_open:
+        files._most_open = 0
+    place = table.location("w", ItemBox((0, 0), (4, 3)))
+    for _ in range(3):
+        assert files.stored(place, "w") is None
+        assert files.torch_file(place).value.shape == (4, 3)
+        assert files.torch_file(table.location("note.epoch")).value == 3
+    assert len(opened) == (1 if may_stay_open else 9)
+    del files
+    for descriptor in {*opened}:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
 
 
 Change = Callable[[Metadata], Any]

@@ -7,7 +7,11 @@ it. `.metadata` says where it begins; here its bytes are looked at.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
+from resource import RLIMIT_NOFILE, getrlimit
+from weakref import finalize
 
 from ..core import sources
 from ..core.expected import missing_file
@@ -24,22 +28,26 @@ ALIGNMENT = 64  # bytes; of items in the files that zckpt writes, all of which a
 class ItemFiles:
     """The item files of a folder, each opened when one of its items is needed.
 
-    `sizes` are the bytes of every file that was opened, by path.
+    They stay open as long as this object lives, a quarter of all that the process may open: a file
+    has thousands of items, and opening it takes a millisecond on some network filesystems. `sizes`
+    are the bytes of every file that was opened, by path.
     """
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
         self._parsed = Parsed()
         self._tensors: dict[tuple[str, int], dict[str, Stored]] = {}
+        self._open: dict[str, int] = {}
+        self._most_open = getrlimit(RLIMIT_NOFILE)[0] // 4
+        finalize(self, _close, self._open)
 
     def stored(self, location: ItemLocation, key: str) -> Stored | None:
         """The tensor `key`, if a safetensors file begins at the location; None if it does not."""
         begin = location.file, location.offset
         if begin not in self._tensors:
             self._require(location, 1)
-            with sources.opened(location.file) as file:
-                file.seek(location.offset)
-                is_torch = file.read(2) == b"PK"
+            with self._opened(location.file) as file:
+                is_torch = sources.pread(file, 2, location.offset) == b"PK"
             if is_torch:
                 return None
             tensors, _ = read_with_metadata(location.file, location.offset)
@@ -58,7 +66,8 @@ class ItemFiles:
             )
         self._require(location, location.length)
         extent = Extent(location.file, location.offset, location.length)
-        return TorchFile(location.file, self._parsed, extent)
+        with self._opened(location.file) as file:
+            return TorchFile(location.file, self._parsed, extent, file)
 
     def unused(self, table: ItemTable) -> list[Extent]:
         """Bytes of the item files that no item covers: something is lost, or left of another save.
@@ -87,6 +96,19 @@ class ItemFiles:
                 unused.append(Extent(file, reached, size - reached))
         return unused
 
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[int]:
+        """The descriptor of a file; raises as `sources.open_file`."""
+        file = self._open.get(path)
+        if file is None and len(self._open) < self._most_open:
+            file = self._open[path] = sources.open_file(path)
+        if file is not None:
+            with sources.naming(path):
+                yield file
+            return
+        with sources.opened(path) as opened:
+            yield opened.fileno()
+
     def _require(self, location: ItemLocation, length: int) -> None:
         """Raises IncompleteCheckpoint unless the file exists and has these bytes."""
         path, stop = location.file, location.offset + length
@@ -100,6 +122,11 @@ class ItemFiles:
                 f"{path} has {self.sizes[path]} bytes, but {METADATA} needs at least {stop}",
                 hint="it was cut short; take another copy of it",
             )
+
+
+def _close(files: dict[str, int]) -> None:
+    while files:
+        sources.close(files.popitem()[1])
 
 
 def require_same(

@@ -135,35 +135,27 @@ class Tensor:
 class TorchFile:
     """One file of torch.save: `value` is the saved value; `extent` and `read` locate the bytes.
 
-    If a file contains several consecutive ones, `within` are the bytes of this one. Raises
-    CorruptCheckpoint (truncated, flipped bits in the pickle, overlapping members) and
-    UnsupportedCheckpoint (big-endian, compressed, torch < 0.1.10).
+    If a file contains several consecutive ones, `within` are the bytes of this one, and `file` is
+    its descriptor if it is open. Raises CorruptCheckpoint (truncated, flipped bits in the pickle,
+    overlapping members) and UnsupportedCheckpoint (big-endian, compressed, torch < 0.1.10).
     """
 
     def __init__(
-        self, path: str, parsed: Parsed | None = None, within: Extent | None = None
+        self,
+        path: str,
+        parsed: Parsed | None = None,
+        within: Extent | None = None,
+        file: int | None = None,
     ) -> None:
         self.path = path
         self.saved_as: str | None = None  # the folder in the zip: the name that torch.save got
         self.records: dict[str, Record] = {}
-        with sources.opened(path) as file:
-            self.size = os.fstat(file.fileno()).st_size
-            if within is None:
-                within = Extent(path, 0, self.size)
-            head = sources.pread(file.fileno(), 4, within.offset)
-            if head == b"PK\3\4":
-                cache = Parsed() if parsed is None else parsed
-                loaded = self._read_zip(file.fileno(), within, cache)
-            elif head[:1] == b"\x80" and head[1:2] in _PROTOCOLS and not within.offset:
-                loaded = self._read_legacy(file.fileno())
-            elif not self.size:
-                raise CorruptCheckpoint(
-                    f"{path} is empty", hint="the save did not finish; use an earlier checkpoint"
-                )
-            elif head == b"vers":  # "version https://git-lfs.github.com/..."
-                raise CorruptCheckpoint(f"{path} is a Git LFS pointer", hint="run `git lfs pull`")
-            else:
-                raise CorruptCheckpoint(f"{path} is not a file of torch.save")
+        cache = Parsed() if parsed is None else parsed
+        if file is None:
+            with sources.opened(path) as opened:
+                loaded = self._loaded(opened.fileno(), within, cache)
+        else:
+            loaded = self._loaded(file, within, cache)
         self.value = loaded.value
         if loaded.bytes > SPARE_BYTES + COPIES * self.size:
             raise CorruptCheckpoint(
@@ -177,6 +169,23 @@ class TorchFile:
                 "separate places",
                 hint="save what tensor.contiguous() returns",
             )
+
+    def _loaded(self, file: int, within: Extent | None, parsed: Parsed) -> _Loaded:
+        self.size = os.fstat(file).st_size
+        if within is None:
+            within = Extent(self.path, 0, self.size)
+        head = sources.pread(file, 4, within.offset)
+        if head == b"PK\3\4":
+            return self._read_zip(file, within, parsed)
+        if head[:1] == b"\x80" and head[1:2] in _PROTOCOLS and not within.offset:
+            return self._read_legacy(file)
+        if not self.size:
+            raise CorruptCheckpoint(
+                f"{self.path} is empty", hint="the save did not finish; use an earlier checkpoint"
+            )
+        if head == b"vers":  # "version https://git-lfs.github.com/..."
+            raise CorruptCheckpoint(f"{self.path} is a Git LFS pointer", hint="run `git lfs pull`")
+        raise CorruptCheckpoint(f"{self.path} is not a file of torch.save")
 
     # -- the bytes of a tensor
 
