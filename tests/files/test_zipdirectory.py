@@ -211,3 +211,17 @@ def test_one_zip_alone(tmp_path: Path) -> None:
         b"\1" * 8,
         b"\1" * 400,
     }
+
+
+@pytest.mark.parametrize("comment", [b"", b"a" * 60_000], ids=["bare", "comment"])
+def test_a_zip_inside_of_a_larger_file(comment: bytes, tmp_path: Path) -> None:
+    """Of an item, only a short end is read at first."""
+    text = of_rank(1)
+    text = text[:-2] + len(comment).to_bytes(2, "little") + comment
+    path = tmp_path / "file"
+    path.write_bytes(b"." * 100 + text + b"." * 50)
+    with open(path, "rb") as file:
+        listed = read_directory(file.fileno(), Extent(str(path), 100, len(text)))
+    assert listed["a/data/40"].length == 8
+    whole = path.read_bytes()
+    assert whole[listed["a/data/40"].offset :].startswith(b"\1" * 8)

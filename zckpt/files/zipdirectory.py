@@ -23,8 +23,11 @@ from ..errors import CorruptCheckpoint, UnsupportedCheckpoint
 # a model's parameters. There are 50,000 in the largest models; a million fit in.
 MAX_DIRECTORY = 1 << 28
 TAIL = 65557  # bytes at the end of a zip: with them a comment of any length is read at once
+# The same of a zip with one tensor, inside of a larger file: there may be a million of them.
+SHORT_TAIL = 4096
 WIDE = 0xFFFFFFFF  # a field whose value is in the zip64 field
 BYTES_PER_COLUMN = 32  # of a directory: to change more columns takes longer than to parse it
+END = b"PK\5\6"  # of a zip's directory
 _ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
 _CRC = struct.Struct("<I")
 
@@ -210,10 +213,16 @@ class _Zip:
     def __init__(self, file: int, within: Extent) -> None:
         self.file = file
         self.within = within
-        self.behind = max(0, within.length - TAIL)
-        self.tail = sources.pread(file, within.length - self.behind, within.offset + self.behind)
+        self._read_tail(SHORT_TAIL if within.offset else TAIL)
+        if END not in self.tail:
+            self._read_tail(TAIL)
         self.start, length, self.count = self._find()
         self.directory = self.read(self.start, length)
+
+    def _read_tail(self, most: int) -> None:
+        self.behind = max(0, self.within.length - most)
+        length = self.within.length - self.behind
+        self.tail = sources.pread(self.file, length, self.within.offset + self.behind)
 
     def read(self, start: int, length: int) -> bytes:
         """Bytes of the zip; none if they reach past its end."""
@@ -225,7 +234,7 @@ class _Zip:
 
     def _find(self) -> tuple[int, int, int]:
         """Where the directory begins, its length, and its count of entries."""
-        path, end = self.within.file, self.tail.rfind(b"PK\5\6")
+        path, end = self.within.file, self.tail.rfind(END)
         if end < 0 or len(self.tail) < end + 22:
             raise CorruptCheckpoint(
                 f"{path} ends early: its zip directory is missing",
