@@ -111,10 +111,8 @@ def test_a_file_of_many_items_is_opened_once(
         opened.append(open_file(path, *rest))
         return opened[-1]
 
-    table, files = read_table(str(saved)), ItemFiles()
+    table, files = read_table(str(saved)), ItemFiles(keeps_open=may_stay_open)
     monkeypatch.setattr(sources, "open_file", count)
-    if not may_stay_open:
-        files._most_open = 0
     place = table.location("w", ItemBox((0, 0), (4, 3)))
     for _ in range(3):
         assert files.stored(place, "w") is None
@@ -125,6 +123,17 @@ def test_a_file_of_many_items_is_opened_once(
     for descriptor in {*opened}:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
+
+
+def test_a_file_that_takes_the_place_of_an_open_one(saved: Path) -> None:
+    table, files = read_table(str(saved)), ItemFiles()
+    place = table.location("note.epoch")
+    assert files.torch_file(place).value == 3
+    path = saved / "__0_0.distcp"
+    (saved / "other").write_bytes(bytes(path.stat().st_size))
+    (saved / "other").rename(path)
+    with pytest.raises(errors.CorruptCheckpoint, match="is not a file of torch"):
+        files.torch_file(place)
 
 
 Change = Callable[[Metadata], Any]

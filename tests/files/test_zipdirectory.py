@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import struct
 import zlib
 from pathlib import Path
 
@@ -211,6 +212,32 @@ def test_one_zip_alone(tmp_path: Path) -> None:
         b"\1" * 8,
         b"\1" * 400,
     }
+
+
+def commented(text: bytes, count: int, comment: bytes) -> bytes:
+    """A zip with a comment, and with a zip64 record that states so many entries."""
+    place = text.rindex(b"PK\5\6")
+    end = text[place:-2] + len(comment).to_bytes(2, "little") + comment
+    length, start = struct.unpack_from("<II", text, place + 12)
+    record = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, length, start)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, place, 1)
+    return text[:place] + record + locator + end
+
+
+@pytest.mark.parametrize("length", [0, 4050, 4054, 4055, 4060, 4074, 4075, 65515, 65535])
+def test_the_record_of_zip64_counts_wherever_it_lies(length: int, tmp_path: Path) -> None:
+    first = zip_of({"a/x": b"1", "a/y": b"2"})
+    for count, known in ((1, ["a/x"]), (99, CorruptCheckpoint)):
+        text = commented(first, count, b"c" * length)
+        for before in (0, 64):
+            path = tmp_path / "file"
+            path.write_bytes(bytes(before) + text)
+            with open(path, "rb") as file:
+                try:
+                    listed = read_directory(file.fileno(), Extent(str(path), before, len(text)))
+                    assert [*listed] == known
+                except CorruptCheckpoint:
+                    assert known is CorruptCheckpoint
 
 
 @pytest.mark.parametrize("comment", [b"", b"a" * 60_000], ids=["bare", "comment"])

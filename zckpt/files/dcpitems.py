@@ -16,6 +16,7 @@ from weakref import finalize
 from ..core import sources
 from ..core.expected import missing_file
 from ..core.fragments import Extent
+from ..core.sources import Fingerprint
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint
 from .dcpfile import ItemLocation, ItemTable
 from .dcpnames import ITEMS, METADATA
@@ -28,17 +29,18 @@ ALIGNMENT = 64  # bytes; of items in the files that zckpt writes, all of which a
 class ItemFiles:
     """The item files of a folder, each opened when one of its items is needed.
 
-    They stay open as long as this object lives, a quarter of all that the process may open: a file
-    has thousands of items, and opening it takes a millisecond on some network filesystems. `sizes`
-    are the bytes of every file that was opened, by path.
+    A file has thousands of items, and opening it takes a millisecond on some network filesystems.
+    So files stay open while this object lives (`keeps_open`), but at most a quarter of those that
+    the process may have open. `sizes` are the bytes of every file that was opened, by
+    path.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_open: bool = True) -> None:
         self.sizes: dict[str, int] = {}
         self._parsed = Parsed()
         self._tensors: dict[tuple[str, int], dict[str, Stored]] = {}
-        self._open: dict[str, int] = {}
-        self._most_open = getrlimit(RLIMIT_NOFILE)[0] // 4
+        self._open: dict[str, tuple[int, Fingerprint]] = {}
+        self._most_open = getrlimit(RLIMIT_NOFILE)[0] // 4 if keeps_open else 0
         finalize(self, _close, self._open)
 
     def stored(self, location: ItemLocation, key: str) -> Stored | None:
@@ -98,14 +100,16 @@ class ItemFiles:
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[int]:
-        """The descriptor of a file; raises as `sources.open_file`."""
-        file = self._open.get(path)
-        if file is None and len(self._open) < self._most_open:
-            file = self._open[path] = sources.open_file(path)
-        if file is not None:
-            with sources.naming(path):
-                yield file
-            return
+        """The descriptor of a file, as it is at the path now; raises as `sources.open_file`."""
+        with sources.naming(path):
+            now = Fingerprint.of(os.stat(path))
+            if path in self._open and self._open[path][1] != now:
+                sources.close(self._open.pop(path)[0])
+            if path not in self._open and len(self._open) < self._most_open:
+                self._open[path] = sources.open_file(path), now
+            if path in self._open:
+                yield self._open[path][0]
+                return
         with sources.opened(path) as opened:
             yield opened.fileno()
 
@@ -124,9 +128,9 @@ class ItemFiles:
             )
 
 
-def _close(files: dict[str, int]) -> None:
+def _close(files: dict[str, tuple[int, Fingerprint]]) -> None:
     while files:
-        sources.close(files.popitem()[1])
+        sources.close(files.popitem()[1][0])
 
 
 def require_same(

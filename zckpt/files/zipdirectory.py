@@ -22,9 +22,9 @@ from ..errors import CorruptCheckpoint, UnsupportedCheckpoint
 # Bytes of a zip's directory: a storage takes 100 to 150, and a rank of stage 3 has one for each of
 # a model's parameters. There are 50,000 in the largest models; a million fit in.
 MAX_DIRECTORY = 1 << 28
-TAIL = 65557  # bytes at the end of a zip: with them a comment of any length is read at once
-# The same of a zip with one tensor, inside of a larger file: there may be a million of them.
-SHORT_TAIL = 4096
+LOCATOR, COMMENT = 20, 65535  # bytes in front of a zip's end, and behind it at most
+TAIL = LOCATOR + 22 + COMMENT  # bytes at the end of a zip that are read at once
+SHORT_TAIL = 4096  # the same if it is inside of a larger file, which may have thousands of zips
 WIDE = 0xFFFFFFFF  # a field whose value is in the zip64 field
 BYTES_PER_COLUMN = 32  # of a directory: to change more columns takes longer than to parse it
 END = b"PK\5\6"  # of a zip's directory
@@ -93,7 +93,7 @@ class _Form:
             return None
         if self._without_crcs(plain) == self._plain:
             return self._with_crcs(directory)
-        return self._with_numbers(directory, plain)
+        return self._with_numbers(directory)
 
     def _with_crcs(self, directory: bytes) -> _Listing:
         """The listing of a directory that differs in CRC-32s alone, as those of most ranks do."""
@@ -104,8 +104,10 @@ class _Form:
         self._listing = replace(listing, directory=directory, crcs=crcs)
         return self._listing
 
-    def _with_numbers(self, directory: bytes, plain: bytearray) -> _Listing | None:
+    def _with_numbers(self, directory: bytes) -> _Listing | None:
         """The listing of a directory that differs in offsets and lengths too."""
+        plain = self._renamed(directory)
+        assert plain is not None
         values, listing = self._fields.unpack(directory), self._listing
         crcs, packed, lengths, headers = (values[field::6] for field in (1, 2, 3, 5))
         is_wide = max(max(headers), max(lengths)) == WIDE
@@ -118,7 +120,7 @@ class _Form:
         return self._listing
 
     def _without_crcs(self, plain: bytearray) -> bytearray:
-        """The same directory; the CRC-32s of its filled members are zeros now."""
+        """The same object, in which zeros take the place of the CRC-32s of filled members."""
         for number in self._listing.filled:
             place = self._listing.entries[number] + 16
             plain[place : place + 4] = bytes(4)
@@ -214,7 +216,7 @@ class _Zip:
         self.file = file
         self.within = within
         self._read_tail(SHORT_TAIL if within.offset else TAIL)
-        if END not in self.tail:
+        if self.behind and self.tail.rfind(END) < LOCATOR:
             self._read_tail(TAIL)
         self.start, length, self.count = self._find()
         self.directory = self.read(self.start, length)
@@ -242,8 +244,9 @@ class _Zip:
                 "save did not finish",
             )
         count, length, start = struct.unpack_from("<HII", self.tail, end + 10)
-        if end >= 20 and self.tail[end - 20 : end - 16] == b"PK\6\7":  # zip64: torch always has it
-            (place,) = struct.unpack_from("<Q", self.tail, end - 12)
+        locator = max(0, end - LOCATOR)
+        if self.tail[locator : locator + 4] == b"PK\6\7":  # zip64: torch always has it
+            (place,) = struct.unpack_from("<Q", self.tail, locator + 8)
             record = self.read(place, 56)
             if len(record) != 56 or record[:4] != b"PK\6\6":
                 raise _damaged(path)

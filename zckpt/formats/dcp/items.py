@@ -108,7 +108,8 @@ def stored_items(path: str, tag: str | None = None) -> StoredItems:
     files: list[str] = []
     try:
         for folder in folders:
-            table, opened = read_table(folder), ItemFiles()
+            # a program may keep its reader, and delete the checkpoint
+            table, opened = read_table(folder), ItemFiles(keeps_open=False)
             for key, item in table.items.items():
                 items[key] = _stored(table, opened, key, item)
             paths.update(table.paths)

@@ -66,7 +66,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     if files.tp == 1 and any(option.name in OF_WEIGHTS for option, _ in options.given):
         return _as_pipeline(source, directory, files, numbered, options)
     ranks = _ranks_of(source, directory, files, numbered, options)
-    targets, schedulers = _targets_of(ranks, options)
+    targets, schedulers = _targets_of(source.root, ranks, options)
     first, grid, models = targets[0], ranks.grid, ranks.models
 
     def shells() -> Iterator[Shell]:
@@ -131,7 +131,9 @@ def _ranks_of(
     return ranks
 
 
-def _targets_of(ranks: _Ranks, options: Options) -> tuple[list[DeepSpeedTarget], list[Shell]]:
+def _targets_of(
+    root: str, ranks: _Ranks, options: Options
+) -> tuple[list[DeepSpeedTarget], list[Shell]]:
     """A target for each model rank, and the files of schedulers beside them.
 
     Raises UnsupportedCheckpoint for elastic files, and for states that the engine does not load.
@@ -143,9 +145,7 @@ def _targets_of(ranks: _Ranks, options: Options) -> tuple[list[DeepSpeedTarget],
         targets.append(_target(spread, options))
         regroup.check_target(targets[-1])
     if any(map(elastic.is_elastic, targets)):
-        raise UnsupportedCheckpoint(
-            f"{ranks.apart[0].root}: zckpt writes elastic files for one model rank alone"
-        )
+        raise UnsupportedCheckpoint(f"{root}: zckpt writes elastic files for one model rank alone")
     for target in targets:
         slots = {slot for buffer in target.buffers for slot in buffer.slots}
         check_states(target.engine, target.source, slots)
