@@ -95,7 +95,9 @@ def renamed(text: bytes, name: bytes, other: bytes) -> bytes:
     return text.replace(name, other)
 
 
-@pytest.mark.parametrize("name", [b"r2/data/7", b"r1/data7/", b"r3/data/7", b"r2data//7"])
+@pytest.mark.parametrize(
+    "name", [b"r2/data/7", b"r1/data7/", b"r3/data/7", b"r2data//7", b"\xff\xfe\xfedata/7"]
+)
 def test_two_names_do_not_become_one(name: bytes, tmp_path: Path) -> None:
     """A member that is not where the others are, or in the folder of another rank."""
     first = renamed(of_rank(1, folder="r1"), b"r1/data/7", name)
@@ -107,6 +109,17 @@ def test_two_names_do_not_become_one(name: bytes, tmp_path: Path) -> None:
             alone = outcome(Directories(), path, text)
             assert outcome(after(before, path), path, text) == alone
     assert outcome(Directories(), path, renamed(first, b"r1/data/8", name)) is CorruptCheckpoint
+
+
+def test_a_member_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Both names of the second file are the same; those of the first one are not."""
+    path = tmp_path / "file"
+    first = zip_of({"a/x": b"1", "a/+": b"2", "+a/": b""}).replace(b"+", b"\xfe")
+    second = zip_of({"b/x": b"1", "b/+": b"2", "c/+": b""}).replace(b"+", b"\xfe")
+    twice = second.replace(b"c/\xfe", b"b/\xfe")
+    assert outcome(Directories(), path, twice) is CorruptCheckpoint
+    assert outcome(after(first, path), path, twice) is CorruptCheckpoint
+    assert outcome(after(second, path), path, twice) is CorruptCheckpoint
 
 
 def test_names_that_are_one_once_they_are_text(tmp_path: Path) -> None:

@@ -31,8 +31,7 @@ class ItemFiles:
 
     A file has thousands of items, and opening it takes a millisecond on some network filesystems.
     So files stay open while this object lives (`keeps_open`), but at most a quarter of those that
-    the process may have open. `sizes` are the bytes of every file that was opened, by
-    path.
+    the process may have open. `sizes` are the bytes of every file that was opened, by path.
     """
 
     def __init__(self, keeps_open: bool = True) -> None:

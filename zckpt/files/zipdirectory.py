@@ -22,12 +22,13 @@ from ..errors import CorruptCheckpoint, UnsupportedCheckpoint
 # Bytes of a zip's directory: a storage takes 100 to 150, and a rank of stage 3 has one for each of
 # a model's parameters. There are 50,000 in the largest models; a million fit in.
 MAX_DIRECTORY = 1 << 28
-LOCATOR, COMMENT = 20, 65535  # bytes in front of a zip's end, and behind it at most
-TAIL = LOCATOR + 22 + COMMENT  # bytes at the end of a zip that are read at once
-SHORT_TAIL = 4096  # the same if it is inside of a larger file, which may have thousands of zips
+LOCATOR = 20  # bytes in front of END: where the record of zip64 is
+# Bytes at the end of a zip that are read at once: LOCATOR, the record of END, the longest comment.
+# Less is read at first of a zip inside of a larger file, which may have thousands of them.
+TAIL, SHORT_TAIL = LOCATOR + 22 + 65535, 4096
 WIDE = 0xFFFFFFFF  # a field whose value is in the zip64 field
 BYTES_PER_COLUMN = 32  # of a directory: to change more columns takes longer than to parse it
-END = b"PK\5\6"  # of a zip's directory
+END = b"PK\5\6"  # begins the record at the end of a zip
 _ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
 _CRC = struct.Struct("<I")
 
@@ -81,7 +82,7 @@ class _Form:
         self._listing = listing
         self._folder = _folder(listing)
         self._rows = _rows(listing.entries) if self._folder else []
-        self._plain = self._without_crcs(bytearray(directory))
+        self._plain = self._without_crcs(directory)
         self._fixed = _fixed(self._fields.unpack(directory))
 
     def listing(self, directory: bytes) -> _Listing | None:
@@ -93,7 +94,7 @@ class _Form:
             return None
         if self._without_crcs(plain) == self._plain:
             return self._with_crcs(directory)
-        return self._with_numbers(directory)
+        return self._with_numbers(directory, plain)
 
     def _with_crcs(self, directory: bytes) -> _Listing:
         """The listing of a directory that differs in CRC-32s alone, as those of most ranks do."""
@@ -104,10 +105,8 @@ class _Form:
         self._listing = replace(listing, directory=directory, crcs=crcs)
         return self._listing
 
-    def _with_numbers(self, directory: bytes) -> _Listing | None:
+    def _with_numbers(self, directory: bytes, plain: bytearray) -> _Listing | None:
         """The listing of a directory that differs in offsets and lengths too."""
-        plain = self._renamed(directory)
-        assert plain is not None
         values, listing = self._fields.unpack(directory), self._listing
         crcs, packed, lengths, headers = (values[field::6] for field in (1, 2, 3, 5))
         is_wide = max(max(headers), max(lengths)) == WIDE
@@ -119,12 +118,13 @@ class _Form:
         self._plain = self._without_crcs(plain)
         return self._listing
 
-    def _without_crcs(self, plain: bytearray) -> bytearray:
-        """The same object, in which zeros take the place of the CRC-32s of filled members."""
+    def _without_crcs(self, plain: bytes | bytearray) -> bytearray:
+        """A directory without the CRC-32s of its filled members."""
+        rest = bytearray(plain)
         for number in self._listing.filled:
             place = self._listing.entries[number] + 16
-            plain[place : place + 4] = bytes(4)
-        return plain
+            rest[place : place + 4] = bytes(4)
+        return rest
 
     def _renamed(self, directory: bytes) -> bytearray | None:
         """A directory with the first one's folder instead of its own, in the name of each entry.

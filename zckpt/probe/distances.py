@@ -22,6 +22,8 @@ EXACT = frozenset({"lr", "loss_scale"})
 """Metrics that no order of sums changes."""
 SAME = 1e-12
 """The distance of numbers that are equal but for their last digits in float64."""
+SMALLEST = 5e-324
+"""The distance of tensors with different bytes but equal recorded numbers."""
 
 
 def tolerance(record: TensorRecord, narrowest: float) -> float:
@@ -30,10 +32,6 @@ def tolerance(record: TensorRecord, narrowest: float) -> float:
     if record.kind == "metric":
         return SAME if record.key.partition(".")[0] in EXACT else narrowest
     return TOLERANCES.get(record.dtype, 0.0)
-
-
-SMALLEST = 5e-324
-"""The distance of tensors with different bytes but equal recorded numbers."""
 
 
 def apart(a: TensorRecord, b: TensorRecord, is_merged: bool = False) -> tuple[float, str]:
