@@ -70,7 +70,7 @@ def _lay_out(source: Manifest, options: Options) -> Layout:
     is_elastic = elastic.is_elastic(target)
     warnings = reports.of_config(target)
     if not options.weights_only:
-        check_states(target.engine, source, {slot for b in target.buffers for slot in b.slots})
+        check_states(target.engine, source, target.states)
         warnings += elastic.warnings(target) if is_elastic else reports.of_assumed(target)
     warnings += [*reports.of_stage_0(target), *reports.of_weights(target)]
     warnings += regroup.warnings(target, source)

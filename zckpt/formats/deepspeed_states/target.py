@@ -321,6 +321,11 @@ class DeepSpeedTarget:
     # -- what files state
 
     @property
+    def states(self) -> set[str]:
+        """The optimizer states that buffers have."""
+        return {slot for buffer in self.buffers for slot in buffer.slots}
+
+    @property
     def tag(self) -> str:
         stated = self.source.source.get("tag")
         if stated is None and program_of(self.source.siblings) == ACCELERATE:

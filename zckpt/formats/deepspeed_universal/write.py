@@ -68,7 +68,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         )
     warnings = reports.of_config(target)
     if not options.weights_only:
-        check_states(target.engine, source, {slot for b in target.buffers for slot in b.slots})
+        check_states(target.engine, source, target.states)
         warnings += reports.of_assumed(target)
     warnings += reports.of_weights(target)
     _check_names(target)
@@ -134,7 +134,7 @@ def _is_auto(config: Mapping[str, Any] | None) -> bool:
 
 
 def _check_names(target: DeepSpeedTarget) -> None:
-    keys = {slot_key(slot) for buffer in target.buffers for slot in buffer.slots}
+    keys = {slot_key(slot) for slot in target.states}
     for what, names, reserved in (
         ("tag", [target.tag], (POINTER,)),
         ("parameter", list(target.trainable), (COMMON,)),

@@ -28,7 +28,7 @@ from . import write_pipeline
 from .apart import ModelGrid, layer_siblings, open_apart, stacked
 from .copies import compare_copies
 from .grid import TIED, GridFiles, grid_files
-from .rank_shells import rank_shells
+from .rank_shells import run_shells
 from .recut import recut, under_names_of
 from .stage_bounds import STAGES, refuse_without_stages
 
@@ -70,10 +70,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     first, grid, models = targets[0], ranks.grid, ranks.models
 
     def shells() -> Iterator[Shell]:
-        pointer = tag.encode()
-        yield Shell("latest", len(pointer), ((0, pointer),))
-        for number, target in enumerate(targets):
-            yield from rank_shells(target, number)
+        yield from run_shells(tag, targets)
         yield from schedulers
 
     def read_back(path: str) -> Manifest:
@@ -147,8 +144,7 @@ def _targets_of(
     if any(map(elastic.is_elastic, targets)):
         raise UnsupportedCheckpoint(f"{root}: zckpt writes elastic files for one model rank alone")
     for target in targets:
-        slots = {slot for buffer in target.buffers for slot in buffer.slots}
-        check_states(target.engine, target.source, slots)
+        check_states(target.engine, target.source, target.states)
     return targets, schedulers
 
 

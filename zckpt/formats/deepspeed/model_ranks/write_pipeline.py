@@ -33,7 +33,7 @@ from .. import elastic, read
 from ..files import locate, recovery_scripts
 from .apart import ModelGrid, ModelRank
 from .grid import TIED, grid_files
-from .rank_shells import rank_shells
+from .rank_shells import run_shells
 from .recut import Stage, new_stages, of_stage
 from .tensor_ranks import joined_slices
 from .write_tensor_ranks import (
@@ -76,16 +76,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     first = targets[0]
     _refuse_target(first)
     for target in targets:
-        check_states(
-            target.engine, target.source, {slot for b in target.buffers for slot in b.slots}
-        )
+        check_states(target.engine, target.source, target.states)
     tag, before = first.tag, {name: source.parameters[name].shape[0] for name in rows}
 
     def shells() -> Iterator[Shell]:
-        pointer = tag.encode()
-        yield Shell("latest", len(pointer), ((0, pointer),))
-        for number, target in enumerate(targets):
-            yield from rank_shells(target, number)
+        yield from run_shells(tag, targets)
         for number in pipeline.layers:
             for rank, whole in enumerate(wholes):
                 yield _layer_file(whole, pipeline, number, rank, tp)

@@ -43,7 +43,7 @@ from .apart import ModelGrid, ModelRank
 from .arguments import TENSOR_RANKS, VOCABULARY, arguments, with_sizes
 from .auto_tp import AutoTP, is_auto
 from .grid import grid_files
-from .rank_shells import rank_shells
+from .rank_shells import run_shells
 from .stage_bounds import refuse_without_stages
 from .tensor_ranks import joined_slices
 from .universal_info import UniversalInfo, info_for
@@ -67,16 +67,11 @@ def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
             hint="leave out --tp",
         )
     for target in targets:
-        check_states(
-            target.engine, target.source, {slot for b in target.buffers for slot in b.slots}
-        )
+        check_states(target.engine, target.source, target.states)
     tag, before = first.tag, {name: source.parameters[name].shape[0] for name in rows}
 
     def shells() -> Iterator[Shell]:
-        pointer = tag.encode()
-        yield Shell("latest", len(pointer), ((0, pointer),))
-        for number, target in enumerate(targets):
-            yield from rank_shells(target, number)
+        yield from run_shells(tag, targets)
 
     def read_back(path: str) -> Manifest:
         directory = locate(path, tag)
