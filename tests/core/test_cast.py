@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
-from zckpt.core.cast import cast, put_mean
+from zckpt.core.cast import NEAR_BLOCK, cast, put_mean, rounds_to_bfloat16
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.errors import UnsupportedCheckpoint
 
@@ -113,6 +113,44 @@ def test_not_a_number_stays_one(source: str, target: str) -> None:
     data = bytearray(bytes(values.view(torch.uint8).numpy()))
     cast(memoryview(data), source, memoryview(result), target)
     assert torch.frombuffer(result, dtype=torch_type(target)).isnan().all()
+
+
+def rounds(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
+    return rounds_to_bfloat16(
+        *(memoryview(part.view(torch.uint8).numpy()) for part in (wide, narrow))
+    )
+
+
+NUMBERS = EDGES.float()
+
+
+def test_what_torch_rounds_is_known_as_rounded() -> None:
+    """Edges, ties among them, and as many numbers as two blocks have."""
+    many = torch.randn(2 * NEAR_BLOCK + 5, generator=torch.Generator().manual_seed(0))
+    ties = (torch.arange(2**16) << 16 | 0x8000).to(torch.int32).view(torch.float32)
+    for wide in (NUMBERS, many, ties[ties.isfinite()], torch.empty(0)):
+        assert rounds(wide, wide.bfloat16())
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_neighbor_is_not_the_rounded_number(step: int) -> None:
+    """Neither where a number is a tie, nor between others."""
+    wide = NUMBERS[NUMBERS.isfinite()]
+    right = wide.bfloat16().view(torch.int16)
+    for number in range(len(wide)):
+        wrong = right.clone()
+        wrong[number] += step
+        alone = wrong.view(torch.bfloat16)[number : number + 1]
+        assert not rounds(wide[number : number + 1], alone)
+        assert not rounds(wide, wrong.view(torch.bfloat16))
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000])
+def test_no_number_is_known_as_rounded(bits: int) -> None:
+    """Their bits may be next to those of infinity or of zero."""
+    wide = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    for narrow in (float("inf"), float("nan"), 0.0, -0.0):
+        assert not rounds(wide, torch.tensor([narrow], dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(

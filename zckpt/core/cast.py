@@ -14,6 +14,8 @@ from ..errors import UnsupportedCheckpoint
 from .dtypes import NUMBERS, SIZES, TORCH_NAMES
 from .pieces import CAST_BLOCK
 
+NEAR_BLOCK = 1 << 16  # elements that are compared at a time: they stay in the processor's cache
+
 _NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
@@ -94,6 +96,29 @@ def _bfloat16(values: Any) -> Any:
     if np.isnan(values.max(initial=0)):  # a maximum is NaN if any number is
         rounded[np.isnan(values)] = 0x7FC0  # rounding its bits could make one infinite
     return rounded
+
+
+def rounds_to_bfloat16(wide: memoryview, narrow: memoryview) -> bool:
+    """Whether float32 numbers round to these bfloat16 numbers, bit for bit; False if one is a NaN.
+
+    As integers, a number and what it is rounded to are less than 0x8000 apart, or as much if it
+    lies in the middle of two. To look at the distances takes half the time of rounding.
+    """
+    values, halves = np.frombuffer(wide, np.float32), np.frombuffer(narrow, np.uint16)
+    memory = np.empty(min(len(values), NEAR_BLOCK), np.uint32)
+    for start in range(0, len(values), NEAR_BLOCK):
+        block, rounded = values[start : start + NEAR_BLOCK], halves[start : start + NEAR_BLOCK]
+        bits = memory[: len(block)]
+        np.copyto(bits, rounded)
+        bits <<= np.uint32(16)
+        distance = np.subtract(block.view(np.uint32), bits, out=bits).view(np.int32)
+        if distance.max() >= 0x8000 or distance.min() <= -0x8000:
+            far = np.flatnonzero((distance >= 0x8000) | (distance <= -0x8000))
+            if (_bfloat16(block[far]) != rounded[far]).any():
+                return False
+        if np.isnan(block.max()):  # a maximum is NaN if any number is
+            return False
+    return True
 
 
 def widen(halves: Any) -> Any:

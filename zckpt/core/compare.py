@@ -7,13 +7,11 @@ The pass also computes the CRC-32 of every tensor, and of every record that it r
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from threading import Lock
 
 from .checksum import Cover, crc32
-from .difference import Difference, measure, rounds_to, same
+from .difference import Difference, measure, same
 from .dtypes import SIZES
 from .fileio import Buffer
 from .fragments import Extent, Record
@@ -24,11 +22,11 @@ from .plan import Match
 from .pooling import Claim, claimed
 from .records import Damage, RecordChecker
 from .resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
+from .rounding import FEW, Rounding, import_numpy
 from .sources import unchanged
 from .streaming import chunk_size, finish, stream
 from .values import field, mutable, valueclass
 
-FEW = 1 << 17  # elements; rounding so many here takes less time than importing numpy
 PADDING = 64 << 10  # bytes; more than these beside tensors are not padding
 
 
@@ -136,8 +134,8 @@ class _Comparison:
                     self.covers.setdefault(id(entry), Cover(entry.length))
                     self.first.setdefault(id(entry), number)
         rounded = sum(item.a.numel for item in matches if item.how == "rounded")
-        self.rounds_here = rounded <= FEW and work.measure != "all"
-        self.needs_numpy = rounded > 0 and not self.rounds_here
+        self.rounds_few = rounded <= FEW and work.measure != "all"
+        self.needs_numpy = rounded > 0 and not self.rounds_few
         self.differences: dict[int, Difference] = {}  # by the number of the match
         self.bytes = 0
         self.lock = Lock()
@@ -147,8 +145,7 @@ class _Comparison:
         """Carries out the blocks of tasks that this process gets."""
         tasks = claimed(self.tasks(), _bytes_of, claim)
         if self.needs_numpy:
-            with suppress(RuntimeError):  # a limit of memory or of processes
-                threading.Thread(target=_import_numpy).start()
+            import_numpy()
         stream(tasks, jobs, self.checkers, self.chunk, self.start)
 
     def partial(self) -> Partial:
@@ -205,24 +202,45 @@ class _Comparison:
 
     def start(self, sides: Sequence[ElementReader]) -> Callable[[list[_MatchPart]], None]:
         """One thread's buffers, and the function that compares the parts of a task."""
-        buffers = _Buffers(self.chunk)
+        buffers = _Buffers(self.chunk, self.rounds_few)
         return lambda parts: self._carry_out(parts, sides, buffers)
 
     def _carry_out(
         self, parts: list[_MatchPart], sides: Sequence[ElementReader], buffers: _Buffers
     ) -> None:
         match = parts[0].match
+        if len(parts) == 1 and self._is_only_hashed(parts[0]):
+            self._hash_alone(parts[0], sides[0], buffers.a)
+            return
         a = self._read(parts, "a", sides[0], buffers.a)
         b = None if match.b is None else self._read(parts, "b", sides[-1], buffers.b)
         equal = b is not None and self._compare(parts, a.view, b.view, buffers)
         crcs = self._hash(a, sides[0].checker, {})
         if b is not None:  # equal bytes have equal CRCs
             self._hash(b, sides[-1].checker, crcs if equal and match.how == "bits" else {})
-        passed = len(a.view) + (len(b.view) if b else 0)
+        self._passed(len(a.view) + (len(b.view) if b else 0))
+
+    def _passed(self, count: int) -> None:
         with self.lock:
-            self.bytes += passed
+            self.bytes += count
         if self.progress:
-            self.progress(passed)
+            self.progress(count)
+
+    def _is_only_hashed(self, part: _MatchPart) -> bool:
+        entry = part.match.a
+        is_counted = self.first[id(entry)] == part.number
+        return part.match.b is None and is_counted and is_hashed_apart(entry)
+
+    def _hash_alone(self, part: _MatchPart, element_reader: ElementReader, buffer: Buffer) -> None:
+        """Reads elements that are compared with nothing, and counts their CRCs."""
+        entry, size = part.match.a, SIZES[part.match.a.dtype]
+        request = ReadRequest(entry, part.start, part.stop, 0)
+        hasher = PieceHasher(element_reader.checker)
+        crc = hasher.read(request, element_reader.reader, buffer.view)
+        hasher.flush()
+        with self.lock:
+            self.covers[id(entry)].add(part.start * size, part.stop * size, crc)
+        self._passed(request.end)
 
     def _read(
         self, parts: Sequence[_MatchPart], side: str, element_reader: ElementReader, buffer: Buffer
@@ -271,15 +289,15 @@ class _Comparison:
         match = parts[0].match
         assert match.b is not None
         a_dtype, b_dtype = match.a.dtype, match.b.dtype
-        if match.how == "rounded" and self.rounds_here:
-            if (a_dtype, b_dtype) == ("F32", "BF16") and rounds_to(a, b):
+        if match.how == "rounded":
+            rounding = buffers.rounding
+            wide, narrow = ((a, a_dtype), (b, b_dtype))[:: 1 if match.rounds_a else -1]
+            if not self._looks_at_all(match) and rounding.agrees(*wide, *narrow):
                 return True
-            if (b_dtype, a_dtype) == ("F32", "BF16") and rounds_to(b, a):
-                return True
-        if match.rounds_a:
-            a, a_dtype = buffers.rounded(a, a_dtype, b_dtype), b_dtype
-        elif match.how == "rounded":
-            b, b_dtype = buffers.rounded(b, b_dtype, a_dtype), a_dtype
+            if match.rounds_a:
+                a, a_dtype = rounding.rounded(a, a_dtype, b_dtype), b_dtype
+            else:
+                b, b_dtype = rounding.rounded(b, b_dtype, a_dtype), a_dtype
         if not self._looks_at_all(match) and same(a, b):
             return True
         for part in parts:
@@ -321,20 +339,10 @@ class _Comparison:
 class _Buffers:
     """One thread's memory: for both sides, and for elements that are rounded to be compared."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, rounds_few: bool) -> None:
         self.a = Buffer(size)
         self.b = Buffer(size)
-        self._size = size
-        self._rounded: Buffer | None = None
-
-    def rounded(self, view: memoryview, dtype: str, narrow: str) -> memoryview:
-        """All elements of `view` in the type `narrow`."""
-        from .cast import cast
-
-        self._rounded = self._rounded or Buffer(self._size)
-        result = self._rounded.view[: len(view) // SIZES[dtype] * SIZES[narrow]]
-        cast(view, dtype, result, narrow)
-        return result
+        self.rounding = Rounding(size, rounds_few)
 
 
 def compare(
@@ -369,11 +377,6 @@ def compare(
     for partial in copying.pool.others():
         running.take(partial)
     return running.finish(everything)
-
-
-def _import_numpy() -> None:
-    """Takes a while, in which other threads can read."""
-    from . import cast  # noqa: F401
 
 
 def _bytes_of(parts: Sequence[_MatchPart]) -> int:

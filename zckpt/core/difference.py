@@ -68,19 +68,6 @@ def same(a: memoryview, b: memoryview) -> bool:
     return not _libc.memcmp(*addresses, len(a))
 
 
-def rounds_to(wide: memoryview, narrow: memoryview) -> bool:
-    """Whether float32 numbers round to these bfloat16 numbers, to nearest, ties to even.
-
-    This is for few numbers: it saves the import of numpy. It is False if one is a NaN, whose
-    rounding `cast` knows.
-    """
-    pairs = zip(wide.cast("I"), narrow.cast("H"), strict=True)
-    return all(
-        (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 == half and bits & 0x7FFFFFFF <= 0x7F800000
-        for bits, half in pairs
-    )
-
-
 def measure(
     a: memoryview, a_dtype: str, b: memoryview, b_dtype: str, start: int, rounded: bool = False
 ) -> Difference:

@@ -15,9 +15,9 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...core.difference import rounds_to
 from ...core.dtypes import SIZES
 from ...core.fragments import Extent, Fragment, Runs
+from ...core.rounding import are_rounded
 from ...core.values import valueclass
 
 ALIGNMENT = 64  # elements
@@ -214,21 +214,4 @@ def _fits(local: Local, flat: Flat, place: tuple[int, int], read: ReadBytes) -> 
     count = local.first.length // SIZES[local.dtype]
     runs = flat.part("master", place, count)
     wide = b"".join(read(run.extent) for run in runs)
-    return _rounds(wide, read(local.first), local.dtype)
-
-
-def _rounds(wide: bytes, narrow: bytes, dtype: str) -> bool:
-    """Whether float32 numbers, rounded to another type, are these."""
-    if len(wide) // SIZES["F32"] != len(narrow) // SIZES[dtype]:
-        return False
-    if dtype == "F32":
-        return wide == narrow
-    if dtype == "BF16":
-        return rounds_to(memoryview(wide), memoryview(narrow))
-    if dtype == "F16":
-        values = struct.unpack(f"<{len(wide) // 4}f", wide)
-        try:
-            return struct.pack(f"<{len(values)}e", *values) == narrow
-        except OverflowError:  # Python has no rounding to infinity
-            return False
-    return False
+    return are_rounded(wide, "F32", read(local.first), local.dtype) is True

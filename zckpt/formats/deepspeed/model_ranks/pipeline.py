@@ -13,16 +13,15 @@ that uses a tied layer has its own copy of weights, masters and moments.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ....core import sources
-from ....core.difference import rounds_to
 from ....core.dtypes import SIZES
 from ....core.facts import FlatBufferEngine
 from ....core.fragments import Fragments
 from ....core.manifest import Entry, Manifest, Parameter
+from ....core.rounding import are_rounded
 from ....core.values import replace, valueclass
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
@@ -312,17 +311,7 @@ def begins_as(weight: Entry, master: Entry, count: int) -> bool:
     """
     narrow = head(weight.fragments, weight.dtype, count)
     wide = head(master.fragments, master.dtype, count)
-    if weight.dtype == master.dtype:
-        return narrow == wide
-    if (master.dtype, weight.dtype) == ("F32", "BF16"):
-        return rounds_to(memoryview(wide), memoryview(narrow))
-    if (master.dtype, weight.dtype) == ("F32", "F16"):
-        values = struct.unpack(f"<{count}f", wide)
-        try:
-            return struct.pack(f"<{count}e", *values) == narrow
-        except OverflowError:
-            return False
-    return True
+    return are_rounded(wide, master.dtype, narrow, weight.dtype) is not False
 
 
 def head(fragments: Fragments, dtype: str, count: int) -> bytes:

@@ -7,11 +7,10 @@ the weights of its own experts, so that only one of the two fits.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from ....core.difference import rounds_to
+from ....core.rounding import are_rounded
 from ....errors import InconsistentCheckpoint
 from ....files.torchfile import Tensor, TorchFile
 from ... import zero
@@ -83,14 +82,4 @@ def _parts(
 
 def _rounds(wide_file: TorchFile, wide: Tensor, narrow_file: TorchFile, narrow: Tensor) -> bool:
     a, b = wide_file.read(wide), narrow_file.read(narrow)
-    if wide.dtype == narrow.dtype:
-        return a == b
-    if (wide.dtype, narrow.dtype) == ("F32", "BF16"):
-        return rounds_to(memoryview(a), memoryview(b))
-    if (wide.dtype, narrow.dtype) == ("F32", "F16"):
-        numbers = struct.unpack(f"<{wide.numel}f", a)
-        try:
-            return struct.pack(f"<{narrow.numel}e", *numbers) == b
-        except OverflowError:
-            return False
-    return True
+    return are_rounded(a, wide.dtype, b, narrow.dtype) is not False
