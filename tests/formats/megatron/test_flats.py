@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 import zckpt as package
 from zckpt import errors
 from zckpt.core.fragments import Extent, Fragment, Runs
-from zckpt.formats.megatron.flats import read_bytes
-from zckpt.formats.megatron.order import expert_of, orders
-from zckpt.formats.megatron.placing import Flat, Local, places
-from zckpt.formats.megatron.stages import Rank, placed
+from zckpt.formats.megatron.buffers.flats import read_bytes
+from zckpt.formats.megatron.buffers.order import expert_of, orders
+from zckpt.formats.megatron.buffers.placing import Flat, Local, places
+from zckpt.formats.megatron.buffers.stages import Rank, placed
 
 from ...conftest import ROOT
 

@@ -11,7 +11,8 @@ import torch
 from zckpt import errors
 from zckpt.core.fragments import Extent
 from zckpt.core.partition import BoxPart, Joined
-from zckpt.formats.megatron import buffer_rule, gather, read
+from zckpt.formats.megatron import gather, read
+from zckpt.formats.megatron.buffers import rule
 
 from ...conftest import ROOT
 from ..broken import assert_gathers, found, reading, shifted, swapped, without
@@ -78,19 +79,19 @@ class TestBuffers:
     SIZES = (("embedding.position_embeddings.weight", 70), ("b", 10), ("c", 130))
 
     @staticmethod
-    def slots(*numels: int, whole: bool = False) -> buffer_rule.Slots:
-        numbers = [buffer_rule.WHOLE] if whole else range(len(numels))
+    def slots(*numels: int, whole: bool = False) -> rule.Slots:
+        numbers = [rule.WHOLE] if whole else range(len(numels))
         return {
             "param": {
-                number: buffer_rule.Buffer(
+                number: rule.Buffer(
                     (BoxPart((0,), (numel,), Extent(f"bucket {number}", 0, numel * 4)),)
                 )
                 for number, numel in zip(numbers, numels, strict=True)
             }
         }
 
-    def starts(self, slots: buffer_rule.Slots, size: int | None = None) -> list[tuple[str, int]]:
-        placed = buffer_rule.layout("run", self.SIZES, slots, size)
+    def starts(self, slots: rule.Slots, size: int | None = None) -> list[tuple[str, int]]:
+        placed = rule.layout("run", self.SIZES, slots, size)
         return [
             (part.extent.file, part.extent.offset // 4)
             for name in placed
@@ -129,11 +130,11 @@ class TestBuffers:
                 "mlp.linear_fc1",
             )
         }
-        sort = [buffer_rule.order_of(name, names, True) for name in names]
+        sort = [rule.order_of(name, names, True) for name in names]
         assert sort == sorted(sort, key=lambda order: order or ())
-        local = [buffer_rule.order_of(name, names, False) for name in names]
+        local = [rule.order_of(name, names, False) for name in names]
         assert local != sorted(local, key=lambda order: order or ())
-        assert buffer_rule.order_of("mtp.layers.0.weight", names, True) is None
+        assert rule.order_of("mtp.layers.0.weight", names, True) is None
 
     def test_order_of_experts(self) -> None:
         """One module of all experts has the first linear of each before the second of any."""
@@ -153,13 +154,13 @@ class TestBuffers:
         ]
         together = [*apart[:2], apart[3], apart[2], *apart[4:]]
         for grouped, names in ((False, apart), (True, together)):
-            keys = {name: buffer_rule.order_of(name, {}, grouped, grouped) for name in names}
+            keys = {name: rule.order_of(name, {}, grouped, grouped) for name in names}
             assert sorted(names, key=lambda name: keys[name] or ()) == names
 
 
 def test_halves_of_gates() -> None:
     """Rank 1 of 2 has the second half of the gates, and of the rest."""
-    boxes = buffer_rule.boxes_of("decoder.layers.0.mlp.linear_fc1.weight", (8, 3), 2, 1, True)
+    boxes = rule.boxes_of("decoder.layers.0.mlp.linear_fc1.weight", (8, 3), 2, 1, True)
     assert boxes == [((2, 0), (2, 3)), ((6, 0), (2, 3))]
     whole = torch.arange(24).view(8, 3)
     gate, up = whole.chunk(2)

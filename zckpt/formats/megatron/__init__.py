@@ -1,28 +1,23 @@
 """Megatron-Core's checkpoints: `torch_dist`, the older `mp_rank_*` directories, and its FSDP's.
 
-    files.py     which directory is meant; the kinds that are refused
-    programs.py  whose directory it is, and what lies beside the items
-    common.py    what the ranks share: arguments, hyper-parameters, the step
-    names.py     names of parameters, from keys under which layers are stacked
-    groups.py    which group each parameter is in, and its step
-    read.py      a torch_dist directory, item by item
-    contents.py  the manifest of what a reader has collected
-    masters.py   the check of masters against weights, and what is left if it fails
-    spaces.py    fully_sharded_model_space: fragments that are flat
-    flats.py     dp_reshardable and dp_zero_gather_scatter: flat buffers
-    stages.py    which parameters a flat buffer has
-    placing.py   where in it they begin
-    order.py     the order of a GPTModel's parameters
-    keys.py      the keys that a GPTModel has in torch_dist
-    legacy.py    mp_rank_* directories; with legacy_ranks.py, cuts.py and legacy_states.py
-    fsdp.py      Megatron-FSDP's directories (fsdp_dtensor); with fsdpitems.py
+    files.py       which directory is meant; the kinds that are refused
+    programs.py    whose directory it is, and what lies beside the items
+    common.py      what the ranks share: arguments, hyper-parameters, the step
+    names.py       names of parameters, from keys under which layers are stacked
+    keys.py        the keys that a GPTModel has in torch_dist
+    groups.py      which group each parameter is in, and its step
+    read.py        a torch_dist directory, item by item
+    contents.py    the manifest of what a reader has collected
+    masters.py     the check of masters against weights, and what is left if it fails
+    buffers/       flat buffers of the optimizer
+    legacy/        the older directories, mp_rank_*
+    fsdp/          the directories of Megatron-FSDP
+    write.py       an iteration's directory, from which any tp, pp and dp resumes
     optimizers.py  the optimizers and groups that a target's run has
-    write.py     an iteration's directory, from which any tp, pp and dp resumes
-    options.py   what a user may ask of it
-    gather.py    Megatron-Core's own rule, for `verify --gather`; with gather_folders.py
-    buffer_rule.py  where it places parameters in buffers
     vocabulary.py  the rows of a padded vocabulary: `--tp`
-    like.py      sources of other engines, with the keys and groups of a run: `--like`
+    like.py        sources of other engines, with the keys and groups of a run: `--like`
+    options.py     what a user may ask of the writer
+    gather.py      what Megatron-Core's own rule brings back, for `verify --gather`
 
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.
 """

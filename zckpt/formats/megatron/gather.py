@@ -1,9 +1,9 @@
 """What Megatron-Core's ranks all-gather, by the engine's own rule and not by our reader's.
 
     torch_dist      the items of `.metadata`: boxes of stacked tensors, or flat buckets
-    mp_rank_*       state dicts and flat buffers of model-parallel ranks (gather_folders.py)
+    mp_rank_*       state dicts and flat buffers of model-parallel ranks (legacy/gather_folders.py)
 
-buffer_rule.py says where flat buffers have parameters. These modules share only the parsers of
+buffers/rule.py says where flat buffers have parameters. These modules share only the parsers of
 files with the reader, so that a proof does not repeat a mistake of it. The reader runs first and
 refuses unknown or damaged files. megatron-core 0.16.1.
 """
@@ -24,7 +24,7 @@ from ...files.dcpfile import ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles
 from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from . import programs
-from .buffer_rule import (
+from .buffers.rule import (
     EMBEDDING,
     INSIDE,
     LAYER,
@@ -50,7 +50,7 @@ from .buffer_rule import (
     with_norms,
 )
 from .files import is_fsdp
-from .gather_folders import Folders
+from .legacy.gather_folders import Folders
 
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 BUFFER = re.compile(

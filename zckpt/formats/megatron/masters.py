@@ -3,7 +3,7 @@
 `fully_reshardable` files of several buckets have wrong masters and moments if a bucket has padding
 at its end: Megatron-Core 0.14 to 0.19.2 gathers without the padding, and then uses offsets that
 count it. The weights are right, so the masters do not round to them. Flat buffers are read by a
-rule that this proves (placing.py).
+rule that this proves (buffers/placing.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 All have the global shape of the key, so no size of tp, pp or ep matters. The rows of a gated
 `linear_fc1` are [gate; up], whatever tp was.
 
-States in flat buffers (flats.py) become whole tensors in the same way.
+States in flat buffers (buffers/flats.py) become whole tensors in the same way.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ from ...files.torchfile import Tensor
 from ...training.tensor_rules import rules_of
 from ..reading import USUAL, Reading
 from ..statedict.tree import TensorPiece, assembled
+from .buffers.flats import FlatItems, local_parts, read_bytes, slicing_of, states
+from .buffers.order import expert_of
+from .buffers.placing import Local
+from .buffers.spaces import FlatFragments
+from .buffers.stages import Rank, placed
 from .common import (
     FLAT,
     ITEM,
@@ -54,17 +59,12 @@ from .contents import (
     size_of,
 )
 from .files import MARKER, is_fsdp, is_legacy, locate
-from .flats import FlatItems, local_parts, read_bytes, slicing_of, states
-from .fsdp import read_fsdp
-from .legacy import read_legacy
+from .fsdp.directories import read_fsdp
+from .legacy.directories import read_legacy
 from .masters import check as check
 from .masters import rebuilt as rebuilt
 from .names import axes_of, named, places, without_prefix
-from .order import expert_of
-from .placing import Local
 from .programs import arguments_of, beside
-from .spaces import FlatFragments
-from .stages import Rank, placed
 
 OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<key>.+)")
 MASTERS = ("param", "fp32_param")
@@ -202,7 +202,7 @@ class _Reader:
     def _states(self, shapes: Mapping[str, tuple[int, ...]], is_flat: bool) -> set[str]:
         """Enters masters and moments; returns the optimizer's own slots.
 
-        `is_flat` says whether keys have fragments that are flat (spaces.py).
+        `is_flat` says whether keys have fragments that are flat (buffers/spaces.py).
         """
         slots = set()
         for key, item in self.table.items.items():

@@ -13,13 +13,13 @@ from __future__ import annotations
 from itertools import product
 from math import prod
 
-from ...core.dtypes import SIZES
-from ...core.fragments import Fragment, Fragments, Record, Runs
-from ...core.slicing import Piece, Slicing, joined
-from ...errors import InconsistentCheckpoint
-from ...files.dcpfile import ItemTable, TensorItem
-from ...files.dcpitems import ItemFiles, require_same
-from ...files.torchfile import Tensor
+from ....core.dtypes import SIZES
+from ....core.fragments import Fragment, Fragments, Record, Runs
+from ....core.slicing import Piece, Slicing, joined
+from ....errors import InconsistentCheckpoint
+from ....files.dcpfile import ItemTable, TensorItem
+from ....files.dcpitems import ItemFiles, require_same
+from ....files.torchfile import Tensor
 
 Place = tuple[int, ...]
 

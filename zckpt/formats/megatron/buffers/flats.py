@@ -18,20 +18,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ...core import sources
-from ...core.dtypes import SIZES
-from ...core.fragments import Extent, Fragment, Record, Runs
-from ...core.inert import Global, inside
-from ...core.manifest import Entry, slot_name
-from ...core.slicing import Slicing, cut, joined, replicated
-from ...core.values import field, mutable
-from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
-from ...files.dcpfile import ItemTable
-from ...files.dcpitems import ItemFiles, require_same
-from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile
-from ..statedict.tree import TensorPiece
-from .common import OPTIMIZER, kept
-from .optimizers import SPREAD
+from ....core import sources
+from ....core.dtypes import SIZES
+from ....core.fragments import Extent, Fragment, Record, Runs
+from ....core.inert import Global, inside
+from ....core.manifest import Entry, slot_name
+from ....core.slicing import Slicing, cut, joined, replicated
+from ....core.values import field, mutable
+from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
+from ....files.dcpfile import ItemTable
+from ....files.dcpitems import ItemFiles, require_same
+from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
+from ...statedict.tree import TensorPiece
+from ..common import OPTIMIZER, kept
+from ..optimizers import SPREAD
 from .placing import SAMPLE, Flat, Local
 from .stages import HINT, Place, Rank
 

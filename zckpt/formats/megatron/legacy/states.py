@@ -1,18 +1,18 @@
-"""States of the optimizer in the older kind of Megatron's directories (legacy.py)."""
+"""States of the optimizer in the older kind of Megatron's directories."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...core.dtypes import SIZES
-from ...core.fragments import Fragment, Runs
-from ...core.manifest import slot_name
-from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
-from ...files.torchfile import Tensor, TorchFile
-from .groups import members
-from .placing import SAMPLE, Flat, Local
-from .stages import HINT, Place
+from ....core.dtypes import SIZES
+from ....core.fragments import Fragment, Runs
+from ....core.manifest import slot_name
+from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint
+from ....files.torchfile import Tensor, TorchFile
+from ..buffers.placing import SAMPLE, Flat, Local
+from ..buffers.stages import HINT, Place
+from ..groups import members
 
 
 def local_part(name: str, tensor: Tensor, file: TorchFile) -> Local:

@@ -22,29 +22,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from ...core import sources
-from ...core.dtypes import SIZES
-from ...core.expected import missing_file
-from ...core.fragments import Record
-from ...core.manifest import Entry, Manifest
-from ...core.slicing import Slicing, joined
-from ...core.values import replace
-from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
-from ...files.torchfile import Parsed, Tensor, TorchFile
-from ...training.tensor_rules import Rules
-from .common import DISTRIBUTED, NOT_DISTRIBUTED, arguments, kept, with_groups
-from .contents import BUFFERS, TIED, Content, manifest_of, require_states_by_parameter
+from ....core import sources
+from ....core.dtypes import SIZES
+from ....core.expected import missing_file
+from ....core.fragments import Record
+from ....core.manifest import Entry, Manifest
+from ....core.slicing import Slicing, joined
+from ....core.values import replace
+from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from ....files.torchfile import Parsed, Tensor, TorchFile
+from ....training.tensor_rules import Rules
+from ..buffers.flats import buffers_of, param_groups, read_bytes, states
+from ..buffers.order import LAYER, is_before, predicts
+from ..buffers.placing import places, places_of_trained
+from ..buffers.stages import EMBEDDING, HINT, OUTPUT, Place, require_one
+from ..common import DISTRIBUTED, NOT_DISTRIBUTED, arguments, kept, with_groups
+from ..contents import BUFFERS, TIED, Content, manifest_of, require_states_by_parameter
+from ..files import LEGACY
+from ..keys import OF_MODULE, OF_OUTPUT, KeysOfGpt
+from ..names import NORMS, with_plain_norms
+from ..optimizers import EXPERTS, SPREAD
 from .cuts import cuts_of
-from .files import LEGACY
-from .flats import buffers_of, param_groups, read_bytes, states
-from .keys import OF_MODULE, OF_OUTPUT, KeysOfGpt
-from .legacy_ranks import OF_GROUPED, STATES, Rank, ranks_of, strangers, with_own_experts
-from .legacy_states import local_part, whole_states, without_members
-from .names import NORMS, with_plain_norms
-from .optimizers import EXPERTS, SPREAD
-from .order import LAYER, is_before, predicts
-from .placing import places, places_of_trained
-from .stages import EMBEDDING, HINT, OUTPUT, Place, require_one
+from .ranks import OF_GROUPED, STATES, Rank, ranks_of, strangers, with_own_experts
+from .states import local_part, whole_states, without_members
 
 OF_CHUNK = re.compile(r"model\d*")
 LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ...core.values import valueclass
-from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from ....core.values import valueclass
+from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from .order import expert_of, is_before, layer_of, orders, predicts
 from .placing import ALIGNMENT, Flat, Local, ReadBytes, places, places_of_trained
 

@@ -19,21 +19,21 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ...core.inert import Scalar, inside
-from ...core.manifest import Manifest, slot_name
-from ...errors import (
+from ....core.inert import Scalar, inside
+from ....core.manifest import Manifest, slot_name
+from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
     counted,
 )
-from ...files.dcpfile import shown
-from .common import FSDP, arguments
-from .contents import Content, manifest_of, require_groups, size_of
-from .fsdpitems import WEIGHTS_ONLY, FsdpItems, joined, plain_name
-from .keys import OF_OUTPUT, KeysOfGpt
-from .names import NORMS
+from ....files.dcpfile import shown
+from ..common import FSDP, arguments
+from ..contents import Content, manifest_of, require_groups, size_of
+from ..keys import OF_OUTPUT, KeysOfGpt
+from ..names import NORMS
+from .items import WEIGHTS_ONLY, FsdpItems, joined, plain_name
 
 OF_RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # stage, tensor rank
 MASTER = "master_param"  # of Transformer Engine's Adam, if it keeps the masters itself

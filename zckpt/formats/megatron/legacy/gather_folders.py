@@ -1,4 +1,4 @@
-"""`mp_rank_*` directories, by Megatron-Core's own rule: see gather.py.
+"""`mp_rank_*` directories, by Megatron-Core's own rule: see ../gather.py.
 
 A state dict has the parameters in the module's order. Experts that are spread over ranks have an
 optimizer of their own; the flat buffers of all else are in the folders of the first expert rank.
@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 
-from ...core import sources
-from ...core.partition import BoxPart, Joined
-from ...files.torchfile import Parsed, Tensor, TorchFile
-from .buffer_rule import (
+from ....core import sources
+from ....core.partition import BoxPart, Joined
+from ....files.torchfile import Parsed, Tensor, TorchFile
+from ..buffers.rule import (
     EMBEDDING,
     LAYER,
     NOT_TRAINED,

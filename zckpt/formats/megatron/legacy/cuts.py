@@ -17,12 +17,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.slicing import replicated
-from ...core.values import valueclass
-from ...errors import UnsupportedCheckpoint
-from ...training.tensor_rules import Rule, Rules, Shapes, Sliced, by_rule, decide
-from .contents import size_of
-from .stages import HINT
+from ....core.slicing import replicated
+from ....core.values import valueclass
+from ....errors import UnsupportedCheckpoint
+from ....training.tensor_rules import Rule, Rules, Shapes, Sliced, by_rule, decide
+from ..buffers.stages import HINT
+from ..contents import size_of
 
 BY_ROWS = re.compile(
     r".*\b(word_embeddings|output_layer|eh_proj|linear_(?:qkv|q_proj|q_up_proj|kv_up_proj|fc1))"

@@ -1,7 +1,7 @@
 """The items of Megatron-FSDP's directories: their keys by what they are, their values and tensors.
 
 A key is found by its path in the saved state, which `.metadata` keeps: names have dots of their
-own. See fsdp.py for the keys.
+own. See directories.py for the keys.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core.fragments import Record
-from ...core.inert import TensorName, inside
-from ...core.manifest import Entry
-from ...errors import (
+from ....core.fragments import Record
+from ....core.inert import TensorName, inside
+from ....core.manifest import Entry
+from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
 )
-from ...files.dcpfile import ItemTable, KeyPath, read_table, shown
-from ...files.dcpitems import ItemFiles, require_same
-from ...files.torchfile import Tensor, TorchFile
-from ..statedict.tree import TensorPiece, assembled
-from .common import kept
-from .keys import OF_MODULE
-from .names import with_own_expert, with_plain_norms
+from ....files.dcpfile import ItemTable, KeyPath, read_table, shown
+from ....files.dcpitems import ItemFiles, require_same
+from ....files.torchfile import Tensor, TorchFile
+from ...statedict.tree import TensorPiece, assembled
+from ..common import kept
+from ..keys import OF_MODULE
+from ..names import with_own_expert, with_plain_norms
 
 MODEL = re.compile(r"model\d*")
 WRAPPERS = re.compile(r"(?:module\.)+")

@@ -1,4 +1,4 @@
-"""The folders of a `mp_rank_*` directory: one for each model-parallel rank (legacy.py).
+"""The folders of a `mp_rank_*` directory: one for each model-parallel rank.
 
     mp_rank_TT             tensor rank
     mp_rank_TT_PPP         with several stages of a pipeline
@@ -17,21 +17,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, product, takewhile
 from typing import Any
 
-from ...core import sources
-from ...core.expected import missing_file
-from ...core.values import field, mutable
-from ...errors import (
+from ....core import sources
+from ....core.expected import missing_file
+from ....core.values import field, mutable
+from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
     counted,
 )
-from ...files.torchfile import Parsed, Tensor, TorchFile
-from .common import arguments
-from .contents import require_groups, size_of
-from .files import LEGACY, is_of_rank
-from .names import EXPERT, with_own_expert
+from ....files.torchfile import Parsed, Tensor, TorchFile
+from ..common import arguments
+from ..contents import require_groups, size_of
+from ..files import LEGACY, is_of_rank
+from ..names import EXPERT, with_own_expert
 
 EVERY_RANK = "every model-parallel rank writes one: copy the whole directory"
 OF_GROUPED = re.compile(r"(?P<experts>.*\bmlp\.experts)\.(?P<rest>linear_fc[12]\._extra_state)")

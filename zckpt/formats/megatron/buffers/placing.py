@@ -15,10 +15,10 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...core.dtypes import SIZES
-from ...core.fragments import Extent, Fragment, Runs
-from ...core.rounding import are_rounded
-from ...core.values import valueclass
+from ....core.dtypes import SIZES
+from ....core.fragments import Extent, Fragment, Runs
+from ....core.rounding import are_rounded
+from ....core.values import valueclass
 
 ALIGNMENT = 64  # elements
 SAMPLE = 64  # elements

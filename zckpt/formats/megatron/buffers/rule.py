@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ...core.inert import Foreign
-from ...core.partition import BoxPart, Joined
-from ...core.values import valueclass
-from ...errors import UnsupportedCheckpoint
-from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile
+from ....core.inert import Foreign
+from ....core.partition import BoxPart, Joined
+from ....core.values import valueclass
+from ....errors import UnsupportedCheckpoint
+from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 
 ALIGNMENT = 64
 SLOTS = {"param": "master", "fp32_param": "master"}
