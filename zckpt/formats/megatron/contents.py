@@ -59,25 +59,15 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     """The manifest of a directory; raises InconsistentCheckpoint if steps differ."""
     common, shapes, slots = content.common, content.shapes, content.slots
     step, place, sightings = stated_step(common, content.file, step_policy)
-    groups = groups_of(common) if slots else []
-    known = {name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)}
-    frozen = {name for name in _frozen(content) if name in known}
-    trainable = known.keys() - frozen
     args = content.args or arguments(common)
+    known = {name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)}
+    frozen = _frozen(content)
+    trainable = {name: shape for name, shape in known.items() if name not in frozen}
+    groups = groups_of(common) if slots else []
     group_of = content.group_of
     if group_of is None:
-        group_of = members(groups, {name: known[name] for name in known if name in trainable}, args)
-    warnings = []
-    if groups and group_of is None:
-        warnings.append(
-            "no file lists the members of the parameter groups, and Megatron-Core's usual rule "
-            "does not give them: the groups are kept in the state alone"
-        )
-    if frozen and content.sharding in (*FLAT, DISTRIBUTED):
-        warnings.append(
-            f"no buffer of the optimizer has {listed([name for name in known if name in frozen])}: "
-            "zckpt takes them for frozen"
-        )
+        group_of = members(groups, trainable, args)
+    has_groups = bool(groups) and group_of is not None
     tied = args.get(TIED) is False
     parameters = {
         name: Parameter(
@@ -89,37 +79,41 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         )
         for name, shape in known.items()
     }
-    parameters = dict(sorted(parameters.items(), key=lambda item: not item[1].trainable))
-    state = {
-        "megatron": {
-            "common": kept(content.file, common, "megatron.common", content.entries),
-            "keys": content.keys,
-            "gated": args.get("swiglu") if isinstance(args.get("swiglu"), bool) else None,
-            "vocabulary": _vocabulary(args, shapes),
-            "objects": content.objects,
-            "program": program_of(content.folder),
-        }
-    }
-    dtype = _usual_dtype(content.entries, known)
-    sharding = content.sharding
+    warnings = []
+    if groups and not has_groups:
+        warnings.append(
+            "no file lists the members of the parameter groups, and Megatron-Core's usual rule "
+            "does not give them: the groups are kept in the state alone"
+        )
+    if len(trainable) < len(known) and content.sharding in (*FLAT, DISTRIBUTED):
+        warnings.append(
+            "no buffer of the optimizer has "
+            f"{listed([name for name in known if name in frozen])}: zckpt takes them for frozen"
+        )
     return Manifest(
         root=content.folder,
         format="megatron",
         source={
             "format": "megatron",
             "version": None,  # no file states it
-            "zero_stage": _stage(sharding, args),
+            "zero_stage": _stage(content.sharding, args),
             "dp": size_of(args, "data_parallel_size"),
             "tag": basename(content.folder),
         },
         entries=content.entries,
-        parameters=parameters,
+        parameters=dict(sorted(parameters.items(), key=lambda item: not item[1].trainable)),
         buffers=tuple(name for name in shapes if name not in known),
-        groups=_hyper_parameters(groups) if groups and group_of is not None else None,
+        groups=_hyper_parameters(groups) if has_groups else None,
         optimizer=infer_optimizer(slots, groups[0] if groups else None) if slots else None,
-        engine=GraphEngine("megatron", None, sharding, dtype, "F32" if slots else None),
+        engine=GraphEngine(
+            "megatron",
+            None,
+            content.sharding,
+            _usual_dtype(content.entries, known),
+            "F32" if slots else None,
+        ),
         step_place=place if slots else None,
-        state=state,
+        state={"megatron": _state(content, args)},
         steps=tuple(sightings) if slots else (),
         records=tuple(content.records),
         replicas=tuple(content.replicas),
@@ -129,6 +123,19 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         warnings=tuple(warnings),
         states_inferred=False,
     )
+
+
+def _state(content: Content, args: Mapping[str, Any]) -> dict[str, Any]:
+    """What a manifest keeps of the directory, for a target of Megatron-Core."""
+    gated = args.get("swiglu")
+    return {
+        "common": kept(content.file, content.common, "megatron.common", content.entries),
+        "keys": content.keys,
+        "gated": gated if isinstance(gated, bool) else None,
+        "vocabulary": _vocabulary(args, content.shapes),
+        "objects": content.objects,
+        "program": program_of(content.folder),
+    }
 
 
 def _frozen(content: Content) -> set[str]:
