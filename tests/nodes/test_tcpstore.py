@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -108,16 +109,43 @@ def test_nobody_listens() -> None:
         TcpStore("localhost", free_port(), "p", 0.2)
 
 
-def test_the_connection_ends() -> None:
+def store_that_answers(data: bytes) -> TcpStore:
+    """A store that passes the check, answers the next message, and ends the connection."""
+
     def answer(connection: socket.socket) -> None:
-        data = connection.recv(1 << 10)
-        connection.sendall(data[-4:])  # the number of the first message
+        first = connection.recv(1 << 10)
+        connection.sendall(first[-4:])  # the number of the first message
         connection.recv(1 << 10)
+        connection.sendall(data)
         connection.close()
 
-    store = TcpStore("localhost", Strange(answer).port, "p", 5)
+    return TcpStore("localhost", Strange(answer).port, "p", 5)
+
+
+def test_the_connection_ends() -> None:
     with pytest.raises(RuntimeError, match="ended the connection"):
-        store.add("n", 1)
+        store_that_answers(b"").add("n", 1)
+
+
+@pytest.mark.parametrize("length", [-5, 1 << 60])
+def test_a_value_of_an_impossible_length(length: int) -> None:
+    with pytest.raises(RuntimeError, match=f"{length} bytes"):
+        store_that_answers(struct.pack("<q", length) + b"x").get("key")
+
+
+def test_a_value_that_is_cut() -> None:
+    with pytest.raises(RuntimeError, match="ended the connection"):
+        store_that_answers(struct.pack("<q", 1 << 29) + b"x").get("key")
+
+
+def test_a_store_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own client would wait for it without end."""
+    silent = socket.create_server(("localhost", 0))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(silent.getsockname()[1]))
+    with pytest.raises(ProcessLost, match="cannot be reached: no answer within 1 s"):
+        meeting.meet(Launch(1, 2, "torchrun"), None, 1)
+    silent.close()
 
 
 def test_a_stale_address_of_another_program_is_no_reason_to_give_up(

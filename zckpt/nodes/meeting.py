@@ -14,10 +14,13 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..copying.staging import make_folders, save
@@ -93,7 +96,33 @@ def _reached(host: str, port: int, timeout: float) -> Store | TcpStore:
     try:
         return TcpStore(host, port, _prefix(), timeout)
     except OtherProtocol:
-        return _prefixed(_store(host, port, False, timeout))
+        import torch.distributed  # noqa: F401  # takes a while, before the time counts
+
+        return _prefixed(_within(timeout, partial(_store, host, port, False, timeout)))
+
+
+def _within(timeout: float, call: Callable[[], TCPStore]) -> TCPStore:
+    """What `call` gives; raises RuntimeError if it has given nothing after `timeout` seconds.
+
+    torch's client waits without end for a store that took its connection and then hangs.
+    """
+    results: list[TCPStore] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise RuntimeError(f"no answer within {timeout:.0f} s")
+    return results[0]
 
 
 def _prefix() -> str:

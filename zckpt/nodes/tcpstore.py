@@ -27,6 +27,8 @@ VALIDATE, SET, GET, ADD, CHECK, PING = 0, 1, 3, 4, 5, 13
 MAGIC = 0x3C85F7CE
 ANSWER = 2.0  # seconds in which a store answers the first message
 PAUSE = 0.05  # seconds between two attempts to connect
+RECEIVED = 1 << 20  # bytes that are received at once
+MOST = 1 << 30  # bytes of a value; torch's store allows 8 MiB
 
 
 class OtherProtocol(Exception):
@@ -38,7 +40,7 @@ class TcpStore:
 
     The methods are those of torch's TCPStore. Raises RuntimeError, as they do, if nobody listens
     there for `timeout` seconds, if an answer takes that long, or if the connection ends;
-    OtherProtocol.
+    OtherProtocol if the first message is not answered as torch's store does it.
     """
 
     def __init__(self, host: str, port: int, prefix: str, timeout: float) -> None:
@@ -64,7 +66,10 @@ class TcpStore:
     def get(self, key: str) -> bytes:
         """The value of a key that has been set; torch's own would wait for it."""
         self._send(GET, self._key(key))
-        return self._received(_number(self._received(8)))
+        length = _number(self._received(8))
+        if not 0 <= length <= MOST:
+            raise RuntimeError(f"the store says that a value has {length} bytes")
+        return self._received(length)
 
     def add(self, key: str, count: int) -> int:
         self._send(ADD, self._key(key), struct.pack("<q", count))
@@ -87,7 +92,7 @@ class TcpStore:
         data = bytearray()
         while len(data) < length:
             try:
-                part = self._socket.recv(length - len(data))
+                part = self._socket.recv(min(length - len(data), RECEIVED))
             except OSError as error:
                 raise RuntimeError(str(error)) from error
             if not part:
