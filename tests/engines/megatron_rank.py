@@ -534,7 +534,7 @@ def load(run: Path, wrapped: list[Any], steps: Any, sizes: tuple[int, int], rng_
         of_file = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
         asks = of_file == sizes and not getattr(args, "no_save_rng", False)
     else:
-        asks = not of_nemo and f"_parallel_size: {sizes[0]}\n" in text_of_config(folder)
+        asks = not of_nemo and sizes_of_config(folder) == sizes
     if asks:
         template["rng_state"] = rng_state
     state = dist_checkpointing.load(template, folder)
@@ -545,11 +545,14 @@ def load(run: Path, wrapped: list[Any], steps: Any, sizes: tuple[int, int], rng_
     steps.load_state_dict(state["optimizer"][0] if of_nemo else state["optimizer"])
 
 
-def text_of_config(folder: str) -> str:
-    """The first size in the file that Megatron-Bridge reads, with the names before it."""
+def sizes_of_config(folder: str) -> tuple[int, int]:
+    """tp and pp in the file that Megatron-Bridge reads, which lies beside two others of its own."""
     assert Path(folder).with_name("latest_train_state.pt").exists()
     assert Path(folder, "train_state.pt").exists()
-    return "".join(Path(folder, "run_config.yaml").read_text().splitlines(keepends=True)[:2])
+    lines = Path(folder, "run_config.yaml").read_text().splitlines()
+    stated = dict(line.strip().split(": ") for line in lines if ": " in line)
+    tp, pp = (stated[f"{each}_model_parallel_size"] for each in ("tensor", "pipeline"))
+    return int(tp), int(pp)
 
 
 def load_legacy(folder: Path, wrapped: list[Any], steps: Any) -> None:
