@@ -32,14 +32,13 @@ from ..errors import (
 )
 from . import dcpseal
 from .dcpagreement import need_agreement
-from .dcpnames import METADATA
+from .dcpnames import MAX_METADATA, METADATA
 from .torchfile import TORCH_DTYPES
 from .unpickle import Unpickler
 
 OF_RANK = re.compile(r"__(\d+)\.metadata")
 VERSION = "1.0.0"  # of the metadata, torch 2.13
 FIELDS = {"state_dict_metadata", "planner_data", "storage_data"}  # of every version of torch
-MAX_METADATA = 2 << 30  # bytes; a box takes 140 to 210, and 4 KB of memory once it is read
 MAX_AXES = 64  # of a torch.Tensor
 MAX_NUMBER = 1 << 60  # elements or bytes
 MAX_PATH = 100  # keys that lead to one item
