@@ -7,6 +7,8 @@ and a message that the run was interrupted would be wrong.
 
 from __future__ import annotations
 
+import sys
+
 from ..core.annotations import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ else:
 
 SIGINT = signal.SIGINT
 SIGNALS = (SIGINT, signal.SIGTERM, signal.SIGHUP)
+MOMENT = 0.001  # seconds
 
 
 def handle() -> None:
@@ -25,9 +28,11 @@ def handle() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, stop)
+    sys.unraisablehook = _again
 
 
 _is_silent = False
+_stops_again = False
 
 
 def end_silently() -> None:
@@ -50,6 +55,23 @@ def stop(number: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt(number)
 
 
+def _again(ignored: sys.UnraisableHookArgs) -> None:
+    """Stops a moment later, if a finalizer was running when the signal came.
+
+    Python prints what a finalizer or a callback of a weak reference raises, and goes on. h5py has
+    such callbacks for everything that it opens.
+    """
+    error = ignored.exc_value
+    if not isinstance(error, KeyboardInterrupt) or not error.args:
+        sys.__unraisablehook__(ignored)
+        return
+    global _stops_again
+    _stops_again = True
+    number: int = error.args[0]
+    signal.signal(signal.SIGALRM, lambda _, frame: stop(number, frame))
+    signal.setitimer(signal.ITIMER_REAL, MOMENT)
+
+
 def ignore() -> None:
     """Ignores signals from now on, if they are this command's."""
     import threading  # `inspect` needs no threads
@@ -63,3 +85,6 @@ def _ignore() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) in (stop, signal.default_int_handler):
             signal.signal(number, signal.SIG_IGN)
+    if _stops_again:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0)
