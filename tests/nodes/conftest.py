@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as meeting.py does before it imports torch
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as meeting.py does before it imports torch
 import torch.distributed  # noqa: F401  (children need not import it again)
 
 from zckpt import cli

@@ -16,7 +16,7 @@ from zckpt.core.resources import Copying
 
 from ..conftest import Result
 from ..test_resume import files
-from .conftest import Process, free_port, until
+from .conftest import Process, until
 
 Launch = Callable[..., list[Process]]
 SMALL = ("-j", 2, "--memory", "4MiB")  # chunks and regions of 1 MiB
@@ -145,29 +145,3 @@ def test_an_existing_target(sources: dict[str, Path], tmp_path: Path, launch: La
     assert [item.code for item in results] == [1, 1]
     assert "exists" in results[0].err
     assert not results[1].err
-
-
-def test_restarted_processes_continue(
-    sources: dict[str, Path], tmp_path: Path, launch: Launch
-) -> None:
-    """What an earlier attempt has completed is complete."""
-    words = ("convert", sources["dcp"], tmp_path / "out", *SMALL)
-    done(launch(2, *words))
-    report = done(launch(2, *words, TORCHELASTIC_RESTART_COUNT=1))
-    assert "complete already" in report.out
-
-
-def test_other_arguments_of_one_process(
-    sources: dict[str, Path], tmp_path: Path, launch: Launch
-) -> None:
-    port = free_port()
-    first = launch(2, "convert", sources["dcp"], tmp_path / "a", ranks=range(1), MASTER_PORT=port)
-    other = launch(
-        2, "convert", sources["dcp"], tmp_path / "b", ranks=range(1, 2), MASTER_PORT=port
-    )
-    results = ended([*first, *other])
-    assert [item.code for item in results] == [2, 2]
-    assert "rank 0 writes into" in results[1].err
-    assert not results[0].err
-    assert not (tmp_path / "a").exists()
-    assert not (tmp_path / "a.partial").exists()

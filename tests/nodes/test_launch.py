@@ -76,15 +76,15 @@ def test_numbers_that_do_not_fit(numbers: tuple[str, str]) -> None:
         launched(dict(zip(("RANK", "WORLD_SIZE"), numbers, strict=True)))
 
 
-@pytest.mark.parametrize("single", [False, True])
 def test_only_processes_of_a_launch_continue_after_a_restart(
-    single: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A command that a restarted training starts by itself is another run."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    words = {"single": single, "part": None, "resume": False}
-    report = launched_command.write(lambda *_, **given: given, "source", "target", **words)
-    assert report == {"resume": not single}
+    for single in (False, True):
+        words = {"single": single, "part": None, "resume": False}
+        report = launched_command.write(lambda *_, **given: given, "source", "target", **words)
+        assert report == {"resume": False}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

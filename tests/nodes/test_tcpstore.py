@@ -101,7 +101,7 @@ def test_torch_itself_speaks_to_a_store_of_another_version(monkeypatch: pytest.M
     met = meeting.meet(Launch(1, 2, "torchrun"), None, 5)
     assert not isinstance(met.store, TcpStore)
     met.store.set("a", "1")
-    assert store.get("zckpt/0/a") == b"1"
+    assert store.get("zckpt/a") == b"1"
 
 
 def test_nobody_listens() -> None:
@@ -184,4 +184,4 @@ def test_a_process_of_torchrun_does_not_import_torch() -> None:
     )
     environment = {"PYTHONPATH": str(ROOT), **agents_store(store)}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
-    assert store.get("zckpt/0/key") == b"[1]"
+    assert store.get("zckpt/0/0/key") == b"[1]"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ..core.annotations import Any
 from ..errors import WrongOption
-from ..nodes.launch import launched, restarts
+from ..nodes.launch import launched
 from . import signals
 
 Report = dict[str, Any]
@@ -46,22 +46,23 @@ def write(
     A `single` process runs by itself, and so does a process with a `part`. Processes that were
     restarted continue their own run.
     """
-    words["resume"] = resume or (restarts() > 0 and not single)
     if part is not None:
-        return command(source, target, sharing=part, **words)
+        return command(source, target, sharing=part, resume=resume, **words)
     launch = None if single else launched()
     if launch is None:
-        return command(source, target, **words)
-    from ..nodes.conversion import Leader, take_part
+        return command(source, target, resume=resume, **words)
+    from ..nodes.conversion import Leader, goes_on, take_part
     from ..nodes.group import Group
 
     with Group(launch, beside=target) as group:
+        signals.begin()
+        group.agree(_texts(command, source, target))
         if group.rank:
-            signals.begin()
             take_part(group, os.fspath(target), words["copying"])
             return None
+        resume = goes_on(group, target) or resume
         words["begin"] = group.watched(words["begin"])
-        return command(source, target, sharing=Leader(group), **words)
+        return command(source, target, sharing=Leader(group), resume=resume, **words)
 
 
 def look(
@@ -86,9 +87,15 @@ def look(
     from ..nodes.passes import LeaderPool, take_part
 
     with Group(launch, beside=os.path.join(os.getcwd(), ".zckpt")) as group:
+        signals.begin()
+        group.agree(_texts(command, *paths))
         if group.rank:
-            signals.begin()
             take_part(group, Copying(words["jobs"], words["memory"]))
             return None
         words["begin"] = group.watched(words["begin"])
         return command(*paths, pool=LeaderPool(group), **words)
+
+
+def _texts(command: Callable[..., Report], *paths: Any) -> list[str]:
+    """What all processes of a launch must have been started for."""
+    return [command.__name__, *(os.fspath(path) for path in paths if path is not None)]

@@ -25,6 +25,7 @@ from ..errors import cause as why_of
 from . import launched, signals
 from .plain import plain
 
+PATIENCE = 5.0  # seconds
 UNPRINTABLE = "backslashreplace"
 """What happens to characters that the terminal's encoding lacks: a path may have them."""
 
@@ -180,6 +181,11 @@ def after_interrupt(words: Sequence[str], cause: BaseException | None) -> str:
 
 def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoReturn:
     """Prints the error, as JSON if --json was given, and exits with `code`."""
+    if signals.are_silent():
+        import time
+
+        # rank 0 prints the same now, such as a wrong option, and the launcher ends this process
+        time.sleep(PATIENCE)
     if os.environ.get("ZCKPT_TRACEBACK") and sys.exc_info()[0]:
         import traceback
 

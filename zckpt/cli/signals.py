@@ -45,8 +45,15 @@ def end_silently() -> None:
 
 def begin() -> None:
     """As `handle`, after `end_silently`."""
+    global _is_silent
     if _is_silent:
+        _is_silent = False
         handle()
+
+
+def are_silent() -> bool:
+    """Whether signals end the process without a word."""
+    return _is_silent
 
 
 def stop(number: int, _frame: object) -> NoReturn:

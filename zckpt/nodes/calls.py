@@ -1,4 +1,7 @@
-"""Calls to a store that end, although the store's own wait for ever if its host hangs."""
+"""Calls to a store that end, although the store's own wait for ever if its host hangs.
+
+`Calls` has all keys of a store. `Keys` has those that begin with a prefix.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,9 @@ class Calls:
             self._error = self._lost(reason or f"no answer for {self._timeout:.0f} s")
             raise self._error from error
 
+    def within(self, prefix: str) -> Keys:
+        return Keys(self, prefix)
+
     def _work(self) -> None:
         while (task := self._calls.get()) is not None:
             answer, call = task
@@ -70,3 +76,23 @@ class Calls:
                 answer.set_result(call())
             except Exception as error:
                 answer.set_exception(error)
+
+
+class Keys:
+    """The keys of a store that begin with `prefix`; the methods are those of `Calls`."""
+
+    def __init__(self, calls: Calls, prefix: str) -> None:
+        self._calls = calls
+        self._prefix = prefix
+
+    def add(self, key: str, count: int) -> int:
+        return self._calls.add(self._prefix + key, count)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._calls.set(self._prefix + key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._calls.check([self._prefix + key for key in keys])
+
+    def get(self, key: str) -> bytes:
+        return self._calls.get(self._prefix + key)

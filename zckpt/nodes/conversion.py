@@ -123,22 +123,40 @@ def take_part(group: Group, target: str, copying: Copying) -> None:
     Returns when rank 0 has ended. Raises ProcessFailed if another process has failed, and what a
     conversion raises.
     """
-    if group.comes("work"):
-        work: Work = handover.from_bytes(group.received("work"))
-        _refuse_other(work, target, group.rank)
-        source = replace(work.source, fingerprints=on_this_node(work.source.fingerprints))
-        work = replace(work, source=source)
-        journal = ProcessJournal(
-            work.folder, work.root, work.identity, work.chunk, part_of(group.rank)
-        )
-        try:
-            member = Member(group, work, journal)
-            convert.take_part(work, journal, copying, group.written, member)
-        except KeyboardInterrupt as error:
-            raise Interrupted(*error.args) from error
-        finally:
-            journal.close()
-        group.wait_for_end()
+    try:
+        if group.comes("work"):
+            work: Work = handover.from_bytes(group.received("work"))
+            _refuse_other(work, target, group.rank)
+            _write(group, work, copying)
+            group.wait_for_end()
+    except KeyboardInterrupt as error:  # rank 0 may have begun the target
+        raise Interrupted(*error.args) from error
+
+
+def _write(group: Group, work: Work, copying: Copying) -> None:
+    """Writes the portions that this process gets."""
+    source = replace(work.source, fingerprints=on_this_node(work.source.fingerprints))
+    work = replace(work, source=source)
+    journal = ProcessJournal(work.folder, work.root, work.identity, work.chunk, part_of(group.rank))
+    try:
+        member = Member(group, work, journal)
+        convert.take_part(work, journal, copying, group.written, member)
+    finally:
+        journal.close()
+
+
+def goes_on(group: Group, target: str) -> bool:
+    """Whether rank 0 continues what is there, since the launcher has started all processes again.
+
+    It does so if this launch has begun the target. What another run has left is not touched without
+    --resume, however often the launcher tries.
+    """
+    path = os.path.abspath(target)
+    if group.has_started(ascii(path)):
+        return True
+    if not os.path.lexists(path) and not os.path.lexists(f"{path}.partial"):
+        group.note_start(ascii(path))
+    return False
 
 
 def part_of(rank: int) -> str:

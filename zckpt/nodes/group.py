@@ -1,11 +1,20 @@
 """What do the processes of a launch tell each other?
 
+    command         what rank 0 was started for: all must have been started for the same
     alive/RANK      a counter that every process raises once a second
     who/RANK        its host and process number
     failures        how many processes have failed; the first one leaves `failure`, and prints it
     bytes           what all but rank 0 have written, for the progress bar
     end             rank 0 has ended
     stopped, left   how many processes write nothing any more, and have left
+
+The keys of a command begin with two numbers: how often the launcher has started its processes, and
+how many commands this rank has joined before. So a script may run several commands, one after the
+other. Two processes that were started as the same rank are not in one command: the second one would
+take work of which nobody hears again. Keys of the whole launch:
+
+    joined/N/RANK   how many commands this rank has joined since start N of the processes
+    begun/TARGET    rank 0 began this target in this launch, and nothing was there before
 
 Every process watches rank 0, and rank 0 watches all. A process whose counter stands still for
 `timeout` seconds is lost. A process that could not raise its counter for half of that time, because
@@ -20,21 +29,22 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..core.resources import Begin, Progress
 from ..errors import ProcessFailed, ProcessLost, WrongOption, ZckptError, counted, listed
-from .calls import Calls
-from .launch import Launch
+from .calls import Calls, Keys
+from .launch import Launch, restarts
 from .meeting import Meeting, meet
 
 TIMEOUT = 120.0  # seconds
 LEAVING = 10.0  # seconds that rank 0 waits for others to stop, or to read how it ended
 POLL = 0.01  # seconds between the first two looks at the store
 MAX_POLL = 0.5  # seconds between two looks after a while: there may be 1,000 processes
+TIMEOUTS = 1.0, 1e6  # seconds: the least and the largest that a user may ask for
 VALUE = 4 << 20  # bytes of one value in a store, which allows 8 MiB
 
 
@@ -76,7 +86,13 @@ class Group:
 
     def __enter__(self) -> Group:
         self._meeting: Meeting = meet(self.launch, self._beside, self.timeout)
-        self.store = Calls(self._meeting.store, self.timeout, self._without_store)
+        self._calls = Calls(self._meeting.store, self.timeout, self._without_store)
+        try:
+            self.store = self._joined()
+        except Exception:
+            self._calls.close()
+            self._meeting.close()
+            raise
         self.store.set(f"who/{self.rank}", f"{socket.gethostname()}, process {os.getpid()}")
         self.store.add(f"alive/{self.rank}", 1)
         now = time.monotonic()
@@ -86,6 +102,18 @@ class Group:
         self._thread = threading.Thread(target=self._beat_on, name="zckpt-heartbeat", daemon=True)
         self._thread.start()
         return self
+
+    def _joined(self) -> Keys:
+        """The keys of the command that this process joins."""
+        start = restarts()
+        before = self._calls.add(f"joined/{start}/{self.rank}", 1) - 1
+        if before and not self._calls.check([f"{start}/{before - 1}/end"]):
+            raise ProcessLost(
+                f"rank {self.rank} was started twice, or another command of this launch still runs",
+                hint="end all its processes, and start each rank once; then repeat the command "
+                "with --resume",
+            )
+        return self._calls.within(f"{start}/{before}/")
 
     # -- the heartbeat
 
@@ -190,7 +218,35 @@ class Group:
     def next(self, key: str) -> int:
         """0 for the process that asks first, then 1 and so on; raises as `check`."""
         self.check()
-        return int(self.store.add(key, 1)) - 1
+        if (number := self.store.add(key, 1) - 1) < 0:
+            raise self._without_store("it counts wrong")
+        return number
+
+    def how_many(self, key: str) -> int:
+        """How many numbers `next` has given to all processes."""
+        return self.store.add(key, 0)
+
+    def agree(self, command: Sequence[str]) -> None:
+        """Raises WrongOption unless rank 0 was started for the same command; raises as `check`."""
+        own = [str(self.size), *command]
+        if self.rank == 0:
+            self.publish("command", own)
+        elif self.comes("command") and (first := self.published("command")) != own:
+            texts = [f"{' '.join(words)} in {size} processes" for size, *words in (first, own)]
+            raise WrongOption(
+                f"rank 0 was started for {texts[0]}, but rank {self.rank} for {texts[1]}",
+                hint="start all processes with the same arguments",
+            )
+
+    # -- what outlives the processes, if the launcher starts them again
+
+    def note_start(self, target: str) -> None:
+        """Notes that this launch begins `target`, and that nothing is there yet."""
+        self._calls.set(f"begun/{target}", b"1")
+
+    def has_started(self, target: str) -> bool:
+        """Whether processes of this launch began `target` before they were started again."""
+        return restarts() > 0 and self._calls.check([f"begun/{target}"])
 
     # -- progress
 
@@ -227,7 +283,7 @@ class Group:
             self._error = lost
         finally:
             self._is_leaving.set()
-            self.store.close()
+            self._calls.close()
             self._meeting.close()
         if other is not None and other is not error:
             raise other from error
@@ -323,7 +379,12 @@ def _error_of(failure: Failure) -> ProcessFailed:
 
 def _timeout() -> float:
     text = os.environ.get("ZCKPT_TIMEOUT", "")
-    try:
-        return float(text) if text else TIMEOUT
-    except ValueError:
-        raise WrongOption(f"ZCKPT_TIMEOUT is {text}, which is no number of seconds") from None
+    if not text:
+        return TIMEOUT
+    with suppress(ValueError):
+        least, most = TIMEOUTS
+        if least <= (seconds := float(text)) <= most:  # not if it is nan
+            return seconds
+    raise WrongOption(
+        f"ZCKPT_TIMEOUT is {text}, which is not a number of seconds from 1 to 1,000,000"
+    )

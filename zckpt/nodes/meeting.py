@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING
 
 from ..copying.staging import make_folders, save
 from ..errors import MissingExtra, ProcessLost, WrongOption
-from .launch import Launch, restarts
+from .launch import Launch
 from .tcpstore import OtherProtocol, TcpStore
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
+PREFIX = "zckpt"  # of all keys: torchrun has keys in its store, too
+PORTS = range(1, 1 << 16)
 TRY = 5.0  # seconds for one attempt to reach an address, which may be of an earlier run
 
 
@@ -53,10 +55,10 @@ def meet(launch: Launch, beside: str | None, timeout: float) -> Meeting:
 
     Raises MissingExtra without torch, ProcessLost if the store is not there in `timeout` seconds.
     """
-    # else torch prints a stack if a process ends before another one, which then says what happened
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # else torch prints a stack of its own beside the error that this process prints
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
-        if "MASTER_ADDR" in os.environ:
+        if os.environ.get("MASTER_ADDR"):
             return _at_master(launch, timeout)
         if beside is not None:
             path = f"{os.path.abspath(beside)}.{launch.name or launch.launcher}"
@@ -75,8 +77,8 @@ def meet(launch: Launch, beside: str | None, timeout: float) -> Meeting:
 
 def _at_master(launch: Launch, timeout: float) -> Meeting:
     host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "29500")
-    if not port.isdecimal():
-        raise WrongOption(f"MASTER_PORT is {port}, which is not a number")
+    if not port.isdecimal() or int(port) not in PORTS:
+        raise WrongOption(f"MASTER_PORT is {port!r}, which is not a port from 1 to 65535")
     has_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_host = launch.rank == 0 and not has_agents
     try:
@@ -94,7 +96,7 @@ def _at_master(launch: Launch, timeout: float) -> Meeting:
 def _reached(host: str, port: int, timeout: float) -> Store | TcpStore:
     """A store that another process has opened; raises RuntimeError if nobody answers there."""
     try:
-        return TcpStore(host, port, _prefix(), timeout)
+        return TcpStore(host, port, PREFIX, timeout)
     except OtherProtocol:
         import torch.distributed  # noqa: F401  # takes a while, before the time counts
 
@@ -125,14 +127,10 @@ def _within(timeout: float, call: Callable[[], TCPStore]) -> TCPStore:
     return results[0]
 
 
-def _prefix() -> str:
-    return f"zckpt/{restarts()}"
-
-
 def _prefixed(store: TCPStore) -> Store:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    prefixed: Store = PrefixStore(_prefix(), store)
+    prefixed: Store = PrefixStore(PREFIX, store)
     return prefixed
 
 

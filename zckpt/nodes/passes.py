@@ -3,20 +3,39 @@
 Rank 0 reads the checkpoints and sends their manifests. Then every process takes blocks of tasks by
 a counter in the store, and sends what it has found: CRC-32s of parts, differences, statistics. That
 is small beside the tensors. Rank 0 adds it to its own, and reports.
+
+Each process says how many numbers it got from the counter. If the counter has given more, a block
+may be in no result: then the command fails, since tensors without a difference look as equal ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
-from ..core.pooling import Claim
 from ..core.resources import Copying
 from ..core.sources import on_this_node
 from ..core.values import replace
+from ..errors import ProcessLost
 from . import handover
 from .group import Group
+
+
+class Blocks:
+    """Gives this process the numbers of its blocks in one pass, and counts them."""
+
+    def __init__(self, group: Group, number: int) -> None:
+        self._group = group
+        self._key = f"block/{number}"
+        self.taken = 0
+
+    def __call__(self) -> int:
+        number = self._group.next(self._key)
+        self.taken += 1
+        return number
+
+    def taken_by_all(self) -> int:
+        return self._group.how_many(self._key)
 
 
 class LeaderPool:
@@ -25,18 +44,30 @@ class LeaderPool:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._passes = 0
+        self._blocks = Blocks(group, 0)
 
-    def begin(self, work: Any) -> Claim:
+    def begin(self, work: Any) -> Blocks:
         number = self._passes
         self._passes += 1
         sent = handover.with_manifests(work, handover.tensors_of)
         self.group.send(f"pass/{number}", handover.to_bytes(sent))
-        return partial(self.group.next, f"block/{number}")
+        self._blocks = Blocks(self.group, number)
+        return self._blocks
 
     def others(self) -> Iterator[Any]:
-        number = self._passes - 1
+        """Raises ProcessLost in the end if blocks are missing: a process has been replaced."""
+        number, known = self._passes - 1, self._blocks.taken
         for rank in range(1, self.group.size):
-            yield handover.from_bytes(self.group.received(f"result/{number}/{rank}"))
+            received = self.group.received(f"result/{number}/{rank}")
+            taken, result = handover.from_bytes(received)
+            known += taken
+            yield result
+        if (given := self._blocks.taken_by_all()) != known:
+            raise ProcessLost(
+                f"{given} blocks were given to processes, but {known} came back: one process was "
+                "replaced, or was started twice",
+                hint="end all processes, start each rank once, and repeat the command",
+            )
 
 
 def take_part(group: Group, copying: Copying) -> None:
@@ -47,8 +78,9 @@ def take_part(group: Group, copying: Copying) -> None:
             return
         work = handover.from_bytes(group.received(f"pass/{number}"))
         work = handover.with_manifests(work, _on_this_node)
-        result = work.partial(partial(group.next, f"block/{number}"), copying, group.written)
-        group.send(f"result/{number}/{group.rank}", handover.to_bytes(result))
+        blocks = Blocks(group, number)
+        result = work.partial(blocks, copying, group.written)
+        group.send(f"result/{number}/{group.rank}", handover.to_bytes((blocks.taken, result)))
         number += 1
 
 

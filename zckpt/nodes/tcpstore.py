@@ -107,6 +107,8 @@ def _connected(host: str, port: int, timeout: float) -> socket.socket:
     while True:
         try:
             return socket.create_connection((host, port), max(0.1, end - time.monotonic()))
+        except UnicodeError as error:
+            raise RuntimeError(f"{host} is not the name of a host") from error
         except OSError as error:
             if time.monotonic() > end:
                 raise RuntimeError(str(error)) from error
