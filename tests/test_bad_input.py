@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from .conftest import EXAMPLE, ROOT, Result
 
@@ -291,6 +292,13 @@ class TestPickles:
         ended = zckpt("inspect", example, "--state")
         assert "posix.system" in ended.out
         assert not Path(Bomb.proof).exists()
+
+    def test_a_parameter_whose_name_is_a_number(self, example: Path, zckpt: Zckpt) -> None:
+        path = example / TAG / "mp_rank_00_model_states.pt"
+        state = torch.load(path, weights_only=False)
+        state["shared_params"][255] = "embedding.weight"
+        torch.save(state, path)
+        refused(zckpt, example, "has the name 255")
 
     def test_a_pickle_instead_of_a_file(self, example: Path, zckpt: Zckpt) -> None:
         Bomb.proof = str(example.parent / "proof")

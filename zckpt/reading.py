@@ -60,11 +60,11 @@ def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[str]:
 
 
 def _check_names(manifest: Manifest) -> None:
-    """Raises CorruptCheckpoint for names that no file can have: texts that are not Unicode."""
+    """Raises CorruptCheckpoint for names that no file can have: numbers, texts not in Unicode."""
     for name in (*manifest.entries, *manifest.parameters, *manifest.buffers):
         try:
-            name.encode()
-        except UnicodeEncodeError as error:
+            str.encode(name)
+        except (TypeError, UnicodeEncodeError) as error:
             raise CorruptCheckpoint(
                 f"{manifest.root} has the name {name!a}, which is not valid text",
                 hint="a bit of the name may be flipped: take another copy of the file",
