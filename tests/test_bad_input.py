@@ -296,7 +296,9 @@ class TestPickles:
     def test_a_parameter_whose_name_is_a_number(self, example: Path, zckpt: Zckpt) -> None:
         path = example / TAG / "mp_rank_00_model_states.pt"
         state = torch.load(path, weights_only=False)
-        state["shared_params"][255] = "embedding.weight"
+        shapes = state["param_shapes"][0]
+        state["param_shapes"][0] = {255: shapes.pop("embedding.weight"), **shapes}
+        state["shared_params"] = {}
         torch.save(state, path)
         refused(zckpt, example, "has the name 255")
 
