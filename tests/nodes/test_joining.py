@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from zckpt.nodes.passes import LeaderPool
 
 from ..conftest import Result
 from ..test_resume import files
-from .conftest import Process, stop_at_second_portion, until
+from .conftest import Process, free_port, stop_at_second_portion, until
 from .test_conversion import COPYING, ONE_THREAD, SMALL, Launch, done, ended
 from .test_failures import wait_for_journals, with_errors
 
@@ -53,6 +54,81 @@ def test_several_commands_of_one_script(
     assert [item.code for item in ended(launch(2, "convert", out, out, **agent))] == [2, 2]
     done(launch(2, "convert", out, tmp_path / "again", *SMALL, **agent))
     assert files(tmp_path / "again") == files(out)
+
+
+def test_a_rank_that_missed_a_command(
+    sources: dict[str, Path],
+    launch: Launch,
+    agent: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A wrong option of one process ends its command; all meet in the next one."""
+    monkeypatch.setattr(run, "PATIENCE", 0.1)
+    first = launch(2, "verify", sources["dcp"], ranks=range(1), **agent, ZCKPT_TIMEOUT=1)
+    second = launch(2, "verify", sources["dcp"], "--no-such-option", ranks=range(1, 2), **agent)
+    assert [item.code for item in ended([*first, *second])] == [1, 2]
+    done(launch(2, "stats", sources["dcp"], **agent))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_a_store_of_an_earlier_command(
+    launcher: str,
+    sources: dict[str, Path],
+    launch: Launch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 hosts it until the slowest process has left; the others may begin the next one."""
+
+    def leaves_late() -> None:
+        leave = Group._leave
+
+        def late(self: Group, has_failed: bool) -> None:
+            self.wait(lambda: self.has("end"))
+            (tmp_path / "ends").touch()
+            until((tmp_path / "next").exists)
+            time.sleep(0.3)
+            leave(self, has_failed)
+
+        Group._leave = late  # type: ignore[method-assign]
+
+    monkeypatch.chdir(tmp_path)
+    more = {"MASTER_PORT": free_port()} if launcher == "torchrun" else {}
+    words = ("verify", sources["dcp"])
+    old = launch(3, *words, preparing={2: leaves_late}, launcher=launcher, **more)
+    until((tmp_path / "ends").exists)
+    assert old[1].wait().code == 0
+    words = ("stats", sources["dcp"])
+    early = launch(3, *words, ranks=range(1, 2), launcher=launcher, **more)
+    (tmp_path / "next").touch()
+    done([old[0], old[2]])
+    first = launch(3, *words, ranks=range(1), launcher=launcher, **more)
+    done([*first, *early, *launch(3, *words, ranks=range(2, 3), launcher=launcher, **more)])
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_that_starts_after_the_end(
+    fails: bool,
+    launcher: str,
+    sources: dict[str, Path],
+    launch: Launch,
+    agent: dict[str, object],
+    tmp_path: Path,
+) -> None:
+    """Rank 0 needs no other process for a dry run, and not to find that there is no source."""
+    source = tmp_path / "nothing" if fails else sources["dcp"]
+    words = ("convert", source, tmp_path / "out", "--dry-run")
+    more = agent if launcher == "torchrun" else {}
+    (first,) = launch(2, *words, ranks=range(1), launcher=launcher, **more)
+    if launcher == "torchrun":
+        first.wait()
+    else:  # rank 0 hosts the store, and waits some seconds for the other
+        until((tmp_path / "out.srun").exists)
+        time.sleep(0.5)
+    (second,) = launch(2, *words, ranks=range(1, 2), launcher=launcher, **more)
+    assert second.wait(10) == Result(int(fails), "", "")
+    assert first.wait().code == int(fails)
 
 
 # -- what processes that were started again go on with
@@ -217,11 +293,15 @@ def test_blocks_of_which_nobody_hears_again(lost: int) -> None:
 @pytest.mark.parametrize(
     ("words", "size", "message"),
     [
-        (("verify", "zero-1"), 2, "rank 0 was started for verify .* but rank 1 for verify "),
-        (("stats", "zero-3"), 2, "but rank 1 for stats "),
-        (("verify", "zero-3", "--against", "dcp"), 2, "but rank 1 for verify "),
-        (("verify", "zero-3"), 3, "in 2 processes, but rank 1 for verify .* in 3 processes"),
-        (("convert", "zero-3", "out"), 2, "but rank 1 for convert "),
+        (
+            ("verify", "zero-1"),
+            2,
+            "rank 0 was started for zckpt .*, verify .*; rank 1 for .*verify",
+        ),
+        (("stats", "zero-3"), 2, "rank 1 for zckpt .*, stats "),
+        (("verify", "zero-3", "--against", "dcp"), 2, "rank 1 for zckpt .*, verify "),
+        (("verify", "zero-3"), 3, "in 2 processes; rank 1 for .*, in 3 processes"),
+        (("convert", "zero-3", "out"), 2, "rank 1 for zckpt .*, convert "),
     ],
 )
 def test_other_arguments_of_one_process(
@@ -261,7 +341,7 @@ def test_another_target_of_one_process(
         second = launch(2, *words, target, ranks=range(1, 2), preparing=preparing, **agent)
         results = ended([*first, *second])
     assert [item.code for item in results] == [2, 2]
-    message = {"target": "rank 0 was started for convert", "folder": "rank 0 writes into"}
+    message = {"target": "rank 0 was started for zckpt", "folder": "rank 0 writes into"}
     assert message[other] in results[1].err
     assert not results[0].err
     assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "output"}
@@ -289,6 +369,43 @@ def test_a_wrong_option_of_one_process(launch: Launch, monkeypatch: pytest.Monke
     assert "No such option" in process.printed()[1]
 
 
+def test_another_version_of_one_process(
+    sources: dict[str, Path], launch: Launch, agent: dict[str, object]
+) -> None:
+    """It might cut the work into other blocks."""
+
+    def other() -> None:
+        from zckpt.nodes import group
+
+        group.__version__ = "0.0.1"  # type: ignore[attr-defined]
+
+    results = ended(launch(2, "verify", sources["dcp"], preparing={1: other}, **agent))
+    assert [item.code for item in results] == [2, 2]
+    assert re.search(r"rank 0 was .* zckpt 0\.1.*; rank 1 for zckpt 0\.0\.1", results[1].err)
+
+
+@pytest.mark.parametrize(("command", "resumes"), [("convert", True), ("verify", False)])
+def test_the_next_step(
+    command: str,
+    resumes: bool,
+    sources: dict[str, Path],
+    launch: Launch,
+    tmp_path: Path,
+    waiting: Callable[[], None],
+) -> None:
+    """Only a command that writes has --resume."""
+    words = [command, sources["dcp"], *([tmp_path / "out"] if command == "convert" else [])]
+    preparing = {0: waiting, 1: waiting}
+    processes = launch(2, *words, *SMALL, preparing=preparing, ZCKPT_TIMEOUT=2)
+    until((tmp_path / "reads-1").exists)
+    processes[1].send(signal.SIGKILL)
+    processes[1].wait()
+    (tmp_path / "go").touch()
+    result = processes[0].wait()
+    assert "has not answered" in result.err
+    assert ("--resume" in result.err) is resumes
+
+
 # -- variables with impossible values
 
 
@@ -297,14 +414,14 @@ def test_a_wrong_option_of_one_process(launch: Launch, monkeypatch: pytest.Monke
 )
 def test_timeouts(text: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZCKPT_TIMEOUT", text)
-    assert Group(Launched(0, 2, "srun"), None).timeout == seconds
+    assert Group(Launched(0, 2, "srun"), ["verify"], None).timeout == seconds
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e10", "0.5", "x"])
 def test_impossible_timeouts(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZCKPT_TIMEOUT", text)
     with pytest.raises(WrongOption, match=f"ZCKPT_TIMEOUT is {re.escape(text)}, which is not"):
-        Group(Launched(0, 2, "srun"), None)
+        Group(Launched(0, 2, "srun"), ["verify"], None)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -179,9 +179,9 @@ def test_a_process_of_torchrun_does_not_import_torch() -> None:
     store = opened()
     script = (
         "import sys; from zckpt.nodes.launch import Launch; from zckpt.nodes.group import Group\n"
-        "with Group(Launch(0, 1, 'torchrun'), None) as group: group.publish('key', [1])\n"
+        "with Group(Launch(0, 1, 'torchrun'), ['stats'], None) as group: group.publish('key', 1)\n"
         "assert not {'torch', 'numpy'} & sys.modules.keys()"
     )
     environment = {"PYTHONPATH": str(ROOT), **agents_store(store)}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
-    assert store.get("zckpt/0/0/key") == b"[1]"
+    assert store.get("zckpt/0/0/key") == b"1"

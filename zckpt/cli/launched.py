@@ -51,16 +51,18 @@ def write(
     launch = None if single else launched()
     if launch is None:
         return command(source, target, resume=resume, **words)
-    from ..nodes.conversion import Leader, goes_on, take_part
+    from ..nodes.conversion import Leader, has_begun, note_start, take_part
     from ..nodes.group import Group
 
-    with Group(launch, beside=target) as group:
+    with Group(launch, _words(command, source, target), beside=target, resumes=True) as group:
         signals.begin()
-        group.agree(_texts(command, source, target))
+        group.agree()
         if group.rank:
             take_part(group, os.fspath(target), words["copying"])
             return None
-        resume = goes_on(group, target) or resume
+        resume = has_begun(group, target) or resume
+        if not words["dry_run"]:
+            note_start(group, target)
         words["begin"] = group.watched(words["begin"])
         return command(source, target, sharing=Leader(group), resume=resume, **words)
 
@@ -86,9 +88,10 @@ def look(
     from ..nodes.group import Group
     from ..nodes.passes import LeaderPool, take_part
 
-    with Group(launch, beside=os.path.join(os.getcwd(), ".zckpt")) as group:
+    beside = os.path.join(os.getcwd(), ".zckpt")
+    with Group(launch, _words(command, *paths), beside) as group:
         signals.begin()
-        group.agree(_texts(command, *paths))
+        group.agree()
         if group.rank:
             take_part(group, Copying(words["jobs"], words["memory"]))
             return None
@@ -96,6 +99,6 @@ def look(
         return command(*paths, pool=LeaderPool(group), **words)
 
 
-def _texts(command: Callable[..., Report], *paths: Any) -> list[str]:
-    """What all processes of a launch must have been started for."""
+def _words(command: Callable[..., Report], *paths: Any) -> list[str]:
+    """The command and its paths, which must be the same in all processes."""
     return [command.__name__, *(os.fspath(path) for path in paths if path is not None)]

@@ -25,7 +25,7 @@ from ..errors import cause as why_of
 from . import launched, signals
 from .plain import plain
 
-PATIENCE = 5.0  # seconds
+PATIENCE = 5.0  # seconds that a process waits before it prints why it could not join the others
 UNPRINTABLE = "backslashreplace"
 """What happens to characters that the terminal's encoding lacks: a path may have them."""
 
@@ -184,7 +184,7 @@ def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoR
     if signals.are_silent():
         import time
 
-        # rank 0 prints the same now, such as a wrong option, and the launcher ends this process
+        # rank 0 usually prints the same now (a wrong option), and the launcher ends this process
         time.sleep(PATIENCE)
     if os.environ.get("ZCKPT_TRACEBACK") and sys.exc_info()[0]:
         import traceback

@@ -28,11 +28,11 @@ def handle() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, stop)
-    sys.unraisablehook = _again
+    sys.unraisablehook = _after_finalizer
 
 
 _is_silent = False
-_stops_again = False
+_timer_is_set = False
 
 
 def end_silently() -> None:
@@ -62,8 +62,8 @@ def stop(number: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt(number)
 
 
-def _again(ignored: sys.UnraisableHookArgs) -> None:
-    """Stops a moment later, if a finalizer was running when the signal came.
+def _after_finalizer(ignored: sys.UnraisableHookArgs) -> None:
+    """Raises an interrupt again, a moment after a finalizer has swallowed it.
 
     Python prints what a finalizer or a callback of a weak reference raises, and goes on. h5py has
     such callbacks for everything that it opens.
@@ -72,8 +72,8 @@ def _again(ignored: sys.UnraisableHookArgs) -> None:
     if not isinstance(error, KeyboardInterrupt) or not error.args:
         sys.__unraisablehook__(ignored)
         return
-    global _stops_again
-    _stops_again = True
+    global _timer_is_set
+    _timer_is_set = True
     number: int = error.args[0]
     signal.signal(signal.SIGALRM, lambda _, frame: stop(number, frame))
     signal.setitimer(signal.ITIMER_REAL, MOMENT)
@@ -92,6 +92,6 @@ def _ignore() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) in (stop, signal.default_int_handler):
             signal.signal(number, signal.SIG_IGN)
-    if _stops_again:
+    if _timer_is_set:
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)

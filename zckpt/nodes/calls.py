@@ -40,6 +40,7 @@ class Calls:
         return int(self._call(lambda: self._store.add(key, count)))
 
     def set(self, key: str, value: str | bytes) -> None:
+        """Sets the value of a key."""
         self._call(lambda: self._store.set(key, value))
 
     def check(self, keys: list[str]) -> bool:
@@ -67,6 +68,7 @@ class Calls:
             raise self._error from error
 
     def within(self, prefix: str) -> Keys:
+        """The keys that begin with `prefix`."""
         return Keys(self, prefix)
 
     def _work(self) -> None:
@@ -79,7 +81,7 @@ class Calls:
 
 
 class Keys:
-    """The keys of a store that begin with `prefix`; the methods are those of `Calls`."""
+    """Some keys of a store: `prefix` is put before each key. The methods are those of `Calls`."""
 
     def __init__(self, calls: Calls, prefix: str) -> None:
         self._calls = calls

@@ -24,7 +24,6 @@ from ..core.resources import Copying
 from ..core.sources import on_this_node
 from ..core.values import replace
 from ..errors import Interrupted, ProcessLost, WrongOption
-from ..version import __version__
 from . import handover
 from .group import Group
 
@@ -126,7 +125,7 @@ def take_part(group: Group, target: str, copying: Copying) -> None:
     try:
         if group.comes("work"):
             work: Work = handover.from_bytes(group.received("work"))
-            _refuse_other(work, target, group.rank)
+            _refuse_other_folder(work, target, group.rank)
             _write(group, work, copying)
             group.wait_for_end()
     except KeyboardInterrupt as error:  # rank 0 may have begun the target
@@ -145,18 +144,20 @@ def _write(group: Group, work: Work, copying: Copying) -> None:
         journal.close()
 
 
-def goes_on(group: Group, target: str) -> bool:
-    """Whether rank 0 continues what is there, since the launcher has started all processes again.
+def has_begun(group: Group, target: str) -> bool:
+    """Whether this launch began the target, before its processes were started again.
 
-    It does so if this launch has begun the target. What another run has left is not touched without
-    --resume, however often the launcher tries.
+    Then they continue it. What another run has left is not touched without --resume, however often
+    the launcher tries.
     """
+    return group.has_begun(ascii(os.path.abspath(target)))
+
+
+def note_start(group: Group, target: str) -> None:
+    """Notes that this launch will begin the target, if nothing is there yet."""
     path = os.path.abspath(target)
-    if group.has_started(ascii(path)):
-        return True
     if not os.path.lexists(path) and not os.path.lexists(f"{path}.partial"):
         group.note_start(ascii(path))
-    return False
 
 
 def part_of(rank: int) -> str:
@@ -171,16 +172,11 @@ def handed_out(group: Group, portions: Sequence[Portion]) -> Iterator[Sequence[P
         yield [order[number]]
 
 
-def _refuse_other(work: Work, target: str, rank: int) -> None:
+def _refuse_other_folder(work: Work, target: str, rank: int) -> None:
     """Raises WrongOption unless this process was started for the same target as rank 0."""
     folder = f"{os.path.abspath(target)}.partial"
     if work.folder != folder or os.path.dirname(work.root) != folder:
         raise WrongOption(
             f"rank 0 writes into {work.folder}, but rank {rank} was started for {folder}",
             hint="start all processes in the same folder, with the same arguments",
-        )
-    if work.identity.version != __version__:
-        raise WrongOption(
-            f"rank 0 runs zckpt {work.identity.version}, but rank {rank} runs {__version__}",
-            hint="install the same version on all nodes",
         )

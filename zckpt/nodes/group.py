@@ -1,19 +1,13 @@
-"""What do the processes of a launch tell each other?
+"""What do the processes of a launch tell each other? joining.py has the keys by which they join.
 
-    command         what rank 0 was started for: all must have been started for the same
     alive/RANK      a counter that every process raises once a second
     who/RANK        its host and process number
     failures        how many processes have failed; the first one leaves `failure`, and prints it
     bytes           what all but rank 0 have written, for the progress bar
-    end             rank 0 has ended
     stopped, left   how many processes write nothing any more, and have left
 
-The keys of a command begin with two numbers: how often the launcher has started its processes, and
-how many commands this rank has joined before. So a script may run several commands, one after the
-other. Two processes that were started as the same rank are not in one command: the second one would
-take work of which nobody hears again. Keys of the whole launch:
+One key is of the whole launch, and not of one command:
 
-    joined/N/RANK   how many commands this rank has joined since start N of the processes
     begun/TARGET    rank 0 began this target in this launch, and nothing was there before
 
 Every process watches rank 0, and rank 0 watches all. A process whose counter stands still for
@@ -25,20 +19,20 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from ..core.resources import Begin, Progress
-from ..errors import ProcessFailed, ProcessLost, WrongOption, ZckptError, counted, listed
-from .calls import Calls, Keys
+from ..errors import ProcessFailed, ProcessLost, WrongOption, counted, listed
+from ..version import __version__
+from .failures import Failure, error_of, failure_of
+from .joining import Joining
 from .launch import Launch, restarts
-from .meeting import Meeting, meet
 
 TIMEOUT = 120.0  # seconds
 LEAVING = 10.0  # seconds that rank 0 waits for others to stop, or to read how it ended
@@ -48,30 +42,31 @@ TIMEOUTS = 1.0, 1e6  # seconds: the least and the largest that a user may ask fo
 VALUE = 4 << 20  # bytes of one value in a store, which allows 8 MiB
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a process has failed, as it tells the others; `keeps` is true if `--resume` helps."""
-
-    rank: int
-    message: str
-    hint: str
-    code: int
-    keeps: bool
-
-
 class Group:
-    """`with Group(launch, beside) as group:` all processes of a launch are in it.
+    """`with Group(launch, command, beside) as group:` all processes of a launch are in it.
 
-    `beside` is a path on a filesystem that all nodes share; None if there is none. The end of the
-    block tells the others how this process has ended. Raises ProcessLost if a process does not
-    start, or does not answer for `timeout` seconds; ProcessFailed if another one has failed.
+    `command` is what this process was started for: a name and paths. `beside` is a path on a
+    filesystem that all nodes share; None if there is none. With `resumes`, errors say that the
+    command goes on with --resume. The end of the block tells the others how this process has ended.
+    Raises ProcessLost if a process does not start, or does not answer for `timeout` seconds;
+    ProcessFailed if another one has failed.
     """
 
-    def __init__(self, launch: Launch, beside: str | None, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        command: Sequence[str],
+        beside: str | None,
+        timeout: float | None = None,
+        *,
+        resumes: bool = False,
+    ) -> None:
         self.launch = launch
         self.rank, self.size = launch.rank, launch.size
         self.timeout = timeout or _timeout()
+        self._command = [__version__, str(self.size), *command]
         self._beside = beside
+        self._again = f"repeat the command{' with --resume' if resumes else ''}"
         self._progress: Progress | None = None
         self._written = 0
         self._total = 0
@@ -85,16 +80,16 @@ class Group:
         self._is_leaving = threading.Event()
 
     def __enter__(self) -> Group:
-        self._meeting: Meeting = meet(self.launch, self._beside, self.timeout)
-        self._calls = Calls(self._meeting.store, self.timeout, self._without_store)
+        joining = Joining(
+            self.launch, self._command, self.timeout, self._again, self._without_store
+        )
+        self._met, self.store = joining.join(self._beside)
         try:
-            self.store = self._joined()
-        except Exception:
-            self._calls.close()
-            self._meeting.close()
+            self.store.set(f"who/{self.rank}", f"{socket.gethostname()}, process {os.getpid()}")
+            self.store.add(f"alive/{self.rank}", 1)
+        except BaseException:
+            self._met.close()
             raise
-        self.store.set(f"who/{self.rank}", f"{socket.gethostname()}, process {os.getpid()}")
-        self.store.add(f"alive/{self.rank}", 1)
         now = time.monotonic()
         watched = range(1, self.size) if self.rank == 0 else (0,)
         self._heartbeats = dict.fromkeys(watched, (0, now))
@@ -102,18 +97,6 @@ class Group:
         self._thread = threading.Thread(target=self._beat_on, name="zckpt-heartbeat", daemon=True)
         self._thread.start()
         return self
-
-    def _joined(self) -> Keys:
-        """The keys of the command that this process joins."""
-        start = restarts()
-        before = self._calls.add(f"joined/{start}/{self.rank}", 1) - 1
-        if before and not self._calls.check([f"{start}/{before - 1}/end"]):
-            raise ProcessLost(
-                f"rank {self.rank} was started twice, or another command of this launch still runs",
-                hint="end all its processes, and start each rank once; then repeat the command "
-                "with --resume",
-            )
-        return self._calls.within(f"{start}/{before}/")
 
     # -- the heartbeat
 
@@ -137,10 +120,10 @@ class Group:
             self._total = total
         if self._failure is None and self.store.check(["failure"]):
             self._failure = Failure(**json.loads(self.store.get("failure")))
-        for rank, (count, since) in self._heartbeats.items():
+        for rank, (beats, since) in self._heartbeats.items():
             now = self.store.add(f"alive/{rank}", 0)
-            if now != count:
-                if not count:
+            if now != beats:
+                if not beats:
                     self._places[rank] = self.store.get(f"who/{rank}").decode()
                 self._heartbeats[rank] = now, time.monotonic()
             elif time.monotonic() - since > self.timeout:
@@ -149,7 +132,7 @@ class Group:
     def check(self) -> None:
         """Raises if this process must stop: another one has failed, or does not answer."""
         if self._failure is not None:
-            raise _error_of(self._failure)
+            raise error_of(self._failure)
         if self._lost:
             raise self._lost_error()
         if self._error is not None:
@@ -161,7 +144,7 @@ class Group:
     def _without_store(self, reason: str) -> ProcessLost:
         return ProcessLost(
             f"rank {self.rank} has lost the connection to rank 0{self._where(0)}: {reason}",
-            hint="end that process if it is still there; then repeat the command with --resume",
+            hint=f"end that process if it is still there; then {self._again}",
         )
 
     def _lost_error(self) -> ProcessLost:
@@ -176,7 +159,7 @@ class Group:
         where = [f"{rank}{self._where(rank)}" for rank in lost]
         return ProcessLost(
             f"rank {listed(where)} has not answered for {self.timeout:.0f} s",
-            hint="end that process; then repeat the command with --resume",
+            hint=f"end that process; then {self._again}",
         )
 
     def _where(self, rank: int) -> str:
@@ -219,34 +202,38 @@ class Group:
         """0 for the process that asks first, then 1 and so on; raises as `check`."""
         self.check()
         if (number := self.store.add(key, 1) - 1) < 0:
-            raise self._without_store("it counts wrong")
+            raise ProcessLost(
+                f"the store has counted to {number} for rank {self.rank}",
+                hint="another program may use this store: choose another MASTER_PORT; then "
+                f"{self._again}",
+            )
         return number
 
     def how_many(self, key: str) -> int:
         """How many numbers `next` has given to all processes."""
         return self.store.add(key, 0)
 
-    def agree(self, command: Sequence[str]) -> None:
+    def agree(self) -> None:
         """Raises WrongOption unless rank 0 was started for the same command; raises as `check`."""
-        own = [str(self.size), *command]
-        if self.rank == 0:
-            self.publish("command", own)
-        elif self.comes("command") and (first := self.published("command")) != own:
-            texts = [f"{' '.join(words)} in {size} processes" for size, *words in (first, own)]
+        if self.comes("command") and (first := self.published("command")) != self._command:
+            texts = [
+                f"zckpt {version}, {' '.join(words)}, in {size} processes"
+                for version, size, *words in (first, self._command)
+            ]
             raise WrongOption(
-                f"rank 0 was started for {texts[0]}, but rank {self.rank} for {texts[1]}",
-                hint="start all processes with the same arguments",
+                f"rank 0 was started for {texts[0]}; rank {self.rank} for {texts[1]}",
+                hint="start all processes with the same arguments, and the same version of zckpt",
             )
 
     # -- what outlives the processes, if the launcher starts them again
 
     def note_start(self, target: str) -> None:
         """Notes that this launch begins `target`, and that nothing is there yet."""
-        self._calls.set(f"begun/{target}", b"1")
+        self._met.calls.set(f"begun/{target}", b"1")
 
-    def has_started(self, target: str) -> bool:
+    def has_begun(self, target: str) -> bool:
         """Whether processes of this launch began `target` before they were started again."""
-        return restarts() > 0 and self._calls.check([f"begun/{target}"])
+        return restarts() > 0 and self._met.calls.check([f"begun/{target}"])
 
     # -- progress
 
@@ -283,8 +270,7 @@ class Group:
             self._error = lost
         finally:
             self._is_leaving.set()
-            self._calls.close()
-            self._meeting.close()
+            self._met.close()
         if other is not None and other is not error:
             raise other from error
 
@@ -300,7 +286,7 @@ class Group:
         self._is_leaving.set()
         self._thread.join(LEAVING)
         self.store.add("left", 1)
-        if self._meeting.is_host:
+        if self._met.meeting.is_host:
             self._wait_for_count("left", self.size)
 
     def fail(self, error: BaseException) -> bool:
@@ -311,7 +297,7 @@ class Group:
             if self._is_failing or self.store.add("failures", 1) > 1:
                 return self._is_failing
             self._is_failing = True
-            self.publish("failure", asdict(_failure(self.rank, error)))
+            self.publish("failure", asdict(failure_of(self.rank, error, self._again)))
         except Exception as lost:
             self._error = lost
         return True
@@ -334,7 +320,7 @@ class Group:
         self._wait_until(lambda: self.has("failure"))
         if not self.has("failure"):
             return None
-        return _error_of(Failure(**json.loads(self.store.get("failure"))))
+        return error_of(Failure(**json.loads(self.store.get("failure"))))
 
     def stop(self) -> None:
         """Says that this process writes nothing any more."""
@@ -355,26 +341,6 @@ class Group:
         with suppress(Exception, KeyboardInterrupt):
             while not is_there() and time.monotonic() < end:
                 time.sleep(POLL)
-
-
-def _failure(rank: int, error: BaseException) -> Failure:
-    """A failure as others see it, with the exit code of cli/run.py."""
-    if isinstance(error, KeyboardInterrupt):
-        code = 128 + (error.args[0] if error.args else signal.SIGINT)
-        return Failure(rank, "interrupted", "repeat the command with --resume", code, keeps=True)
-    if isinstance(error, ZckptError):
-        code = 2 if isinstance(error, WrongOption) else 1
-        keeps = isinstance(error, ProcessLost)
-        return Failure(rank, error.message, error.hint, code, keeps)
-    return Failure(rank, str(error), "see the message of that process", 1, keeps=False)
-
-
-def _error_of(failure: Failure) -> ProcessFailed:
-    """The error of a process that ends because another one has failed."""
-    kind = ProcessLost if failure.keeps else ProcessFailed
-    error = kind(f"rank {failure.rank}: {failure.message}", failure.hint)
-    error.code = failure.code
-    return error
 
 
 def _timeout() -> float:

@@ -78,6 +78,6 @@ def from_bytes(data: bytes) -> Any:
         return _Table(io.BytesIO(zlib.decompress(data))).load()
     except Exception as error:
         raise CorruptCheckpoint(
-            f"what rank 0 has sent cannot be read: {error}",
+            f"a message of another process cannot be read: {error}",
             hint="start all processes with the same version of zckpt",
         ) from error

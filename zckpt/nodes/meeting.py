@@ -32,19 +32,26 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
 PREFIX = "zckpt"  # of all keys: torchrun has keys in its store, too
+PAUSE = 0.1  # seconds between two looks for a store
 PORTS = range(1, 1 << 16)
 TRY = 5.0  # seconds for one attempt to reach an address, which may be of an earlier run
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The store of a launch; whether it ends with this process; the file with its address."""
+    """The store of a launch, whether it ends with this process, and the file with its address.
+
+    A store that outlives rank 0 is used by all commands of a launch. Others are used by one.
+    """
 
     store: Store | TcpStore
     is_host: bool = False
+    outlives_rank_0: bool = False
     address: str | None = None
 
     def close(self) -> None:
+        if isinstance(self.store, TcpStore):
+            self.store.close()
         if self.address is not None:
             with suppress(OSError):
                 os.unlink(self.address)
@@ -84,7 +91,8 @@ def _at_master(launch: Launch, timeout: float) -> Meeting:
     try:
         if is_host:
             return Meeting(_prefixed(_store(host, int(port), True, timeout)), is_host)
-        return Meeting(_reached(host, int(port), timeout))
+        store = _reached(host, int(port), timeout)
+        return Meeting(store, outlives_rank_0=has_agents)
     except RuntimeError as error:
         name = "torchrun's store" if has_agents else "rank 0"
         raise ProcessLost(
@@ -158,7 +166,7 @@ def _guest(path: str, launch: Launch, timeout: float) -> Meeting:
             store = _reached(*place, timeout=TRY)
             if store.check(["token"]) and store.get("token").decode() == token:
                 return Meeting(_reached(*place, timeout=timeout))
-        time.sleep(0.1)
+        time.sleep(PAUSE)
     raise ProcessLost(
         f"rank 0 of {launch.size} has not started within {timeout:.0f} s: {path} names no store "
         "that answers",

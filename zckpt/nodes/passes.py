@@ -5,7 +5,8 @@ a counter in the store, and sends what it has found: CRC-32s of parts, differenc
 is small beside the tensors. Rank 0 adds it to its own, and reports.
 
 Each process says how many numbers it got from the counter. If the counter has given more, a block
-may be in no result: then the command fails, since tensors without a difference look as equal ones.
+may be in no result: then the command fails, since tensors that nobody read look like equal ones.
+This is a second check: a group lets each rank join once, so that no process should be replaced.
 """
 
 from __future__ import annotations

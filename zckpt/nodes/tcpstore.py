@@ -27,8 +27,8 @@ VALIDATE, SET, GET, ADD, CHECK, PING = 0, 1, 3, 4, 5, 13
 MAGIC = 0x3C85F7CE
 ANSWER = 2.0  # seconds in which a store answers the first message
 PAUSE = 0.05  # seconds between two attempts to connect
-RECEIVED = 1 << 20  # bytes that are received at once
-MOST = 1 << 30  # bytes of a value; torch's store allows 8 MiB
+RECEIVE_BLOCK = 1 << 20  # bytes that are received at once
+MAX_VALUE = 1 << 30  # bytes of a value, far above the 8 MiB that torch's store allows
 
 
 class OtherProtocol(Exception):
@@ -67,7 +67,7 @@ class TcpStore:
         """The value of a key that has been set; torch's own would wait for it."""
         self._send(GET, self._key(key))
         length = _number(self._received(8))
-        if not 0 <= length <= MOST:
+        if not 0 <= length <= MAX_VALUE:
             raise RuntimeError(f"the store says that a value has {length} bytes")
         return self._received(length)
 
@@ -78,6 +78,10 @@ class TcpStore:
     def check(self, keys: list[str]) -> bool:
         self._send(CHECK, struct.pack("<Q", len(keys)), *map(self._key, keys))
         return self._received(1) == b"\0"
+
+    def close(self) -> None:
+        """Ends the connection; a call that is under way fails."""
+        self._socket.close()
 
     def _key(self, key: str) -> bytes:
         return _text(self._prefix + key.encode())
@@ -92,7 +96,7 @@ class TcpStore:
         data = bytearray()
         while len(data) < length:
             try:
-                part = self._socket.recv(min(length - len(data), RECEIVED))
+                part = self._socket.recv(min(length - len(data), RECEIVE_BLOCK))
             except OSError as error:
                 raise RuntimeError(str(error)) from error
             if not part:
