@@ -21,6 +21,7 @@ def ends(_):
     for _ in range(1000):  # the handler runs here
         pass
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored after commands in this process
 signals.handle()
 value = Closed()
 watched = weakref.ref(value, ends)

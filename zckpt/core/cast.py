@@ -101,8 +101,9 @@ def _bfloat16(values: Any) -> Any:
 def rounds_to_bfloat16(wide: memoryview, narrow: memoryview) -> bool:
     """Whether float32 numbers round to these bfloat16 numbers, bit for bit; False if one is a NaN.
 
-    As integers, a number and what it is rounded to are less than 0x8000 apart, or as much if it
-    lies in the middle of two. To look at the distances takes half the time of rounding.
+    Seen as integers, a float32 and its rounded value differ by less than 0x8000, or by exactly
+    0x8000 in a tie. To compare distances takes half the time of rounding; only numbers that are at
+    least 0x8000 away are rounded.
     """
     values, halves = np.frombuffer(wide, np.float32), np.frombuffer(narrow, np.uint16)
     memory = np.empty(min(len(values), NEAR_BLOCK), np.uint32)

@@ -236,7 +236,7 @@ class _Comparison:
         entry, size = part.match.a, SIZES[part.match.a.dtype]
         request = ReadRequest(entry, part.start, part.stop, 0)
         hasher = PieceHasher(element_reader.checker)
-        crc = hasher.read(request, element_reader.reader, buffer.view)
+        crc = hasher.crc_from_files(request, element_reader.reader, buffer.view)
         hasher.flush()
         with self.lock:
             self.covers[id(entry)].add(part.start * size, part.stop * size, crc)
@@ -292,7 +292,7 @@ class _Comparison:
         if match.how == "rounded":
             rounding = buffers.rounding
             wide, narrow = ((a, a_dtype), (b, b_dtype))[:: 1 if match.rounds_a else -1]
-            if not self._looks_at_all(match) and rounding.agrees(*wide, *narrow):
+            if not self._looks_at_all(match) and rounding.surely_agree(*wide, *narrow):
                 return True
             if match.rounds_a:
                 a, a_dtype = rounding.rounded(a, a_dtype, b_dtype), b_dtype

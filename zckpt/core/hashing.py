@@ -69,16 +69,19 @@ class PieceHasher:
                 at += part.length
         return whole
 
-    def read(self, request: ReadRequest, reader: Reader, buffer: memoryview) -> int:
-        """The CRC-32 of elements that nobody needs afterwards; they pass through `buffer`."""
+    def crc_from_files(self, request: ReadRequest, reader: Reader, buffer: memoryview) -> int:
+        """The CRC-32 of a request's elements, which are read from their files block by block.
+
+        `buffer` is overwritten.
+        """
         block, whole = buffer[:BLOCK], 0
         for extent in pieces_of(request):
             for part, record in self._checker.cut(extent):
                 crc = 0
                 for start in range(0, part.length, len(block)):
-                    read = part.part(start, min(start + len(block), part.length))
-                    reader.read(read, block)
-                    crc = crc32(block[: read.length], crc)
+                    piece = part.part(start, min(start + len(block), part.length))
+                    reader.read(piece, block)
+                    crc = crc32(block[: piece.length], crc)
                 if record is not None:
                     self._pass(part, record, crc)
                 whole = combine(whole, crc, part.length)

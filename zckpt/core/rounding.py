@@ -29,18 +29,19 @@ def rounds_to(wide: memoryview, narrow: memoryview) -> bool:
     )
 
 
-def are_rounded(wide: bytes, wide_dtype: str, narrow: bytes, dtype: str) -> bool | None:
-    """Whether few numbers of `dtype` are, bit for bit, what as many masters are rounded to.
+def are_rounded(wide: bytes, wide_dtype: str, narrow: bytes, narrow_dtype: str) -> bool | None:
+    """Whether few weights are, bit for bit, what as many masters are rounded to.
 
-    None if no engine makes weights of this type of such masters.
+    None for pairs of types that are not known: equal types, F32 to BF16 and F32 to F16 are. False
+    if a master is a NaN, or is beyond the largest F16.
     """
-    if wide_dtype == dtype:
+    if wide_dtype == narrow_dtype:
         return wide == narrow
-    if len(wide) // SIZES[wide_dtype] != len(narrow) // SIZES[dtype]:
+    if len(wide) // SIZES[wide_dtype] != len(narrow) // SIZES[narrow_dtype]:
         return False
-    if (wide_dtype, dtype) == ("F32", "BF16"):
+    if (wide_dtype, narrow_dtype) == ("F32", "BF16"):
         return rounds_to(memoryview(wide), memoryview(narrow))
-    if (wide_dtype, dtype) == ("F32", "F16"):
+    if (wide_dtype, narrow_dtype) == ("F32", "F16"):
         values = struct.unpack(f"<{len(wide) // 4}f", wide)
         try:
             return struct.pack(f"<{len(values)}e", *values) == narrow
@@ -60,16 +61,24 @@ def _import_numpy() -> None:
 
 
 class Rounding:
-    """One thread's roundings of buffers of up to `size` bytes; without numpy, if they are `few`."""
+    """One thread's roundings of buffers of up to `size` bytes.
+
+    With `few` numbers, `surely_agree` does without numpy.
+    """
 
     def __init__(self, size: int, few: bool) -> None:
         self._size = size
         self._few = few
         self._result: Buffer | None = None
 
-    def agrees(self, wide: memoryview, wide_dtype: str, narrow: memoryview, dtype: str) -> bool:
-        """Whether all numbers round to those of fewer bits; False if that is not found out fast."""
-        if (wide_dtype, dtype) != ("F32", "BF16"):
+    def surely_agree(
+        self, wide: memoryview, wide_dtype: str, narrow: memoryview, narrow_dtype: str
+    ) -> bool:
+        """True if every number rounds to its counterpart of fewer bits.
+
+        False can also mean that this was not decided (a NaN, other types): then compare `rounded`.
+        """
+        if (wide_dtype, narrow_dtype) != ("F32", "BF16"):
             return False
         if self._few:
             return rounds_to(wide, narrow)
@@ -77,11 +86,11 @@ class Rounding:
 
         return rounds_to_bfloat16(wide, narrow)
 
-    def rounded(self, view: memoryview, dtype: str, narrow: str) -> memoryview:
-        """All elements of `view` in the type `narrow`, until the next call."""
+    def rounded(self, wide: memoryview, wide_dtype: str, narrow_dtype: str) -> memoryview:
+        """All numbers in the type `narrow_dtype`, until the next call."""
         from .cast import cast
 
         self._result = self._result or Buffer(self._size)
-        result = self._result.view[: len(view) // SIZES[dtype] * SIZES[narrow]]
-        cast(view, dtype, result, narrow)
+        result = self._result.view[: len(wide) // SIZES[wide_dtype] * SIZES[narrow_dtype]]
+        cast(wide, wide_dtype, result, narrow_dtype)
         return result

@@ -31,6 +31,8 @@ FLAT = ("dp_reshardable", "dp_zero_gather_scatter")
 DISTRIBUTED = "distrib_optim"  # flat buffers of mp_rank_* directories
 NOT_DISTRIBUTED = "none"
 FSDP = "fsdp_dtensor"
+WEIGHTS_ONLY = "--weights-only takes the weights alone"
+"""The hint of errors in the optimizer's state."""
 SIZES_OF_RUN = {
     DP: "data_parallel_size",
     TP: "tensor_model_parallel_size",

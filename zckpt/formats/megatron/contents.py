@@ -14,7 +14,15 @@ from ...core.values import field, mutable
 from ...errors import UnsupportedCheckpoint, counted, listed
 from ...files.torchfile import TorchFile
 from ...training.optimizers import infer_optimizer
-from .common import DISTRIBUTED, FLAT, FSDP, NOT_DISTRIBUTED, arguments, kept
+from .common import (
+    DISTRIBUTED,
+    FLAT,
+    FSDP,
+    NOT_DISTRIBUTED,
+    WEIGHTS_ONLY,
+    arguments,
+    kept,
+)
 from .groups import groups_of, members, stated_step
 from .programs import program_of
 
@@ -179,7 +187,7 @@ def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
     if "muon" in str(args.get("optimizer")) or args.get(LAYER_WISE):
         raise UnsupportedCheckpoint(
             f"{folder} has the state of Muon, of which every rank has whole parameters",
-            hint="--weights-only takes the weights alone",
+            hint=WEIGHTS_ONLY,
         )
 
 

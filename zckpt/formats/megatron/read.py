@@ -44,6 +44,7 @@ from .common import (
     ITEM,
     MODEL_SPACE,
     OPTIMIZER,
+    WEIGHTS_ONLY,
     arguments,
     kept,
     read_common,
@@ -212,7 +213,7 @@ class _Reader:
             if match is None or match["key"] not in self.keys:
                 raise UnsupportedCheckpoint(
                     f"{self.folder} has {key}, which is no state of a weight that zckpt knows",
-                    hint="--weights-only takes the weights alone",
+                    hint=WEIGHTS_ONLY,
                 )
             slot = "master" if match["slot"] in MASTERS else slot_name(match["slot"])
             if is_flat:

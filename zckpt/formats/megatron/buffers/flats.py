@@ -30,10 +30,10 @@ from ....files.dcpfile import ItemTable
 from ....files.dcpitems import ItemFiles, require_same
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from ...statedict.tree import TensorPiece
-from ..common import OPTIMIZER, kept
+from ..common import OPTIMIZER, WEIGHTS_ONLY, kept
 from ..optimizers import SPREAD
 from .placing import SAMPLE, Flat, Local
-from .stages import HINT, Place, Rank
+from .stages import Place, Rank
 
 GROUP = r"(chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
 BUCKET = re.compile(
@@ -61,7 +61,7 @@ def slicing_of(name: str, shape: Sequence[int], pieces: Sequence[TensorPiece], t
     if len(axes) != 1 or len(pieces) not in (tp, 2 * tp):
         raise UnsupportedCheckpoint(
             f"{name} was saved in {len(pieces)} pieces, which {tp} tensor ranks do not give",
-            hint=HINT,
+            hint=WEIGHTS_ONLY,
         )
     (axis,) = axes
     ordered = sorted(pieces, key=lambda piece: piece.offsets[axis])
@@ -168,7 +168,7 @@ class FlatItems:
             elif item is not None or not NUMBERS.fullmatch(key):
                 raise UnsupportedCheckpoint(
                     f"{table.folder} has {key}, which is no flat buffer that zckpt knows",
-                    hint=HINT,
+                    hint=WEIGHTS_ONLY,
                 )
         for (optimizer, group, number, dtype), of_buffer in buckets.items():
             known = self.optimizers.setdefault(optimizer, _Optimizer())
@@ -195,7 +195,7 @@ class FlatItems:
             if any(other != numbers[0] for other in numbers):
                 raise InconsistentCheckpoint(
                     f"{self.table.folder}: ranks have different loss scales (grad_scaler)",
-                    hint=HINT,
+                    hint=WEIGHTS_ONLY,
                 )
             place = inside("megatron.common", "optimizer")
             if len(self.optimizers) > 1:
@@ -230,7 +230,7 @@ class FlatItems:
             raise InconsistentCheckpoint(
                 f"{self.table.folder} has the buffers of {len(flats)} ranks of experts, which is "
                 f"not {tp * stages * ep}, or which {experts} experts in a layer do not fit",
-                hint=HINT,
+                hint=WEIGHTS_ONLY,
             )
         size = experts // ep
         ranks = []
@@ -299,7 +299,7 @@ def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
         raise CorruptCheckpoint(f"{file.path}: the optimizer's buffers are not a dictionary")
     if value.get("buckets_coalesced") is not True:
         raise UnsupportedCheckpoint(
-            f"{file.path} has the buffers of a Megatron-LM before March 2024", hint=HINT
+            f"{file.path} has the buffers of a Megatron-LM before March 2024", hint=WEIGHTS_ONLY
         )
     for number, kinds in value.items():
         if type(number) is not int:
@@ -307,7 +307,9 @@ def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
         for types, tensors in kinds.items():
             dtype = TORCH_DTYPES.get(types[0].name) if isinstance(types[0], Global) else None
             if dtype is None:
-                raise UnsupportedCheckpoint(f"{file.path}: weights of an unknown type", hint=HINT)
+                raise UnsupportedCheckpoint(
+                    f"{file.path}: weights of an unknown type", hint=WEIGHTS_ONLY
+                )
             runs = {}
             for key, tensor in tensors.items():
                 if not isinstance(tensor, Tensor):
@@ -346,7 +348,9 @@ def _slot(key: str) -> str:
 def _dtype_of(name: str) -> str:
     dtype = TORCH_DTYPES.get(name)
     if dtype is None:
-        raise UnsupportedCheckpoint(f"zckpt does not read weights of type {name}", hint=HINT)
+        raise UnsupportedCheckpoint(
+            f"zckpt does not read weights of type {name}", hint=WEIGHTS_ONLY
+        )
     return dtype
 
 

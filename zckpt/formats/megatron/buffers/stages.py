@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ....core.values import valueclass
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from ..common import WEIGHTS_ONLY
 from .order import expert_of, is_before, layer_of, orders, predicts
 from .placing import ALIGNMENT, Flat, Local, ReadBytes, places, places_of_trained
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-HINT = "--weights-only takes the weights alone"
 
 Place = tuple[Flat, tuple[int, int]]
 """A buffer, and where in it a parameter begins: (bucket, element)."""
@@ -74,7 +74,7 @@ def placed(
         lost = [name for name in lost if any(name in other for other in result)]
         if lost:
             raise InconsistentCheckpoint(
-                f"{where}: no buffer of tensor rank {tp} has {listed(lost, 4)}", hint=HINT
+                f"{where}: no buffer of tensor rank {tp} has {listed(lost, 4)}", hint=WEIGHTS_ONLY
             )
         twice = [
             name
@@ -83,7 +83,8 @@ def placed(
         ]
         if twice:
             raise InconsistentCheckpoint(
-                f"{where}: two buffers of tensor rank {tp} have {listed(twice, 4)}", hint=HINT
+                f"{where}: two buffers of tensor rank {tp} have {listed(twice, 4)}",
+                hint=WEIGHTS_ONLY,
             )
     return result
 
@@ -97,13 +98,13 @@ def require_one(ways: Sequence[object], flat: Flat, where: str) -> None:
         raise UnsupportedCheckpoint(
             f"{where}: the parameters of no range of layers fill {flat.name} of "
             f"{sum(flat.sizes)} elements with masters that round to the weights",
-            hint=f"zckpt knows the order of a GPTModel's parameters; {HINT}",
+            hint=f"zckpt knows the order of a GPTModel's parameters; {WEIGHTS_ONLY}",
         )
     if len(ways) > 1:
         raise UnsupportedCheckpoint(
             f"{where}: parameters fill {flat.name} in several ways, and the weights do not tell "
             "which one is right",
-            hint=f"several weights are equal; {HINT}",
+            hint=f"several weights are equal; {WEIGHTS_ONLY}",
         )
 
 

@@ -29,11 +29,11 @@ from ....errors import (
     counted,
 )
 from ....files.dcpfile import shown
-from ..common import FSDP, arguments
+from ..common import FSDP, WEIGHTS_ONLY, arguments
 from ..contents import Content, manifest_of, require_groups, size_of
 from ..keys import OF_OUTPUT, KeysOfGpt
 from ..names import NORMS
-from .items import WEIGHTS_ONLY, FsdpItems, joined, plain_name
+from .items import FsdpItems, joined, plain_name
 
 OF_RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # stage, tensor rank
 MASTER = "master_param"  # of Transformer Engine's Adam, if it keeps the masters itself

@@ -24,7 +24,7 @@ from ....files.dcpfile import ItemTable, KeyPath, read_table, shown
 from ....files.dcpitems import ItemFiles, require_same
 from ....files.torchfile import Tensor, TorchFile
 from ...statedict.tree import TensorPiece, assembled
-from ..common import kept
+from ..common import WEIGHTS_ONLY, kept
 from ..keys import OF_MODULE
 from ..names import with_own_expert, with_plain_norms
 
@@ -32,7 +32,6 @@ MODEL = re.compile(r"model\d*")
 WRAPPERS = re.compile(r"(?:module\.)+")
 HALF = re.compile(r"(?P<name>.*\blinear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])")
 STATES, GROUPS = "state", "param_to_group_meta"
-WEIGHTS_ONLY = "--weights-only takes the weights alone"
 
 Keys = dict[str, str]
 """Keys of items, by names in the saved state."""

@@ -21,7 +21,7 @@ from ....core.slicing import replicated
 from ....core.values import valueclass
 from ....errors import UnsupportedCheckpoint
 from ....training.tensor_rules import Rule, Rules, Shapes, Sliced, by_rule, decide
-from ..buffers.stages import HINT
+from ..common import WEIGHTS_ONLY
 from ..contents import size_of
 
 BY_ROWS = re.compile(
@@ -110,6 +110,6 @@ def is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     if rows not in (columns, 2 * columns):
         raise UnsupportedCheckpoint(
             f"{name} has {rows} rows on a rank, and linear_fc2 behind it {columns} columns",
-            hint=HINT,
+            hint=WEIGHTS_ONLY,
         )
     return rows == 2 * columns

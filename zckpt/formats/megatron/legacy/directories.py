@@ -35,8 +35,8 @@ from ....training.tensor_rules import Rules
 from ..buffers.flats import buffers_of, param_groups, read_bytes, states
 from ..buffers.order import LAYER, is_before, predicts
 from ..buffers.placing import places, places_of_trained
-from ..buffers.stages import EMBEDDING, HINT, OUTPUT, Place, require_one
-from ..common import DISTRIBUTED, NOT_DISTRIBUTED, arguments, kept, with_groups
+from ..buffers.stages import EMBEDDING, OUTPUT, Place, require_one
+from ..common import DISTRIBUTED, NOT_DISTRIBUTED, WEIGHTS_ONLY, arguments, kept, with_groups
 from ..contents import BUFFERS, TIED, Content, manifest_of, require_states_by_parameter
 from ..files import LEGACY
 from ..keys import OF_MODULE, OF_OUTPUT, KeysOfGpt
@@ -297,7 +297,7 @@ class _LegacyReader:
             if lost:
                 raise InconsistentCheckpoint(
                     f"{self.folder}: no optimizer of tensor rank {tp} has {listed(lost, 4)}",
-                    hint=HINT,
+                    hint=WEIGHTS_ONLY,
                 )
         for entry, is_copy in states(names, self.shapes, self.slicings, placed):
             if is_copy:
@@ -312,7 +312,7 @@ class _LegacyReader:
         """The places of a rank's `own` parameters in the flat buffers of one optimizer."""
         path = os.path.join(rank.folder, STATES)
         if not sources.is_file(path):
-            raise missing_file(path, LEGACY, f"the distributed optimizer's states; {HINT}")
+            raise missing_file(path, LEGACY, f"the distributed optimizer's states; {WEIGHTS_ONLY}")
         file = TorchFile(path, self.parsed)
         if path not in self.files:
             self.files.append(path)
@@ -323,7 +323,9 @@ class _LegacyReader:
         if isinstance(value, list):
             value = value[number] if number < len(value) else None
         if value is None:
-            raise CorruptCheckpoint(f"{path} has no buffers of optimizer {number}", hint=HINT)
+            raise CorruptCheckpoint(
+                f"{path} has no buffers of optimizer {number}", hint=WEIGHTS_ONLY
+            )
         of_types: dict[str, list[list[str]]] = {}
         for chunk in rank.chunks:
             kinds: dict[str, list[str]] = {}
@@ -348,4 +350,4 @@ class _LegacyReader:
                 else:
                     yield local.name, (flat, place)
         if own:
-            raise InconsistentCheckpoint(f"{path} has no buffer for {min(own)}", hint=HINT)
+            raise InconsistentCheckpoint(f"{path} has no buffer for {min(own)}", hint=WEIGHTS_ONLY)

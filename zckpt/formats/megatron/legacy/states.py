@@ -11,7 +11,8 @@ from ....core.manifest import slot_name
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from ....files.torchfile import Tensor, TorchFile
 from ..buffers.placing import SAMPLE, Flat, Local
-from ..buffers.stages import HINT, Place
+from ..buffers.stages import Place
+from ..common import WEIGHTS_ONLY
 from ..groups import members
 
 
@@ -40,7 +41,7 @@ def whole_states(
     if member is None or not isinstance(known, dict) or not isinstance(masters, list):
         raise UnsupportedCheckpoint(
             f"{file.path}: Megatron-Core's usual rule does not give the members of the groups",
-            hint=HINT,
+            hint=WEIGHTS_ONLY,
         )
     for number, group in enumerate(groups):
         names = [name for name in order if member[name] == number]
@@ -49,7 +50,7 @@ def whole_states(
         if not isinstance(numbers, list) or len(numbers) != len(names):
             raise InconsistentCheckpoint(
                 f"{file.path}: group {number} has not the {len(names)} parameters of the model",
-                hint=HINT,
+                hint=WEIGHTS_ONLY,
             )
         for name, key in zip(names, numbers, strict=True):
             weight = weights[name]
@@ -67,7 +68,8 @@ def whole_states(
                     or not tensor.contiguous
                 ):
                     raise InconsistentCheckpoint(
-                        f"{file.path}: state {slot} of number {key} does not fit {name}", hint=HINT
+                        f"{file.path}: state {slot} of number {key} does not fit {name}",
+                        hint=WEIGHTS_ONLY,
                     )
                 runs = Runs([Fragment(0, tensor.numel, file.extent(tensor))])
                 tensors["master" if slot == "param" else slot_name(slot)] = [runs]
