@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.core.rounding import are_rounded, rounds_to
+from zckpt.core.rounding import are_rounded, rounded_number, rounds_to
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
@@ -41,10 +41,13 @@ def test_weights_of_masters(dtype: str, name: str) -> None:
     assert are_rounded(wide, "F32", narrow, dtype) is True
     assert are_rounded(wide, "F32", narrow[:-2] + b"\0\0", dtype) is False
     assert are_rounded(wide, "F32", narrow[:-2], dtype) is False
+    assert rounded_number(wide[:4], dtype) == narrow[:2]
+    assert rounded_number(wide[:4], "F32") == wide[:4]
 
 
 def test_a_master_beyond_the_range_of_float16() -> None:
     assert are_rounded(struct.pack("<f", 1e6), "F32", struct.pack("<e", 1.0), "F16") is False
+    assert rounded_number(struct.pack("<f", 1e6), "F16") == b""
 
 
 def test_weights_of_the_same_type() -> None:

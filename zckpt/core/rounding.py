@@ -50,6 +50,19 @@ def are_rounded(wide: bytes, wide_dtype: str, narrow: bytes, narrow_dtype: str) 
     return None
 
 
+def rounded_number(wide: bytes, narrow_dtype: str) -> bytes:
+    """One float32 number in another type; empty for other types, and beyond the largest F16."""
+    if narrow_dtype == "F32":
+        return wide
+    if narrow_dtype == "BF16":
+        bits = int.from_bytes(wide, "little")
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF).to_bytes(2, "little")
+    if narrow_dtype == "F16":
+        with suppress(OverflowError):  # Python has no rounding to infinity
+            return struct.pack("<e", *struct.unpack("<f", wide))
+    return b""
+
+
 def import_numpy() -> None:
     """Begins to import what rounds many numbers, and returns at once."""
     with suppress(RuntimeError):  # a limit of memory or of processes

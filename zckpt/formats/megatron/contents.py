@@ -98,6 +98,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
             "no buffer of the optimizer has "
             f"{listed([name for name in known if name in frozen])}: zckpt takes them for frozen"
         )
+    state = {"megatron": _state(content, args)}
     return Manifest(
         root=content.folder,
         format="megatron",
@@ -121,7 +122,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
             "F32" if slots else None,
         ),
         step_place=place if slots else None,
-        state={"megatron": _state(content, args)},
+        state=state,
         steps=tuple(sightings) if slots else (),
         records=tuple(content.records),
         replicas=tuple(content.replicas),
@@ -134,7 +135,10 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
 
 
 def _state(content: Content, args: Mapping[str, Any]) -> dict[str, Any]:
-    """What a manifest keeps of the directory, for a target of Megatron-Core."""
+    """What a manifest keeps of the directory, for a target of Megatron-Core.
+
+    Enters the tensors of the common state into `content.entries`.
+    """
     gated = args.get("swiglu")
     return {
         "common": kept(content.file, content.common, "megatron.common", content.entries),

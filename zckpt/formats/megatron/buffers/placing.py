@@ -11,13 +11,12 @@ weight. Here this is done for the first elements of each parameter; `read.check`
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....core.dtypes import SIZES
 from ....core.fragments import Extent, Fragment, Runs
-from ....core.rounding import are_rounded
+from ....core.rounding import are_rounded, rounded_number
 from ....core.values import valueclass
 
 ALIGNMENT = 64  # elements
@@ -189,18 +188,7 @@ def _starts(local: Local, flat: Flat, state: tuple[int, int, int]) -> list[tuple
 def _rounded(flat: Flat, place: tuple[int, int], read: ReadBytes) -> bytes:
     """The first master at a place, as a weight; empty for types that have no masters."""
     (run,) = flat.part("master", place, 1)
-    wide = read(run.extent)
-    if flat.dtype == "F32":
-        return wide
-    if flat.dtype == "BF16":
-        bits = int.from_bytes(wide, "little")
-        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF).to_bytes(2, "little")
-    if flat.dtype == "F16":
-        try:
-            return struct.pack("<e", *struct.unpack("<f", wide))
-        except OverflowError:  # Python has no rounding to infinity
-            return b""
-    return b""
+    return rounded_number(read(run.extent), flat.dtype)
 
 
 def _aligned(element: int) -> int:

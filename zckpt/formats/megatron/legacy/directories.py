@@ -43,7 +43,7 @@ from ..keys import OF_MODULE, OF_OUTPUT, KeysOfGpt
 from ..names import NORMS, with_plain_norms
 from ..optimizers import EXPERTS, SPREAD
 from .cuts import cuts_of
-from .ranks import OF_GROUPED, STATES, Rank, ranks_of, strangers, with_own_experts
+from .ranks import OF_GROUPED, STATES_FILE, Rank, ranks_of, strangers, with_own_experts
 from .states import local_part, whole_states, without_members
 
 OF_CHUNK = re.compile(r"model\d*")
@@ -310,7 +310,7 @@ class _LegacyReader:
 
     def _distributed(self, rank: Rank, number: int, own: set[str]) -> Iterator[tuple[str, Place]]:
         """The places of a rank's `own` parameters in the flat buffers of one optimizer."""
-        path = os.path.join(rank.folder, STATES)
+        path = os.path.join(rank.folder, STATES_FILE)
         if not sources.is_file(path):
             raise missing_file(path, LEGACY, f"the distributed optimizer's states; {WEIGHTS_ONLY}")
         file = TorchFile(path, self.parsed)

@@ -37,7 +37,7 @@ EVERY_RANK = "every model-parallel rank writes one: copy the whole directory"
 OF_GROUPED = re.compile(r"(?P<experts>.*\bmlp\.experts)\.(?P<rest>linear_fc[12]\._extra_state)")
 """The state of Transformer Engine's module of all experts of a rank."""
 OLDEST = 2.0  # of checkpoint_version; before it the rows of linear_qkv have another order
-STATES = "distrib_optim.pt"
+STATES_FILE = "distrib_optim.pt"
 
 
 @mutable
@@ -206,6 +206,6 @@ def strangers(folder: str, ranks: Sequence[Rank]) -> list[str]:
         f"{os.path.basename(rank.folder)}/{name}"
         for rank in ranks
         for name in os.listdir(rank.folder)
-        if name not in (LEGACY, STATES)
+        if name not in (LEGACY, STATES_FILE)
     ]
     return sorted([name for name in os.listdir(folder) if name not in own] + inside)
