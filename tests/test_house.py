@@ -108,6 +108,38 @@ def test_no_format_imports_another() -> None:
                 assert imported[2] in {name[2], *SHARED}, f"{path} imports {'.'.join(imported)}"
 
 
+PARSERS = {
+    ("dcp", "files"),
+    ("deepspeed", "model_ranks", "slices_by_engine"),  # the engine's own rule of cuts
+    ("deepspeed", "stage_0", "samples"),
+    ("gathered", "files"),
+    ("megatron", "files"),
+    ("megatron", "programs"),
+    *(("onnxruntime", name) for name in ("files", "hdf5", "legacy", "ranks")),
+}
+"""Modules of formats that say what stands in files, and not what a piece of it means."""
+
+
+def test_a_proof_shares_only_parsers_with_the_reader() -> None:
+    """What `verify --gather` joins must not be joined by the reader's rule."""
+
+    def gathers(name: tuple[str, ...]) -> bool:
+        return any(part == "gather" or part.startswith("gather_") for part in name)
+
+    seen = set()
+    for path, name in modules():
+        if name[:2] != ("zckpt", "formats") or not gathers(name):
+            continue
+        for imported in imports(path, name):
+            if imported[:2] == ("zckpt", "formats") and not gathers(imported):
+                (parser,) = [item for item in PARSERS if imported[2 : 2 + len(item)] == item] or [
+                    ()
+                ]
+                assert parser, f"{path} imports {'.'.join(imported)}"
+                seen.add(parser)
+    assert seen == PARSERS
+
+
 @pytest.mark.parametrize("folder", ["core", "copying", "files"])
 def test_code_names_no_engine(folder: str) -> None:
     """Docstrings and comments may say where a fact is from; names and texts of the code may not."""

@@ -12,7 +12,7 @@ from zckpt import errors
 from zckpt.core.fragments import Extent
 from zckpt.core.partition import BoxPart, Joined
 from zckpt.formats.megatron import gather, read
-from zckpt.formats.megatron.buffers import rule
+from zckpt.formats.megatron.gather import rule
 
 from ...conftest import ROOT
 from ..broken import assert_gathers, found, reading, shifted, swapped, without

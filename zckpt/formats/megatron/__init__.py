@@ -17,7 +17,7 @@
     vocabulary.py  the rows of a padded vocabulary: `--tp`
     like.py        sources of other engines, with the keys and groups of a run: `--like`
     options.py     what a user may ask of the writer
-    gather.py      what Megatron-Core's own rule brings back, for `verify --gather`
+    gather/        what Megatron-Core's own rule brings back, for `verify --gather`
 
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.
 """

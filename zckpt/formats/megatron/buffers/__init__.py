@@ -5,5 +5,4 @@ stages.py   which parameters a buffer has
 placing.py  where in it they begin, by the bytes of their weights
 order.py    the order of a GPTModel's parameters
 spaces.py   fully_sharded_model_space: fragments that are flat
-rule.py     Megatron-Core's own rule for all of this, for `verify --gather`
 """

@@ -1,4 +1,4 @@
-"""`mp_rank_*` directories, by Megatron-Core's own rule: see ../gather.py.
+"""`mp_rank_*` directories, by Megatron-Core's own rule.
 
 A state dict has the parameters in the module's order. Experts that are spread over ranks have an
 optimizer of their own; the flat buffers of all else are in the folders of the first expert rank.
@@ -14,7 +14,7 @@ from itertools import product
 from ....core import sources
 from ....core.partition import BoxPart, Joined
 from ....files.torchfile import Parsed, Tensor, TorchFile
-from ..buffers.rule import (
+from .rule import (
     EMBEDDING,
     LAYER,
     NOT_TRAINED,

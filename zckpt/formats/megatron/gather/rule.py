@@ -1,4 +1,4 @@
-"""Where has a flat buffer of Megatron-Core its parameters? The rule behind `verify --gather`.
+"""Where has a flat buffer of Megatron-Core its parameters?
 
 A buffer has the parameters of one rank in the reverse order of `named_parameters()`. Each begins at
 a multiple of 64 elements of its bucket (`_ParamAndGradBuffer`). A bucket of `dp_reshardable` ends

@@ -1,12 +1,4 @@
-"""What Megatron-Core's ranks all-gather, by the engine's own rule and not by our reader's.
-
-    torch_dist      the items of `.metadata`: boxes of stacked tensors, or flat buckets
-    mp_rank_*       state dicts and flat buffers of model-parallel ranks (legacy/gather_folders.py)
-
-buffers/rule.py says where flat buffers have parameters. These modules share only the parsers of
-files with the reader, so that a proof does not repeat a mistake of it. The reader runs first and
-refuses unknown or damaged files. megatron-core 0.16.1.
-"""
+"""The items of a torch_dist directory, by Megatron-Core's own rule: boxes, or flat buckets."""
 
 from __future__ import annotations
 
@@ -17,14 +9,16 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from ...core import sources
-from ...core.partition import BoxPart, Joined, Partition
-from ...errors import MALFORMED, not_understood
-from ...files.dcpfile import ItemTable, TensorItem, read_table
-from ...files.dcpitems import ItemFiles
-from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile
-from . import programs
-from .buffers.rule import (
+from ....core import sources
+from ....core.partition import BoxPart, Joined, Partition
+from ....errors import MALFORMED, not_understood
+from ....files.dcpfile import ItemTable, TensorItem, read_table
+from ....files.dcpitems import ItemFiles
+from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
+from .. import programs
+from ..files import is_fsdp
+from .folders import Folders
+from .rule import (
     EMBEDDING,
     INSIDE,
     LAYER,
@@ -49,8 +43,6 @@ from .buffers.rule import (
     require_known,
     with_norms,
 )
-from .files import is_fsdp
-from .legacy.gather_folders import Folders
 
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 BUFFER = re.compile(
