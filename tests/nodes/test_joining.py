@@ -134,16 +134,20 @@ def test_a_process_that_starts_after_the_end(
 # -- what processes that were started again go on with
 
 
+@pytest.mark.parametrize("count", [0, 1])
 def test_restarted_processes_continue(
-    sources: dict[str, Path], tmp_path: Path, launch: Launch, agent: dict[str, object]
+    count: int, sources: dict[str, Path], tmp_path: Path, launch: Launch, agent: dict[str, object]
 ) -> None:
-    """What this launch has begun, or completed."""
+    """What this launch has begun, or completed. The agents of torchrun count restarts apart."""
     words = ("convert", sources["zero-3"], tmp_path / "out", *ONE_THREAD)
     processes = begun(launch, tmp_path, words, agent)
     for process in processes:
         process.send(signal.SIGKILL)
         process.wait()
-    report = done(launch(2, *words, **agent, TORCHELASTIC_RESTART_COUNT=1))
+    early = launch(2, *words, ranks=range(1, 2), **agent, TORCHELASTIC_RESTART_COUNT=count)
+    time.sleep(0.3)  # until rank 0 starts again, only the command is there that was killed
+    first = launch(2, *words, ranks=range(1), **agent)
+    report = done([*first, *early])
     assert "an earlier run had written" in report.out
     report = done(launch(2, *words, **agent, TORCHELASTIC_RESTART_COUNT=2))
     assert "complete already" in report.out
@@ -228,9 +232,13 @@ def test_a_rank_that_is_started_twice(
     if is_killed:
         processes[1].send(signal.SIGKILL)
         processes[1].wait()
-    (second,) = ended(launch(2, *words, ranks=range(1, 2), **agent))
+    (second,) = ended(launch(2, *words, ranks=range(1, 2), **agent, ZCKPT_TIMEOUT=1))
     assert second.code == 1
-    assert "rank 1 was started twice" in second.err
+    assert "this rank was started twice" in second.err
+    if not is_killed:
+        (third,) = ended(launch(2, *words, ranks=range(1), **agent, ZCKPT_TIMEOUT=2))
+        assert third.code == 1
+        assert "rank 0 was started twice" in third.err
     (tmp_path / "go").touch()
     if is_killed:
         first = processes[0].wait()

@@ -184,4 +184,4 @@ def test_a_process_of_torchrun_does_not_import_torch() -> None:
     )
     environment = {"PYTHONPATH": str(ROOT), **agents_store(store)}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
-    assert store.get("zckpt/0/0/key") == b"1"
+    assert store.get("zckpt/0/key") == b"1"

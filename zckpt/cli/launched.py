@@ -51,7 +51,7 @@ def write(
     launch = None if single else launched()
     if launch is None:
         return command(source, target, resume=resume, **words)
-    from ..nodes.conversion import Leader, has_begun, note_start, take_part
+    from ..nodes.conversion import Leader, has_begun, note_end, note_start, take_part
     from ..nodes.group import Group
 
     with Group(launch, _words(command, source, target), beside=target, resumes=True) as group:
@@ -64,7 +64,10 @@ def write(
         if not words["dry_run"]:
             note_start(group, target)
         words["begin"] = group.watched(words["begin"])
-        return command(source, target, sharing=Leader(group), resume=resume, **words)
+        report = command(source, target, sharing=Leader(group), resume=resume, **words)
+        if not words["dry_run"]:
+            note_end(group, target)
+        return report
 
 
 def look(

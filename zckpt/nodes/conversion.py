@@ -153,6 +153,11 @@ def has_begun(group: Group, target: str) -> bool:
     return group.has_begun(ascii(os.path.abspath(target)))
 
 
+def note_end(group: Group, target: str) -> None:
+    """Notes that this launch has completed the target."""
+    group.note_end(ascii(os.path.abspath(target)))
+
+
 def note_start(group: Group, target: str) -> None:
     """Notes that this launch will begin the target, if nothing is there yet."""
     path = os.path.abspath(target)

@@ -6,9 +6,10 @@
     bytes           what all but rank 0 have written, for the progress bar
     stopped, left   how many processes write nothing any more, and have left
 
-One key is of the whole launch, and not of one command:
+Keys of the whole launch, and not of one command:
 
     begun/TARGET    rank 0 began this target in this launch, and nothing was there before
+    done/TARGET     rank 0 has completed it
 
 Every process watches rank 0, and rank 0 watches all. A process whose counter stands still for
 `timeout` seconds is lost. A process that could not raise its counter for half of that time, because
@@ -38,6 +39,7 @@ TIMEOUT = 120.0  # seconds
 LEAVING = 10.0  # seconds that rank 0 waits for others to stop, or to read how it ended
 POLL = 0.01  # seconds between the first two looks at the store
 MAX_POLL = 0.5  # seconds between two looks after a while: there may be 1,000 processes
+FIRST = 20  # beats of rank 0 in the first second
 TIMEOUTS = 1.0, 1e6  # seconds: the least and the largest that a user may ask for
 VALUE = 4 << 20  # bytes of one value in a store, which allows 8 MiB
 
@@ -102,6 +104,11 @@ class Group:
 
     def _beat_on(self) -> None:
         pause = min(1.0, self.timeout / 20)
+        for _ in range(FIRST if self.rank == 0 else 0):  # others wait for it, to join
+            if self._is_leaving.wait(pause / FIRST):
+                return
+            with suppress(Exception):  # the next beat says it
+                self.store.add("alive/0", 1)
         while not self._is_leaving.wait(pause):
             try:
                 self._beat()
@@ -231,9 +238,19 @@ class Group:
         """Notes that this launch begins `target`, and that nothing is there yet."""
         self._met.calls.set(f"begun/{target}", b"1")
 
+    def note_end(self, target: str) -> None:
+        """Notes that this launch has completed `target`."""
+        self._met.calls.set(f"done/{target}", b"1")
+
     def has_begun(self, target: str) -> bool:
-        """Whether processes of this launch began `target` before they were started again."""
-        return restarts() > 0 and self._met.calls.check([f"begun/{target}"])
+        """Whether processes of this launch began `target` before they were started again.
+
+        The agents of torchrun count restarts apart. So a target counts that is begun, and not
+        completed; but a script that writes a target twice is no restart.
+        """
+        if not self._met.calls.check([f"begun/{target}"]):
+            return False
+        return restarts() > 0 or not self._met.calls.check([f"done/{target}"])
 
     # -- progress
 
