@@ -20,10 +20,13 @@ from zckpt.core.pieces import ElementReader
 from zckpt.core.values import valueclass
 from zckpt.errors import Interrupted, ProcessLost, WrongOption
 from zckpt.nodes import conversion, handover
+from zckpt.nodes.calls import Calls
 from zckpt.nodes.group import TIMEOUT, Group
+from zckpt.nodes.joining import Joining
 from zckpt.nodes.launch import Launch as Launched
 from zckpt.nodes.meeting import meet
 from zckpt.nodes.passes import LeaderPool
+from zckpt.nodes.tcpstore import TcpStore
 
 from ..conftest import Result
 from ..test_resume import files
@@ -189,6 +192,22 @@ def begun(
     processes = launch(2, *words, preparing={0: wait, 1: wait}, **more)
     wait_for_journals(tmp_path / "out.partial", 2)
     return processes
+
+
+def test_a_command_that_rank_0_left_for_another() -> None:
+    """A new rank 0 may open one while a process joins that of the rank 0 that was killed."""
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "localhost", 0, is_master=True, wait_for_workers=False
+    )
+    client = TcpStore("localhost", store.port, "p", 5)
+    calls = Calls(client, 5, ProcessLost)
+    joining = Joining(Launched(1, 2, "torchrun"), ["verify"], 5, "", ProcessLost)
+    calls.add("commands", 2)
+    begun = time.monotonic()
+    assert not joining._is_led(calls, 1, begun + 20)
+    assert time.monotonic() - begun < 5
+    calls.close()
+    client.close()
 
 
 # -- a rank that is there twice, or that was replaced

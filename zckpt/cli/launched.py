@@ -51,7 +51,7 @@ def write(
     launch = None if single else launched()
     if launch is None:
         return command(source, target, resume=resume, **words)
-    from ..nodes.conversion import Leader, has_begun, note_end, note_start, take_part
+    from ..nodes.conversion import Leader, take_part
     from ..nodes.group import Group
 
     with Group(launch, _words(command, source, target), beside=target, resumes=True) as group:
@@ -60,13 +60,13 @@ def write(
         if group.rank:
             take_part(group, os.fspath(target), words["copying"])
             return None
-        resume = has_begun(group, target) or resume
+        resume = group.has_begun(target) or resume
         if not words["dry_run"]:
-            note_start(group, target)
+            group.note_begun(target)
         words["begin"] = group.watched(words["begin"])
         report = command(source, target, sharing=Leader(group), resume=resume, **words)
         if not words["dry_run"]:
-            note_end(group, target)
+            group.note_done(target)
         return report
 
 

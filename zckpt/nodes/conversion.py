@@ -144,27 +144,6 @@ def _write(group: Group, work: Work, copying: Copying) -> None:
         journal.close()
 
 
-def has_begun(group: Group, target: str) -> bool:
-    """Whether this launch began the target, before its processes were started again.
-
-    Then they continue it. What another run has left is not touched without --resume, however often
-    the launcher tries.
-    """
-    return group.has_begun(ascii(os.path.abspath(target)))
-
-
-def note_end(group: Group, target: str) -> None:
-    """Notes that this launch has completed the target."""
-    group.note_end(ascii(os.path.abspath(target)))
-
-
-def note_start(group: Group, target: str) -> None:
-    """Notes that this launch will begin the target, if nothing is there yet."""
-    path = os.path.abspath(target)
-    if not os.path.lexists(path) and not os.path.lexists(f"{path}.partial"):
-        group.note_start(ascii(path))
-
-
 def part_of(rank: int) -> str:
     """The name of a rank's journal."""
     return f"{rank:04}"

@@ -222,7 +222,7 @@ class Group:
 
     def agree(self) -> None:
         """Raises WrongOption unless rank 0 was started for the same command; raises as `check`."""
-        if self.comes("command") and (first := self.published("command")) != self._command:
+        if (first := self.published("command")) != self._command:
             texts = [
                 f"zckpt {version}, {' '.join(words)}, in {size} processes"
                 for version, size, *words in (first, self._command)
@@ -234,23 +234,32 @@ class Group:
 
     # -- what outlives the processes, if the launcher starts them again
 
-    def note_start(self, target: str) -> None:
-        """Notes that this launch begins `target`, and that nothing is there yet."""
-        self._met.calls.set(f"begun/{target}", b"1")
+    def note_begun(self, target: str) -> None:
+        """Notes that this launch begins a target, if nothing is there yet."""
+        path = os.path.abspath(target)
+        if not os.path.lexists(path) and not os.path.lexists(f"{path}.partial"):
+            self._note("begun", target)
 
-    def note_end(self, target: str) -> None:
-        """Notes that this launch has completed `target`."""
-        self._met.calls.set(f"done/{target}", b"1")
+    def note_done(self, target: str) -> None:
+        """Notes that this launch has completed a target."""
+        self._note("done", target)
 
     def has_begun(self, target: str) -> bool:
-        """Whether processes of this launch began `target` before they were started again.
+        """Whether this launch began a target before its processes were started again.
 
-        The agents of torchrun count restarts apart. So a target counts that is begun, and not
-        completed; but a script that writes a target twice is no restart.
+        Then they continue it. What another run has left is not touched without --resume, however
+        often the launcher tries. The agents of torchrun count restarts apart, so what was begun and
+        not completed proves one. A script that writes a target twice proves none.
         """
-        if not self._met.calls.check([f"begun/{target}"]):
+        if not self._noted("begun", target):
             return False
-        return restarts() > 0 or not self._met.calls.check([f"done/{target}"])
+        return restarts() > 0 or not self._noted("done", target)
+
+    def _note(self, what: str, target: str) -> None:
+        self._met.calls.set(_note_of(what, target), b"1")
+
+    def _noted(self, what: str, target: str) -> bool:
+        return self._met.calls.check([_note_of(what, target)])
 
     # -- progress
 
@@ -358,6 +367,10 @@ class Group:
         with suppress(Exception, KeyboardInterrupt):
             while not is_there() and time.monotonic() < end:
                 time.sleep(POLL)
+
+
+def _note_of(what: str, target: str) -> str:
+    return f"{what}/{os.path.abspath(target)!a}"
 
 
 def _timeout() -> float:

@@ -82,68 +82,65 @@ class Joining:
 
     def _opened(self, calls: Calls) -> Keys:
         """The keys of a new command; raises ProcessLost if another rank 0 leads one now."""
-        last = _last(calls)
-        if last is not None and not last.check(["end"]) and _lives(last):
-            raise ProcessLost(
-                "rank 0 was started twice, or another command of this launch still runs",
-                hint="end all processes of this launch, and start each rank once; then "
-                f"{self.again}",
-            )
+        if count := calls.add("commands", 0):
+            last = _keys(calls, count - 1)
+            if _lives(last, time.monotonic() + BEATS, lambda: last.check(["end"])):
+                raise ProcessLost(
+                    "rank 0 was started twice, or another command of this launch still runs",
+                    hint="end all processes of this launch, and start each rank once; then "
+                    f"{self.again}",
+                )
         keys = _keys(calls, calls.add("commands", 1) - 1)
         keys.set("command", json.dumps(self.command))
         return keys
 
     def _found(self, met: Met, end: float) -> Keys | None:
         """The keys of a command that rank 0 has opened for this rank; None if there is none."""
-        while time.monotonic() < end:
-            try:
-                last = _last(met.calls)
-                if last is not None and self._may_join(last):
-                    if last.add(f"joined/{self.launch.rank}", 1) == 1 and self._leads(
-                        met, last, end
-                    ):
-                        return last
-                elif last is not None and not met.meeting.outlives_rank_0:
-                    return None
-            except ProcessLost:
-                if met.meeting.outlives_rank_0:
-                    raise
-                return None
-            time.sleep(LOOK)
+        try:
+            while time.monotonic() < end:
+                if count := met.calls.add("commands", 0):
+                    last = _keys(met.calls, count - 1)
+                    if self._joins(last):
+                        if self._is_led(met.calls, count, end):
+                            return last
+                    elif not met.meeting.outlives_rank_0:
+                        break
+                time.sleep(LOOK)
+        except ProcessLost:
+            if met.meeting.outlives_rank_0:
+                raise
         return None
 
-    def _may_join(self, keys: Keys) -> bool:
-        """Rank 0 can fail before this process joins: then it joins too, and learns of that."""
-        if not keys.check(["command"]) or keys.check([f"joined/{self.launch.rank}"]):
-            return False
-        return not keys.check(["end"]) or json.loads(keys.get("command")) == self.command
+    def _joins(self, keys: Keys) -> bool:
+        """Joins a command, unless this rank has joined it, or it has ended and is another one.
 
-    def _leads(self, met: Met, keys: Keys, end: float) -> bool:
-        """Whether the rank 0 of this command lives or has ended it, and opens no other one."""
-        number, beats = met.calls.add("commands", 0), keys.add("alive/0", 0)
-        while time.monotonic() < end:
-            if keys.check(["end"]) or keys.add("alive/0", 0) != beats:
-                return True
-            if met.calls.add("commands", 0) != number:
-                return False
-            time.sleep(LOOK)
-        return False
+        Rank 0 can fail before this process joins: then it joins too, and learns of that.
+        """
+        joined = f"joined/{self.launch.rank}"
+        if not keys.check(["command"]) or keys.check([joined]):
+            return False
+        if keys.check(["end"]) and json.loads(keys.get("command")) != self.command:
+            return False
+        return keys.add(joined, 1) == 1
+
+    def _is_led(self, calls: Calls, count: int, end: float) -> bool:
+        """Whether the rank 0 of the last of `count` commands lives, or has ended it."""
+        keys = _keys(calls, count - 1)
+
+        def is_over() -> bool:
+            return keys.check(["end"]) or calls.add("commands", 0) != count
+
+        return _lives(keys, end, is_over) or keys.check(["end"])
 
 
 def _keys(calls: Calls, number: int) -> Keys:
     return calls.within(f"{number}/")
 
 
-def _last(calls: Calls) -> Keys | None:
-    """The keys of the command that was opened last."""
-    count = calls.add("commands", 0)
-    return _keys(calls, count - 1) if count else None
-
-
-def _lives(keys: Keys) -> bool:
-    """Whether a rank 0 raises its counter."""
-    beats, end = keys.add("alive/0", 0), time.monotonic() + BEATS
-    while time.monotonic() < end:
+def _lives(keys: Keys, end: float, is_over: Callable[[], bool]) -> bool:
+    """Whether a rank 0 raises its counter, before its command is over."""
+    beats = keys.add("alive/0", 0)
+    while time.monotonic() < end and not is_over():
         if keys.add("alive/0", 0) != beats:
             return True
         time.sleep(LOOK)

@@ -28,7 +28,7 @@ class Blocks:
     def __init__(self, group: Group, number: int) -> None:
         self._group = group
         self._key = f"block/{number}"
-        self.taken = 0
+        self.taken = 0  # by this process
 
     def __call__(self) -> int:
         number = self._group.next(self._key)
@@ -44,26 +44,25 @@ class LeaderPool:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._passes = 0
-        self._blocks = Blocks(group, 0)
+        self._blocks: list[Blocks] = []  # of each pass
 
     def begin(self, work: Any) -> Blocks:
-        number = self._passes
-        self._passes += 1
+        number = len(self._blocks)
         sent = handover.with_manifests(work, handover.tensors_of)
         self.group.send(f"pass/{number}", handover.to_bytes(sent))
-        self._blocks = Blocks(self.group, number)
-        return self._blocks
+        self._blocks.append(Blocks(self.group, number))
+        return self._blocks[-1]
 
     def others(self) -> Iterator[Any]:
         """Raises ProcessLost in the end if blocks are missing: a process has been replaced."""
-        number, known = self._passes - 1, self._blocks.taken
+        blocks, number = self._blocks[-1], len(self._blocks) - 1
+        known = blocks.taken
         for rank in range(1, self.group.size):
             received = self.group.received(f"result/{number}/{rank}")
             taken, result = handover.from_bytes(received)
             known += taken
             yield result
-        if (given := self._blocks.taken_by_all()) != known:
+        if (given := blocks.taken_by_all()) != known:
             raise ProcessLost(
                 f"{given} blocks were given to processes, but {known} came back: one process was "
                 "replaced, or was started twice",
