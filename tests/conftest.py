@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -72,6 +73,25 @@ def zckpt_without(tmp_path: Path) -> Callable[..., Result]:
         return Result(ended.returncode, ended.stdout, ended.stderr)
 
     return run
+
+
+def given_away(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
+    """Lets these files and directories belong to another user."""
+    others = [path.stat() for path in paths]
+
+    def changed(real: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def look(*args: Any, **options: Any) -> os.stat_result:
+            now = real(*args, **options)
+            if not any(os.path.samestat(now, other) for other in others):
+                return now
+            fields = list(now)
+            fields[stat.ST_UID] += 1
+            return os.stat_result(fields)
+
+        return look
+
+    for name in ("stat", "fstat", "lstat"):
+        monkeypatch.setattr(os, name, changed(getattr(os, name)))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from zckpt.copying.filling import TargetFile
 from zckpt.copying.journal import Identity, Region
 from zckpt.copying.journals import PartJournal
 from zckpt.copying.sharing import Part, Portion, shares
+from zckpt.core.folder import Folder
 from zckpt.core.resources import Copying
 from zckpt.errors import TargetExists, WrongOption
 
@@ -111,8 +112,9 @@ def test_all_parts_cut_the_same_regions(
 ) -> None:
     """Parts that begin at once do not know each other's chunks."""
     monkeypatch.setattr(filling, "REGION", 256 << 20)
-    journal = PartJournal(str(tmp_path), str(tmp_path / "out"), Identity(), chunk, "1-of-2")
-    file = TargetFile(0, "a", "a", 1 << 30, (), journal.chunk)
+    folder = Folder.at(str(tmp_path))
+    journal = PartJournal(folder, Identity(), chunk, "1-of-2")
+    file = TargetFile(0, folder, "a", 1 << 30, (), journal.chunk)
     assert [region.start for region in file.regions] == list(range(0, 1 << 30, 256 << 20))
     journal.close()
 
@@ -241,7 +243,7 @@ def test_a_part_that_was_killed_before_it_cut_a_file(
     taken = PartJournal.of_all_parts
 
     def lengthened(self: PartJournal) -> list[Region] | None:
-        for path in Path(self.root).glob("*.safetensors"):
+        for path in Path(self.folder.path).rglob("*.safetensors"):
             with open(path, "ab") as file:
                 file.write(b"x" * 100)
         return taken(self)

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from itertools import chain
 
 from ..core import plan
+from ..core.folder import Folder
 from ..core.layout import Layout
 from ..core.manifest import Manifest
 from ..core.resources import Begin, Copying, Progress
@@ -32,7 +33,7 @@ from .staging import Staging
 
 ReadShells = Callable[[str], Manifest]
 """Reads the manifest of the shells in a directory."""
-Seal = Callable[[str, Manifest, CopyOutcome], None]
+Seal = Callable[[Folder, Manifest, CopyOutcome], None]
 """Completes the files in a directory, given the manifest of its shells and the copy's outcome."""
 
 
@@ -77,11 +78,13 @@ def convert(
     ):
         staging.lay(layout.shells(), _strictest_mode(source))
         shells = read_shells(staging.path)
+        staging.root.refuse_another()
         staging.sharing.begin(_work(source, shells, layout, staging))
         outcome = copy(
             plan.join(source, shells, layout.from_masters),
             source,
             shells,
+            staging.root,
             copying,
             begin(size) if begin else None,
             staging.journal,
@@ -95,7 +98,7 @@ def convert(
         for name, sibling in layout.siblings:
             path = os.path.join(staging.path, name)
             outcome.files[path] = staging.copy(sibling.path, name)
-        seal(staging.path, shells, outcome)
+        seal(staging.root, shells, outcome)
     return outcome
 
 
@@ -121,8 +124,7 @@ def _work(source: Manifest, shells: Manifest, layout: Layout, staging: Staging) 
         source,
         shells,
         layout.from_masters,
-        staging.folder,
-        staging.path,
+        staging.partial,
         staging.identity,
         staging.journal.chunk,
         frozenset((region.file, region.start) for region in regions),
@@ -130,18 +132,23 @@ def _work(source: Manifest, shells: Manifest, layout: Layout, staging: Staging) 
 
 
 def take_part(
-    work: Work, journal: Journal, copying: Copying, progress: Progress, sharing: Sharing
+    work: Work,
+    root: Folder,
+    journal: Journal,
+    copying: Copying,
+    progress: Progress,
+    sharing: Sharing,
 ) -> None:
     """Writes this process's portions of a target that another process lays and completes.
 
-    Raises as `convert`.
+    `root` is the directory of its files. Raises as `convert`.
     """
     source, shells = work.source, work.shells
     target = work.folder.removesuffix(".partial")
     size = sum(work.identity.files.values())
     with ending(sharing), unchanged(source), naming_full_disk(target, size):
         pairs = plan.join(source, shells, work.from_masters)
-        copy(pairs, source, shells, copying, progress, journal, sharing)
+        copy(pairs, source, shells, root, copying, progress, journal, sharing)
 
 
 @contextmanager

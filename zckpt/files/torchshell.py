@@ -20,11 +20,11 @@ from typing import Any
 from ..core.checksum import crc_of_zeros
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, encode
 from ..core.fileio import write_all
+from ..core.folder import Folder
 from ..core.fragments import Extent
 from ..core.inert import Foreign, Global, Scalar, TensorName, map_values
 from ..core.layout import Shell
 from ..core.manifest import Entry, Manifest
-from ..core.sources import naming
 from ..core.streaming import together
 from .pickling import Persistent, dumps
 from .torchfile import Storage, Tensor
@@ -171,7 +171,7 @@ def _entry(name: bytes, crc: int, length: int, offset: int) -> bytes:
     )
 
 
-def seal_records(manifest: Manifest, outcome: Any) -> None:
+def seal_records(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record of filled files into their zip directories."""
     by_file: dict[str, dict[int, int]] = {}
     for record in manifest.records:
@@ -181,24 +181,20 @@ def seal_records(manifest: Manifest, outcome: Any) -> None:
             crc = record.crc or crc_of_zeros(extent.length)
         by_file.setdefault(extent.file, {})[extent.offset] = crc
     # the headers were written past the page cache: each is read from the disk
-    together([*by_file.items()], lambda item: seal_whole(*item))
+    together([*by_file.items()], lambda item: seal_whole(root, *item))
 
 
-def seal_whole(file: str, crcs: Mapping[int, int]) -> None:
+def seal_whole(root: Folder, file: str, crcs: Mapping[int, int]) -> None:
     """Writes the CRC-32s of members into a file that is one zip, as `state_checksums` does."""
-    state_checksums(Extent(file, 0, os.path.getsize(file)), crcs)
+    state_checksums(root, Extent(file, 0, root.size(file)), crcs)
 
 
-def state_checksums(within: Extent, crcs: Mapping[int, int]) -> None:
+def state_checksums(root: Folder, within: Extent, crcs: Mapping[int, int]) -> None:
     """Writes the CRC-32 of a zip's members into a filled file; `crcs` go by the data's offset."""
-    file = os.open(within.file, os.O_RDWR)
-    with naming(within.file):
-        try:
-            for member in read_directory(file, within).values():
-                crc = crcs.get(member.offset)
-                if crc is not None:
-                    stated = memoryview(struct.pack("<I", crc))
-                    write_all(file, stated, member.header + 14)
-                    write_all(file, stated, member.entry + 16)
-        finally:
-            os.close(file)
+    with root.opened(within.file, os.O_RDWR) as file:
+        for member in read_directory(file, within).values():
+            crc = crcs.get(member.offset)
+            if crc is not None:
+                stated = memoryview(struct.pack("<I", crc))
+                write_all(file, stated, member.header + 14)
+                write_all(file, stated, member.entry + 16)

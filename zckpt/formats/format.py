@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..copying.copy import CopyOutcome
+    from ..core.folder import Folder
     from ..core.layout import Layout, Shell
     from ..core.manifest import Manifest
     from ..core.partition import Partition
@@ -183,7 +184,7 @@ class Format:
         writer: Writer = self._module("write")
         return writer.lay_out(source, options)
 
-    def seal(self, root: str, manifest: Manifest, outcome: CopyOutcome) -> None:
+    def seal(self, root: Folder, manifest: Manifest, outcome: CopyOutcome) -> None:
         writer: Writer = self._module("write")
         writer.seal(root, manifest, outcome)
 

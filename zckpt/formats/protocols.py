@@ -11,6 +11,7 @@ from .reading import USUAL, Reading
 
 if TYPE_CHECKING:
     from ..copying.copy import CopyOutcome
+    from ..core.folder import Folder
     from ..core.layout import Layout
     from ..core.manifest import Manifest
     from ..core.partition import Partition
@@ -73,7 +74,7 @@ class Writer(Protocol):
     def lay_out(self, source: Manifest, options: Options) -> Layout:
         """The files of the target, without tensors. Raises before the first byte is written."""
 
-    def seal(self, root: str, manifest: Manifest, outcome: CopyOutcome) -> None:
+    def seal(self, root: Folder, manifest: Manifest, outcome: CopyOutcome) -> None:
         """Writes what is known when all tensors are in place: checksums."""
 
 

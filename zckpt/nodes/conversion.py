@@ -20,6 +20,8 @@ from ..copying import convert
 from ..copying.journal import Journal, Region
 from ..copying.journals import ProcessJournal, regions_of
 from ..copying.sharing import Portion, Work, largest_first
+from ..copying.staging import joined
+from ..core.folder import Folder
 from ..core.resources import Copying
 from ..core.sources import on_this_node
 from ..core.values import replace
@@ -38,10 +40,8 @@ class Leader:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._folder = ""
 
     def begin(self, work: Work) -> None:
-        self._folder = work.folder
         sent = replace(
             work, source=handover.tensors_of(work.source), shells=handover.tensors_of(work.shells)
         )
@@ -55,15 +55,15 @@ class Leader:
 
     def others(self, journal: Journal) -> Iterator[Region]:
         for rank in range(1, self.group.size):
-            yield from self._of_rank(rank, *self.group.published(f"done/{rank}"))
+            yield from self._of_rank(journal.folder, rank, *self.group.published(f"done/{rank}"))
 
-    def _of_rank(self, rank: int, length: int, crc: int) -> list[Region]:
+    def _of_rank(self, folder: Folder, rank: int, length: int, crc: int) -> list[Region]:
         end = time.monotonic() + VISIBLE
-        while (regions := regions_of(self._folder, part_of(rank), length, crc)) is None:
+        while (regions := regions_of(folder, part_of(rank), length, crc)) is None:
             self.group.check()
             if time.monotonic() > end:
                 raise ProcessLost(
-                    f"{self._folder} has not the journal that rank {rank} wrote there",
+                    f"{folder.path} has not the journal that rank {rank} wrote there",
                     hint="all nodes must see the same files: check the mounts of both nodes; then "
                     "repeat the command with --resume",
                 )
@@ -94,8 +94,6 @@ class Member:
 
     def mine(self, portions: Sequence[Portion]) -> Iterator[Sequence[Portion]]:
         done = self._work.complete
-        if outside := [item.file for item in portions if ".." in item.file.split(os.sep)]:
-            raise WrongOption(f"rank 0 names {outside[0]}, which is outside of the target")
         left = [item for item in portions if (item.file, item.start) not in done]
         for group in handed_out(self.group, left):
             if not self._journal.is_there():
@@ -126,20 +124,21 @@ def take_part(group: Group, target: str, copying: Copying) -> None:
         if group.comes("work"):
             work: Work = handover.from_bytes(group.received("work"))
             _refuse_other_folder(work, target, group.rank)
-            _write(group, work, copying)
+            with joined(target) as (folder, root):
+                _write(group, work, folder, root, copying)
             group.wait_for_end()
     except KeyboardInterrupt as error:  # rank 0 may have begun the target
         raise Interrupted(*error.args) from error
 
 
-def _write(group: Group, work: Work, copying: Copying) -> None:
+def _write(group: Group, work: Work, folder: Folder, root: Folder, copying: Copying) -> None:
     """Writes the portions that this process gets."""
     source = replace(work.source, fingerprints=on_this_node(work.source.fingerprints))
     work = replace(work, source=source)
-    journal = ProcessJournal(work.folder, work.root, work.identity, work.chunk, part_of(group.rank))
+    journal = ProcessJournal(folder, work.identity, work.chunk, part_of(group.rank))
     try:
         member = Member(group, work, journal)
-        convert.take_part(work, journal, copying, group.written, member)
+        convert.take_part(work, root, journal, copying, group.written, member)
     finally:
         journal.close()
 
@@ -159,7 +158,7 @@ def handed_out(group: Group, portions: Sequence[Portion]) -> Iterator[Sequence[P
 def _refuse_other_folder(work: Work, target: str, rank: int) -> None:
     """Raises WrongOption unless this process was started for the same target as rank 0."""
     folder = f"{os.path.abspath(target)}.partial"
-    if work.folder != folder or os.path.dirname(work.root) != folder:
+    if work.folder != folder:
         raise WrongOption(
             f"rank 0 writes into {work.folder}, but rank {rank} was started for {folder}",
             hint="start all processes in the same folder, with the same arguments",

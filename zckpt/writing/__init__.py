@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ..copying.copy import CopyOutcome
     from ..copying.journal import Identity
     from ..copying.staging import Staging
+    from ..core.folder import Folder
     from ..core.layout import Layout, Shell
     from ..formats.format import Format
 
@@ -57,6 +58,7 @@ class Running:
     resume: bool = False
     before_rename: Callable[[], None] | None = None
     sharing: Sharing = ALONE
+    above: Folder | None = None
 
     @property
     def continues(self) -> bool:
@@ -129,7 +131,9 @@ def write(
     if layout.check is not None:
         report["warnings"] += layout.check()
     chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename
-    stage = staging.Staging(target, run, chunk, running.continues, before, running.sharing)
+    stage = staging.Staging(
+        target, run, chunk, running.continues, before, running.sharing, running.above
+    )
     try:
         outcome = _filled(stage, format, source, layout, size, running, report["warnings"])
     except (OSError, TargetExists):
@@ -197,11 +201,11 @@ def _filled(
     """
     from ..copying import convert
 
-    def seal(path: str, shells: Manifest, outcome: CopyOutcome) -> None:
+    def seal(root: Folder, shells: Manifest, outcome: CopyOutcome) -> None:
         if warning := steps.never_stepped(shells, outcome.digests):
             warnings.append(warning)
             shells = replace(shells, warnings=(*shells.warnings, warning))
-        format.seal(path, shells, outcome)
+        format.seal(root, shells, outcome)
 
     return convert.convert(
         layout.source or source,

@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES, TORCH_NAMES
+from ...core.folder import Folder
 from ...core.inert import Foreign, Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
@@ -231,7 +232,7 @@ def _shell(value: Any, storages: Storages) -> Shell:
     return shell("archive", value, storages)
 
 
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the zip directory of its item."""
-    for folder in folders(root):
-        seal_items(folder, crcs_of(outcome))
+    for folder in folders(root.path):
+        seal_items(root, folder, crcs_of(outcome))

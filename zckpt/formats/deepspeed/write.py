@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...core.folder import Folder
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...core.values import replace
@@ -108,6 +109,6 @@ def _lay_out(source: Manifest, options: Options) -> Layout:
     return Layout(shells, siblings, target.left_out, warnings, about=about, loading=line)
 
 
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the files' zip directories."""
-    seal_records(manifest, outcome)
+    seal_records(root, manifest, outcome)
