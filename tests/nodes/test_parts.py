@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -200,6 +202,53 @@ def test_a_failed_part_removes_nothing(
     package.convert(sources["dcp"], out, sharing=Part(2, 2), copying=COPYING)
     package.convert(sources["dcp"], tmp_path / "single", copying=COPYING)
     assert files(out) == files(tmp_path / "single")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_says_what_stays(
+    code: int,
+    sources: dict[str, Path],
+    tmp_path: Path,
+    zckpt: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from zckpt.core import fileio
+
+    words = ("convert", sources["dcp"], tmp_path / "out", *SMALL)
+    partial = tmp_path / "out.partial"
+
+    def full(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fileio.Writer, "write", full)
+        alone = zckpt(*words)
+        assert "is full" in alone.err
+        assert "partial" not in alone.err
+        assert not partial.exists()
+        part = zckpt(*words, "--part", "1/2")
+        assert part.code == 1
+        assert f"{partial} is still there: add --resume, or remove it: rm -r {partial}" in part.err
+        assert partial.exists()
+    assert "nothing was" not in alone.err + part.err
+    assert zckpt(*words, "--resume").code == 0
+    assert not partial.exists()
+
+
+def test_damage_that_a_part_finds_does_not_deny_what_stays(
+    sources: dict[str, Path], tmp_path: Path, zckpt: Command
+) -> None:
+    source = shutil.copytree(sources["zero-3"], tmp_path / "run")
+    for path in source.rglob("*optim_states.pt"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    words = ("convert", source, tmp_path / "out", *SMALL, "--part")
+    results = [zckpt(*words, f"{number}/2") for number in (1, 2)]
+    said = "".join(ended.err for ended in results if ended.code == 1)
+    assert "is damaged" in said
+    assert "nothing was" not in said
+    assert (tmp_path / "out.partial").exists()
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "1/0", "-1/3"])

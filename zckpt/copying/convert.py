@@ -25,7 +25,7 @@ from ..core.manifest import Manifest
 from ..core.resources import Begin, Copying, Progress
 from ..core.sources import unchanged
 from ..core.streaming import chunk_size
-from ..errors import NotEnoughSpace, ProcessLost
+from ..errors import NotEnoughSpace, ProcessLost, removal
 from .copy import CopyOutcome, copy
 from .journal import Journal
 from .sharing import Sharing, Work
@@ -71,7 +71,7 @@ def convert(
     MissingData, OSError, and what `Staging` raises.
     """
     with (
-        naming_full_disk(staging.target, size),
+        naming_full_disk(staging.target, size, staging.partial),
         staging,
         unchanged(source),
         ending(staging.sharing),
@@ -103,16 +103,20 @@ def convert(
 
 
 @contextmanager
-def naming_full_disk(target: str, size: int) -> Iterator[None]:
-    """Raises NotEnoughSpace for an OSError that means it; `target` needs `size` bytes."""
+def naming_full_disk(target: str, size: int, partial: str = "") -> Iterator[None]:
+    """Raises NotEnoughSpace for an OSError that means it; `target` needs `size` bytes.
+
+    The hint says so if the directory `partial` is still there. That of a part always is.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            rest = f"; {partial} is still there: add --resume, or remove it: {removal(partial)}"
             raise NotEnoughSpace(
                 f"the filesystem of {target} is full: {error.filename}: {error.strerror}",
                 hint=f"free some space ({size / 1e9:.3f} GB are needed), or choose a target on "
-                "another filesystem; nothing was left behind",
+                f"another filesystem{rest if os.path.lexists(partial) else ''}",
             ) from error
         raise
 

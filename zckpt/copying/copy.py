@@ -311,7 +311,7 @@ class _Copy:
                 raise CorruptCheckpoint(
                     f"{pair.source.name} is damaged: its bytes do not have the CRC-32 that the "
                     "manifest states",
-                    hint="take another copy of the source; nothing was written",
+                    hint="take another copy of the source",
                 )
         self.outcome.checked, self.outcome.unchecked = finish([self.checker])
         self.outcome.bare = self.checker.bare
