@@ -21,11 +21,12 @@ from ..copying.journal import Journal, Region
 from ..copying.journals import ProcessJournal, regions_of
 from ..copying.sharing import Portion, Work, largest_first
 from ..copying.staging import joined
+from ..core.fileio import align
 from ..core.folder import Folder
 from ..core.resources import Copying
 from ..core.sources import on_this_node
 from ..core.values import replace
-from ..errors import Interrupted, ProcessLost, WrongOption
+from ..errors import MALFORMED, Interrupted, ProcessLost, WrongOption, brief, cause
 from . import handover
 from .group import Group
 
@@ -55,7 +56,11 @@ class Leader:
 
     def others(self, journal: Journal) -> Iterator[Region]:
         for rank in range(1, self.group.size):
-            yield from self._of_rank(journal.folder, rank, *self.group.published(f"done/{rank}"))
+            match self.group.published(f"done/{rank}"):
+                case [int(length), int(crc)]:
+                    yield from self._of_rank(journal.folder, rank, length, crc)
+                case other:
+                    raise handover.unreadable(f"{brief(other)} is no length and CRC-32")
 
     def _of_rank(self, folder: Folder, rank: int, length: int, crc: int) -> list[Region]:
         end = time.monotonic() + VISIBLE
@@ -114,7 +119,7 @@ class Member:
             self.group.stop()
 
 
-def take_part(group: Group, target: str, copying: Copying) -> None:
+def take_part(group: Group, source: str, target: str, copying: Copying) -> None:
     """What all processes but rank 0 do: they write portions of the target if rank 0 wants that.
 
     Returns when rank 0 has ended. Raises ProcessFailed if another process has failed, and what a
@@ -122,9 +127,13 @@ def take_part(group: Group, target: str, copying: Copying) -> None:
     """
     try:
         if group.comes("work"):
-            work: Work = handover.from_bytes(group.received("work"))
+            work = handover.from_bytes(group.received("work"))
+            if not isinstance(work, Work):
+                raise handover.unreadable("it is no conversion")
             _refuse_other_folder(work, target, group.rank)
+            handover.check(work, [source])
             with joined(target) as (folder, root):
+                _check_files(work, root)
                 _write(group, work, folder, root, copying)
             group.wait_for_end()
     except KeyboardInterrupt as error:  # rank 0 may have begun the target
@@ -163,3 +172,17 @@ def _refuse_other_folder(work: Work, target: str, rank: int) -> None:
             f"rank 0 writes into {work.folder}, but rank {rank} was started for {folder}",
             hint="start all processes in the same folder, with the same arguments",
         )
+
+
+def _check_files(work: Work, root: Folder) -> None:
+    """Raises CorruptCheckpoint unless rank 0 has laid the files that it names, with their sizes.
+
+    A direct write of another process may have just rounded one up.
+    """
+    try:
+        for path in set(handover.files_of(work.shells)):
+            size, now = work.identity.files[root.name_of(path)], root.size(path)
+            if not size <= now <= align(size):
+                raise handover.unreadable(f"{path} has {now} bytes, and not {brief(size)}")
+    except MALFORMED as error:
+        raise handover.unreadable(cause(error)) from error
