@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ..errors import CorruptCheckpoint, TargetExists, brief, removal
-from .sources import close, naming, status
+from .sources import close, named, naming, status
 
 # to open a pipe of somebody else could take for ever
 NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # what a system says of a link or a socket that is opened so: no errors of the disk
 NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.ENXIO)
+PARTS = frozenset(("", os.curdir, os.pardir))  # of a path that is not normal
 PROBE = "owner-"
 """How the names of the files begin whose owner is looked at; they are removed at once."""
 
@@ -237,7 +238,11 @@ class Folder:
 
     def _names(self, path: str) -> list[str]:
         """The names that lead to a path; none for this folder itself."""
-        names = os.path.relpath(path, self.path).split(os.sep)
+        start = os.path.join(self.path, "")
+        names = path[len(start) :].split(os.sep)
+        if path.startswith(start) and PARTS.isdisjoint(names) and "\0" not in path:
+            return names
+        names = os.path.relpath(path, self.path).split(os.sep)  # takes long: there may be 10,000
         if names[0] == os.pardir or "\0" in path:
             raise CorruptCheckpoint(f"{brief(path)} is not below {self.path}")
         return [] if names == [os.curdir] else names
@@ -271,29 +276,29 @@ class Folder:
         return self._opened(above, name, path, flags)
 
     def _opened(self, above: int, name: str, path: str, flags: int, mode: int = 0o666) -> int:
-        with self._naming(path, above):
-            file = os.open(name, flags | NO_LINK, mode, dir_fd=above)
         try:
-            with self._naming(path):
-                self._refuse_foreign(path, os.fstat(file))
-        except BaseException:
+            file = os.open(name, flags | NO_LINK, mode, dir_fd=above)
+        except OSError as error:
+            if error.errno in NO_FILE:
+                with suppress(OSError):
+                    self._refuse_foreign(path, os.stat(name, dir_fd=above, follow_symlinks=False))
+            error.filename = path
+            raise
+        try:
+            self._refuse_foreign(path, os.fstat(file))
+        except BaseException as error:
             close(file)
+            if isinstance(error, OSError):
+                named(error, path)
             raise
         return file
 
     @contextmanager
-    def _naming(self, path: str, above: int | None = None) -> Iterator[None]:
-        """OSErrors name the whole path.
-
-        If `above` is the directory that has the path, and it holds a link there, that is refused.
-        """
+    def _naming(self, path: str) -> Iterator[None]:
+        """OSErrors name the whole path, and not the name of a file in a directory."""
         try:
             yield
         except OSError as error:
-            if above is not None and error.errno in NO_FILE:
-                with suppress(OSError):
-                    name = os.path.basename(path)
-                    self._refuse_foreign(path, os.stat(name, dir_fd=above, follow_symlinks=False))
             if error.errno is not None:
                 error.filename = path
             raise

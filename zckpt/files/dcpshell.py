@@ -5,7 +5,10 @@ An item file is a sequence of aligned items. `.metadata` is the object that torc
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from ..core.fileio import align
@@ -71,9 +74,12 @@ def seal_items(root: Folder, folder: str, crcs: Mapping[str, Mapping[int, int]])
 
     `crcs` go by the path of a file, then by the offset of the record's data.
     """
-    for location in read_table(folder).locations.values():
-        item = Extent(location.file, location.offset, location.length)
-        state_checksums(root, item, crcs.get(item.file, {}))
+    locations = sorted(read_table(folder).locations.values(), key=attrgetter("file"))
+    for path, items in groupby(locations, key=attrgetter("file")):
+        with root.opened(path, os.O_RDWR) as file:
+            for item in items:
+                within = Extent(path, item.offset, item.length)
+                state_checksums(file, within, crcs.get(path, {}))
 
 
 def crcs_of(outcome: Any) -> dict[str, dict[int, int]]:

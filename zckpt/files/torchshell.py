@@ -184,17 +184,17 @@ def seal_records(root: Folder, manifest: Manifest, outcome: Any) -> None:
     together([*by_file.items()], lambda item: seal_whole(root, *item))
 
 
-def seal_whole(root: Folder, file: str, crcs: Mapping[int, int]) -> None:
+def seal_whole(root: Folder, path: str, crcs: Mapping[int, int]) -> None:
     """Writes the CRC-32s of members into a file that is one zip, as `state_checksums` does."""
-    state_checksums(root, Extent(file, 0, root.size(file)), crcs)
+    with root.opened(path, os.O_RDWR) as file:
+        state_checksums(file, Extent(path, 0, os.fstat(file).st_size), crcs)
 
 
-def state_checksums(root: Folder, within: Extent, crcs: Mapping[int, int]) -> None:
+def state_checksums(file: int, within: Extent, crcs: Mapping[int, int]) -> None:
     """Writes the CRC-32 of a zip's members into a filled file; `crcs` go by the data's offset."""
-    with root.opened(within.file, os.O_RDWR) as file:
-        for member in read_directory(file, within).values():
-            crc = crcs.get(member.offset)
-            if crc is not None:
-                stated = memoryview(struct.pack("<I", crc))
-                write_all(file, stated, member.header + 14)
-                write_all(file, stated, member.entry + 16)
+    for member in read_directory(file, within).values():
+        crc = crcs.get(member.offset)
+        if crc is not None:
+            stated = memoryview(struct.pack("<I", crc))
+            write_all(file, stated, member.header + 14)
+            write_all(file, stated, member.entry + 16)
