@@ -88,9 +88,10 @@ class Staging:
             self.above = stack.enter_context(Folder.at(os.path.dirname(self.target)))
         else:
             self.above = self._given
-        # others must not put anything there; the target in it gets the usual permissions
-        is_new = self.above.make(self.partial, 0o700)
+        is_new = False
         try:
+            # others must not put anything there; the target in it gets the usual permissions
+            is_new = self.above.make(self.partial, 0o700)
             self.folder = stack.enter_context(self.above.own(self.partial))
             if not is_new:
                 refuse_strange(self.folder, os.path.basename(self.target))
@@ -98,18 +99,20 @@ class Staging:
             self.journal = self._journal()
             stack.callback(self.journal.close)
         except BaseException:
-            if is_new:
-                self._discard()
+            self._discard(is_new)
             raise
 
-    def _discard(self) -> None:
-        """Removes a folder in which nothing was written; of parts only an empty one."""
+    def _discard(self, is_new: bool) -> None:
+        """Removes a folder without files: a new one with its journal, or else an empty one.
+
+        An interrupt may come before it is known to be new, and other parts may have journals there.
+        """
         with suppress(OSError, TargetExists):
-            if self.sharing.part:
+            if is_new and not self.sharing.part:
+                with self.above.inner(self.partial) as folder:
+                    remove_empty(folder, self.above)
+            else:
                 self.above.rmdir(self.partial)
-                return
-            with self.above.inner(self.partial) as folder:
-                remove_empty(folder, self.above)
 
     def _journal(self) -> Journal:
         about = self.folder, self.identity, self._chunk
