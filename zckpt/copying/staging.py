@@ -93,9 +93,8 @@ class Staging:
             # others must not put anything there; the target in it gets the usual permissions
             is_new = self.above.make(self.partial, 0o700)
             self.folder = stack.enter_context(self.above.own(self.partial))
-            if not is_new:
-                refuse_strange(self.folder, os.path.basename(self.target))
-                self.folder.refuse_foreign()
+            refuse_strange(self.folder, os.path.basename(self.target))
+            self.folder.refuse_foreign()
             self.journal = self._journal()
             stack.callback(self.journal.close)
         except BaseException:

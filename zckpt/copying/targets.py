@@ -33,6 +33,10 @@ def refuse_existing(target: str, partial: bool = True) -> None:
             folder = above.inner(path)
     except (NotADirectoryError, TargetExists):
         raise _strange(path) from None
+    except PermissionError:
+        raise TargetExists(
+            f"{path} exists: another user has begun a target there", hint="choose another target"
+        ) from None
     with folder:
         if is_locked(folder):
             raise TargetExists(
@@ -183,5 +187,8 @@ def allocated(folder: str) -> int:
     """The bytes that the files of a folder take on the disk; 0 if there is no folder."""
     if os.path.islink(folder) or not os.path.isdir(folder):
         return 0
-    entries = sources.walk(folder)
+    try:
+        entries = [*sources.walk(folder)]
+    except PermissionError:  # of another user: `Staging` refuses it
+        return 0
     return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)

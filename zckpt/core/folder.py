@@ -52,20 +52,19 @@ class Folder:
 
     def own(self, path: str) -> Folder:
         """A directory below that is ours, and in which everything must be."""
-        folder = self.inner(path)
-        folder.top = self.top or path
         try:
-            now = folder.itself()
+            folder = self.inner(path)
+            folder.top = self.top or path
             try:
                 folder.owner = folder._owner_of_new_files()
-            except PermissionError:
-                raise folder._refusal(
-                    path, f"belongs to user {now.st_uid}, and you may not write there"
-                ) from None
-            folder._refuse_foreign(path, now)
-        except BaseException:
-            folder.close()
-            raise
+                folder._refuse_foreign(path, folder.itself())
+            except BaseException:
+                folder.close()
+                raise
+        except PermissionError:
+            now = self.status(path)
+            reason = f"belongs to user {now.st_uid if now else '?'}, and you may not write there"
+            raise self._refusal(path, reason) from None
         return folder
 
     def inner(self, path: str) -> Folder:
@@ -312,8 +311,8 @@ class Folder:
         if self.owner is None:
             return
         if now.st_uid != self.owner:
-            reason = f"belongs to user {now.st_uid}, but new files of yours to user {self.owner}"
-            raise self._refusal(path, reason)
+            owners = f"user {now.st_uid}, but your new files there belong to user {self.owner}"
+            raise self._refusal(path, f"belongs to {owners}")
         if is_file and now.st_nlink > 1:
             raise self._refusal(path, "has a second name (a hard link)")
 
