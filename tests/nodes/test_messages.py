@@ -15,6 +15,7 @@ import pytest
 
 import zckpt
 from zckpt.copying.sharing import Work
+from zckpt.core.fragments import Extent, Runs
 from zckpt.core.values import replace
 from zckpt.errors import CorruptCheckpoint
 from zckpt.nodes import handover
@@ -113,6 +114,30 @@ def test_other_sources_are_not_read(
     results = ended(launch(2, command, tmp_path / "mine", *words, preparing={0: others}))
     refused(results, f"{tmp_path}/his_/", f"is not in {tmp_path}/mine/")
     assert not list(tmp_path.glob("new*"))
+
+
+def elsewhere(work: Any, path: str) -> Any:
+    """The entries of a pass, and not those of its manifests, lie in another file."""
+
+    def moved(entry: Any) -> Any:
+        fragments = [replace(item, extent=Extent(path, 0, 4)) for item in entry.fragments]
+        return replace(entry, fragments=Runs(fragments))
+
+    if hasattr(work, "matches"):
+        matches = [replace(match, a=moved(match.a)) for match in work.matches]
+        return replace(work, matches=matches)
+    return replace(work, entries=[moved(entry) for entry in work.entries])
+
+
+@pytest.mark.parametrize("command", ["verify", "stats"])
+def test_other_sources_are_not_read_for_an_entry(
+    command: str, sources: dict[str, Path], tmp_path: Path, launch: Launch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(1 << 20))
+    others = partial(sends, partial(elsewhere, path=str(secret)))
+    results = ended(launch(2, command, sources["dcp"], preparing={0: others}))
+    refused(results, f"{secret} is not in {sources['dcp']}/")
 
 
 def with_size(work: Work, size: Any) -> Work:

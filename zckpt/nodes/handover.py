@@ -13,14 +13,14 @@ import json
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import chain
 from typing import Any
 
 from ..copying.sharing import Work
 from ..core.fragments import ZEROS, Box, Boxes, Extent, Slices
-from ..core.manifest import Manifest
+from ..core.manifest import Entry, Manifest
 from ..core.values import replace
 from ..errors import MALFORMED, CorruptCheckpoint, UnsupportedCheckpoint, brief, cause, listed
 
@@ -125,14 +125,26 @@ def check(work: Any, paths: Sequence[str]) -> None:
     """Raises CorruptCheckpoint unless a conversion or a pass reads the checkpoints at `paths`."""
     folders = [_folder(path) for path in paths]
     try:
-        manifests = [work.source] if isinstance(work, Work) else work.manifests
         if type(work.chunk) is not int or not 0 < work.chunk <= MAX_CHUNK:
             raise unreadable(f"{brief(work.chunk)} bytes cannot be copied at a time")
-        for file in set(chain.from_iterable(map(files_of, manifests))) - {ZEROS}:
+        for file in set(_files_read(work)) - {ZEROS}:
             if not os.path.abspath(file).startswith(tuple(folders)):
                 raise unreadable(f"{listed([file])} is not in {listed(folders)}")
     except MALFORMED as error:
         raise unreadable(cause(error)) from error
+
+
+def _files_read(work: Any) -> Iterator[str]:
+    """The files that a conversion or a pass reads, some of them many times."""
+    if isinstance(work, Work):
+        yield from files_of(work.source)
+        return
+    for manifest in work.manifests:
+        yield from files_of(manifest)
+    pairs = [entry for match in getattr(work, "matches", ()) for entry in (match.a, match.b)]
+    yield from _files_in(
+        entry for entry in (*pairs, *getattr(work, "entries", ())) if entry is not None
+    )
 
 
 def _folder(path: str) -> str:
@@ -143,8 +155,13 @@ def _folder(path: str) -> str:
 
 def files_of(manifest: Manifest) -> Iterator[str]:
     """The files in which tensors of a manifest lie, some of them many times."""
+    yield from _files_in(chain(manifest.entries.values(), manifest.replicas))
+    yield from (record.extent.file for record in manifest.records)
+
+
+def _files_in(entries: Iterable[Entry]) -> Iterator[str]:
     flats: dict[int, Sequence[Extent]] = {}
-    for first in chain(manifest.entries.values(), manifest.replicas):
+    for first in entries:
         for entry in (first, *first.mean):
             match entry.fragments:
                 case Slices() as slices:
@@ -156,4 +173,3 @@ def files_of(manifest: Manifest) -> Iterator[str]:
                 case runs:
                     yield from (run.extent.file for run in runs)
     yield from (extent.file for same in flats.values() for extent in same)
-    yield from (record.extent.file for record in manifest.records)
