@@ -141,10 +141,9 @@ def _files_read(work: Any) -> Iterator[str]:
         return
     for manifest in work.manifests:
         yield from files_of(manifest)
-    pairs = [entry for match in getattr(work, "matches", ()) for entry in (match.a, match.b)]
-    yield from _files_in(
-        entry for entry in (*pairs, *getattr(work, "entries", ())) if entry is not None
-    )
+    pairs = [(match.a, match.b) for match in getattr(work, "matches", ())]
+    entries = chain(getattr(work, "entries", ()), *pairs)
+    yield from _files_in(entry for entry in entries if entry is not None)
 
 
 def _folder(path: str) -> str:
