@@ -32,7 +32,7 @@ def inspect(
     from ..formats.reading import Reading
     from ..reading import read
 
-    manifest = read(path, Reading(**reading))
+    manifest = read(path, Reading(**reading, inspected=True))
 
     def summary() -> dict[str, Any]:
         return description.inspect(manifest, formats.other_objects(manifest))

@@ -12,13 +12,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
+import zckpt as package
 from zckpt import errors
 from zckpt.core.inert import Foreign, Global, Size
 from zckpt.files.torchfile import TorchFile
 from zckpt.files.torchshell import Storages, shell
 from zckpt.formats.gathered import distributed, ranked
 from zckpt.formats.statedict.tree import Leaf
+
+from . import torch_ranks
 
 PLACEMENTS = "torch.distributed.tensor.placement_types"
 MESH = "torch.distributed.device_mesh"
@@ -299,6 +305,26 @@ class TestRefused:
         file = saved.file(tmp_path / "model_rank_0.pt", {"w": tensor})
         with pytest.raises(errors.UnsupportedCheckpoint, match=f"placed as {kind}"):
             ranked.merge({0: file})
+
+    @pytest.mark.parametrize("factor", [2, 3])
+    def test_what_fsdp_cuts_after_tensor_parallelism(self, factor: int, tmp_path: Path) -> None:
+        """`_StridedShard` along the axis of a later `Shard` cuts its parts."""
+        for rank in range(4):
+            with torch_ranks.as_rank(rank, 4):
+                mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+                part = WHOLE.chunk(2)[rank % 2].chunk(2)[rank // 2].clone()
+                placements = [_StridedShard(0, split_factor=factor), Shard(0)]
+                sizes = {"shape": WHOLE.shape, "stride": WHOLE.stride()}
+                tensor = DTensor.from_local(part, mesh, placements, run_check=False, **sizes)
+                torch.save({"w": tensor}, tmp_path / f"model_rank_{rank}.pt")
+        if factor == 2:
+            assert torch.equal(package.load(tmp_path, "w/param"), WHOLE)
+            package.convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-whole")
+            against = tmp_path.parent / f"{tmp_path.name}-whole"
+            assert package.verify(tmp_path, against=against, gather=True)["equal"]
+            return
+        with pytest.raises(errors.UnsupportedCheckpoint, match="placed as _StridedShard"):
+            package.read(tmp_path)
 
     @pytest.mark.parametrize("name", ["_flat_param", "trunk._flat_param", "layers.0.flat_param_0"])
     def test_flat_parameters(self, name: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ...core.dtypes import SIZES
 from ...core.expected import missing_ranks
 from ...core.facts import MAX_DP
 from ...core.fileio import crc_of
-from ...core.inert import Scalar, map_values, to_json
+from ...core.inert import Scalar, map_values, to_json, types_in
 from ...core.values import field, mutable, replace
 from ...errors import (
     CorruptCheckpoint,
@@ -25,6 +25,7 @@ from ...errors import (
 )
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
+from ..statedict.finding import MEMBERS
 from ..statedict.tree import Leaf, Path, TensorPiece, assembled, dotted, identities, leaf, leaves
 from .distributed import (
     MIXED,
@@ -46,8 +47,10 @@ class MergedRanks:
     left_out: list[str] = field(default_factory=list)
 
 
-def merge(files: Mapping[int, TorchFile], step_policy: str | None = None) -> MergedRanks:
-    """The tree that the ranks' files have together; `files` are by rank.
+def merge(
+    files: Mapping[int, TorchFile], step_policy: str | None = None, place: Path = ()
+) -> MergedRanks:
+    """The tree that the ranks' files have together; `files` are by rank, `place` is the tree's.
 
     Raises IncompleteCheckpoint (a rank is missing, or a part of a tensor), InconsistentCheckpoint
     (ranks contradict each other), UnsupportedCheckpoint (flat parameters, placements other than
@@ -59,7 +62,7 @@ def merge(files: Mapping[int, TorchFile], step_policy: str | None = None) -> Mer
         if (first := next(distributed_in(file.value), None)) is not None:
             refuse_missing(files, world_of(first, file))
     merger = _Merger(dict(sorted(files.items())), step_policy)
-    tree = merger.merge({rank: file.value for rank, file in merger.files.items()}, ())
+    tree = merger.merge({rank: file.value for rank, file in merger.files.items()}, place)
     return MergedRanks(tree, list(_report(merger.different)))
 
 
@@ -123,11 +126,19 @@ class _Merger:
                 having = {rank: value[key] for rank, value in by_rank.items() if key in value}
                 merged[key] = self.merge(having, (*path, key))
             return merged
+        if path and path[-1] in MEMBERS and _are_names(values):
+            return list(dict.fromkeys(name for value in values for name in value))
         is_sequence = len(kinds) == 1 and isinstance(values[0], (list, tuple))
         if is_sequence and len(set(map(len, values))) == 1:
             return type(values[0])(
                 self.merge({rank: value[place] for rank, value in by_rank.items()}, (*path, place))
                 for place in range(len(values[0]))
+            )
+        if is_sequence and path and path[-1] == "param_groups":
+            raise UnsupportedCheckpoint(
+                f"{self.files[min(by_rank)].path} has {len(values[0])} parameter groups, other "
+                "ranks have other numbers of them",
+                hint="save with torch.distributed.checkpoint, which joins what the ranks have",
             )
         if path and path[-1] == "step" and len(values) > 1:
             return self._step(by_rank, path)
@@ -205,6 +216,11 @@ class _Merger:
                         hint=MIXED,
                     )
         return _leaf(name, first, list(parts.values()))
+
+
+def _are_names(values: Sequence[Any]) -> bool:
+    """Whether each is a list of names: those of a rank's own parameters, as in a pipeline."""
+    return all(isinstance(value, list) and types_in(value) <= {str} for value in values)
 
 
 def _leaf(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Leaf:
