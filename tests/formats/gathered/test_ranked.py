@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,8 +25,10 @@ from zckpt.files.torchshell import Storages, shell
 from zckpt.formats.gathered import distributed, ranked
 from zckpt.formats.statedict.tree import Leaf
 
+from ...conftest import ROOT, Result
 from . import torch_ranks
 
+Zckpt = Callable[..., Result]
 PLACEMENTS = "torch.distributed.tensor.placement_types"
 MESH = "torch.distributed.device_mesh"
 Mesh = Callable[[Storages, Sequence[int]], Foreign]
@@ -396,3 +399,61 @@ def test_what_is_not_sharded_is_rank_0s(tmp_path: Path) -> None:
     ]
     assert merged.tree["counter"] == 0
     assert torch.equal(values_of(merged.tree["rng"]["cpu"]), WHOLE)
+
+
+class TestOneRanksPart:
+    """A file with the name of a whole one, in which one rank saved its parts of DTensors."""
+
+    DATA = ROOT / "tests" / "data" / "accelerate-1.14.0-lora-w2"
+    SAID = "has 1/2 of the adapter, rank 0's part: the other ranks never wrote a file"
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(self.DATA / "checkpoint-3", tmp_path / "checkpoint-3"))
+
+    @pytest.mark.parametrize("name", [".", "pytorch_model_fsdp.bin"])
+    def test_accelerates_adapter(self, name: str, checkpoint: Path, zckpt: Zckpt) -> None:
+        path, target = checkpoint / name if name != "." else checkpoint, checkpoint.parent / "out"
+        for words in (
+            ("inspect", path),
+            ("verify", path),
+            ("convert", path, target),
+            ("reshard", path, target),
+            ("export", path, target),
+        ):
+            ended = zckpt(*words)
+            assert ended.code == (3 if words[0] == "verify" else 1)
+            assert self.SAID in ended.out + ended.err
+        assert "copy the directory without pytorch_model_fsdp.bin" in ended.err
+
+    def test_the_hint_gives_the_whole_adapter(self, checkpoint: Path, tmp_path: Path) -> None:
+        (checkpoint / "pytorch_model_fsdp.bin").unlink()
+        oracle = torch.load(self.DATA / "oracle.pt", weights_only=False)
+        for name, tensor in oracle["tensors"].items():
+            parameter, _, slot = name.rpartition("/")
+            entry = f"{parameter}/{'param' if slot == 'weight' else slot}"
+            assert torch.equal(package.load(checkpoint, entry), tensor), name
+        package.reshard(checkpoint, tmp_path / "resumed")
+
+    def test_without_the_whole_adapter(self, checkpoint: Path) -> None:
+        (checkpoint / "adapter_model.safetensors").unlink()
+        with pytest.raises(errors.IncompleteCheckpoint, match=self.SAID) as raised:
+            package.read(checkpoint)
+        assert "trainer.save_model()" in raised.value.hint
+
+    def test_the_hint_for_files_of_any_name(self, tmp_path: Path) -> None:
+        folder = torch_ranks.save(
+            tmp_path / "run", 3, {"fc.weight": WHOLE}, torch_ranks.dtensors((3,), (0,))
+        )
+        (tmp_path / "together").mkdir()
+        for rank in range(3):
+            (tmp_path / str(rank)).mkdir()
+            path = tmp_path / str(rank) / "weights.pt"
+            (folder / f"model_world_size_3_rank_{rank}.pt").rename(path)
+            with pytest.raises(
+                errors.IncompleteCheckpoint, match=rf"1/3 .*rank {rank}'s part"
+            ) as raised:
+                package.read(path)
+            assert "model_rank_0.pt to model_rank_2.pt" in raised.value.hint
+            path.rename(tmp_path / "together" / f"model_rank_{rank}.pt")
+        assert torch.equal(package.load(tmp_path / "together", "fc.weight/param"), WHOLE)

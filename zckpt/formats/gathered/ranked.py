@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ...core import sources
 from ...core.dtypes import SIZES
 from ...core.expected import missing_ranks
 from ...core.facts import MAX_DP
@@ -20,11 +21,12 @@ from ...core.inert import Scalar, map_values, to_json, types_in
 from ...core.values import field, mutable, replace
 from ...errors import (
     CorruptCheckpoint,
+    IncompleteCheckpoint,
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
 )
 from ...files.torchfile import Tensor, TorchFile
-from ...training import steps
+from ...training import peft, steps
 from ..statedict.finding import MEMBERS
 from ..statedict.tree import Leaf, Path, TensorPiece, assembled, dotted, identities, leaf, leaves
 from .distributed import (
@@ -36,7 +38,11 @@ from .distributed import (
     is_distributed,
     read_distributed,
     world_of,
+    writer_of,
 )
+
+ACCELERATE = "pytorch_model_fsdp"
+"""How accelerate names files of whole models under FSDP: with `.bin`, `_1.bin` and so on."""
 
 
 @mutable
@@ -86,6 +92,41 @@ def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
             reason=f"{name} is one of {world} ranks'",
             hint="put all ranks' files into one directory",
         )
+
+
+def refuse_part(file: TorchFile) -> None:
+    """Raises IncompleteCheckpoint if a file with the name of a whole one has one rank's parts."""
+    values = list(distributed_in(file.value))
+    world = world_of(values[0], file) if values else 1
+    if world == 1:
+        return
+    folder, name = os.path.split(file.path)
+    rank, meshes = writer_of(values[0], file) or 0, MeshCache()
+    cuts = max(read_distributed(value, rank, file, meshes).cuts for value in values)
+    if name.startswith(ACCELERATE) and _is_adapter(file.value):
+        beside = (n for n in peft.WEIGHTS if sources.is_file(os.path.join(folder, n)))
+        whole = next(beside, None)
+        raise IncompleteCheckpoint(
+            f"{file.path} has 1/{cuts} of the adapter, rank {rank}'s part: the other ranks never "
+            "wrote a file (accelerate before 1.15 lost their parts, with PEFT under FSDP2)",
+            hint="use a whole adapter, as trainer.save_model() writes it; accelerate 1.15 saves all"
+            if whole is None
+            else f"{whole} beside it has the whole adapter: copy the directory without {name}, "
+            "and give the copy",
+        )
+    raise IncompleteCheckpoint(
+        f"{file.path} has 1/{cuts} of its tensors, rank {rank}'s parts, but not the name of a "
+        "rank's file",
+        hint=f"if all {world} ranks have saved such files, put them into one directory as "
+        f"model_rank_0.pt to model_rank_{world - 1}.pt; if not, save whole tensors "
+        "(full_state_dict=True)",
+    )
+
+
+def _is_adapter(value: Any) -> bool:
+    """Whether it is an adapter's state dict, with the names that PEFT saves."""
+    is_state_dict = isinstance(value, dict) and types_in(value) <= {str}
+    return is_state_dict and bool(peft.module_names(value))
 
 
 def refuse_flat(file: TorchFile) -> None:

@@ -185,6 +185,7 @@ class _TreeReader:
             return tensors
         file = self._open(path)
         if next(distributed.distributed_in(file.value), None) is not None:
+            ranked.refuse_part(file)
             return self._merge({0: file})
         ranked.refuse_flat(file)
         return leaves(file, file.value, iter(self.names.get(os.path.basename(path), ())))
