@@ -155,6 +155,18 @@ def test_other_numbered_files_are_the_programs_own(items: Path) -> None:
     assert {each.name for each in manifest.siblings} == {"snapshot_17.pt", "notes_0.pt"}
 
 
+def test_whole_files_beside_them(items: Path, tmp_path: Path) -> None:
+    """A consolidated model is not read twice; a whole model with its optimizer is enough."""
+    zckpt.convert(items, tmp_path / "whole", to="gathered")
+    consolidated = items / "model.safetensors"
+    save_file({"other.weight": torch.ones(3)}, consolidated)
+    assert "other.weight" not in zckpt.read(items).parameters
+    for name in ("model.pt", "optim.pt"):
+        shutil.copy(tmp_path / "whole" / name, items)
+    files = [Path(file).name for file in zckpt.read(items).files]
+    assert files == ["model.pt", "optim.pt"]
+
+
 def test_plain_files_stay_alternatives(tmp_path: Path) -> None:
     for epoch in range(2):
         torch.save({"fc.weight": torch.ones(3) * epoch}, tmp_path / f"model_{epoch}.pt")

@@ -50,11 +50,12 @@ def is_foreign(path: str) -> bool:
 
 def refuse_foreign(folder: str, names: Sequence[str]) -> None:
     """Raises UnsupportedCheckpoint if such a writer wrote these files of a folder."""
-    parts = [name for name in names if whole_name(name) not in {name, *names}]
+    wholes = {name: whole_name(name) for name in names}
+    parts = [name for name, whole in wholes.items() if whole not in wholes]
     if parts:
         _refuse_part(os.path.join(folder, min(parts)))
-    first = min((name for name in names if name.endswith(ENDING)), default="")
-    if is_by_datastates(path := os.path.join(folder, first)):
+    files = sorted(name for name in names if name.endswith(ENDING))
+    if files and is_by_datastates(path := os.path.join(folder, files[0])):
         raise UnsupportedCheckpoint(
             f"{path} was saved by DataStates-LLM, whose files zckpt does not read",
             hint="save what DataStates' load(path) returns with torch.save, every file under the "

@@ -246,7 +246,8 @@ def locate(path: str) -> StateDictFiles:
     of_ranks = [name for name in names if _match_rank(name)]
     if of_ranks:
         return _of_ranks(path, of_ranks, whole)
-    if of_items := _items(path, names):
+    is_whole = "model" in whole and "optim" in whole
+    if not is_whole and (of_items := _items(path, names)):
         kinds = {_kind(str(item)) for item in of_items}
         rest = {kind: path for kind, path in whole.items() if kind not in kinds}
         return StateDictFiles(rest, of_items, items=True)

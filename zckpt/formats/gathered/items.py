@@ -45,7 +45,7 @@ def parts(folder: str, names: Sequence[str]) -> Items:
         item: paths
         for item, paths in items.items()
         if (paths.keys() <= items[first].keys() and any(map(is_torch, paths.values())))
-        or (item == first or _is_distributed(paths))
+        or _is_distributed(paths)
     }
 
 

@@ -167,7 +167,7 @@ class _Merger:
                 having = {rank: value[key] for rank, value in by_rank.items() if key in value}
                 merged[key] = self.merge(having, (*path, key))
             return merged
-        if path and path[-1] in MEMBERS and _are_names(values):
+        if path[-3:-2] == ("param_groups",) and path[-1] in MEMBERS and _differ(values):
             return list(dict.fromkeys(name for value in values for name in value))
         is_sequence = len(kinds) == 1 and isinstance(values[0], (list, tuple))
         if is_sequence and len(set(map(len, values))) == 1:
@@ -259,9 +259,10 @@ class _Merger:
         return _leaf(name, first, list(parts.values()))
 
 
-def _are_names(values: Sequence[Any]) -> bool:
-    """Whether each is a list of names: those of a rank's own parameters, as in a pipeline."""
-    return all(isinstance(value, list) and types_in(value) <= {str} for value in values)
+def _differ(values: Sequence[Any]) -> bool:
+    """Whether these are the names of each rank's own parameters, as in a pipeline."""
+    are_names = all(isinstance(value, list) and types_in(value) <= {str} for value in values)
+    return are_names and any(value != values[0] for value in values)
 
 
 def _leaf(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Leaf:
