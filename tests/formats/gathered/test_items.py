@@ -257,6 +257,8 @@ def test_slices_are_shown_and_not_used(name: str, slices: Path, zckpt: Zckpt) ->
     assert shown.code == 0
     assert not shown.document["complete"]
     assert SAID in shown.document["problems"][0]
+    for option in ("--tensors=*", "--steps", "--layout", "--state"):
+        assert SAID in zckpt("inspect", path, option).err
     universal = ROOT / "examples" / "run"
     for words in (
         ("verify", path),
