@@ -72,6 +72,13 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:
-    """The checkpoint at `path` under the names of `first`, to be compared with it."""
-    other = read(path, Reading(param_names=reading.param_names, tp_rules=reading.tp_rules))
+    """The checkpoint at `path` under the names of `first`, to be compared with it.
+
+    Of the step policies, `keep` is for both: it changes no step.
+    """
+    policy = steps.KEEP if reading.step_policy == steps.KEEP else None
+    other = read(
+        path,
+        Reading(step_policy=policy, param_names=reading.param_names, tp_rules=reading.tp_rules),
+    )
     return called_as(other, names_of(first))

@@ -36,6 +36,7 @@ class Case:
     writer: Mapping[str, Any] = field(default_factory=dict)  # arguments of FileSystemWriter
     seed: int = 7
     steps: int = 3  # trained before saving
+    late: str = ""  # the submodule that is frozen until the last of these steps
     reload: str = "exact"  # what torch makes of its own files: "exact", "same world" (refused at
     # others), "refused", "weights" (no optimizer in them)
 

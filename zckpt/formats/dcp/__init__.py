@@ -21,6 +21,7 @@ FORMAT = Format(
     weak=True,
     numbers=True,
     gathers=True,
+    keeps_steps=True,
     groups="with_trainers_groups",
     objects=frozenset(),
 )

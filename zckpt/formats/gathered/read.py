@@ -92,7 +92,7 @@ class _TreeReader:
         trees = {key: self._whole(name) for key, name in files.whole.items() if key != "extra"}
         trees |= extra
         self.saved.tree = dict(trees)  # local states are matched with these
-        trees |= {key: self._ranks(paths) for key, paths in files.ranks.items()}
+        trees |= {key: self._ranks(key, paths) for key, paths in files.ranks.items()}
         self.saved.tree = self._tree(trees)
         weights = os.path.basename(files.whole.get("model") or files.whole.get(None, ""))
         self.dialect = _dialect_of(weights)
@@ -161,11 +161,11 @@ class _TreeReader:
             return tensors
         file = self._open(path)
         if next(distributed.distributed_in(file.value), None) is not None:
-            return self._merge({0: file})
+            return self._merge({0: file}).tree
         ranked.refuse_flat(file)
         return leaves(file, file.value, iter(self.names.get(os.path.basename(path), ())))
 
-    def _ranks(self, paths: Mapping[int, str]) -> Any:
+    def _ranks(self, key: str | None, paths: Mapping[int, str]) -> Any:
         files = {rank: self._open(paths[rank]) for rank in sorted(paths)}
         world = self.files.world or max(files) + 1
         ranked.refuse_missing(files, world)
@@ -175,12 +175,15 @@ class _TreeReader:
             for file in files.values():  # nothing in it says whose it is
                 refuse_other_rank(file.path, file.saved_as)
             return local.merge(self.saved, files, self.step_policy, self.param_names)
-        return self._merge(files)
+        merged = self._merge(files)
+        begin = () if key is None else (key,)
+        self.saved.steps += [replace(each, path=begin + each.path) for each in merged.steps]
+        return merged.tree
 
-    def _merge(self, files: dict[int, TorchFile]) -> Any:
+    def _merge(self, files: dict[int, TorchFile]) -> ranked.MergedRanks:
         merged = ranked.merge(files, self.step_policy)
         self.saved.left_out += merged.left_out
-        return merged.tree
+        return merged
 
 
 def _dialect_of(weights: str) -> str | None:
