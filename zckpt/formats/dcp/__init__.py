@@ -23,5 +23,7 @@ FORMAT = Format(
     gathers=True,
     keeps_steps=True,
     groups="with_trainers_groups",
+    of_ranks=(".distcp",),
+    written_last=".metadata",
     objects=frozenset(),
 )
