@@ -8,6 +8,7 @@ from typing import Any
 
 from . import formats
 from .core import sources
+from .core.manifest import Manifest
 from .core.resources import Begin, Copying, Means
 from .errors import (
     CorruptCheckpoint,
@@ -16,7 +17,7 @@ from .errors import (
     WrongOption,
 )
 from .formats.reading import Reading
-from .reading import read, read_other
+from .reading import oddly_timed, read, read_other
 
 Path = str | os.PathLike[str]
 Report = dict[str, Any]
@@ -101,13 +102,22 @@ def _verify(
     with sources.unchanged(manifest):
         if against is None:
             formats.named(manifest.format).check_slices(manifest)
-            return about | verify_alone(manifest, pattern, copying, begin)
+            report = verify_alone(manifest, pattern, copying, begin)
+            return about | _with_times(report, manifest)
         against = os.fspath(against)
         if saved.is_proof(against):
-            return about | saved.verify_proof(manifest, against, pattern, copying, begin)
+            report = saved.verify_proof(manifest, against, pattern, copying, begin)
+            return about | _with_times(report, manifest)
         other = read_other(against, manifest, reading)
         with sources.unchanged(other):
-            return about | verify_against(manifest, other, pattern, copying, begin)
+            report = verify_against(manifest, other, pattern, copying, begin)
+            return about | _with_times(report, manifest, other)
+
+
+def _with_times(report: Report, *manifests: Manifest) -> Report:
+    """Adds notes about files that were not written when their siblings were."""
+    lines = [line for manifest in manifests for line in oddly_timed(manifest)]
+    return {**report, "notes": [*report.get("notes", ()), *lines]}
 
 
 def _gather(
@@ -133,4 +143,5 @@ def _gather(
     rules = reading.tp_rules if has_ranks else None
     with sources.unchanged(manifest, other):
         parts = formats.named(manifest.format).partitions(manifest.root, rules)
-        return about | verify_gathered(manifest, parts, other, pattern, means, begin)
+        report = verify_gathered(manifest, parts, other, pattern, means, begin)
+        return about | _with_times(report, manifest, other)
