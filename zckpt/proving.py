@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from . import formats
-from .core import sources
+from .core import duplicates, sources
 from .core.resources import Begin, Copying, Means
 from .errors import (
     CorruptCheckpoint,
@@ -100,6 +100,7 @@ def _verify(
     about = saved.about(manifest)
     with sources.unchanged(manifest):
         if against is None:
+            duplicates.refuse_duplicates(manifest)
             formats.named(manifest.format).check_slices(manifest)
             return about | verify_alone(manifest, pattern, copying, begin)
         against = os.fspath(against)

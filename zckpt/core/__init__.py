@@ -22,6 +22,7 @@ How a source is read:
     expected.py       how a missing file or rank is reported
     fileio.py         reads and writes of files
     pieces.py         elements from files into a buffer
+    duplicates.py     whether one file is a copy of another one
     records.py        do bytes have the CRC-32 that their file states? hashing.py, checksum.py
     streaming.py      one pass over tensors, with the threads and memory of resources.py
     turns.py          which of these threads may compute now

@@ -105,7 +105,7 @@ def write(
     will lie. Gives the command's report.
     """
     from ..copying import convert, staging, targets
-    from ..core import description
+    from ..core import description, duplicates
 
     started = time.monotonic()
     format = formats.named(to)
@@ -125,6 +125,7 @@ def write(
         memory = convert.memory_of(source, running.copying)
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
+    duplicates.refuse_duplicates(manifest)
     report["warnings"] += formats.named(manifest.format).check(manifest, reading.replicas)
     if layout.check is not None:
         report["warnings"] += layout.check()
