@@ -230,3 +230,22 @@ def test_no_format_takes_the_files_of_another(tmp_path: Path) -> None:
     for path in (folder, folder / "model.pt", EXAMPLE):
         known = [item.name for item in formats.FORMATS if item.detect(str(path))]
         assert known == ["deepspeed" if path == EXAMPLE else "gathered"]
+
+
+def test_two_files_of_an_index_with_one_name(tmp_path: Path, zckpt: Zckpt) -> None:
+    """A file that was copied over another one of the same model."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    names = [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
+    for name, key in zip(names, "ab", strict=True):
+        save_file({key: torch.randn(3)}, folder / name)
+    index = {"metadata": {}, "weight_map": dict(zip("ab", names, strict=True))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert zckpt("verify", folder).code == 0
+    shutil.copy(folder / names[0], folder / names[1])
+    for words, code in ((("convert", folder, tmp_path / "out"), 1), (("verify", folder), 3)):
+        ended = zckpt(*words)
+        assert ended.code == code
+        text = ended.err + ended.out
+        assert all(name in text for name in names)
+        assert "both have a" in text

@@ -18,7 +18,7 @@ from ..statedict.keys import keys_of
 from ..statedict.read import manifest
 from ..statedict.stated import checked
 from ..statedict.tree import SavedTree, leaves
-from ..statedict.weights import files_of_index, weights_of
+from ..statedict.weights import tensors_of_index, weights_of
 from . import distributed, local, ranked
 from .files import StateDictFiles, locate
 
@@ -149,11 +149,7 @@ class _TreeReader:
     def _whole(self, path: str) -> Any:
         if path.endswith(".json"):
             self.saved.files.append(path)
-            return {
-                name: value
-                for part in files_of_index(path)
-                for name, value in self._whole(part).items()
-            }
+            return tensors_of_index(path, self._whole)
         if path.endswith(".safetensors"):
             self.saved.files.append(path)
             tensors, records = weights_of(path)
