@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -167,6 +168,16 @@ class TestBadInput:
         torch.save(value, path)
         self.refused(zckpt, merged, "malformed")
 
+    def test_the_file_of_another_state(self, merged: Path, zckpt: Zckpt) -> None:
+        """Also if nothing states how it was called when it was saved."""
+        folder = self.folder(merged)
+        whole, step = torch.load(folder / "exp_avg.pt"), torch.load(folder / "step.pt")
+        torch.save(whole, folder / "step.pt")
+        self.refused(zckpt, merged, "step.pt", "instead of a step")
+        torch.save(step, folder / "step.pt")
+        torch.save(step, folder / "fp32.pt")
+        self.refused(zckpt, merged, "fp32.pt", "shape []")
+
     def test_no_tensor(self, merged: Path, zckpt: Zckpt) -> None:
         for value in ({"cat_dim": 0}, {"param": 3}, "text", [1]):
             torch.save(value, self.folder(merged) / "fp32.pt")
@@ -225,17 +236,24 @@ class TestSteps:
     def merged(self, example: Path, tmp_path: Path) -> Path:
         return convert(example, tmp_path / "merged")
 
-    def test_differing_ones_are_kept(self, merged: Path, tmp_path: Path) -> None:
+    def test_differing_ones_of_a_group(self, merged: Path, tmp_path: Path) -> None:
+        """DeepSpeed writes none of them. They are refused, unless the user wants to keep them."""
         folders = [path for path in sorted((merged / TAG / "zero").iterdir()) if path.is_dir()]
         torch.save(torch.tensor(2.0), folders[0] / "step.pt")
-        manifest = zckpt.read(merged)
+        differ = rf"differ within a group: 2 \(step.pt of {folders[0].name}\), 7 \("
+        with pytest.raises(ZckptError, match=differ):
+            zckpt.convert(merged, tmp_path / "refused")
+        (problem,) = zckpt.verify(merged)["problems"]
+        assert re.search(differ, problem["message"])
+        assert "--step-policy max|min|keep|N" in problem["hint"]
+        manifest = zckpt.read(merged, step_policy="keep")
         assert manifest.parameters[folders[0].name].step == 2
         assert manifest.parameters[folders[1].name].step == 7
         assert manifest.step is None
         places = {line.step: line.where for line in manifest.steps if line.truth}
         assert folders[0].name in places[2]
         with pytest.raises(ZckptError, match="one step for"):
-            convert(merged, tmp_path / "target")
+            convert(merged, tmp_path / "target", step_policy="keep")
         assert zckpt.read(merged, step_policy="max").step == 7
         assert zckpt.read(merged, step_policy="9").parameters[folders[0].name].step == 9
 

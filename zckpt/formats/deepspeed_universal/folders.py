@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -122,7 +122,7 @@ class ParameterFolders:
             if not isinstance(tensor, Tensor):
                 scalars[key] = Scalar(tensor, type(tensor).__name__)
                 continue
-            if shape and not tensor.shape:
+            if shape and not tensor.shape and key != MASTER:
                 scalars[key] = file.scalar(tensor)
                 continue
             if info is None:
@@ -198,8 +198,15 @@ class ParameterFolders:
         for name in names:
             file = self.by_path.get(os.path.join(self.root, name, "step.pt"))
             stored = self._tensor(file)[0] if file else common
-            in_states.add(name, *_number(file or states.optimizers[0], stored))
+            number, of_tensor = _number(file or states.optimizers[0], stored)
+            if file and isinstance(number, Tensor):
+                raise CorruptCheckpoint(
+                    f"{file.path} has a tensor of shape {list(number.shape)} instead of a step"
+                )
+            in_states.add(name, number, of_tensor)
             in_group.add(name, *of_group)
+        if policy is None:
+            self._refuse_differing(in_states.steps)
         truth = steps.believed(in_states, in_group)
         by_name = truth.settled(policy)
         sightings = []
@@ -211,6 +218,23 @@ class ParameterFolders:
             step = in_group.steps[names[0]]
             sightings.append(Sighting(f"param_groups[{group}]", step, truth is in_group))
         return by_name, sightings, truth.place()
+
+
+    def _refuse_differing(self, by_name: Mapping[str, steps.Step]) -> None:
+        """Raises InconsistentCheckpoint unless the parameters of a group have one step.
+
+        DeepSpeed counts the updates of a group, so that its loader stops too (0.19.8).
+        """
+        names: dict[steps.Step, list[str]] = {}
+        for name, step in by_name.items():
+            names.setdefault(step, []).append(name)
+        if len(names) > 1:
+            files = (f"{step} (step.pt of {listed(names[step], 3)})" for step in sorted(names))
+            raise InconsistentCheckpoint(
+                f"{self.root}: steps differ within a group: {', '.join(files)}",
+                hint="files of different saves seem to be mixed: copy all files again; or choose: "
+                "--step-policy max|min|keep|N",
+            )
 
 
 def _number(file: TorchFile, value: Any) -> tuple[Any, tuple[int, ...]]:
