@@ -46,6 +46,21 @@ def missing_ranks(
     )
 
 
+def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
+    """Raises InconsistentCheckpoint if files of model ranks were not written in their order.
+
+    Megatron's programs save the global rank of each writer in the arguments. It grows with the
+    model rank. `writers` are these ranks in the order of the names; some may be None.
+    """
+    known = [writer for writer in writers if isinstance(writer, int)]
+    if len(set(known)) == len(writers) and known != sorted(known):
+        raise InconsistentCheckpoint(
+            f"{where}: the files of model ranks are swapped: by their arguments, rank "
+            f"{', '.join(map(str, known))} wrote them, in the order of their names",
+            hint="copy all files again; the names must have the order of the ranks",
+        )
+
+
 def refuse_other_rank(path: str, saved_as: str | None, rank: re.Pattern[str] = RANK) -> None:
     """Raises InconsistentCheckpoint if the file of one rank has the name of another rank's.
 

@@ -263,3 +263,20 @@ def test_rules_of_files_that_need_none(kind: str) -> None:
         if "--tp-rules" in line
     ]
     assert "is not used" in line
+
+
+def test_swapped_folders(sliced: Path, tmp_path: Path, zckpt: Callable[..., Any]) -> None:
+    """Megatron's arguments have the global rank of the writer; other files do not say whose."""
+
+    def written_by(rank: int) -> Change:
+        return lambda value: vars(value["args"]).update(rank=rank)
+
+    for rank in (0, 1):
+        _changed(sliced, written_by(rank), f"mp_rank_0{rank}")
+    assert zckpt("verify", sliced).code == 0
+    for old, new in (("00", "02"), ("01", "00"), ("02", "01")):
+        (sliced / f"mp_rank_{old}").rename(sliced / f"mp_rank_{new}")
+    for words, code in ((("convert", sliced, tmp_path / "out"), 1), (("verify", sliced), 3)):
+        ended = zckpt(*words)
+        assert ended.code == code
+        assert "rank 1, 0 wrote them" in ended.err + ended.out

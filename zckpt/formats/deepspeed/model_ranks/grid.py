@@ -20,6 +20,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from ....core.annotations import Any
+from ....core.expected import refuse_other_writers
 from ....core.facts import Grid
 from ....core.filenames import Names
 from ....core.values import valueclass
@@ -179,23 +180,11 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
                 )
         else:
             _check_names(directory, files, ranks, number)
-    _check_writers(directory, ranks)
+    # Megatron-DeepSpeed's arguments
+    refuse_other_writers(directory.path, [arguments(rank.model).get("rank") for rank in ranks])
     if files.layers:
         _check_stages(directory, files, ranks)
     return Grid(ranks[0].dp, files.tp, files.pp)
-
-
-def _check_writers(directory: TagDirectory, ranks: Sequence[EngineStates]) -> None:
-    """Megatron-DeepSpeed saves the global rank of each writer, which grows with the model rank."""
-    writers = [arguments(rank.model).get("rank") for rank in ranks]
-    known = [writer for writer in writers if isinstance(writer, int)]
-    if len(set(known)) == len(writers) and known != sorted(known):
-        numbers = ", ".join(map(str, known))
-        raise InconsistentCheckpoint(
-            f"{directory.path}: the files of model ranks are swapped: by their arguments, rank "
-            f"{numbers} wrote them, in the order of their names",
-            hint="copy all files again; the names must have the order of the ranks",
-        )
 
 
 def _check_stages(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> None:
