@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import zckpt
+from zckpt import read
 from zckpt.core import compare
 from zckpt.errors import InconsistentCheckpoint
 
@@ -631,6 +632,17 @@ class TestOptions:
         assert ended.code == 2
         assert "--against" in ended.err
         assert zckpt("verify", EXAMPLE, "--device", "cpu").code == 2
+
+    def test_what_the_reader_warns_of(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        """`verify` says what `convert` says of a source, and finds nothing because of it."""
+        data = ROOT / "tests" / "data" / "megatron-0.16.1-tp2" / "iter_0000003"
+        run = shutil.copytree(data, tmp_path / "iter_0000004")
+        (warning,) = read(run).warnings
+        ended = zckpt("verify", run)
+        assert (ended.code, ended.err) == (0, f"Warning: {warning}\n")
+        assert zckpt("verify", run, "-q").err == ""
+        assert zckpt("verify", run, "--json").document["warnings"] == [warning]
+        assert warning in zckpt("convert", run, tmp_path / "out").err
 
     def test_no_checkpoint(self, tmp_path: Path, zckpt: Zckpt) -> None:
         assert zckpt("verify", tmp_path).code == 1

@@ -286,3 +286,22 @@ def test_groups_by_the_options_of_megatron() -> None:
     for group in before:  # 0.15 and older
         del group["default_config"], group["max_lr"]
     assert list((members(before, shapes, args) or {}).values()) == [2, 0, 0]
+
+
+def test_the_common_state_of_another_iteration(
+    run: Path, tmp_path: Path, zckpt: Callable[..., Any]
+) -> None:
+    """It has the optimizer's step. Folders are renamed at times, so this is no error."""
+    for words in (("convert", run, tmp_path / "out"), ("verify", run)):
+        assert "states iteration" not in zckpt(*words).err
+    common = run / ITERATION / "common.pt"
+    value = torch.load(common, weights_only=False)
+    value["iteration"] = 4
+    torch.save(value, common)
+    for words in (("convert", run, tmp_path / "other"), ("verify", run)):
+        ended = zckpt(*words)
+        assert ended.code == 0
+        assert f"Warning: {common} states iteration 4, but its folder is {ITERATION}" in ended.err
+    (run / ITERATION).rename(run / "release")
+    (run / "latest_checkpointed_iteration.txt").write_text("release")
+    assert "states iteration" not in zckpt("verify", run).err
