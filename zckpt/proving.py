@@ -100,7 +100,7 @@ def _verify(
     about = saved.about(manifest)
     with sources.unchanged(manifest):
         if against is None:
-            duplicates.refuse_duplicates(manifest)
+            about["warnings"] += duplicates.check_duplicates(manifest)
             formats.named(manifest.format).check_slices(manifest)
             return about | verify_alone(manifest, pattern, copying, begin)
         against = os.fspath(against)

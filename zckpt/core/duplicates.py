@@ -1,7 +1,13 @@
 """Is one file of a checkpoint a copy of another one?
 
-Files of `torch.distributed.checkpoint` do not say whose they are. But no two files of a save hold
-the same states of an optimizer. So if they do, one was copied over the other.
+Files of `torch.distributed.checkpoint` do not say whose they are. But ranks do not hold the same
+values. So if two files are equal byte by byte, one was copied over the other. A few equal tensors
+prove nothing:
+
+    constants     moments before the first update, norms before the first change
+    moments       two biases that are added have the same gradients, and so have two channels of
+                  which the mean is taken
+    weights       experts that were made of one layer, layers of a model that was made deeper
 """
 
 from __future__ import annotations
@@ -18,24 +24,33 @@ if TYPE_CHECKING:
     from .fragments import Extent
     from .manifest import Manifest
 
-SAMPLE = 1 << 16  # bytes of a state; in a run that has begun, two of its elements differ
+SAMPLE = 1 << 12  # bytes of each piece; if all elements in them are equal, it is a constant
 
 
-def refuse_duplicates(manifest: Manifest) -> None:
-    """Raises InconsistentCheckpoint if two files that state checksums have equal ones throughout.
+def check_duplicates(manifest: Manifest) -> list[str]:
+    """Warnings about equal files that hold the weights alone of several parameters.
 
-    Weights may be equal, as those of experts that were made of one layer, and so may states that
-    are all zero. So both files must hold a state of the optimizer whose elements differ.
+    Raises InconsistentCheckpoint if they hold states of the optimizer too. Only files that state
+    checksums are compared.
     """
     pairs = _pairs(manifest)
-    states = _states(manifest, {file for pair in pairs for file in pair})
+    values = _values(manifest, {file for pair in pairs for file in pair}) if pairs else {}
+    warnings = []
     for first, second in pairs:
-        if first in states and second in states and _differs(*states[first]):
+        shared = values.get(first, set()), values.get(second, set())
+        if min(map(len, shared)) < 2:
+            continue
+        if "state" in {kind for _, kind in shared[0]}:
             raise InconsistentCheckpoint(
                 f"{second} holds the same bytes as {first}, although it should hold other parts of "
                 "the model",
                 hint="one was copied over the other: copy all files again",
             )
+        warnings.append(
+            f"{second} holds the same weights as {first}: if these parts of the model should "
+            "differ, one was copied over the other"
+        )
+    return warnings
 
 
 def _pairs(manifest: Manifest) -> list[tuple[str, str]]:
@@ -53,22 +68,21 @@ def _pairs(manifest: Manifest) -> list[tuple[str, str]]:
     return pairs
 
 
-def _states(manifest: Manifest, files: Collection[str]) -> dict[str, tuple[Extent, int]]:
-    """A state of the optimizer in each of these files, and the size of its elements.
+def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[str, str]]]:
+    """By file, the parameters of which it has a weight, or a state of the optimizer.
 
-    The largest one: a state of one element says nothing. Copies of tensors do not count.
+    Without constants, and without replicas: these are equal by nature.
     """
-    states: dict[str, tuple[Extent, int]] = {}
-    for entry in manifest.entries.values() if files else ():
-        if not is_optimizers(entry.slot):
-            continue
-        for fragment in entry.fragments:
+    values: dict[str, set[tuple[str, str]]] = {}
+    for entry in manifest.entries.values():
+        value = entry.parameter, "state" if is_optimizers(entry.slot) else "weight"
+        for fragment in entry.fragments if entry.slot != "state" else ():
             extent = fragment.extent
-            if extent.file in files:
-                before = states.get(extent.file)
-                if before is None or before[0].length < extent.length:
-                    states[extent.file] = extent, SIZES[entry.dtype]
-    return states
+            if extent.file not in files or value in values.get(extent.file, ()):
+                continue
+            if _differs(extent, SIZES[entry.dtype]):
+                values.setdefault(extent.file, set()).add(value)
+    return values
 
 
 def _differs(extent: Extent, size: int) -> bool:

@@ -125,7 +125,7 @@ def write(
         memory = convert.memory_of(source, running.copying)
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
-    duplicates.refuse_duplicates(manifest)
+    report["warnings"] += duplicates.check_duplicates(manifest)
     report["warnings"] += formats.named(manifest.format).check(manifest, reading.replicas)
     if layout.check is not None:
         report["warnings"] += layout.check()
