@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 
 from ...core.annotations import Any
 from ...core.facts import FlatBufferEngine, StepPlace
 from ...core.inert import Foreign
-from ...core.manifest import Manifest, Sighting
+from ...core.manifest import Manifest, Parameter, Sighting
 from ...core.values import replace
 from ...errors import listed
 from ...files.torchfile import TorchFile
@@ -120,6 +121,7 @@ def manifest_of(
             + _config_warnings(ranks)
             + _trainer_warnings(ranks)
             + _scaler_warnings(ranks.first)
+            + _ahead_of_counters(ranks, tensors.parameters.values())
         ),
         inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
     )
@@ -190,6 +192,23 @@ def _elastic_groups(
                 for group, value in zip(groups, values, strict=True):
                     group[name] = tensors.kept(value, f"lr_scheduler.{key}", ranks.models[0])
     return tuple(groups) if any(groups) else None
+
+
+def _ahead_of_counters(ranks: EngineStates, parameters: Iterable[Parameter]) -> list[str]:
+    """A warning if the optimizer has counted more updates than the engine.
+
+    The engine may be ahead: of skipped fp16 steps, and of an optimizer that was not loaded. Before
+    0.13.2 DeepSpeed began with an update, so that the optimizer is ahead by one.
+    """
+    step = max((each.step for each in parameters if each.step is not None), default=0)
+    counted = ranks.model.get("global_steps")
+    model, optimizer = ranks.models[0].path, ranks.optimizers[0].path
+    if model == optimizer or not isinstance(counted, int) or step <= counted + 1:
+        return []
+    return [
+        f"{model} counts {counted} steps, but the optimizer in {os.path.basename(optimizer)} has "
+        f"step {step}: they are of different saves, unless your program has reset the counter"
+    ]
 
 
 def _counters(ranks: EngineStates) -> list[Sighting]:
