@@ -219,7 +219,6 @@ class ParameterFolders:
             sightings.append(Sighting(f"param_groups[{group}]", step, truth is in_group))
         return by_name, sightings, truth.place()
 
-
     def _refuse_differing(self, by_name: Mapping[str, steps.Step]) -> None:
         """Raises InconsistentCheckpoint unless the parameters of a group have one step.
 
