@@ -193,10 +193,10 @@ def _part(parts: list[tuple[int, list[bytearray]]], offset: int, stop: int) -> l
     return parts[-1][1]
 
 
-def _add(pieces: list[bytearray], first: bytes, *others: bytes) -> None:
+def _add(pieces: list[bytearray], *added: bytes | bytearray) -> None:
     """Adds pieces, between which the name of the folder stands, to those that are there."""
-    pieces[-1] += first
-    pieces += map(bytearray, others)
+    pieces[-1] += added[0]
+    pieces += map(bytearray, added[1:])
 
 
 def _entry(inside: bytes, name: int, crc: int, length: int, offset: int) -> tuple[bytes, bytes]:

@@ -21,9 +21,9 @@ from ...deepspeed_states.states import EngineStates, dictionary, open_files
 from ..files import model_rank_of
 
 
-def file_name(layer: int, expert: int, model_rank: int = 0) -> str:
+def file_name(layer: int, expert: int, mp_rank: str) -> str:
     """The name of an expert's file."""
-    return f"layer_{layer}_expert_{expert}_mp_rank_{model_rank:02d}_model_states.pt"
+    return f"layer_{layer}_expert_{expert}_{mp_rank}_model_states.pt"
 
 
 @valueclass
@@ -55,7 +55,7 @@ def layers_of(ranks: EngineStates, paths: Mapping[tuple[int, int], str]) -> list
     missing = list(islice((place for place in _places(counts) if place not in paths), 4))
     if missing:
         model_rank = model_rank_of(os.path.basename(ranks.models[0].path)) or 0
-        names = [file_name(*place, model_rank) for place in missing]
+        names = [file_name(*place, f"mp_rank_{model_rank:02d}") for place in missing]
         raise IncompleteCheckpoint(
             f"{directory} lacks {listed(names, 3)}",
             hint="copy all files of the save again: there is one for every expert",
