@@ -5,14 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief, listed
-from .annotations import TYPE_CHECKING
-from .regex import Regex
-
-if TYPE_CHECKING:
-    import re
-
-RANK = Regex(r"(?<=rank)_?\d+")
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, brief, listed
 
 
 def path_inside(folder: str, name: str, stated_by: str) -> str:
@@ -44,27 +37,3 @@ def missing_ranks(
         + (f" ({reason})" if reason else ""),
         hint,
     )
-
-
-def refuse_other_rank(path: str, saved_as: str | None, rank: re.Pattern[str] = RANK) -> None:
-    """Raises InconsistentCheckpoint if the file of one rank has the name of another rank's.
-
-    torch.save gives the folder in its zip the file's name without the ending (torch 1.6 to 2.13).
-    So a file that was renamed still says whose it was. A name of another form says nothing: some
-    programs save into a buffer, and torch calls that `archive`. `rank` finds ranks in a name, of
-    which the first one counts.
-    """
-    name, ending = os.path.splitext(os.path.basename(path))
-    if saved_as is None or saved_as == name or rank.sub("", saved_as) != rank.sub("", name):
-        return
-    if _first(rank, name) != _first(rank, saved_as):
-        raise InconsistentCheckpoint(
-            f"{path} was saved as {saved_as}{ending}: files of two ranks are swapped, or one was "
-            "renamed or copied",
-            hint=f"give the file its own name again ({saved_as}{ending}), or copy all files again",
-        )
-
-
-def _first(rank: re.Pattern[str], name: str) -> int | None:
-    match = rank.search(name)
-    return int(match[0].lstrip("_")) if match else None

@@ -6,10 +6,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from ...core.annotations import Any
-from ...core.expected import refuse_other_rank
 from ...core.inert import Foreign
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
-from ...files.torchfile import Parsed
 from ..deepspeed_states.directories import TagDirectory, file_of_rank, refuse
 from ..deepspeed_states.states import (
     COUNTERS,
@@ -29,37 +27,32 @@ from .files import RankFiles
 def open_ranks(
     directory: TagDirectory,
     files: RankFiles,
-    parsed: Parsed | None = None,
     layers: Mapping[int, str] | None = None,
 ) -> EngineStates:
     """What the files of all data ranks of one model rank say.
 
     `layers` are the files of a pipeline's layers by their numbers, if this is a stage of one: then
-    the module's tensors are there. What other model ranks share may be `parsed` already.
+    the module's tensors are there.
 
     Raises when the files cannot be the whole of one ZeRO checkpoint: a rank is missing, world sizes
-    or saves differ, a file has another rank's name, or it is of a kind that is not read.
+    or saves differ, or a file is of a kind that is not read.
     """
-    parsed = Parsed() if parsed is None else parsed
-    models = open_files(files.models, parsed)
+    models = open_files(files.models, files.parsed)
     model = dictionary(models[0], models[0].value)
     if layers is not None and model.get("module") is None:
         model = {**model, "module": {}}
-    optimizers = open_files(files.optimizers, parsed)
+    optimizers = open_files(files.optimizers, files.parsed)
     tops = [dictionary(file, file.value) for file in optimizers]
     pairs = zip(optimizers, tops, strict=True)
     states = [dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]
     if layers and model.get("param_shapes") is None:
         from .model_ranks.stated_slices import shapes_of_stage
 
-        shapes = shapes_of_stage(states, open_layers(layers, parsed))
+        shapes = shapes_of_stage(states, open_layers(layers, files.parsed))
         model = {**model, "param_shapes": shapes}
     version = version_of(model, tops[0], states[0])
     check_kind(directory, version, model, stated_config(model, tops[0]))
     _check_world(directory, model, states[0], files.optimizers)
-    if len({file.saved_as for file in optimizers}) > 1:  # one for all: zckpt 0.1 wrote stage 3 so
-        for file in optimizers:
-            refuse_other_rank(file.path, file.saved_as)
     partitioned = "fp32_flat_groups" in states[0]
     bases = _for_each(states, lambda state: _base(directory, state, partitioned))
     if model.get("num_experts"):

@@ -243,10 +243,17 @@ def open_layers(layers: Mapping[int, str], parsed: Parsed) -> dict[int, TorchFil
 
 
 def open_files(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
-    """Files of torch.save; equal pickles are parsed once.
+    """Files of torch.save, each opened once; equal pickles are parsed once."""
+    new = _opened([path for path in paths if path not in parsed.files], parsed)
+    parsed.files.update((file.path, file) for file in new)
+    return [parsed.files[path] for path in paths]
 
-    The first files show whether their storage makes readers wait, as a cold or remote one does.
-    Then threads wait together. Without waiting they would only compete for the interpreter.
+
+def _opened(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
+    """Opens files, one after another unless the first ones show that their storage is slow.
+
+    If a cold or remote one makes readers wait, threads wait together. Without waiting they would
+    only compete for the interpreter.
     """
     began, busy = time.perf_counter(), time.thread_time()
     files = [TorchFile(path, parsed) for path in paths[:FIRST]]
