@@ -1,0 +1,65 @@
+"""Does every file of a directory state the rank that its name says?
+
+All numbers in a name count: of the data rank, the model rank, a layer, an expert. Earlier versions
+of zckpt saved several files under one name:
+
+    stage 3               optimizer files            archive, which is no name
+                          model files                rank 1's from rank 2 on
+    several model ranks   all but files of layers    mp_rank_00
+
+If all files of a directory have these names, they are not compared, and a note says so. If only
+some have them, another program saved them, and one was copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ...core.saved_names import Place, SavedName, nameless, refuse_others, saved_names
+from ...files.torchfile import TorchFile
+from .directories import EXPERT, LAYER, MODEL, MODEL_3, OF_EP, OPTIMIZER
+
+KINDS = (MODEL, MODEL_3, OPTIMIZER, EXPERT, OF_EP, LAYER)
+
+
+def check_names(files: Iterable[TorchFile]) -> list[str]:
+    """Notes on files whose names prove nothing; `files` are all of a directory.
+
+    Raises InconsistentCheckpoint if the file of one rank was saved as that of another one.
+    """
+    names = saved_names({file.path: file.saved_as for file in files}, place_of)
+    others = sum(name.is_other for name in names)
+    if not others or not _are_as_before(names):
+        refuse_others(names)
+        return nameless(names)
+    return [
+        f"{others} of {len(names)} rank files were saved under the name of another rank, as "
+        "earlier versions of zckpt did: if one of these was swapped or copied, no name shows it "
+        "(`zckpt reshard` writes files with names of their own)",
+        *nameless(names),
+    ]
+
+
+def place_of(name: str) -> Place | None:
+    for kind in KINDS:
+        if numbers := kind.numbers(name):
+            # without a second number, a layer is of the only tensor rank
+            return kind, (*numbers, 0)[:2] if kind is LAYER else numbers
+    return None
+
+
+def _are_as_before(names: Sequence[SavedName]) -> bool:
+    """Whether all files have the names that earlier versions of zckpt gave them."""
+    in_stage_3 = any(name.place[0] is MODEL_3 for name in names)
+    return all(name.stated in (None, _before(name.place, in_stage_3)) for name in names)
+
+
+def _before(place: Place, in_stage_3: bool) -> Place | None:
+    kind, numbers = place
+    if kind is LAYER:
+        return place
+    if kind is OPTIMIZER and in_stage_3:
+        return None
+    if kind is MODEL_3:
+        return kind, (min(numbers[0], 1), 0)
+    return kind, (*numbers[:-1], 0)
