@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 
 from ...core.annotations import Any
 from ...core.inert import Foreign
-from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
+from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief
 from ..deepspeed_states.directories import TagDirectory, file_of_rank, refuse
 from ..deepspeed_states.states import (
     COUNTERS,
@@ -18,10 +19,19 @@ from ..deepspeed_states.states import (
     open_files,
     open_layers,
     stated_config,
+    stated_stage,
     version_numbers,
     version_of,
 )
 from .files import RankFiles
+
+# what all ranks of one model rank state alike; groups of experts are in one order before
+OF_MODELS = (
+    *COUNTERS,
+    *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version"),
+    *("param_shapes", "frozen_param_shapes", "buffer_names", "num_experts"),
+)
+OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "ds_version")
 
 
 def open_ranks(
@@ -142,18 +152,37 @@ def _check_world(
 
 
 def _check_same_save(ranks: EngineStates) -> None:
-    """Counters, hyper-parameters and loss scale are equal on all ranks of one save."""
-    for what, files, values in (
-        ("its counters", ranks.models, [_counters(file.value) for file in ranks.models]),
-        ("its param_groups", ranks.optimizers, _for_each(ranks.bases, _hyper_parameters)),
-        ("its loss scale", ranks.optimizers, _for_each(ranks.states, _loss_scale)),
+    """Raises InconsistentCheckpoint if a rank states another fact than the first one."""
+    for files, values in (
+        (ranks.models, _for_each([file.value for file in ranks.models], _facts_of_model)),
+        (ranks.optimizers, _for_each(ranks.states, _facts_of_optimizer)),
+        (ranks.optimizers, _for_each(ranks.bases, _hyper_parameters)),
+        (ranks.optimizers, _for_each(ranks.states, _loss_scale)),
     ):
         for file, value in zip(files, values, strict=True):
-            if value is not values[0] and value != values[0]:
+            if (difference := _difference(value, values[0])) is not None:
+                fact, own, first = difference
                 raise InconsistentCheckpoint(
-                    f"{file.path} differs from {os.path.basename(files[0].path)} in {what}",
+                    f"{file.path} states {fact} {brief(own)}, and "
+                    f"{os.path.basename(files[0].path)} {brief(first)}",
                     hint="files of different saves seem to be mixed; take those of one tag",
                 )
+
+
+def _difference(own: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] | None:
+    """The first difference inside of two values, and what it is of; None if they are equal."""
+    if own is first or own == first:
+        return None
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(own, dict) and isinstance(first, dict):
+        pairs = [(f"{fact}.{key}", own.get(key), first.get(key)) for key in {**first, **own}]
+    elif isinstance(own, list) and isinstance(first, list):
+        pairs = [(f"{fact}[{n}]", *both) for n, both in enumerate(zip_longest(own, first))]
+    for inside, a, b in pairs:
+        if (difference := _difference(a, b, inside.removeprefix("."))) is not None:
+            return difference
+    # tensors and objects of two pickles, or another order
+    return None if comparable(own) == comparable(first) else (fact, own, first)
 
 
 def _for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], Any]) -> list[Any]:
@@ -165,16 +194,20 @@ def _for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], A
     return [values[id(state)] for state in states]
 
 
-def _counters(model: Mapping[str, Any]) -> list[Any]:
-    return [model.get(key) for key in (*COUNTERS, "dp_world_size", "ds_version")]
+def _facts_of_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: model.get(key) for key in OF_MODELS}
+
+
+def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {"zero_stage": stated_stage(state), **{key: state.get(key) for key in OF_OPTIMIZERS}}
 
 
 def _hyper_parameters(base: Mapping[str, Any]) -> Any:
     groups = base.get("param_groups") or ()
-    return comparable([{k: v for k, v in group.items() if k != "step"} for group in groups])
+    return {"param_groups": [{k: v for k, v in each.items() if k != "step"} for each in groups]}
 
 
 def _loss_scale(state: Mapping[str, Any]) -> Any:
     scaler = state.get("loss_scaler")
     scale = scaler.state if isinstance(scaler, Foreign) else scaler
-    return comparable((state.get("overflow"), scale))
+    return {"overflow": state.get("overflow"), "loss_scaler": scale}

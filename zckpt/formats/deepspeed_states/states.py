@@ -71,9 +71,7 @@ class EngineStates:
     def stage(self) -> int:
         if self.whole:
             return 0
-        stated = self.first.get("zero_stage")
-        if isinstance(stated, Foreign) and stated.arguments:  # ZeroStageEnum(2), since 0.7
-            stated = stated.arguments[0]
+        stated = stated_stage(self.first)
         if isinstance(stated, int):
             configured = nested(self.config, "zero_optimization", "stage")
             before_0_7 = version_numbers(self.version) < (0, 7)
@@ -213,6 +211,14 @@ WRAPPERS = {"FP16_Optimizer": FLAT_MASTERS, "FP16_UnfusedOptimizer": WHOLE_MASTE
 def wrapper_of(optimizer: Mapping[str, Any]) -> str | None:
     """Which of `WRAPPERS` wrote an optimizer's state; None for torch's own state dict."""
     return next((name for name, key in WRAPPERS.items() if key in optimizer), None)
+
+
+def stated_stage(optimizer: Mapping[str, Any]) -> Any:
+    """The ZeRO stage that an optimizer's state states; None if it states none."""
+    stage = optimizer.get("zero_stage")
+    if isinstance(stage, Foreign) and stage.arguments:  # ZeroStageEnum(2), since 0.7
+        return stage.arguments[0]
+    return stage
 
 
 def stated_config(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Any:
