@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Mapping, Sequence
 
 from ...core.annotations import Any
 from ...core.inert import Foreign
-from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief
+from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
+from ..deepspeed_states.agreement import check_facts, check_models, for_each
 from ..deepspeed_states.directories import TagDirectory, file_of_rank, refuse
 from ..deepspeed_states.states import (
-    COUNTERS,
     EngineStates,
-    comparable,
     dictionary,
     nested,
     open_files,
@@ -25,13 +22,8 @@ from ..deepspeed_states.states import (
 )
 from .files import RankFiles
 
-# what all ranks of one model rank state alike; groups of experts are in one order before
-OF_MODELS = (
-    *COUNTERS,
-    *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version"),
-    *("param_shapes", "frozen_param_shapes", "buffer_names", "num_experts"),
-)
-OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "ds_version")
+# what all ranks state alike, once groups of experts are in one order
+OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "overflow", "ds_version")
 
 
 def open_ranks(
@@ -64,7 +56,7 @@ def open_ranks(
     check_kind(directory, version, model, stated_config(model, tops[0]))
     _check_world(directory, model, states[0], files.optimizers)
     partitioned = "fp32_flat_groups" in states[0]
-    bases = _for_each(states, lambda state: _base(directory, state, partitioned))
+    bases = for_each(states, lambda state: _base(directory, state, partitioned))
     if model.get("num_experts"):
         from .moe.group_order import in_order_of_first  # dense models start without
 
@@ -152,62 +144,21 @@ def _check_world(
 
 
 def _check_same_save(ranks: EngineStates) -> None:
-    """Raises InconsistentCheckpoint if a rank states another fact than the first one."""
-    for files, values in (
-        (ranks.models, _for_each([file.value for file in ranks.models], _facts_of_model)),
-        (ranks.optimizers, _for_each(ranks.states, _facts_of_optimizer)),
-        (ranks.optimizers, _for_each(ranks.bases, _hyper_parameters)),
-        (ranks.optimizers, _for_each(ranks.states, _loss_scale)),
-    ):
-        for file, value in zip(files, values, strict=True):
-            if (difference := _difference(value, values[0])) is not None:
-                fact, own, first = difference
-                raise InconsistentCheckpoint(
-                    f"{file.path} states {fact} {brief(own)}, and "
-                    f"{os.path.basename(files[0].path)} {brief(first)}",
-                    hint="files of different saves seem to be mixed; take those of one tag",
-                )
-
-
-def _difference(own: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] | None:
-    """The first difference inside of two values, and what it is of; None if they are equal."""
-    if own is first or own == first:
-        return None
-    pairs: list[tuple[str, Any, Any]] = []
-    if isinstance(own, dict) and isinstance(first, dict):
-        pairs = [(f"{fact}.{key}", own.get(key), first.get(key)) for key in {**first, **own}]
-    elif isinstance(own, list) and isinstance(first, list):
-        pairs = [(f"{fact}[{n}]", *both) for n, both in enumerate(zip_longest(own, first))]
-    for inside, a, b in pairs:
-        if (difference := _difference(a, b, inside.removeprefix("."))) is not None:
-            return difference
-    # tensors and objects of two pickles, or another order
-    return None if comparable(own) == comparable(first) else (fact, own, first)
-
-
-def _for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], Any]) -> list[Any]:
-    """`of` each rank's state, asked once for ranks whose equal pickles were parsed once."""
-    values: dict[int, Any] = {}
-    for state in states:
-        if id(state) not in values:
-            values[id(state)] = of(state)
-    return [values[id(state)] for state in states]
-
-
-def _facts_of_model(model: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: model.get(key) for key in OF_MODELS}
+    """All ranks of one save state the same of their run; raises InconsistentCheckpoint."""
+    check_models(ranks.models)
+    check_facts(ranks.optimizers, ranks.states, _facts_of_optimizer)
+    check_facts(ranks.optimizers, ranks.bases, _hyper_parameters)
 
 
 def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {"zero_stage": stated_stage(state), **{key: state.get(key) for key in OF_OPTIMIZERS}}
+    scaler = state.get("loss_scaler")
+    return {
+        **{key: state.get(key) for key in OF_OPTIMIZERS},
+        "zero_stage": stated_stage(state),
+        "loss_scaler": scaler.state if isinstance(scaler, Foreign) else scaler,
+    }
 
 
-def _hyper_parameters(base: Mapping[str, Any]) -> Any:
+def _hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
     groups = base.get("param_groups") or ()
     return {"param_groups": [{k: v for k, v in each.items() if k != "step"} for each in groups]}
-
-
-def _loss_scale(state: Mapping[str, Any]) -> Any:
-    scaler = state.get("loss_scaler")
-    scale = scaler.state if isinstance(scaler, Foreign) else scaler
-    return {"overflow": state.get("overflow"), "loss_scaler": scale}
