@@ -26,6 +26,7 @@ from ....errors import (
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
     counted,
+    listed,
 )
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from ..common import arguments
@@ -147,6 +148,7 @@ def ranks_of(folder: str, parsed: Parsed) -> list[Rank]:
         for (pp, ep, tp), name in sorted(places.items())
     ]
     _require_sizes(folder, args, (tensors, stages, experts))
+    _require_writers(folder, ranks)
     _require_known(folder, args, tensors, ranks)
     return ranks
 
@@ -173,6 +175,22 @@ def _require_sizes(folder: str, args: Mapping[str, Any], sizes: tuple[int, int, 
             f"{folder} has folders of tp {sizes[0]}, pp {sizes[1]} and ep {sizes[2]}, but the run "
             f"had {stated[0]}, {stated[1]} and {stated[2]}",
             hint=EVERY_RANK,
+        )
+
+
+def _require_writers(folder: str, ranks: Sequence[Rank]) -> None:
+    """Raises if folders are swapped: all files have one name, but Megatron-LM's state the writer.
+
+    Its global rank grows with the place in the grid. Programs that convert files state one for all.
+    """
+    writers = [arguments(rank.value).get("rank") for rank in ranks]
+    known = [writer for writer in writers if isinstance(writer, int)]
+    if len(set(known)) == len(writers) and known != sorted(known):
+        names = [os.path.basename(rank.folder) for rank in ranks]
+        raise InconsistentCheckpoint(
+            f"{folder}: the folders {listed(names, 4)} are swapped: by their arguments, rank "
+            f"{listed([*map(str, known)], 4)} wrote them",
+            hint="copy the whole directory again",
         )
 
 
