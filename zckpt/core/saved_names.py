@@ -39,18 +39,20 @@ class SavedName:
 def saved_names(
     folders: Mapping[str, str | None], place_of: Callable[[str], Place | None]
 ) -> list[SavedName]:
-    """The names of ranks' files; `folders` has the folder in the zip of each path, if it has one.
+    """The names of ranks' files; `folders` are those in the zips, by path: None without a zip.
 
     `place_of` gives the place of a name, and None for one that is no rank's.
     """
     names = []
     for path, folder in folders.items():
-        name, ending = os.path.splitext(os.path.basename(path))
-        place, saved_as = place_of(name + ending), f"{folder}{ending}"
+        name = os.path.basename(path)
+        place, saved_as = place_of(name), f"{folder}{os.path.splitext(name)[1]}"
+        if place is None:
+            continue
         stated = None if folder is None else place_of(saved_as)
-        if place is not None:
-            is_alike = stated is not None and stated[0] == place[0]
-            names.append(SavedName(path, saved_as, place, stated if is_alike else None))
+        if stated is not None and stated[0] != place[0]:
+            stated = None
+        names.append(SavedName(path, saved_as, place, stated))
     return names
 
 

@@ -47,6 +47,7 @@ def check_names(files: Iterable[TorchFile]) -> list[str]:
 
 
 def place_of(name: str) -> Place | None:
+    """The kind of a rank's file, and the numbers in its name; None for any other file."""
     for kind in KINDS:
         if numbers := kind.numbers(name):
             # without a second number, a layer is of the only tensor rank
@@ -61,6 +62,7 @@ def _are_as_before(names: Sequence[SavedName]) -> bool:
 
 
 def _before(place: Place, in_stage_3: bool) -> Place | None:
+    """The place of the name that earlier versions of zckpt gave the file of a place."""
     kind, numbers = place
     if kind is LAYER:
         return place
