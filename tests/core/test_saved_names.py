@@ -85,7 +85,7 @@ def test_a_name_of_the_same_rank(kind: str, name: str, saved_as: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "saved_as"),
     [
-        *((kind, name, None) for kind, name in (("gathered", "rank_1.pt"),)),
+        ("gathered", "rank_1.pt", None),
         ("gathered", "rank_1.pt", "archive"),
         ("gathered", "rank_1.pt", "tmp_rank_2"),
         ("gathered", "step_7_rank_0.pt", "step_6_rank_1"),

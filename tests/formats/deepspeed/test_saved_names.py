@@ -222,13 +222,20 @@ def test_model_ranks_of_an_earlier_zckpt(tmp_path: Path) -> None:
     assert zckpt.verify(tmp_path / "run", BEFORE_GRID / "proof.json")["equal"]
 
 
-def test_a_model_rank_of_an_earlier_zckpt_that_was_copied_over_another(tmp_path: Path) -> None:
-    """All names are those of an earlier zckpt; the bytes show it."""
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 2), (3, 2)])
+def test_a_model_rank_of_an_earlier_zckpt_that_was_copied_over_another(
+    one: int, other: int, tmp_path: Path
+) -> None:
+    """Another tensor rank, or another stage. All names are those of an earlier zckpt; the bytes
+    show it.
+    """
     run = Path(shutil.copytree(BEFORE_GRID / "run", tmp_path / "run"))
-    for path in tag_of(run).glob("*mp_rank_00_*"):
-        shutil.copy(path, path.with_name(path.name.replace("rank_00", "rank_01")))
+    for path in tag_of(run).glob(f"*mp_rank_0{one}_*"):
+        shutil.copy(path, path.with_name(path.name.replace(f"rank_0{one}", f"rank_0{other}")))
+    first, last = sorted((one, other))
+    said = f"model rank {last} has the optimizer of model rank {first}"
     for call in (zckpt.convert, zckpt.reshard):
-        with pytest.raises(InconsistentCheckpoint, match="rank 1 has the optimizer of model rank"):
+        with pytest.raises(InconsistentCheckpoint, match=said):
             call(run, tmp_path / "out", **({"dp": 2} if call is zckpt.reshard else {}))
     assert not zckpt.verify(run)["equal"]
 
