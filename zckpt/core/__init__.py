@@ -20,6 +20,7 @@ How a source is read:
     siblings.py       the files beside it that are copied along
     filenames.py      numbers in the names of files
     expected.py       how a missing file or rank is reported
+    saved_names.py    whose a file is, by the name under which it was saved
     fileio.py         reads and writes of files
     pieces.py         elements from files into a buffer
     duplicates.py     whether one file is a copy of another one

@@ -246,6 +246,8 @@ class Manifest:
     """Lines about what has no meaning outside the source."""
     warnings: tuple[str, ...] = ()
     """Sentences for the user."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what these files cannot show by themselves, for a `verify` without another."""
     inferred: tuple[str, ...] = ()
     """The parameters whose names no file states. Each got its name by its position."""
     states_inferred: bool = True

@@ -50,7 +50,12 @@ def verify_alone(
         **report,
         "equal": not (problems or report["differences"]),
         "problems": problems,
-        "notes": report["notes"] + damage.not_zero(outcome, manifest) + stateless,
+        "notes": [
+            *report["notes"],
+            *damage.not_zero(outcome, manifest),
+            *stateless,
+            *manifest.notes,
+        ],
         "inferred": {"a": list(manifest.inferred)},
         "versions": versions(manifest, None),
     }

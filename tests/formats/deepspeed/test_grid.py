@@ -30,6 +30,7 @@ from zckpt.formats.deepspeed.model_ranks.together import check_equal, joined_gro
 from zckpt.formats.deepspeed_states.directories import TagDirectory
 from zckpt.formats.reading import Reading
 
+from ... import faults
 from ...engines import grids
 from ...engines.grids import CASES, NAMED
 from ..contract import FormatContract
@@ -241,9 +242,7 @@ class TestFiles:
             other = path.with_name(
                 re.sub(r"rank_0([01])_", lambda m: f"rank_0{int(m[1]) + 2}_", path.name)
             )
-            path.rename(tmp_path / "between")
-            other.rename(path)
-            (tmp_path / "between").rename(other)
+            faults.swap_files(path, other)
         for call in (zckpt.convert, zckpt.reshard):
             with pytest.raises(InconsistentCheckpoint, match=said):
                 call(run, tmp_path / "out", **({"dp": 2} if call is zckpt.reshard else {}))
@@ -391,10 +390,7 @@ class TestCopies:
     ) -> None:
         """A conversion compares the begin of each weight with its master."""
         assert zckpt.convert(run, tmp_path / "before")["warnings"] == []
-        one, other = (next(run.glob(f"*/{files.format(rank)}")) for rank in ranks)
-        kept = one.read_bytes()
-        one.write_bytes(other.read_bytes())
-        other.write_bytes(kept)
+        faults.swap_files(*(next(run.glob(f"*/{files.format(rank)}")) for rank in ranks))
         said = zckpt.convert(run, tmp_path / "out")["warnings"][-1]
         assert "are not the rounded masters" in said
         assert name in said

@@ -22,6 +22,7 @@ from zckpt.errors import (
 
 from ...engines import megatron_layouts as layouts
 from ...engines.megatron_layouts import Numbers, Run
+from ...faults import swap_files
 from ..equality import load, same_bits
 from .test_grid import edit
 
@@ -283,13 +284,10 @@ def test_another_family_is_refused(family: str | None, laid: Laid, tmp_path: Pat
 Change = Callable[[Path], None]
 
 
-def swap(folder: Path, one: str, other: str) -> None:
-    """Swaps all files whose names differ in this."""
+def swap(folder: Path, one: str, other: str, *, renamed: bool = True) -> None:
+    """Swaps all files whose names differ in this; see `swap_files`."""
     for path in sorted(folder.glob(f"*{one}*")):
-        second, between = folder / path.name.replace(one, other), folder / "between"
-        path.rename(between)
-        second.rename(path)
-        between.rename(second)
+        swap_files(path, folder / path.name.replace(one, other), renamed=renamed)
 
 
 def copy(one: str, other: str) -> Change:
@@ -351,7 +349,8 @@ FAULTS: dict[str, tuple[Change, type[ZckptError], str]] = {
     "swapped stages": (
         lambda d: swap(d, "mp_rank_00", "mp_rank_02"), InconsistentCheckpoint, "are of stage 0"),
     "swapped data ranks": (
-        lambda d: swap(d, "pp_rank_0_", "pp_rank_1_"), InconsistentCheckpoint, "was saved as"),
+        lambda d: swap(d, "pp_rank_0_", "pp_rank_1_", renamed=False),
+        InconsistentCheckpoint, "was saved as"),
     "swapped by their arguments": (writers(0, 2, 5, 4), InconsistentCheckpoint, "0, 2, 5, 4 wrote"),
     "a lost model rank": (forget("*mp_rank_01_*"), IncompleteCheckpoint, "none of model rank 1"),
     "a lost stage": (forget("*mp_rank_0[23]_*"), IncompleteCheckpoint, "2 of 4 model ranks"),

@@ -13,6 +13,7 @@ import torch
 import zckpt
 from zckpt import ZckptError
 
+from ... import faults
 from ...engines.cases import CASES
 from ...engines.client import CLASSES
 from ...manifests import changed
@@ -134,6 +135,18 @@ class TestBadInput:
         merged = convert(example, tmp_path / "merged", stage=3)
         (merged / TAG / "zero_pp_rank_3_mp_rank_00_model_states.pt").unlink()
         self.refused(zckpt, merged, "3 of 4 model files")
+
+    def test_swapped_states(self, merged: Path, zckpt: Zckpt) -> None:
+        folder = self.folder(merged)
+        faults.swap_files(folder / "exp_avg.pt", folder / "exp_avg_sq.pt", renamed=False)
+        self.refused(zckpt, merged, "was saved as exp_avg_sq.pt: files of two states are swapped")
+
+    def test_swapped_model_files(self, example: Path, tmp_path: Path, zckpt: Zckpt) -> None:
+        """They have the frozen weights of stage 3."""
+        merged = convert(example, tmp_path / "merged", stage=3)
+        one, other = sorted((merged / TAG).glob("zero_pp_rank_[12]_*"))
+        faults.swap_files(one, other, renamed=False)
+        self.refused(zckpt, merged, f"was saved as {other.name}")
 
     @pytest.mark.parametrize("keep", [0, 1, 100, -1, -30])
     @pytest.mark.parametrize("name", ["fp32.pt", "step.pt", "../optimizer_state.pt"])

@@ -238,14 +238,20 @@ class TestRefused:
         shutil.copy(folder / name.format(1), folder / name.format(2))
         refused("InconsistentCheckpoint", "partition over 3 ranks", "twice")
 
-    def test_ranks_renamed_to_fewer(self, refused: Any, tmp_path: Path) -> None:
-        folder = files.write(make("fp32"), tmp_path / "source", 3, "l2")
+    @pytest.mark.parametrize(
+        ("zipped", "said"),
+        [(True, "was saved as ORT_checkpoint.ZeRO.0.2.ort.pt"), (False, "partition over 2 ranks")],
+    )
+    def test_ranks_renamed_to_fewer(
+        self, zipped: bool, said: str, refused: Any, tmp_path: Path
+    ) -> None:
+        folder = files.write(make("fp32"), tmp_path / "source", 3, "l2", zipped=zipped)
         for rank in (0, 1):
             (folder / f"ORT_checkpoint.ZeRO.{rank}.2.ort.pt").rename(
                 folder / f"ORT_checkpoint.ZeRO.{rank}.1.ort.pt"
             )
         (folder / "ORT_checkpoint.ZeRO.2.2.ort.pt").unlink()
-        refused("InconsistentCheckpoint", "partition over 2 ranks")
+        refused("InconsistentCheckpoint", said)
 
     @pytest.mark.parametrize("dialect", ["l1", "l2", "hdf5"])
     def test_counters_differ_across_weights(

@@ -19,10 +19,10 @@ from ...errors import (
     WrongOption,
     not_understood,
 )
-from ...files.torchfile import Parsed
 from ...training.steps import KEEP
 from ..deepspeed_states.directories import TagDirectory, refuse
-from ..deepspeed_states.states import nested, open_layers
+from ..deepspeed_states.saved_names import check_names
+from ..deepspeed_states.states import nested, open_files, open_layers
 from ..reading import USUAL, Reading
 from .files import NAMED, Numbered, locate
 from .model_ranks.apart import ModelGrid, of_rank, open_apart, stacked
@@ -42,20 +42,25 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     contradict each other), CorruptCheckpoint, MissingData (nothing says how parameters are cut, or
     what they are called), UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10).
     """
-    directory, step_policy = locate(path, reading.tag), reading.step_policy
+    directory = locate(path, reading.tag)
     try:
         files = grid_files(directory)
-        numbered = Numbered(reading.param_names, reading.weights_only)
-        if reading.ranks_apart and not files.is_plain:
-            ranks = _apart(directory, files, step_policy, numbered)
-            rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
-            return replace(ranks, source={**ranks.source, **rules})
-        models = tensor_ranks(directory, files, step_policy, numbered)
-        if reading.with_slicings or files.tp > 1:
-            return _joined(models, reading.tp_rules, step_policy)
-        return models[0]
+        notes = check_names(open_files(files.paths, files.parsed))
+        return replace(_manifest(directory, files, reading), notes=tuple(notes))
     except MALFORMED as error:
         raise not_understood(directory.path, error) from error
+
+
+def _manifest(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
+    numbered = Numbered(reading.param_names, reading.weights_only)
+    if reading.ranks_apart and not files.is_plain:
+        ranks = _apart(directory, files, reading.step_policy, numbered)
+        rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
+        return replace(ranks, source={**ranks.source, **rules})
+    models = tensor_ranks(directory, files, reading.step_policy, numbered)
+    if reading.with_slicings or files.tp > 1:
+        return _joined(models, reading.tp_rules, reading.step_policy)
+    return models[0]
 
 
 def _joined(ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | None) -> Manifest:
@@ -192,13 +197,12 @@ def tensor_ranks(
 
     `tied` gives the keys of tied layers by the numbers of their files, for files without bytes.
     """
-    parsed = Parsed()
     staged = bool(files.layers)
     if not files.ranks[0].optimizers:  # not the ds_config: bf16 before 0.17.6 has some in stage 0
         return _without_zero(directory, files, step_policy, numbered, tied)
     layers_of = [files.layers_of(tp) if staged else None for tp in range(files.tp)]
     ranks = [
-        open_ranks(directory, each, parsed, layers_of[number % files.tp])
+        open_ranks(directory, each, layers_of[number % files.tp])
         for number, each in enumerate(files.ranks)
     ]
     grid = check_grid(directory, files, ranks)
@@ -223,7 +227,7 @@ def tensor_ranks(
             continue
         from .model_ranks.pipeline import joined_stages
 
-        opened = open_layers(files.layers_of(tp), parsed)
+        opened = open_layers(files.layers_of(tp), files.parsed)
         models.append(joined_stages(of_stages, opened, ranks[tp :: files.tp], step_policy, tied))
     return models
 
@@ -266,9 +270,9 @@ def _pipelines_without_zero(
     from .stage_0.stages import alike, open_stages
     from .stage_0.whole_manifest import manifest_of_whole
 
-    parsed, models, every = Parsed(), [], []
+    models, every = [], []
     for tp in range(files.tp):
-        opened = open_layers(files.layers_of(tp), parsed)
+        opened = open_layers(files.layers_of(tp), files.parsed)
         stages = open_stages(directory, files.ranks[tp :: files.tp], opened, numbered, tied)
         states = [whole.states for whole in stages.wholes]
         every.append(states)

@@ -12,6 +12,7 @@ from ...core.expected import missing_file
 from ...core.facts import StepPlace
 from ...core.inert import Scalar
 from ...core.manifest import Sighting, slot_name
+from ...core.saved_names import Place, refuse_others, saved_names
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from ...training import steps
@@ -35,6 +36,8 @@ class ParameterFolders:
         paths = [path for files in self.paths.values() for path in files]
         self.files = open_files([*paths, *self._copies(set(names))], Parsed())
         self.by_path = {file.path: file for file in self.files}
+        for paths_of_name in self.paths.values():
+            self._refuse_swapped(paths_of_name)
 
     def _listed(self, name: str) -> list[str]:
         """A parameter's files, its master first."""
@@ -56,6 +59,16 @@ class ParameterFolders:
                 hint="the conversion did not finish, or model files of another save were copied",
             )
         return [master, *(path for path in paths if path != master)]
+
+    def _refuse_swapped(self, paths: Sequence[str]) -> None:
+        """Raises InconsistentCheckpoint if files of one parameter have each other's name."""
+        states = [os.path.basename(path) for path in paths]
+
+        def place_of(name: str) -> Place | None:
+            return (ZERO, (states.index(name),)) if name in states else None
+
+        folders = {path: self.by_path[path].saved_as for path in paths}
+        refuse_others(saved_names(folders, place_of), "states")
 
     def _copies(self, known: set[str]) -> list[str]:
         """The converter's files of frozen weights and buffers; nothing else may be below zero/."""

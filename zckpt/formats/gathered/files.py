@@ -33,6 +33,8 @@ from ...training import peft
 if TYPE_CHECKING:
     import re
 
+    from ...core.saved_names import Place
+
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 RANK = Regex(
     r"(?P<stem>.*?)[._-]?(world_size_(?P<world>\d+)_)?(?<![a-z])rank_?(?P<rank>\d+)\.(pt|pth|bin|ckpt)"
@@ -144,6 +146,14 @@ def _is_others(name: str) -> bool:
 
 def _match_rank(name: str) -> re.Match[str] | None:
     return None if "rank" not in name or _is_others(name) else RANK.fullmatch(name)
+
+
+def place_of(name: str) -> Place | None:
+    """What the name of a rank's file states: the rank, and the number of ranks if it has one."""
+    match = _match_rank(name)
+    return (
+        None if match is None else (match["stem"], (int(match["world"] or 0), int(match["rank"])))
+    )
 
 
 def _is_part(folder: str, name: str) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core import sources
-from ...core.expected import refuse_other_rank
 from ...core.manifest import Manifest
+from ...core.saved_names import nameless, refuse_others, saved_names
 from ...core.values import replace
 from ...errors import MALFORMED, IncompleteCheckpoint, NotACheckpoint, listed, not_understood
 from ...files.torchfile import Parsed, TorchFile
@@ -20,7 +20,7 @@ from ..statedict.stated import checked
 from ..statedict.tree import SavedTree, leaves
 from ..statedict.weights import tensors_of_index, weights_of
 from . import distributed, local, ranked
-from .files import StateDictFiles, locate
+from .files import StateDictFiles, locate, place_of
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -41,7 +41,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             result = _in_order(result, reading.param_names)
         # numbers are usual in these files: they do not say which layout --to dcp should write
         engine = replace(keys_of(result.engine), layout=None, whole=True, dialect=reader.dialect)
-        return replace(result, engine=engine)
+        return replace(result, engine=engine, notes=tuple(reader.notes))
     except MALFORMED as error:
         raise not_understood(path, error) from error
 
@@ -88,6 +88,7 @@ class _TreeReader:
         self.saved = SavedTree(path, source, {})
         self.names: Mapping[str, list[str]] = {}
         self.has_local_states = False
+        self.notes: list[str] = []
         extra = self._extra(files.whole)
         trees = {key: self._whole(name) for key, name in files.whole.items() if key != "extra"}
         trees |= extra
@@ -163,13 +164,14 @@ class _TreeReader:
 
     def _ranks(self, paths: Mapping[int, str]) -> Any:
         files = {rank: self._open(paths[rank]) for rank in sorted(paths)}
+        names = saved_names({file.path: file.saved_as for file in files.values()}, place_of)
+        refuse_others(names)
+        self.notes += nameless(names)
         world = self.files.world or max(files) + 1
         ranked.refuse_missing(files, world)
         self.saved.source["dp"] = max(world, self.saved.source["dp"] or 1)
         if "model" in self.files.whole and local.is_local(files):
             self.has_local_states = True
-            for file in files.values():  # nothing in it says whose it is
-                refuse_other_rank(file.path, file.saved_as)
             return local.merge(self.saved, files, self.step_policy, self.param_names)
         return self._merge(files)
 

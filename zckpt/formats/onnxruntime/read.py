@@ -144,6 +144,7 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
         files=tuple(rank.path for rank in save.ranks),
         left_out=tuple(save.left_out),
         warnings=tuple(save.warnings),
+        notes=tuple(save.notes),
         states_inferred=False,
     )
 

@@ -15,7 +15,6 @@ from ....core import sources
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Sibling
 from ....core.values import replace, valueclass
-from ....files.torchfile import Parsed
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates
@@ -31,7 +30,7 @@ def of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> M
     if files.experts or ranks.model.get("num_experts"):
         from ..moe.experts import with_experts  # dense models start without
 
-        return with_experts(ranks, files.experts, step_policy)
+        return with_experts(ranks, files, step_policy)
     manifest = manifest_of(
         ranks,
         list(flat_buffers(ranks, step_policy)),
@@ -86,12 +85,11 @@ def open_apart(
 
     Raises InconsistentCheckpoint if they are of different saves.
     """
-    parsed = Parsed()
     of_layers = [{} if layers is None else layers.layers_of(tp) for tp in range(grid.tp)]
     if files[0].optimizers:
         staged = [each if grid.staged else None for each in of_layers]
         opened = [
-            open_ranks(directory, each, parsed, staged[number % grid.tp])
+            open_ranks(directory, each, staged[number % grid.tp])
             for number, each in enumerate(files)
         ]
         pairs = [

@@ -24,8 +24,8 @@ from ....core.values import replace
 from ....core.weights import is_optimizers
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, listed
 from ....training.tensor_rules import SUM
+from ...deepspeed_states.directories import LAYER
 from ..files import model_rank_of
-from .grid import LAYER
 from .pipeline import begins_as, head
 
 SAMPLE = 1 << 14  # elements of each slice
