@@ -107,3 +107,14 @@ def test_a_name_that_says_nothing(kind: str, name: str, saved_as: str | None) ->
 
 def test_files_of_no_rank_are_not_counted() -> None:
     assert saved_names({"/run/model_2.pt": "model_1", "/run/a.pt": None}, gathered.place_of) == []
+
+
+def test_the_name_of_another_file() -> None:
+    """A name of another form counts if a file beside it has this name."""
+    own = {f"/run/layer_0{layer}-model_states.pt": f"layer_0{layer}-model_states" for layer in "12"}
+    optimizer = "zero_pp_rank_0_mp_rank_00_optim_states"
+    lost = own | {"/run/layer_02-model_states.pt": optimizer}
+    refuse_others(saved_names(lost, deepspeed.place_of))
+    copied = lost | {f"/run/{optimizer}.pt": optimizer}
+    with pytest.raises(InconsistentCheckpoint, match=f"layer_02.* was saved as {optimizer}.pt"):
+        refuse_others(saved_names(copied, deepspeed.place_of))

@@ -2,7 +2,8 @@
 
 torch.save gives the folder in its zip the name of the file, without the ending (torch 1.6 to 2.13).
 So a file that was renamed or copied still states whose it is. It states nothing if it was saved
-into a buffer (torch calls the folder `archive`), under a name of another form, or before torch 1.6.
+into a buffer (torch calls the folder `archive`), under a name of another form that no file beside
+it has, or before torch 1.6.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class SavedName:
     """The name of a rank's file: the `place` that it has now, and the one as it was saved.
 
     `saved_as` is the name as it was saved, with the ending of today's. `stated` is None if the file
-    states no place of the same form.
+    states no place of the same form, and not the name of another file.
     """
 
     path: str
@@ -39,10 +40,11 @@ class SavedName:
 def saved_names(
     folders: Mapping[str, str | None], place_of: Callable[[str], Place | None]
 ) -> list[SavedName]:
-    """The names of ranks' files; `folders` are those in the zips, by path: None without a zip.
+    """The names of all files of a checkpoint; `folders` are those in the zips: None without a zip.
 
     `place_of` gives the place of a name, and None for one that is no rank's.
     """
+    stems = {os.path.splitext(os.path.basename(path))[0] for path in folders}
     names = []
     for path, folder in folders.items():
         name = os.path.basename(path)
@@ -50,7 +52,7 @@ def saved_names(
         if place is None:
             continue
         stated = None if folder is None else place_of(saved_as)
-        if stated is not None and stated[0] != place[0]:
+        if stated is not None and stated[0] != place[0] and folder not in stems:
             stated = None
         names.append(SavedName(path, saved_as, place, stated))
     return names

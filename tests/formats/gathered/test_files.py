@@ -249,3 +249,21 @@ def test_two_files_of_an_index_with_one_name(tmp_path: Path, zckpt: Zckpt) -> No
         text = ended.err + ended.out
         assert all(name in text for name in names)
         assert "both have a" in text
+
+
+@pytest.mark.parametrize("pair", [("model.pt", "optim.pt"), ("optim.pt", "model.pt")])
+def test_a_file_of_another_kind(pair: tuple[str, str], tmp_path: Path) -> None:
+    """A copied model would be kept beside the model, as if it were the program's own state."""
+    folder = save(tmp_path / "run", trained_pair(), "model.pt", "optim.pt")
+    one, other = (folder / name for name in pair)
+    shutil.copy(one, other)
+    with pytest.raises(
+        errors.InconsistentCheckpoint, match=f"{other.name} was saved as {one.name}"
+    ):
+        zckpt.convert(folder, tmp_path / "target")
+    assert not zckpt.verify(folder)["equal"]
+    one.unlink()  # a name that no other file has says nothing
+    if other.name == "model.pt":
+        return
+    other.rename(folder / "model.pt")
+    assert zckpt.verify(folder)["equal"]

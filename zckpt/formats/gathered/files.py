@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from ...core import sources
 from ...core.annotations import TYPE_CHECKING, Any
@@ -69,6 +70,12 @@ class StateDictFiles:
     whole: dict[str | None, str] = field(default_factory=dict)
     ranks: dict[str | None, dict[int, str]] = field(default_factory=dict)
     world: int | None = None
+
+    @property
+    def of_torch(self) -> list[str]:
+        """The paths of all files of torch.save that are named."""
+        paths = [*self.whole.values(), *chain(*(paths.values() for paths in self.ranks.values()))]
+        return [path for path in paths if not path.endswith((".json", ".safetensors"))]
 
 
 def detect(path: str) -> list[str]:

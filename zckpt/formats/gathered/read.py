@@ -88,7 +88,11 @@ class _TreeReader:
         self.saved = SavedTree(path, source, {})
         self.names: Mapping[str, list[str]] = {}
         self.has_local_states = False
-        self.notes: list[str] = []
+        self.opened = {path: TorchFile(path, self.parsed) for path in files.of_torch}
+        folders = {path: file.saved_as for path, file in self.opened.items()}
+        names = saved_names(folders, lambda name: place_of(name) or (("whole", name), ()))
+        refuse_others(names, "ranks" if files.ranks else "kinds")
+        self.notes = nameless([name for name in names if name.place[1]])
         extra = self._extra(files.whole)
         trees = {key: self._whole(name) for key, name in files.whole.items() if key != "extra"}
         trees |= extra
@@ -125,7 +129,7 @@ class _TreeReader:
         """What is beside model and optimizer; if zckpt wrote it, also what it stated of them."""
         if "extra" not in whole:
             return {}
-        file = TorchFile(whole["extra"], self.parsed)
+        file = self.opened[whole["extra"]]
         if not isinstance(file.value, dict):  # the program's own file, which is carried unread
             return {}
         self._add(file)
@@ -139,7 +143,8 @@ class _TreeReader:
         return {"extra": leaves(file, value, names)}
 
     def _open(self, path: str) -> TorchFile:
-        file = TorchFile(path, self.parsed)
+        # of an index of Hugging Face, files are opened one by one
+        file = self.opened.get(path) or TorchFile(path, self.parsed)
         self._add(file)
         return file
 
@@ -164,9 +169,6 @@ class _TreeReader:
 
     def _ranks(self, paths: Mapping[int, str]) -> Any:
         files = {rank: self._open(paths[rank]) for rank in sorted(paths)}
-        names = saved_names({file.path: file.saved_as for file in files.values()}, place_of)
-        refuse_others(names)
-        self.notes += nameless(names)
         world = self.files.world or max(files) + 1
         ranked.refuse_missing(files, world)
         self.saved.source["dp"] = max(world, self.saved.source["dp"] or 1)
