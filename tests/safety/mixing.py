@@ -144,6 +144,7 @@ def _of_ranks(pattern: re.Pattern[str], first: Files) -> Iterator[Mix]:
 
 def write(files: Files, root: Path) -> Path:
     """A directory of these files, as hard links: nothing writes into them."""
+    root.mkdir()
     for name, path in files.items():
         target = root / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ it has, or before torch 1.6.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from ..errors import InconsistentCheckpoint
 from .values import valueclass
@@ -38,13 +38,16 @@ class SavedName:
 
 
 def saved_names(
-    folders: Mapping[str, str | None], place_of: Callable[[str], Place | None]
+    folders: Mapping[str, str | None],
+    place_of: Callable[[str], Place | None],
+    beside: Iterable[str] = (),
 ) -> list[SavedName]:
     """The names of all files of a checkpoint; `folders` are those in the zips: None without a zip.
 
-    `place_of` gives the place of a name, and None for one that is no rank's.
+    `place_of` gives the place of a name, and None for one that is no rank's. `beside` are names of
+    further files in the same directory.
     """
-    stems = {os.path.splitext(os.path.basename(path))[0] for path in folders}
+    stems = {os.path.splitext(os.path.basename(name))[0] for name in (*folders, *beside)}
     names = []
     for path, folder in folders.items():
         name = os.path.basename(path)

@@ -251,19 +251,22 @@ def test_two_files_of_an_index_with_one_name(tmp_path: Path, zckpt: Zckpt) -> No
         assert "both have a" in text
 
 
-@pytest.mark.parametrize("pair", [("model.pt", "optim.pt"), ("optim.pt", "model.pt")])
-def test_a_file_of_another_kind(pair: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("one", "other"), [("model", "optim"), ("optim", "model"), ("scheduler", "optim")]
+)
+def test_a_file_of_another_kind(one: str, other: str, tmp_path: Path) -> None:
     """A copied model would be kept beside the model, as if it were the program's own state."""
     folder = save(tmp_path / "run", trained_pair(), "model.pt", "optim.pt")
-    one, other = (folder / name for name in pair)
-    shutil.copy(one, other)
-    with pytest.raises(
-        errors.InconsistentCheckpoint, match=f"{other.name} was saved as {one.name}"
-    ):
+    torch.save({"last_epoch": 3}, folder / "scheduler.pt")
+    shutil.copy(folder / f"{one}.pt", folder / f"{other}.pt")
+    said = f"{other}.pt was saved as {one}.pt: files of two kinds are swapped"
+    with pytest.raises(errors.InconsistentCheckpoint, match=said):
         zckpt.convert(folder, tmp_path / "target")
-    assert not zckpt.verify(folder)["equal"]
-    one.unlink()  # a name that no other file has says nothing
-    if other.name == "model.pt":
-        return
-    other.rename(folder / "model.pt")
-    assert zckpt.verify(folder)["equal"]
+    (problem,) = zckpt.verify(folder)["problems"]
+    assert said in problem["message"]
+
+
+def test_the_name_of_no_file_says_nothing(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", trained_pair(), "model.pt", "optim.pt")
+    (folder / "model.pt").rename(folder / "pytorch_model.bin")
+    assert zckpt.verify(folder, param_names=names_by_group(trained_pair()))["equal"]

@@ -90,7 +90,10 @@ class _TreeReader:
         self.has_local_states = False
         self.opened = {path: TorchFile(path, self.parsed) for path in files.of_torch}
         folders = {path: file.saved_as for path, file in self.opened.items()}
-        names = saved_names(folders, lambda name: place_of(name) or (("whole", name), ()))
+        beside_them = os.listdir(path) if sources.is_folder(path) else ()
+        names = saved_names(
+            folders, lambda name: place_of(name) or (("whole", name), ()), beside_them
+        )
         refuse_others(names, "ranks" if files.ranks else "kinds")
         self.notes = nameless([name for name in names if name.place[1]])
         extra = self._extra(files.whole)
