@@ -31,7 +31,7 @@ Files = Mapping[str, Path]
 """The files of a directory: the path of each within it, and where its bytes are."""
 Contents = dict[str, Any]
 """What a checkpoint holds: checksums of tensors, and values, by what they are."""
-NUMBER = re.compile(r"(?<![a-z])\d+")
+NUMBER = re.compile(r"(?<![a-z\d])\d+")
 SAVE = re.compile(r"^(global_step|iter_|step-|checkpoint-)\d+")
 OF_PARAMETER = re.compile(r"(?<=\bzero/)[^/]+(?=/)")  # the folder of a parameter
 RANKS = (

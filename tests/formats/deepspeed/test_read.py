@@ -204,6 +204,4 @@ def test_an_optimizer_that_is_ahead_of_the_engine(
         assert bool(lines) == warned
         for line in lines:
             assert f"{path} counts 5 steps" in line
-            assert (
-                "the optimizer in bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt has step" in line
-            )
+            assert "in bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt has step 7" in line

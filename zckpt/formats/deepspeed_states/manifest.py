@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ...core.annotations import Any
 from ...core.facts import FlatBufferEngine, StepPlace
@@ -121,7 +121,7 @@ def manifest_of(
             + _config_warnings(ranks)
             + _trainer_warnings(ranks)
             + _scaler_warnings(ranks.first)
-            + _ahead_of_counters(ranks, tensors.parameters.values())
+            + _ahead_of_counters(ranks, tensors.parameters)
         ),
         inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
     )
@@ -194,20 +194,23 @@ def _elastic_groups(
     return tuple(groups) if any(groups) else None
 
 
-def _ahead_of_counters(ranks: EngineStates, parameters: Iterable[Parameter]) -> list[str]:
+def _ahead_of_counters(ranks: EngineStates, parameters: Mapping[str, Parameter]) -> list[str]:
     """A warning if the optimizer has counted more updates than the engine.
 
     The engine may be ahead: of skipped fp16 steps, and of an optimizer that was not loaded. Before
     0.13.2 DeepSpeed began with an update, so that the optimizer is ahead by one.
     """
-    step = max((each.step for each in parameters if each.step is not None), default=0)
-    counted = ranks.model.get("global_steps")
-    model, optimizer = ranks.models[0].path, ranks.optimizers[0].path
-    if model == optimizer or not isinstance(counted, int) or step <= counted + 1:
+    step_of = {name: each.step for name, each in parameters.items() if each.step is not None}
+    last = max(step_of, key=lambda name: step_of[name], default="")
+    model, counted = ranks.models[0], ranks.model.get("global_steps")
+    if model is ranks.optimizers[0] or not isinstance(counted, int):
+        return []
+    if not last or step_of[last] <= counted + 1:
         return []
     return [
-        f"{model} counts {counted} steps, but the optimizer in {os.path.basename(optimizer)} has "
-        f"step {step}: they are of different saves, unless your program has reset the counter"
+        f"{model.path} counts {counted} steps, but {last} in "
+        f"{os.path.basename(ranks.optimizers[0].path)} has step {step_of[last]}: model and "
+        "optimizer are of different saves, unless your program has reset the counter"
     ]
 
 
