@@ -100,6 +100,8 @@ def torch_trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, in
         from .engines import torch_engine
         from .engines.torch_cases import CASES
 
+        if package := CASES[name].package:
+            pytest.importorskip(package)
         if (name, world) not in made:
             root = tmp_path_factory.mktemp("torch") / f"{name}_w{world}"
             torch_engine.train(CASES[name], world, root)

@@ -72,6 +72,11 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:
-    """The checkpoint at `path` under the names of `first`, to be compared with it."""
-    other = read(path, Reading(param_names=reading.param_names, tp_rules=reading.tp_rules))
+    """The checkpoint at `path` under the names of `first`, to be compared with it.
+
+    `--from` is of `first`, but that a numbered file is a whole model it says of both.
+    """
+    is_whole = reading.format == "gathered" and os.fspath(path).endswith(".safetensors")
+    format = reading.format if is_whole else None
+    other = read(path, Reading(format, param_names=reading.param_names, tp_rules=reading.tp_rules))
     return called_as(other, names_of(first))

@@ -370,6 +370,15 @@ class TorchFile:
         return loaded, [storage for storage in storages if storage], keys.position
 
 
+def is_torch(path: str) -> bool:
+    """Whether a file begins as one of torch.save."""
+    if not sources.is_file(path):
+        return False
+    with sources.opened(path) as file:
+        head = file.read(4)
+    return head == b"PK\3\4" or (head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4"))
+
+
 def peek(path: str) -> Any:
     """The saved value of a file whose format is in question; raises as `TorchFile` does.
 

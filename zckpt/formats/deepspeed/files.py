@@ -30,6 +30,7 @@ from ..deepspeed_states.directories import (
     refuse,
     tags_of,
 )
+from ..deepspeed_states.writers import is_foreign, refuse_foreign
 
 if TYPE_CHECKING:
     from typing import TypeVar
@@ -76,13 +77,24 @@ NAMED = Numbered()
 
 
 def detect(path: str) -> list[str]:
-    """Tags of the checkpoints at `path`; a tag directory's own is its name."""
-    return KIND.detect(path)
+    """Tags of the checkpoints at `path`; a tag directory's own is its name.
+
+    A single file counts only to be refused by name.
+    """
+    return KIND.detect(path) or ([""] if is_foreign(path) else [])
 
 
 def locate(path: str, tag: str | None) -> TagDirectory:
-    """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint."""
-    return KIND.locate(path, tag)
+    """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint.
+
+    Raises UnsupportedCheckpoint for files that torch.save did not write.
+    """
+    if is_foreign(path):
+        folder, name = os.path.split(path)
+        refuse_foreign(folder, [name])
+    directory = KIND.locate(path, tag)
+    refuse_foreign(directory.path, os.listdir(directory.path))
+    return directory
 
 
 def rank_files(
