@@ -127,7 +127,8 @@ class TestMixedSaves:
     @pytest.mark.parametrize("name", ["z2_dp2_bf16", "z3_dp2_bf16"])
     def test_steps_differ(self, name: str, trained: Any, tmp_path: Path, zckpt: Zckpt) -> None:
         run = self.mixed(trained, name, {}, tmp_path)
-        refused(zckpt, run, "step", "3", "5", "rank 1", "--step-policy")
+        file = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        refused(zckpt, run, "step", "3", "5", f"rank 1, {file}", "--step-policy")
 
     @pytest.mark.parametrize(("policy", "step"), [("max", 5), ("min", 3), ("4", 4)])
     def test_a_policy_decides(

@@ -325,7 +325,8 @@ def diff(
     """Differences between two checkpoints of any two formats: tensors, steps, groups, states.
 
     `tensors` is a glob: only the tensors that match are compared, and equal ones are listed too.
-    `format`, `tag`, `step_policy`, `rename` and `family` are for `a`, `param_names` for both.
+    `format`, `tag`, `step_policy`, `rename` and `family` are for `a`; `param_names` and the step
+    policy `keep` are for both.
     """
     from .proof import verify as proof
 

@@ -16,7 +16,7 @@ from .errors import (
     WrongOption,
 )
 from .formats.reading import Reading
-from .reading import read, read_other
+from .reading import oddly_timed, read, read_other
 
 Path = str | os.PathLike[str]
 Report = dict[str, Any]
@@ -108,6 +108,7 @@ def _verify(
             return about | saved.verify_proof(manifest, against, pattern, copying, begin)
         other = read_other(against, manifest, reading)
         with sources.unchanged(other):
+            about["warnings"] += oddly_timed(other)
             return about | verify_against(manifest, other, pattern, copying, begin)
 
 
@@ -134,4 +135,5 @@ def _gather(
     rules = reading.tp_rules if has_ranks else None
     with sources.unchanged(manifest, other):
         parts = formats.named(manifest.format).partitions(manifest.root, rules)
+        about["warnings"] += oddly_timed(other)
         return about | verify_gathered(manifest, parts, other, pattern, means, begin)

@@ -37,6 +37,7 @@ class Case:
     seed: int = 7
     steps: int = 3  # trained before saving
     package: str | None = None  # what saves, unless it is torch
+    late: str = ""  # the submodule that is frozen until the last of these steps
     reload: str = "exact"  # what torch makes of its own files: "exact", "same world" (refused at
     # others), "refused", "weights" (no optimizer in them)
 

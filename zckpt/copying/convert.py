@@ -96,6 +96,8 @@ def convert(
             path = os.path.join(staging.path, name)
             outcome.files[path] = staging.copy(sibling.path, name)
         seal(staging.path, shells, outcome)
+        for path in shells.files:  # however long the copy took, they are of one save
+            os.utime(path, follow_symlinks=False)
     return outcome
 
 

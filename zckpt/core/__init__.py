@@ -17,6 +17,7 @@ What a checkpoint is:
 
 How a source is read:
     sources.py        opens, lists and watches its files
+    times.py          files whose times are not those of their save
     siblings.py       the files beside it that are copied along
     filenames.py      numbers in the names of files
     expected.py       how a missing file or rank is reported

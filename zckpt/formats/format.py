@@ -87,6 +87,10 @@ class Format:
     """It belongs to no engine: names, ties and best checkpoints are settled in the next target."""
     is_resumed: bool = True
     """A trainer resumes from what is written; it is not for inference only."""
+    of_ranks: tuple[str, ...] = ()
+    """Parts of the names of files that all ranks write when they save."""
+    written_last: str | None = None
+    """The name of the file that a program writes in a folder when all ranks have written theirs."""
     objects: frozenset[str] | None = None
     """Classes and functions that the engine's own pickles name; None if a target has no pickle."""
     groups: str | None = None

@@ -355,3 +355,38 @@ class TestNamesOfNumbers:
         optim["state"][7] = {"exp_avg": torch.ones(3)}
         manifest = zckpt.read(self.saved(tmp_path / "run", model, optim))
         assert any("7" in line for line in manifest.left_out)
+
+
+class TestStepsOfRanks:
+    """Flattened state dicts, one file per rank."""
+
+    def save(self, folder: Path, *ranks: dict[str, int]) -> Path:
+        """Every rank has these parameters, at these steps."""
+        folder.mkdir()
+        for rank, steps in enumerate(ranks):
+            optim: dict[str, Any] = {}
+            for name, step in steps.items():
+                state = {"step": torch.tensor(float(step)), "exp_avg": torch.ones(3)}
+                optim |= {f"state.{name}.{key}": value for key, value in state.items()}
+                optim[f"param_groups.{name}.lr"] = 0.1
+            torch.save(optim, folder / f"optim_rank_{rank}.pt")
+            model = {name: torch.ones(3) for name in steps}
+            torch.save(model, folder / f"model_rank_{rank}.pt")
+        return folder
+
+    def test_copies_that_differ(self, tmp_path: Path) -> None:
+        run = self.save(tmp_path / "run", {"a": 6, "b": 6}, {"a": 6, "b": 5})
+        with pytest.raises(errors.InconsistentCheckpoint, match=r"5 .*rank_1.*, 6 .*rank_0"):
+            zckpt.read(run)
+        assert zckpt.read(run, step_policy="max").step == 6
+
+    def test_parts_that_differ(self, tmp_path: Path) -> None:
+        run = self.save(tmp_path / "run", {"a": 6, "b": 6}, {"c": 5})
+        with pytest.raises(errors.InconsistentCheckpoint, match=r"5 .*rank_1.*, 6 .*rank_0"):
+            zckpt.read(run)
+        parameters = zckpt.read(run, step_policy="keep").parameters
+        assert [item.step for item in parameters.values()] == [6, 6, 5]
+
+    def test_parameters_that_were_unfrozen_late(self, tmp_path: Path) -> None:
+        run = self.save(tmp_path / "run", {"a": 6, "b": 2}, {"c": 6})
+        assert [item.step for item in zckpt.read(run).parameters.values()] == [6, 2, 6]

@@ -285,7 +285,7 @@ class TestRefused:
         folder = files.write(make("fp16", "Lamb"), tmp_path / "source", 3, "hdf5")
         with h5py.File(folder / "checkpoint.rank2.ortcp", "a") as file:
             file["optimizer/shared_optimizer_state/Step"][...] = 7
-        refused("InconsistentCheckpoint", "Step, rank 2")
+        refused("InconsistentCheckpoint", "6 (checkpoint.rank2.ortcp: Step, rank 2)")
 
     @pytest.mark.parametrize("zipped", [True, False])
     def test_weights_differ_between_ranks(self, zipped: bool, refused: Any, tmp_path: Path) -> None:

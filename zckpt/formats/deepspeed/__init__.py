@@ -40,5 +40,6 @@ FORMAT = Format(
     has_tensor_ranks=True,
     gathers=True,
     groups="without_empty_groups",
+    of_ranks=("_states.pt",),
     objects=OBJECTS,
 )

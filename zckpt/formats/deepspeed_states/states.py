@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 
@@ -183,8 +184,9 @@ class EngineStates:
         return [item(base.get("param_groups"), place) for base in self.bases]
 
     def name_of(self, place: int) -> str:
-        """The rank of file number `place`, as errors name it."""
-        return f"rank {self.numbers[place] if self.numbers else place}"
+        """The rank of file number `place`, and the file, as errors name them."""
+        rank = self.numbers[place] if self.numbers else place
+        return f"rank {rank}, {os.path.basename(self.optimizers[place].path)}"
 
     def number(self, rank: int, value: Any) -> Any:
         """`value` of an optimizer file; a tensor of one element by value."""

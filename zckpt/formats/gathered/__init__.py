@@ -26,5 +26,6 @@ FORMAT = Format(
     gathers=True,
     keeps_steps=True,
     groups="with_trainers_groups",
+    of_ranks=("rank",),
     objects=frozenset(),
 )

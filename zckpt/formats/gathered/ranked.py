@@ -28,7 +28,18 @@ from ...errors import (
 from ...files.torchfile import Tensor, TorchFile
 from ...training import peft, steps
 from ..statedict.finding import MEMBERS
-from ..statedict.tree import Leaf, Path, TensorPiece, assembled, dotted, identities, leaf, leaves
+from ..statedict.tree import (
+    Leaf,
+    Path,
+    StepStatement,
+    TensorPiece,
+    assembled,
+    dotted,
+    identities,
+    leads_to_step,
+    leaf,
+    leaves,
+)
 from .distributed import (
     MIXED,
     DistributedTensor,
@@ -47,10 +58,14 @@ ACCELERATE = "pytorch_model_fsdp"
 
 @mutable
 class MergedRanks:
-    """One tree of all ranks' files; `left_out` says where it has rank 0's value only."""
+    """One tree of all ranks' files; `left_out` says where it has rank 0's value only.
+
+    `steps` are what the files state under the key `step`.
+    """
 
     tree: Any
     left_out: list[str] = field(default_factory=list)
+    steps: list[StepStatement] = field(default_factory=list)
 
 
 def merge(
@@ -69,7 +84,7 @@ def merge(
             refuse_missing(files, world_of(first, file))
     merger = _Merger(dict(sorted(files.items())), step_policy)
     tree = merger.merge({rank: file.value for rank, file in merger.files.items()}, place)
-    return MergedRanks(tree, list(_report(merger.different)))
+    return MergedRanks(tree, list(_report(merger.different)), merger.steps)
 
 
 def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
@@ -147,12 +162,16 @@ def _values(value: Any) -> Iterable[Any]:
 
 
 class _Merger:
-    """Merges all ranks' values; `different` are the paths where only rank 0's value is kept."""
+    """Merges all ranks' values; `different` are the paths where only rank 0's value is kept.
+
+    `steps` are all values that a rank's file has under the key `step`.
+    """
 
     def __init__(self, files: dict[int, TorchFile], step_policy: str | None) -> None:
         self.files = files
         self.step_policy = step_policy
         self.different: list[Path] = []
+        self.steps: list[StepStatement] = []
         self.meshes: MeshCache = {}
 
     def merge(self, by_rank: dict[int, Any], path: Path) -> Any:
@@ -181,9 +200,7 @@ class _Merger:
                 "ranks have other numbers of them",
                 hint="save with torch.distributed.checkpoint, which joins what the ranks have",
             )
-        if path and path[-1] == "step" and len(values) > 1:
-            return self._step(by_rank, path)
-        return self._rank_0s(by_rank, path)
+        return self._step(by_rank, path) if leads_to_step(path) else self._rank_0s(by_rank, path)
 
     def _rank_0s(self, by_rank: dict[int, Any], path: Path) -> Any:
         """The first rank's value, which all others should have too."""
@@ -207,21 +224,25 @@ class _Merger:
     def _step(self, by_rank: dict[int, Any], path: Path) -> Any:
         """Ranks that disagree on a step are of different saves, unless the policy decides."""
         first = min(by_rank)
-        values = {
+        numbers = {
             rank: self.files[rank].scalar(value) if isinstance(value, Tensor) else value
             for rank, value in by_rank.items()
             if not (isinstance(value, Tensor) and value.numel != 1)
         }
         stated = [
             (f"{self.files[rank].path}: {dotted(path)}", step)
-            for rank, value in values.items()
-            if (step := steps.step_of(value)) is not None
+            for rank, number in numbers.items()
+            if (step := steps.step_of(number)) is not None
         ]
-        step = steps.agree(stated, self.step_policy)
-        if step is None or not isinstance(by_rank[first], Tensor):
-            return leaves(self.files[first], by_rank[first]) if step is None else step
+        agreed = steps.agree(stated, self.step_policy)
+        paths = tuple(self.files[rank].path for rank in numbers)
+        self.steps.append(StepStatement(path, paths, agreed))
+        if agreed is None or {step for _, step in stated} == {agreed}:
+            return self._rank_0s(by_rank, path)
+        if not isinstance(by_rank[first], Tensor):
+            return agreed
         whole = leaf(self.files[first], by_rank[first])
-        number = Scalar(step, whole.dtype)
+        number = Scalar(agreed, whole.dtype)
         return replace(whole, number=lambda: number)
 
     def _assemble(self, by_rank: dict[int, Any], path: Path) -> Leaf:

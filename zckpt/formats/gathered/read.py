@@ -191,7 +191,7 @@ class _TreeReader:
         file = self._open(path)
         if next(distributed.distributed_in(file.value), None) is not None:
             ranked.refuse_part(file)
-            return self._merge({0: file})
+            return self._merge({0: file}).tree
         ranked.refuse_flat(file)
         return leaves(file, file.value, iter(self.names.get(os.path.basename(path), ())))
 
@@ -204,12 +204,14 @@ class _TreeReader:
         if "model" in self.files.whole and local.is_local(files):
             self.has_local_states = True
             return local.merge(self.saved, files, self.step_policy, self.param_names)
-        return self._merge(files, () if key is None else (key,))
+        merged = self._merge(files, () if key is None else (key,))
+        self.saved.steps += merged.steps
+        return merged.tree
 
-    def _merge(self, files: dict[int, TorchFile], place: Path = ()) -> Any:
+    def _merge(self, files: dict[int, TorchFile], place: Path = ()) -> ranked.MergedRanks:
         merged = ranked.merge(files, self.step_policy, place)
         self.saved.left_out += merged.left_out
-        return merged.tree
+        return merged
 
 
 def _dialect_of(weights: str) -> str | None:

@@ -35,6 +35,8 @@ FORMAT = Format(
     gathers=True,
     fits_any_dp=True,
     overrides_groups=True,
+    of_ranks=(".distcp", "model_optim_rng.pt", "distrib_optim.pt"),
+    written_last=".metadata",
     objects=frozenset(
         (
             # megatron.core.safe_globals, 0.16.1; the others are zckpt's own list

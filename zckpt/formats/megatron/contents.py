@@ -24,7 +24,7 @@ from .common import (
     kept,
 )
 from .files import is_iteration
-from .groups import groups_of, members, stated_step
+from .groups import FileStep, agreed_step, groups_of, members, stated_step
 from .programs import program_of
 
 BUFFERS = re.compile(r".*\.router\.expert_bias")
@@ -42,7 +42,7 @@ class Content:
     one, `slots` the optimizer's own. `sharding` says how its state was sharded; None if it was not
     read. `keys` are those of the directory, with the number of axes in front of a parameter's own.
     `args` are the run's arguments, if they are not in the common state. `group_of` is the group of
-    every parameter, if the files state it.
+    every parameter, if the files state it. `steps` are the steps that the ranks' files state.
     """
 
     folder: str
@@ -62,11 +62,13 @@ class Content:
     siblings: Sequence[Sibling] = ()
     args: Mapping[str, Any] | None = None
     group_of: dict[str, int] | None = None
+    steps: Sequence[FileStep] = ()
 
 
 def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     """The manifest of a directory; raises InconsistentCheckpoint if steps differ."""
     common, shapes, slots = content.common, content.shapes, content.slots
+    agreed_step(content.folder, content.steps, step_policy)
     step, place, sightings = stated_step(common, content.file, step_policy)
     args = content.args or arguments(common)
     known = {name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)}

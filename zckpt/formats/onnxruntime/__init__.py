@@ -27,5 +27,6 @@ FORMAT = Format(
     checks=True,
     gathers=True,
     keeps_steps=True,
+    of_ranks=("",),
     objects=frozenset(),
 )

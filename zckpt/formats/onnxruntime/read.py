@@ -138,7 +138,7 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
         optimizer=save.optimizer,
         engine=_engine(save, collected),
         state=save.state,
-        steps=(*(line for _, line in sightings), *_counters(save)),
+        steps=(*(line for _, _, line in sightings), *_counters(save)),
         records=tuple(save.records),
         replicas=(*collected.replicas, *save.copies),
         files=tuple(rank.path for rank in save.ranks),
@@ -298,8 +298,8 @@ def _check_dtype(rank: Rank, name: str, tensor: RankTensor, allowed: Sequence[st
 # -- steps
 
 
-def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, Sighting]]:
-    """Completed updates by weight."""
+def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, str, Sighting]]:
+    """Completed updates, each with the weight and the file that state them."""
     shared = any(rank.shared is not None for rank in save.ranks)
     if not shared and not any(rank.counts for rank in save.ranks):
         raise IncompleteCheckpoint(f"{save.root} holds moments, but no {COUNT} or {SHARED}")
@@ -308,7 +308,7 @@ def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, Sighting]]:
             if rank.shared is None:
                 raise IncompleteCheckpoint(f"{rank.path} lacks {SHARED}, which every rank stores")
             step = steps.COUNTED.completed(rank.shared)
-            yield "", Sighting(f"{SHARED}, rank {place}", step, True)
+            yield "", rank.path, Sighting(f"{SHARED}, rank {place}", step, True)
         return
     for name in by_name(owned):
         for share in owned[name]:
@@ -316,17 +316,19 @@ def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, Sighting]]:
             if name not in rank.counts:
                 raise IncompleteCheckpoint(f"{rank.path} lacks the {COUNT} of {name}")
             where = f"{COUNT} of {name}, rank {share.rank}"
-            yield name, Sighting(where, steps.COUNTED.completed(rank.counts[name]), True)
+            step = steps.COUNTED.completed(rank.counts[name])
+            yield name, rank.path, Sighting(where, step, True)
 
 
 def _steps(
-    sightings: Sequence[tuple[str, Sighting]], owned: Owned, policy: str | None
+    sightings: Sequence[tuple[str, str, Sighting]], owned: Owned, policy: str | None
 ) -> dict[str, steps.Step | None]:
     """Completed updates of every weight; they may differ only with the policy `keep`."""
     stated: dict[str, list[tuple[str, steps.Step]]] = {}
-    for name, line in sightings:
+    for name, file, line in sightings:
         weight = name if policy == steps.KEEP else ""
-        stated.setdefault(weight, []).append((line.where, line.step))
+        place = f"{os.path.basename(file)}: {line.where}"
+        stated.setdefault(weight, []).append((place, line.step))
     agreed = {name: steps.agree(places, policy) for name, places in stated.items()}
     return {name: agreed.get(name, agreed.get("")) for name in owned} if agreed else {}
 
