@@ -134,8 +134,13 @@ class TestMixedSaves:
     def test_a_policy_decides(
         self, policy: str, step: int, trained: Any, tmp_path: Path, zckpt: Zckpt
     ) -> None:
+        """Of the steps; that files are of two saves shows in their bytes too."""
         run = self.mixed(trained, "z2_dp2_bf16", {}, tmp_path)
-        ended = zckpt("convert", run, tmp_path / "u", "--step-policy", policy, "--json")
+        words = ("convert", run, tmp_path / "u", "--step-policy", policy, "--json")
+        ended = zckpt(*words)
+        assert (ended.code, ended.document["error"]) == (1, "InconsistentCheckpoint")
+        assert "not the rounded masters" in ended.document["message"]
+        ended = zckpt(*words, "--accept-weights")
         assert (ended.code, ended.document["step"]) == (0, step)
 
     def test_hyper_parameters_differ(self, trained: Any, tmp_path: Path, zckpt: Zckpt) -> None:

@@ -39,7 +39,8 @@ What a target gets from a source:
 
 How two checkpoints are compared:
     compare.py        finds what differs, difference.py by how much
-    rounding.py       whether weights are what their masters are rounded to
+    masters.py        do the masters of one checkpoint round to its weights?
+    rounding.py       whether few numbers are what others are rounded to
     partition.py      how an engine cuts tensors, in the words of gather.py files
     buckets.py        which blocks of such tensors one all-gather brings back
 

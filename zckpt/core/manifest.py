@@ -240,6 +240,10 @@ class Manifest:
     """Bytes whose checksum a file states."""
     replicas: tuple[Entry, ...] = ()
     """Further copies of entries in the same files. Writers fill them too."""
+    sibling_weights: tuple[Entry, ...] = ()
+    """Weights in siblings, which a target gets as they are: masters are compared with them."""
+    weights_differ: bool = False
+    """Whether the engine changes weights without their masters: these need not round to them."""
     files: tuple[str, ...] = ()
     siblings: tuple[Sibling, ...] = ()
     left_out: tuple[str, ...] = ()

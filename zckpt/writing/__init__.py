@@ -27,7 +27,17 @@ from ..reading import read
 from ..training import objects, steps, ties
 from ..training.names import called_as, canonical, former, renamed
 from ..training.optimizers import unused_defaults
-from ..training.options import ALLOW_OBJECT, DP, FAMILY, LIKE, PARAM_NAMES, RENAME, TIE, Options
+from ..training.options import (
+    ACCEPT_WEIGHTS,
+    ALLOW_OBJECT,
+    DP,
+    FAMILY,
+    LIKE,
+    PARAM_NAMES,
+    RENAME,
+    TIE,
+    Options,
+)
 from ..training.order import in_order_of
 from ..version import __version__
 
@@ -126,7 +136,8 @@ def write(
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
     report["warnings"] += duplicates.check_duplicates(manifest)
-    report["warnings"] += formats.named(manifest.format).check(manifest, reading.replicas)
+    origin, accepted = formats.named(manifest.format), options[ACCEPT_WEIGHTS]
+    report["warnings"] += origin.check(manifest, reading.replicas, accepted)
     if layout.check is not None:
         report["warnings"] += layout.check()
     chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename

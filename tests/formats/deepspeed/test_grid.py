@@ -385,15 +385,17 @@ class TestCopies:
             ("bf16_zero_*_mp_rank_0{}_*", (2, 3), "6.fused.weight"),
         ],
     )
-    def test_swapped_files_of_two_ranks_are_a_warning(
+    def test_swapped_files_of_two_ranks_are_refused(
         self, files: str, ranks: Any, name: str, run: Path, tmp_path: Path
     ) -> None:
-        """A conversion compares the begin of each weight with its master."""
+        """A conversion compares the beginning of each fragment with its weight."""
         assert zckpt.convert(run, tmp_path / "before")["warnings"] == []
         faults.swap_files(*(next(run.glob(f"*/{files.format(rank)}")) for rank in ranks))
-        said = zckpt.convert(run, tmp_path / "out")["warnings"][-1]
-        assert "are not the rounded masters" in said
-        assert name in said
+        for call, options in ((zckpt.convert, {}), (zckpt.reshard, {"dp": 1})):
+            with pytest.raises(InconsistentCheckpoint, match="not the rounded masters") as raised:
+                call(run, tmp_path / "out", **options)
+            assert name in str(raised.value)
+            assert not (tmp_path / "out").exists()
         assert not zckpt.verify(run)["equal"]
 
     def test_other_choices_do_not_exist(self, run: Path, tmp_path: Path) -> None:

@@ -19,7 +19,10 @@ from zckpt.errors import (
     UnsupportedCheckpoint,
     ZckptError,
 )
+from zckpt.formats.reading import Reading
+from zckpt.reading import read
 
+from ... import faults
 from ...engines import megatron_layouts as layouts
 from ...engines.megatron_layouts import Numbers, Run
 from ...faults import swap_files
@@ -228,8 +231,27 @@ class TestDrift:
         report = zckpt.convert(root, tmp_path / "out", tp_rules="bloom", replicas="rank0")
         tied = [line for line in report["warnings"] if "stages' copies" in line]
         assert ["word_embeddings.norm." in line for line in tied] == [True, True]
+        (line,) = zckpt.reshard(root, tmp_path / "apart", dp=1)["warnings"]
+        assert "word_embeddings.norm.bias differ, and each stage keeps its own" in line
         name = "tied_modules.embed.word_embeddings.norm.weight/master"
         assert same_bits(zckpt.load(tmp_path / "out", name), numbers.whole[name])
+
+
+@pytest.mark.parametrize("name", ["word_embeddings.weight", "word_embeddings.norm.weight"])
+def test_a_copy_of_a_tied_layer_that_saves_no_weight(
+    name: str, bloom: Path, tmp_path: Path
+) -> None:
+    """The last stage uses the embedding by a function: only the first stage can tell."""
+    assert zckpt.reshard(bloom, tmp_path / "before", dp=1)["warnings"] == []
+    entry = read(bloom, Reading(ranks_apart=True)).entries[f"2:tied_modules.embed.{name}/master"]
+    for fragment in entry.fragments:
+        extent = fragment.extent
+        with open(extent.file, "r+b") as file:
+            file.seek(extent.offset)
+            file.write(torch.rand(extent.length // 4).numpy().tobytes())
+        faults.mend(extent.file)
+    (warning,) = zckpt.reshard(bloom, tmp_path / "apart", dp=1)["warnings"]
+    assert f"stages' copies of tied_modules.embed.{name} differ, and each stage keeps" in warning
 
 
 class TestSums:

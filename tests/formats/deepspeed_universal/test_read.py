@@ -12,6 +12,7 @@ import torch
 
 import zckpt
 from zckpt import ZckptError
+from zckpt.errors import InconsistentCheckpoint
 
 from ... import faults
 from ...engines.cases import CASES
@@ -334,16 +335,18 @@ def test_the_converter_s_directory_is_what_the_engine_held(
 @pytest.mark.engines
 @pytest.mark.first
 class TestRoundRobin:
-    """DeepSpeed's converter mixes up the parameters of such runs (0.19.8)."""
+    """DeepSpeed's converter mixes up the parameters of such runs (0.19.8), but not its weights."""
 
     CASE = CASES["z2_dp3_round_robin"]
 
-    def test_the_converter_s_directory_is_warned_of(self, trained: Trained, tmp_path: Path) -> None:
+    def test_the_converter_s_directory_is_refused(self, trained: Trained, tmp_path: Path) -> None:
         root = trained(self.CASE)
         run = merge(root / "run", tmp_path / "run")
         manifest = zckpt.read(run, format=FORMAT)
         assert any("round_robin_gradients" in warning for warning in manifest.warnings)
-        zckpt.convert(run, tmp_path / "universal", format=FORMAT)
+        with pytest.raises(InconsistentCheckpoint, match="not the rounded masters"):
+            zckpt.convert(run, tmp_path / "universal", format=FORMAT)
+        zckpt.convert(run, tmp_path / "universal", format=FORMAT, accept_weights=True)
         tensors = load(tmp_path / "universal")
         oracle = torch.load(root / "oracle.pt", weights_only=False)["tensors"]
         wrong = [

@@ -138,11 +138,17 @@ def test_wrong_masters_are_named(run: Path, tmp_path: Path, zckpt: Callable[...,
     _copied(run / ITERATION, tmp_path / "new", **{key: wrong})
     ended = zckpt("convert", tmp_path / "new", tmp_path / "out", "--json")
     assert ended.document["error"] == "InconsistentCheckpoint"
-    assert "2 of 20 parameters" in ended.document["message"]
+    assert ended.document["message"].startswith("2 weights of ")
+    assert "--masters-from-weights" in ended.document["hint"]
     assert "decoder.layers.0.mlp.linear_fc2.weight" in ended.document["message"]
     assert not (tmp_path / "out").exists()
     assert zckpt("verify", tmp_path / "new").code == 3
     assert zckpt("convert", tmp_path / "new", tmp_path / "out", "--weights-only").code == 0
+    accepted = zckpt("convert", tmp_path / "new", tmp_path / "both", "--accept-weights", "--json")
+    assert "2 weights of" in accepted.document["warnings"][0]
+    assert (
+        package.load(tmp_path / "both", "decoder.layers.0.mlp.linear_fc2.weight/master").eq(0).all()
+    )
     option = "--masters-from-weights"
     ended = zckpt("convert", tmp_path / "new", tmp_path / "rebuilt", option, "--json")
     assert "the masters of 2 do not round" in ended.document["warnings"][0]

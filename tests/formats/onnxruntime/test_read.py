@@ -179,7 +179,7 @@ class TestVariants:
             options = {"without": "optimizer", "old_front_end": old_front_end}
         files.write(state, tmp_path / "source", 3, dialect, **options)
         if (dialect, old_front_end) == ("l1", True):  # all ranks hold all: nothing shows it
-            with pytest.raises(errors.InconsistentCheckpoint, match="stale"):
+            with pytest.raises(errors.InconsistentCheckpoint, match="rounded masters"):
                 zckpt.convert(tmp_path / "source", tmp_path / "read")
             return
         zckpt.convert(tmp_path / "source", tmp_path / "read")
@@ -320,7 +320,9 @@ class TestRefused:
             model["layer.2.bias"] += 0.25
 
         edit(folder / f"ORT_checkpoint.ZeRO.{rank}.2.ort.pt", change)
-        refused("InconsistentCheckpoint", "layer.2.bias", "stale")
+        refused("InconsistentCheckpoint", "layer.2.bias", "is not its rounded master")
+        report = zckpt.convert(folder, tmp_path / "accepted", accept_weights=True)
+        assert ["rounded master" in line for line in report["warnings"]] == [True]
 
     @pytest.mark.parametrize("precision", ["fp32", "fp16"])
     def test_a_flipped_bit_is_said_to_be_one(

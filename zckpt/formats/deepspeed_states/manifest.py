@@ -124,6 +124,7 @@ def manifest_of(
             + _ahead_of_counters(ranks, tensors.parameters)
         ),
         inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
+        weights_differ=_has_zenflow(ranks.config) or _is_quantized(ranks.config),
     )
 
 
@@ -326,9 +327,28 @@ def _buffer_warnings(differing: Sequence[str]) -> list[str]:
     return [f"the buffers {listed(differing)} differ between ranks; rank 0's are taken"]
 
 
+def _has_zenflow(config: object) -> bool:
+    """DeepSpeed 0.19.8, runtime/zenflow: its own Adam updates 16-bit weights alone."""
+    return bool(nested(config, "zero_optimization", "zenflow"))
+
+
+def _is_quantized(config: object) -> bool:
+    """MoQ, DeepSpeed 0.4.0 to 0.19.6, runtime/quantize.py: after each update, 16-bit weights are
+    quantized, and masters are not. Weights that are quantized in the forward keep their values.
+    """
+    if nested(config, "quantize_training", "enabled"):  # before 0.7.0
+        return True
+    stated = nested(config, "compression_training", "weight_quantization", "shared_parameters")
+    return bool(nested(stated, "enabled")) and not nested(stated, "quantize_weight_in_forward")
+
+
 def _config_warnings(ranks: EngineStates) -> list[str]:
-    """ZenFlow: DeepSpeed 0.19.8, runtime/zenflow; its own Adam updates 16-bit weights alone."""
-    if nested(ranks.config, "zero_optimization", "zenflow"):
+    if _is_quantized(ranks.config):
+        return [
+            "the run quantized its weights after each update (MoQ): they are not the rounded "
+            "masters, and both are kept as they are; `verify` lists these weights"
+        ]
+    if _has_zenflow(ranks.config):
         return [
             "ZenFlow updates the columns that it selects with an Adam of its own: there, masters "
             "and moments are older than the weights of the module. DeepSpeed resumes from the "

@@ -221,8 +221,7 @@ def compare_ranks(manifest: Manifest, replicas: str | None) -> list[str]:
         if entry.slot != "state" and entry.name in manifest.entries
     ]
     results = compare.compare(matches, manifest, manifest).results
-    names = [r.match.a.name for r in results if r.difference is not None and r.difference.count]
-    differing = list(dict.fromkeys(names))
+    differing = list(dict.fromkeys(r.match.a.name for r in results if r.differs))
     if differing and replicas != "rank0":
         raise InconsistentCheckpoint(
             f"{manifest.root}: ep ranks hold different copies of {listed(differing, 4)}",
