@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from .conftest import EXAMPLE, ROOT, Result
+from .faults import copy_file
 
 Zckpt = Callable[..., Result]
 TAG = "global_step7"
@@ -50,7 +51,7 @@ class TestRanks:
         refused(zckpt, example, optimizer_file(example, rank).name)
 
     def test_extra(self, example: Path, zckpt: Zckpt) -> None:
-        shutil.copy(optimizer_file(example, 0), optimizer_file(example, 4))
+        copy_file(optimizer_file(example, 0), optimizer_file(example, 4))
         refused(zckpt, example, "5 ranks", "there were 4")
 
     def test_no_model_states(self, example: Path, zckpt: Zckpt) -> None:
