@@ -52,7 +52,7 @@ def named(run: Path, zckpt: Run) -> set[str]:
     shutil.rmtree(run.parent / "out", ignore_errors=True)
     converted, verified = zckpt("convert", run, run.parent / "out"), zckpt("verify", run)
     assert (converted.code, verified.code) == (0, 0)
-    texts = converted.err, verified.out
+    texts = converted.err, verified.err
     first, second = ({*re.findall(r"(\S+): written more than", text)} for text in texts)
     assert first == second
     return {os.path.relpath(path, run) for path in first}

@@ -7,8 +7,7 @@ import time
 from typing import Any
 
 from . import formats
-from .core import sources
-from .core.manifest import Manifest
+from .core import duplicates, sources
 from .core.resources import Begin, Copying, Means
 from .errors import (
     CorruptCheckpoint,
@@ -101,23 +100,16 @@ def _verify(
     about = saved.about(manifest)
     with sources.unchanged(manifest):
         if against is None:
+            about["warnings"] += duplicates.check_duplicates(manifest)
             formats.named(manifest.format).check_slices(manifest)
-            report = verify_alone(manifest, pattern, copying, begin)
-            return about | _with_times(report, manifest)
+            return about | verify_alone(manifest, pattern, copying, begin)
         against = os.fspath(against)
         if saved.is_proof(against):
-            report = saved.verify_proof(manifest, against, pattern, copying, begin)
-            return about | _with_times(report, manifest)
+            return about | saved.verify_proof(manifest, against, pattern, copying, begin)
         other = read_other(against, manifest, reading)
         with sources.unchanged(other):
-            report = verify_against(manifest, other, pattern, copying, begin)
-            return about | _with_times(report, manifest, other)
-
-
-def _with_times(report: Report, *manifests: Manifest) -> Report:
-    """Adds notes about files that were not written when their siblings were."""
-    lines = [line for manifest in manifests for line in oddly_timed(manifest)]
-    return {**report, "notes": [*report.get("notes", ()), *lines]}
+            about["warnings"] += oddly_timed(other)
+            return about | verify_against(manifest, other, pattern, copying, begin)
 
 
 def _gather(
@@ -143,5 +135,5 @@ def _gather(
     rules = reading.tp_rules if has_ranks else None
     with sources.unchanged(manifest, other):
         parts = formats.named(manifest.format).partitions(manifest.root, rules)
-        report = verify_gathered(manifest, parts, other, pattern, means, begin)
-        return about | _with_times(report, manifest, other)
+        about["warnings"] += oddly_timed(other)
+        return about | verify_gathered(manifest, parts, other, pattern, means, begin)

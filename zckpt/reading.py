@@ -111,13 +111,11 @@ def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) 
     policies, `keep` is for both: it changes no step.
     """
     is_whole = reading.format == "gathered" and os.fspath(path).endswith(".safetensors")
-    other = read(
-        path,
-        Reading(
-            reading.format if is_whole else None,
-            step_policy=steps.KEEP if reading.step_policy == steps.KEEP else None,
-            param_names=reading.param_names,
-            tp_rules=reading.tp_rules,
-        ),
+    options = Reading(
+        reading.format if is_whole else None,
+        step_policy=steps.KEEP if reading.step_policy == steps.KEEP else None,
+        param_names=reading.param_names,
+        tp_rules=reading.tp_rules,
     )
+    other = read(path, options)
     return called_as(other, names_of(first))

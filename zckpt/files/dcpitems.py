@@ -83,6 +83,8 @@ class ItemFiles:
             locations.setdefault(location.file, []).append(location)
         unused = []
         for file in sorted(locations):
+            for location in locations[file]:
+                self._require(location, 0)  # also if nothing was read of it
             size, reached = sources.size(file), 0
             for location in sorted(locations[file], key=lambda location: location.offset):
                 start = location.offset

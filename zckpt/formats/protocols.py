@@ -67,6 +67,9 @@ class RebuildingReader(CheckingReader, Protocol):
     def rebuilt(self, manifest: Manifest) -> Manifest:
         """Without wrong masters and their states; its warnings name them."""
 
+    def way_out(self, manifest: Manifest) -> str:
+        """The hint for masters that do not round to their weights."""
+
 
 class Writer(Protocol):
     """`write.py` of a format."""

@@ -66,6 +66,7 @@ def tensors_of(manifest: Manifest) -> Manifest:
         warnings=(),
         inferred=(),
         siblings=(),
+        sibling_weights=(),
         objects=frozenset(),
         source={"dp": manifest.dp},
         fingerprints=dict(manifest.fingerprints),

@@ -27,7 +27,17 @@ from ..reading import read
 from ..training import objects, steps, ties
 from ..training.names import called_as, canonical, former, renamed
 from ..training.optimizers import unused_defaults
-from ..training.options import ALLOW_OBJECT, DP, FAMILY, LIKE, PARAM_NAMES, RENAME, TIE, Options
+from ..training.options import (
+    ACCEPT_WEIGHTS,
+    ALLOW_OBJECT,
+    DP,
+    FAMILY,
+    LIKE,
+    PARAM_NAMES,
+    RENAME,
+    TIE,
+    Options,
+)
 from ..training.order import in_order_of
 from ..version import __version__
 
@@ -107,7 +117,7 @@ def write(
     will lie. Gives the command's report.
     """
     from ..copying import convert, staging, targets
-    from ..core import description
+    from ..core import description, duplicates
 
     started = time.monotonic()
     format = formats.named(to)
@@ -127,7 +137,9 @@ def write(
         memory = convert.memory_of(source, running.copying)
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
-    report["warnings"] += formats.named(manifest.format).check(manifest, reading.replicas)
+    report["warnings"] += duplicates.check_duplicates(manifest)
+    origin, accepted = formats.named(manifest.format), options[ACCEPT_WEIGHTS]
+    report["warnings"] += origin.check(manifest, reading.replicas, accepted)
     if layout.check is not None:
         report["warnings"] += layout.check()
     chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 import zckpt
 from zckpt import errors
 
+from ... import faults
 from ...conftest import ROOT, Result
 from ..contract import FormatContract
 from .test_read import assert_holds
@@ -131,10 +132,7 @@ def test_rank_files_that_were_swapped(
     model = {"fc.weight": torch.arange(24.0).reshape(8, 3)}
     folder = save(tmp_path / "run", 4, model, dtensors((2, 2), (0, None)))
     assert zckpt.read(folder).step == 5
-    first, second = (folder / f"model_world_size_4_rank_{rank}.pt" for rank in (1, 2))
-    data = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(data)
+    faults.swap_files(*(folder / f"model_world_size_4_rank_{rank}.pt" for rank in (1, 2)))
     with pytest.raises(errors.InconsistentCheckpoint, match="was written by rank 2 of 4"):
         zckpt.read(folder)
 

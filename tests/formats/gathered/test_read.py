@@ -17,11 +17,13 @@ from zckpt import errors
 from zckpt.core.manifest import Manifest
 from zckpt.core.values import replace
 
+from ... import faults
 from ...conftest import Result
 from ...engines import torch_engine, trainers
 from ...engines.torch_cases import CASES
 from ..contract import FormatContract
 from ..equality import load, plain, same_bits
+from . import torch_ranks
 from .engine_cases import (
     FULL,
     RANKS,
@@ -113,6 +115,19 @@ def test_what_is_not_read_is_named(
         zckpt.read(torch_trained(case, world) / "run")
 
 
+def test_swapped_ranks_of_dtensors(tmp_path: Path) -> None:
+    """A DTensor does not state its rank: the name under which its file was saved does."""
+    model = {"w": torch.arange(32.0).reshape(8, 4)}
+    run = torch_ranks.save(tmp_path / "run", 2, model, torch_ranks.dtensors((2,), [0]))
+    whole = zckpt.load(run, "w/param")
+    assert torch.equal(whole, model["w"])
+    one, other = sorted(run.glob("model*"))
+    faults.swap_files(one, other, renamed=False)
+    with pytest.raises(errors.InconsistentCheckpoint, match=f"was saved as {other.name}"):
+        zckpt.read(run)
+    assert not zckpt.verify(run)["equal"]
+
+
 @pytest.mark.engines
 @pytest.mark.first
 class TestRanks(FormatContract):
@@ -142,12 +157,14 @@ class TestRanks(FormatContract):
         assert manifest.groups is None
         assert len(manifest.files) == 2
 
-    def test_swapped_ranks(self, checkpoint: Path) -> None:
+    @pytest.mark.parametrize(
+        ("renamed", "said"),
+        [(True, "was written by rank 1 of 2"), (False, r"was saved as model_world_size_2_rank_1")],
+    )
+    def test_swapped_ranks(self, renamed: bool, said: str, checkpoint: Path) -> None:
         a, b = self.file(checkpoint, "model", 0), self.file(checkpoint, "model", 1)
-        other = a.rename(checkpoint / "other")
-        b.rename(a)
-        other.rename(b)
-        with pytest.raises(errors.InconsistentCheckpoint, match="was written by rank 1 of 2"):
+        faults.swap_files(a, b, renamed=renamed)
+        with pytest.raises(errors.InconsistentCheckpoint, match=said):
             zckpt.read(checkpoint)
 
     def test_files_of_two_world_sizes(self, checkpoint: Path) -> None:

@@ -28,6 +28,8 @@ OPTIMIZER = Names(
 EXPERT = Names("layer_#_expert_#_mp_rank_#_model_states.pt")
 # without ZeRO, the whole optimizer of one expert-parallel rank
 OF_EP = Names("expp_rank_#_mp_rank_#_optim_states.pt")
+# one layer of a pipeline, of one tensor rank; with one tensor rank the second number may be missing
+LAYER = Names("layer_#-model_states.pt", "layer_#-model_#-model_states.pt")
 FILES = (MODEL, MODEL_3, OPTIMIZER)
 # files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
 TRAINER = Names(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from ...core import sources
 from ...core.annotations import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ from ...training import peft
 
 if TYPE_CHECKING:
     import re
+
+    from ...core.saved_names import Place
 
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 RANK = Regex(
@@ -71,6 +74,12 @@ class StateDictFiles:
     ranks: dict[str | None, dict[int, str]] = field(default_factory=dict)
     world: int | None = None
     items: bool = False
+
+    @property
+    def of_torch(self) -> list[str]:
+        """The paths of all files of torch.save that are named."""
+        paths = [*self.whole.values(), *chain(*(paths.values() for paths in self.ranks.values()))]
+        return [path for path in paths if not path.endswith((".json", ".safetensors"))]
 
 
 def detect(path: str) -> list[str]:
@@ -149,6 +158,14 @@ def _is_others(name: str) -> bool:
 
 def _match_rank(name: str) -> re.Match[str] | None:
     return None if "rank" not in name or _is_others(name) else RANK.fullmatch(name)
+
+
+def place_of(name: str) -> Place | None:
+    """What the name of a rank's file states: the rank, and the number of ranks if it has one."""
+    match = _match_rank(name)
+    return (
+        None if match is None else (match["stem"], (int(match["world"] or 0), int(match["rank"])))
+    )
 
 
 def _is_part(folder: str, name: str) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core import sources
-from ...core.expected import refuse_other_rank
 from ...core.manifest import Manifest
+from ...core.saved_names import nameless, refuse_others, saved_names
 from ...core.values import replace
 from ...errors import MALFORMED, IncompleteCheckpoint, NotACheckpoint, listed, not_understood
 from ...files.torchfile import Parsed, TorchFile
@@ -18,9 +18,9 @@ from ..statedict.keys import keys_of
 from ..statedict.read import manifest
 from ..statedict.stated import checked
 from ..statedict.tree import Path, SavedTree, leaves
-from ..statedict.weights import files_of_index, weights_of
+from ..statedict.weights import tensors_of_index, weights_of
 from . import distributed, local, ranked
-from .files import StateDictFiles, locate, slices
+from .files import StateDictFiles, locate, place_of, slices
 from .items import METADATA, refusal, said_of
 
 
@@ -47,7 +47,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             result = _in_order(result, reading.param_names)
         # numbers are usual in these files: they do not say which layout --to dcp should write
         engine = replace(keys_of(result.engine), layout=None, whole=True, dialect=reader.dialect)
-        return replace(result, engine=engine)
+        return replace(result, engine=engine, notes=tuple(reader.notes))
     except MALFORMED as error:
         raise not_understood(path, error) from error
 
@@ -108,6 +108,14 @@ class _TreeReader:
         self.saved = SavedTree(path, source, {})
         self.names: Mapping[str, list[str]] = {}
         self.has_local_states = False
+        self.opened = {path: TorchFile(path, self.parsed) for path in files.of_torch}
+        folders = {path: file.saved_as for path, file in self.opened.items()}
+        beside_them = os.listdir(path) if sources.is_folder(path) else ()
+        names = saved_names(
+            folders, lambda name: place_of(name) or (("whole", name), ()), beside_them
+        )
+        refuse_others(names, "ranks" if files.ranks else "kinds")
+        self.notes = nameless([name for name in names if name.place[1]])
         extra = self._extra(files.whole)
         trees = {key: self._whole(name) for key, name in files.whole.items() if key != "extra"}
         trees |= extra
@@ -148,7 +156,7 @@ class _TreeReader:
         """What is beside model and optimizer; if zckpt wrote it, also what it stated of them."""
         if "extra" not in whole:
             return {}
-        file = TorchFile(whole["extra"], self.parsed)
+        file = self.opened[whole["extra"]]
         if not isinstance(file.value, dict):  # the program's own file, which is carried unread
             return {}
         self._add(file)
@@ -162,7 +170,8 @@ class _TreeReader:
         return {"extra": leaves(file, value, names)}
 
     def _open(self, path: str) -> TorchFile:
-        file = TorchFile(path, self.parsed)
+        # of an index of Hugging Face, files are opened one by one
+        file = self.opened.get(path) or TorchFile(path, self.parsed)
         self._add(file)
         return file
 
@@ -173,11 +182,7 @@ class _TreeReader:
     def _whole(self, path: str) -> Any:
         if path.endswith(".json"):
             self.saved.files.append(path)
-            return {
-                name: value
-                for part in files_of_index(path)
-                for name, value in self._whole(part).items()
-            }
+            return tensors_of_index(path, self._whole)
         if path.endswith(".safetensors"):
             self.saved.files.append(path)
             tensors, records = weights_of(path)
@@ -198,8 +203,6 @@ class _TreeReader:
         self.saved.source["dp"] = max(world, self.saved.source["dp"] or 1)
         if "model" in self.files.whole and local.is_local(files):
             self.has_local_states = True
-            for file in files.values():  # nothing in it says whose it is
-                refuse_other_rank(file.path, file.saved_as)
             return local.merge(self.saved, files, self.step_policy, self.param_names)
         merged = self._merge(files, () if key is None else (key,))
         self.saved.steps += merged.steps

@@ -11,7 +11,7 @@ from ...core.facts import GraphEngine
 from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest, Parameter, Sibling
 from ...core.values import field, mutable
-from ...errors import UnsupportedCheckpoint, counted, listed
+from ...errors import UnsupportedCheckpoint, brief, counted, listed
 from ...files.torchfile import TorchFile
 from ...training.optimizers import infer_optimizer
 from .common import (
@@ -23,6 +23,7 @@ from .common import (
     arguments,
     kept,
 )
+from .files import is_iteration
 from .groups import FileStep, agreed_step, groups_of, members, stated_step
 from .programs import program_of
 
@@ -89,7 +90,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         )
         for name, shape in known.items()
     }
-    warnings = []
+    warnings = _other_iteration(content)
     if groups and not has_groups:
         warnings.append(
             "no file lists the members of the parameter groups, and Megatron-Core's usual rule "
@@ -134,6 +135,18 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         warnings=tuple(warnings),
         states_inferred=False,
     )
+
+
+def _other_iteration(content: Content) -> list[str]:
+    """A warning if the folder has the name of another iteration than its common state states."""
+    name, stated = basename(content.folder), content.common.get("iteration")
+    number = name.removeprefix("iter_")
+    if number == name or not is_iteration(name) or stated in (None, int(number)):
+        return []
+    return [
+        f"{content.file.path} states iteration {brief(stated)}, but its folder is {name}: it may "
+        "be a file of another save (or the folder was renamed)"
+    ]
 
 
 def _state(content: Content, args: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ from .groups import FileStep
 from .legacy.directories import read_legacy
 from .masters import check as check
 from .masters import rebuilt as rebuilt
+from .masters import way_out as way_out
 from .names import axes_of, named, places, without_prefix
 from .programs import arguments_of, beside
 

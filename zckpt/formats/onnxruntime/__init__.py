@@ -24,6 +24,7 @@ FORMAT = Format(
     folder="onnxruntime",
     about="ONNX Runtime Training ZeRO-1, 1.3 to 1.16 (.ort.pt, HDF5)",
     family="onnxruntime",
+    compares="all",
     checks=True,
     gathers=True,
     keeps_steps=True,
