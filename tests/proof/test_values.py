@@ -96,28 +96,3 @@ def test_groups_of_other_number_and_members() -> None:
     sides = {line["key"]: (line["a"], line["b"]) for line in values.groups(a, b)}
     assert sides == {"groups": (1, 2), "group of w": (0, 1)}
     assert values.groups(manifest(), b) == []
-
-
-def test_states() -> None:
-    a = manifest(state={"lr_scheduler": {"last_epoch": 3, "lrs": [1.0, 2.0]}, "module": ["a"]})
-    b = manifest(state={"lr_scheduler": {"last_epoch": 4, "lrs": [1.0, 5.0]}, "module": ["b"]})
-    assert values.states(a, a) == []
-    assert {line["key"]: (line["a"], line["b"]) for line in values.states(a, b)} == {
-        "lr_scheduler.last_epoch": (3, 4),
-        "lr_scheduler.lrs.1": (2.0, 5.0),
-    }
-    assert values.states(a, manifest()) == []
-
-
-def test_places_of_steps_are_part_of_the_state() -> None:
-    a, b = (
-        manifest(
-            engine=FlatBufferEngine("flats", None, None, None, False, None, {}),
-            step_place=StepPlace("state", kind),
-            state={"optimizer": {"clip_grad": 1.0}},
-        )
-        for kind in ("int", "F32")
-    )
-    assert values.states(a, a) == []
-    (line,) = values.states(a, b)
-    assert line == {"key": "optimizer.step.type", "a": "int", "b": "F32"}

@@ -21,9 +21,10 @@ from ..errors import MissingData, counted, listed
 from . import damage, values
 from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import difference, findings, versions
+from .states import states
 
 Report = dict[str, Any]
-FINDINGS = ("differences", "problems", "steps", "scalars", "groups", "unproven")
+FINDINGS = ("differences", "problems", "steps", "scalars", "groups", "states", "unproven")
 
 
 def verify_alone(
@@ -121,15 +122,15 @@ def diff(
         "differences": differing,
         "first": differing[0]["tensor"] if differing else None,
         "worst": worst["tensor"] if worst else None,
-        "states": values.states(a, b) + values.forms(a, b),
     }
+    report["states"] += values.forms(a, b)
     if pattern is not None:  # the tensors alone
         keys = (
             *("differences", "problems", "first", "worst", "tensors", "bytes", "digests"),
             *("inferred", "unproven", "rounded", "notes"),
         )
         report = {key: report[key] for key in keys} | {"results": lines}
-    one_sided = any(report.get(key) for key in ("states", "only_a", "only_b"))
+    one_sided = any(report.get(key) for key in ("only_a", "only_b"))
     lost = _has_masters(b, report["rounded"]["a"]) or _has_masters(a, report["rounded"]["b"])
     return {**report, "equal": nothing_found(report) and not one_sided and not lost}
 
@@ -194,12 +195,15 @@ def with_values(
         for names, owner, other in ((only_a, a, b), (only_b, b, a))
         for name in missing(names, owner, other)
     ]
+    lines, not_compared = states(a, b)
     report = {
         **report,
         "problems": report["problems"] + lost,
         "steps": values.steps(a, b),
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),
+        "states": lines,
+        "not_compared": not_compared,
         "only_a": list(only_a),
         "only_b": list(only_b),
         "versions": versions(a, b),

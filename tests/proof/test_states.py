@@ -1,0 +1,118 @@
+"""What two checkpoints state beside tensors, steps and groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zckpt.core.facts import Engine, FlatBufferEngine, GraphEngine, StateDictEngine, StepPlace
+from zckpt.core.inert import Foreign, Global
+from zckpt.core.manifest import Manifest
+from zckpt.proof import states
+
+FLAT = FlatBufferEngine("flats", None, None, None, False, None, {})
+PLAIN = StateDictEngine("plain", None, (), None, None, None, None, False, False)
+GRAPH = GraphEngine("graph", None, None, None, None)
+
+
+def manifest(
+    state: dict[str, Any], engine: Engine | None = FLAT, source: Any = None, **fields: Any
+) -> Manifest:
+    groups = ({"lr": 0.1},)
+    return Manifest("", "x", source or {}, {}, {}, groups=groups, engine=engine, state=state, **fields)
+
+
+def differences(a: Manifest, b: Manifest) -> dict[str, Any]:
+    return {
+        line["key"]: line.get("only") or (line["a"], line["b"]) for line in states.states(a, b)[0]
+    }
+
+
+def not_compared(a: Manifest, b: Manifest) -> list[str]:
+    return [line.partition(":")[0] for line in states.states(a, b)[1]]
+
+
+def test_values_of_both() -> None:
+    scheduler = {"last_epoch": 3, "lrs": (1.0, float("nan"))}
+    a = manifest({"lr_scheduler": scheduler, "module": ["a"]})
+    other = {"last_epoch": 4, "lrs": (2.0, float("nan"))}
+    b = manifest({"lr_scheduler": other, "module": ["b"]})
+    assert states.states(a, a) == ([], [])
+    assert differences(a, b) == {"lr_scheduler.last_epoch": (3, 4), "lr_scheduler.lrs.0": (1.0, 2.0)}
+
+
+def test_objects_and_dictionaries_of_other_keys() -> None:
+    def scaler(scale: float) -> Foreign:
+        return Foreign(Global("a.Scaler"), (), {"scale": scale}, "new")
+
+    a = manifest({"client_state": {"scaler": scaler(1.0), 7: {"x": 1}}})
+    b = manifest({"client_state": {"scaler": scaler(2.0), 7: {"x": 2}}})
+    assert differences(a, b) == {
+        "client_state.scaler.scale": (1.0, 2.0),
+        "client_state.7.x": (1, 2),
+    }
+
+
+@pytest.mark.parametrize("part", ["lr_scheduler", "client_state", "module_extra"])
+@pytest.mark.parametrize("engine", [FLAT, PLAIN])
+def test_what_a_program_saved_is_lost(part: str, engine: Engine) -> None:
+    a, b = manifest({part: {"seed": 1}}), manifest({}, engine)
+    assert differences(a, b) == {part: "a"}
+    assert differences(b, a) == {part: "b"}
+    assert differences(a, manifest({part: {"other": None}}, engine)) == {f"{part}.seed": "a"}
+
+
+def test_what_an_engine_has_no_place_for_is_named() -> None:
+    a = manifest({"counters": {"steps": 7}, "lr_scheduler": {"last_epoch": 7}})
+    lines, sentences = states.states(a, manifest({}, GRAPH))
+    assert lines == []
+    (sentence,) = sentences
+    assert sentence.startswith("counters, lr_scheduler: only ")
+    assert not_compared(a, manifest({"lr_scheduler": {"last_epoch": 7}}, PLAIN)) == ["counters"]
+    assert differences(a, manifest({"lr_scheduler": {"last_epoch": 7}})) == {"counters": "a"}
+
+
+def test_weights_alone_have_no_state() -> None:
+    weights = Manifest("", "x", {}, {}, {}, engine=PLAIN)
+    assert not_compared(manifest({"client_state": {"seed": 1}}), weights) == ["client_state"]
+
+
+def test_nothing_is_no_state() -> None:
+    a = manifest({"client_state": {}, "data_sampler": None, "lr_scheduler": {"empty": {}}})
+    assert states.states(a, manifest({"lr_scheduler": {}})) == ([], [])
+
+
+def test_a_loss_scale_as_an_object_and_as_numbers() -> None:
+    def of(scale: float, dynamic: bool) -> dict[str, Any]:
+        state = {"cur_scale": scale, "scale_factor": 2.0, "min_scale": 1}
+        scaler = Foreign(Global("a.Scaler"), (), state, "new")
+        return {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": False}
+
+    def numbers(scale: float, dynamic: bool) -> dict[str, Any]:
+        return {"cur_scale": scale, "scale_factor": 2.0, "dynamic_loss_scale": dynamic}
+
+    for dynamic in (True, False):
+        a, b = (
+            manifest({"optimizer": optimizer}, source={"zero_stage": stage})
+            for stage, optimizer in enumerate((numbers(8.0, dynamic), of(8.0, dynamic)))
+        )
+        other = manifest({"optimizer": of(4.0, dynamic)}, source={"zero_stage": 1})
+        assert states.states(a, b) == ([], [])
+        assert differences(a, other) == {"optimizer.cur_scale": (8.0, 4.0)}
+        assert differences(b, other) == {"optimizer.loss_scaler.cur_scale": (8.0, 4.0)}
+
+
+def test_keys_of_the_optimizer_depend_on_the_stage() -> None:
+    a, b, c = (
+        manifest({"optimizer": optimizer}, source={"zero_stage": stage})
+        for stage, optimizer in ((2, {"clip_grad": 1.0}), (3, {}), (2, {}))
+    )
+    assert not_compared(a, b) == ["optimizer.clip_grad"]
+    assert differences(a, c) == {"optimizer.clip_grad": "a"}
+
+
+def test_places_of_steps_are_part_of_the_state() -> None:
+    a, b = (manifest({}, step_place=StepPlace("state", kind)) for kind in ("int", "F32"))
+    assert states.states(a, a) == ([], [])
+    assert differences(a, b) == {"optimizer.step.type": ("int", "F32")}

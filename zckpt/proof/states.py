@@ -1,0 +1,171 @@
+"""Is what two checkpoints state beside tensors equal: schedulers, counters, scales, a user's values?
+
+What both have must be equal. What one of them lacks is a difference too, unless the other's files
+have no place for it, or it belongs to sizes that the two do not share: this is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..core.facts import FlatBufferEngine, StateDictEngine, with_facts
+from ..core.inert import Foreign, inside, to_json
+from ..core.manifest import Manifest
+from ..core.weights import is_optimizers
+from ..errors import listed
+
+Report = dict[str, Any]
+SIZES = ("zero_stage", "dp", "tp", "pp", "ep")
+FACTS = ("engine", "module")
+"""Parts of the state that describe the files: the engine, and the order of the module's names."""
+OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
+"""Parts of the state that belong to the user's program, whatever the engine."""
+OF_SIZES = ("tensor_parallel", "pipeline", "universal")
+"""Parts of the state that say how tensors were cut over ranks."""
+OF_STEP = ("optimizer.step", "optimizer.group_step")
+"""Where the optimizer keeps its step, if it is stated: not every engine has to."""
+SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+_NOTHING: tuple[Any, ...] = (None, {}, [], "", False)
+
+
+def states(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
+    """Differences, one line for each value; sentences about what was not compared."""
+    comparison = _Comparison(a, b)
+    comparison.run()
+    return comparison.lines, list(comparison.not_compared())
+
+
+class _Comparison:
+    """The states of two checkpoints: what differs, and what cannot be compared."""
+
+    def __init__(self, a: Manifest, b: Manifest) -> None:
+        self.sides = {"a": a, "b": b}
+        self.same_engine = _engine_name(a) == _engine_name(b)
+        self.same_sizes = self.same_engine and _sizes(a) == _sizes(b)
+        self.same_stage = a.source.get("zero_stage") == b.source.get("zero_stage")
+        self.lines: list[Report] = []
+        self.without_place: dict[str, list[str]] = {"a": [], "b": []}
+
+    def run(self) -> None:
+        ours, theirs = (_parts(manifest) for manifest in self.sides.values())
+        for key in dict.fromkeys((*ours, *theirs)):
+            one, other = ours.get(key), theirs.get(key)
+            if key == "optimizer":
+                one, other = _comparable_scales(one or {}, other or {})
+            self._compare(key, to_json(one), to_json(other))
+
+    def _compare(self, path: str, a: Any, b: Any) -> None:
+        if a == b:  # at once, since both may be very large
+            return
+        a, b = (self._opened(value) for value in (a, b))
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            for key in dict.fromkeys((*a, *b)):
+                self._compare_item(inside(path, key), key, a, b)
+        elif "." not in path and (a in _NOTHING or b in _NOTHING):
+            self._one_sided(path, a, b)
+        elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+            for place, (one, other) in enumerate(zip(a, b, strict=True)):
+                self._compare(inside(path, place), one, other)
+        elif not alike(a, b):
+            self.lines.append({"key": path, "a": a, "b": b})
+
+    def _compare_item(self, path: str, key: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
+        if key in a and key in b:
+            self._compare(path, a[key], b[key])
+        else:
+            self._one_sided(path, a.get(key), b.get(key))
+
+    def _one_sided(self, path: str, a: Any, b: Any) -> None:
+        """A value of one side alone; nothing that is no value, as an empty dictionary, is one."""
+        side, other = ("a", "b") if b in _NOTHING else ("b", "a")
+        if (a in _NOTHING and b in _NOTHING) or path in OF_STEP:
+            return
+        if self._has_place(self.sides[other], path):
+            self.lines.append({"key": path, "only": side})
+        else:
+            self.without_place[other].append(path)
+
+    def _has_place(self, manifest: Manifest, path: str) -> bool:
+        """Whether the files of a checkpoint could have this part of the state."""
+        part, engine = path.partition(".")[0], manifest.engine
+        if _is_weights(manifest):
+            return False
+        if part in OF_PROGRAM:
+            if isinstance(engine, StateDictEngine):
+                return engine.folders is None or part == "module_extra"
+            return isinstance(engine, FlatBufferEngine)
+        if part in OF_SIZES:
+            return self.same_sizes
+        return self.same_engine and (part != "optimizer" or self.same_stage)
+
+    def _opened(self, value: Any) -> Any:
+        """The value under a tag of JSON: tuples as lists, objects and dictionaries by key."""
+        if not isinstance(value, dict) or len(value) != 1:
+            return value
+        (tag, inner), = value.items()
+        if tag in ("$tuple", "$size"):
+            return inner
+        if tag in ("$dict", "$ordered"):
+            return {self._key(key): item for key, item in inner}
+        if tag == "$object":
+            rest = {key: item for key, item in inner.items() if key != "state"}
+            state = self._opened(inner.get("state"))
+            return {**rest, **(state if isinstance(state, dict) else {"state": state})}
+        return value
+
+    def _key(self, key: Any) -> Any:
+        """A key of a dictionary; torch.distributed.checkpoint turns them into texts."""
+        plain = isinstance(key, (str, int)) and self.same_engine
+        return key if plain else str(key)
+
+    def not_compared(self) -> Iterator[str]:
+        for side, other in (("b", "a"), ("a", "b")):
+            if paths := self.without_place[side]:
+                them = "it" if len(paths) == 1 else "them"
+                yield (
+                    f"{listed(paths, 8)}: only {self.sides[other].root} has {them}, and the files "
+                    f"of {self.sides[side].root} have no place for {them}"
+                )
+
+
+def _engine_name(manifest: Manifest) -> str | None:
+    return None if manifest.engine is None else manifest.engine.name
+
+
+def _sizes(manifest: Manifest) -> list[Any]:
+    return [manifest.source.get(key) or None for key in SIZES]
+
+
+def _is_weights(manifest: Manifest) -> bool:
+    """Whether a checkpoint has weights alone, from which no run goes on."""
+    return manifest.groups is None and not any(map(is_optimizers, manifest.slots))
+
+
+def _parts(manifest: Manifest) -> Report:
+    state = with_facts(manifest.state, manifest.engine, manifest.step_place)
+    return {key: value for key, value in state.items() if key not in FACTS}
+
+
+def _comparable_scales(a: Report, b: Report) -> tuple[Report, Report]:
+    """The same with loss scales in one form, if one is an object and the other one its numbers."""
+    if {"loss_scaler", "cur_scale"} <= a.keys() ^ b.keys():
+        return _with_numbers(a), _with_numbers(b)
+    return a, b
+
+
+def _with_numbers(optimizer: Report) -> Report:
+    scaler = optimizer.get("loss_scaler")
+    state = scaler.state if isinstance(scaler, Foreign) and isinstance(scaler.state, dict) else {}
+    rest = {key: item for key, item in optimizer.items() if key not in ("loss_scaler", "overflow")}
+    # a scale that does not change has one number that matters
+    kept = SCALE if rest.get("dynamic_loss_scale") else SCALE[:1]
+    numbers = {key: value for key, value in {**state, **rest}.items() if key in kept}
+    return {**{key: item for key, item in rest.items() if key not in SCALE}, **numbers}
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two values are equal; NaN equals NaN, and a tuple equals the list in JSON."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return bool(a == b) or (a != a and b != b)
