@@ -20,7 +20,9 @@ def manifest(
     state: dict[str, Any], engine: Engine | None = FLAT, source: Any = None, **fields: Any
 ) -> Manifest:
     groups = ({"lr": 0.1},)
-    return Manifest("", "x", source or {}, {}, {}, groups=groups, engine=engine, state=state, **fields)
+    return Manifest(
+        "", "x", source or {}, {}, {}, groups=groups, engine=engine, state=state, **fields
+    )
 
 
 def differences(a: Manifest, b: Manifest) -> dict[str, Any]:
@@ -35,11 +37,14 @@ def not_compared(a: Manifest, b: Manifest) -> list[str]:
 
 def test_values_of_both() -> None:
     scheduler = {"last_epoch": 3, "lrs": (1.0, float("nan"))}
-    a = manifest({"lr_scheduler": scheduler, "module": ["a"]})
+    a = manifest({"lr_scheduler": scheduler})
     other = {"last_epoch": 4, "lrs": (2.0, float("nan"))}
-    b = manifest({"lr_scheduler": other, "module": ["b"]})
+    b = manifest({"lr_scheduler": other})
     assert states.states(a, a) == ([], [])
-    assert differences(a, b) == {"lr_scheduler.last_epoch": (3, 4), "lr_scheduler.lrs.0": (1.0, 2.0)}
+    assert differences(a, b) == {
+        "lr_scheduler.last_epoch": (3, 4),
+        "lr_scheduler.lrs.0": (1.0, 2.0),
+    }
 
 
 def test_objects_and_dictionaries_of_other_keys() -> None:

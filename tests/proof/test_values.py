@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.core.facts import FlatBufferEngine, StepPlace
+from zckpt.core.facts import FlatBufferEngine
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.values import replace

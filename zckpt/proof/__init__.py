@@ -5,7 +5,8 @@
     pairs.py        which tensors are compared            report.py    lines of a report
     values.py       steps, scalars, groups                states.py    schedulers, counters, ...
     health.py       statistics of all tensors             stats.py     statistics of one
-    damage.py       whose bytes are damaged               saved.py     the file of --save-proof
+    damage.py       whose bytes are damaged               beside.py    files of a trainer, ...
+    saved.py        the file of --save-proof
 
 Only allgather/ needs torch.
 """

@@ -1,4 +1,4 @@
-"""Is what two checkpoints state beside tensors equal: schedulers, counters, scales, a user's values?
+"""Is what two checkpoints state beside tensors equal: schedulers, counters, a user's own values?
 
 What both have must be equal. What one of them lacks is a difference too, unless the other's files
 have no place for it, or it belongs to sizes that the two do not share: this is named.
@@ -26,7 +26,9 @@ OF_SIZES = ("tensor_parallel", "pipeline", "universal")
 OF_STEP = ("optimizer.step", "optimizer.group_step")
 """Where the optimizer keeps its step, if it is stated: not every engine has to."""
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-_NOTHING: tuple[Any, ...] = (None, {}, [], "", False)
+GUESSES = ("guessed", "ordered")
+"""Facts about names that files do not state."""
+_NOTHING: tuple[Any, ...] = (None, {}, [])
 
 
 def states(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
@@ -42,9 +44,11 @@ class _Comparison:
     def __init__(self, a: Manifest, b: Manifest) -> None:
         self.sides = {"a": a, "b": b}
         self.same_engine = _engine_name(a) == _engine_name(b)
+        self.same_format = a.format == b.format
         self.same_sizes = self.same_engine and _sizes(a) == _sizes(b)
         self.same_stage = a.source.get("zero_stage") == b.source.get("zero_stage")
         self.lines: list[Report] = []
+        self.facts: list[Report] = []
         self.without_place: dict[str, list[str]] = {"a": [], "b": []}
 
     def run(self) -> None:
@@ -54,6 +58,30 @@ class _Comparison:
             if key == "optimizer":
                 one, other = _comparable_scales(one or {}, other or {})
             self._compare(key, to_json(one), to_json(other))
+        if twins(*self.sides.values()):
+            self._compare("names", *map(_names, self.sides.values()))
+            self._compare_ranks()
+            self._compare_layouts()
+            lines, self.lines = self.lines, []
+            self._compare("facts", *map(_facts, self.sides.values()))
+            self.facts, self.lines = self.lines, lines
+
+    def _compare_ranks(self) -> None:
+        """What files of further ranks state; what is not listed of a rank is as of the first."""
+        a, b = self.sides.values()
+        for name in dict.fromkeys((*a.of_ranks, *b.of_ranks)):
+            ours, theirs = a.of_ranks.get(name, {}), b.of_ranks.get(name, {})
+            for key in dict.fromkeys((*ours, *theirs)):
+                one, other = (
+                    own[key] if key in own else _as_of_first(manifest, key)
+                    for own, manifest in ((ours, a), (theirs, b))
+                )
+                self._compare(f"{name}: {key}", one, other)
+
+    def _compare_layouts(self) -> None:
+        a, b = (manifest.layout for manifest in self.sides.values())
+        for name in dict.fromkeys((*a, *b)):
+            self._compare(f"{name}: layout", a.get(name, {}), b.get(name, {}))
 
     def _compare(self, path: str, a: Any, b: Any) -> None:
         if a == b:  # at once, since both may be very large
@@ -70,7 +98,9 @@ class _Comparison:
         elif not alike(a, b):
             self.lines.append({"key": path, "a": a, "b": b})
 
-    def _compare_item(self, path: str, key: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
+    def _compare_item(
+        self, path: str, key: str, a: Mapping[str, Any], b: Mapping[str, Any]
+    ) -> None:
         if key in a and key in b:
             self._compare(path, a[key], b[key])
         else:
@@ -103,7 +133,7 @@ class _Comparison:
         """The value under a tag of JSON: tuples as lists, objects and dictionaries by key."""
         if not isinstance(value, dict) or len(value) != 1:
             return value
-        (tag, inner), = value.items()
+        ((tag, inner),) = value.items()
         if tag in ("$tuple", "$size"):
             return inner
         if tag in ("$dict", "$ordered"):
@@ -116,17 +146,58 @@ class _Comparison:
 
     def _key(self, key: Any) -> Any:
         """A key of a dictionary; torch.distributed.checkpoint turns them into texts."""
-        plain = isinstance(key, (str, int)) and self.same_engine
+        plain = isinstance(key, (str, int)) and self.same_format
         return key if plain else str(key)
 
     def not_compared(self) -> Iterator[str]:
+        """Sentences, each of which begins with what they are about."""
+        if self.facts:
+            names = [line["key"].removeprefix("facts.") for line in self.facts]
+            yield f"{listed(names, 4)}: the two differ in how they were saved"
+        a, b = self.sides.values()
+        for manifest, its_twin in ((a, b), (b, a)):
+            if manifest.of_ranks and not twins(a, b):
+                keys = dict.fromkeys(key for own in manifest.of_ranks.values() for key in own)
+                yield (
+                    f"{listed(list(keys), 4)} of further ranks: only {manifest.root} has them, "
+                    f"and {its_twin.root} has other ranks"
+                )
         for side, other in (("b", "a"), ("a", "b")):
             if paths := self.without_place[side]:
                 them = "it" if len(paths) == 1 else "them"
                 yield (
-                    f"{listed(paths, 8)}: only {self.sides[other].root} has {them}, and the files "
+                    f"{listed(paths, 4)}: only {self.sides[other].root} has {them}, and the files "
                     f"of {self.sides[side].root} have no place for {them}"
                 )
+
+
+def twins(a: Manifest, b: Manifest) -> bool:
+    """Whether two checkpoints have the same files: of one format, and of the same sizes."""
+    return a.format == b.format and _engine_name(a) == _engine_name(b) and _sizes(a) == _sizes(b)
+
+
+def _names(manifest: Manifest) -> dict[str, str]:
+    """What each name of the module is, beside parameters with a name of their own."""
+    names = dict.fromkeys(map(str, manifest.state.get("module") or ()), "a name of the module")
+    names |= dict.fromkeys(manifest.buffers, "a buffer")
+    for owner, parameter in manifest.parameters.items():
+        names |= dict.fromkeys(parameter.aliases, f"a second name of {owner}")
+    return names
+
+
+def _facts(manifest: Manifest) -> Report:
+    """How a checkpoint was saved: a program may save the same run in another way."""
+    facts = with_facts({}, manifest.engine, None).get("engine") or {}
+    facts = {key: value for key, value in facts.items() if key not in GUESSES}
+    plain = {k: v for k, v in manifest.source.items() if isinstance(v, (str, int, type(None)))}
+    return {"engine": to_json(facts), "optimizer": manifest.optimizer, "source": plain}
+
+
+def _as_of_first(manifest: Manifest, path: str) -> Any:
+    """A part of the state that the first rank has; `path` is that of its key, or of a key in it."""
+    part, _, key = path.partition(".")
+    value = manifest.state.get(part)
+    return to_json(value.get(key) if key and isinstance(value, Mapping) else value)
 
 
 def _engine_name(manifest: Manifest) -> str | None:

@@ -19,6 +19,7 @@ from ..core.resources import DEFAULT_COPYING, Begin, Copying
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed
 from . import damage, values
+from .beside import siblings
 from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import difference, findings, versions
 from .states import states
@@ -196,14 +197,15 @@ def with_values(
         for name in missing(names, owner, other)
     ]
     lines, not_compared = states(a, b)
+    of_files, one_sided = siblings(a, b)
     report = {
         **report,
         "problems": report["problems"] + lost,
         "steps": values.steps(a, b),
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),
-        "states": lines,
-        "not_compared": not_compared,
+        "states": lines + of_files,
+        "not_compared": not_compared + one_sided,
         "only_a": list(only_a),
         "only_b": list(only_b),
         "versions": versions(a, b),

@@ -6,8 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 
 from ...core.annotations import Any
+from ...core.checksum import crc32
 from ...core.facts import FlatBufferEngine, StepPlace
-from ...core.inert import Foreign
+from ...core.inert import Foreign, to_json
 from ...core.manifest import Manifest, Parameter, Sighting
 from ...core.values import replace
 from ...errors import listed
@@ -51,6 +52,8 @@ ENGINE_KEYS = frozenset(
 # beside them the reader puts `members` and `other`: see deepspeed/stage_0/whole_states.py
 SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 """The numbers of a loss scale in stage 0, which has no object of a loss scaler (0.19.8)."""
+
+SLICES = "param_slice_mappings"
 
 INFERRED = "zckpt_inferred"
 """Beside the optimizer's state: parameters whose names no file of zckpt's source stated."""
@@ -100,6 +103,8 @@ def manifest_of(
         step_place=_step_place(ranks, buffers),
         state=_state(ranks, tensors),
         replicas=tuple(tensors.replicas),
+        of_ranks=_of_ranks(ranks),
+        layout=_layout(ranks),
         entries=tensors.entries,
         parameters=tensors.parameters,
         buffers=tensors.buffer_names,
@@ -287,6 +292,59 @@ def _model_values(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def _client_state(model: Mapping[str, Any]) -> dict[Any, Any]:
     return {key: value for key, value in model.items() if key not in ENGINE_KEYS}
+
+
+def _of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
+    """What the files of other ranks state otherwise than the first of their kind."""
+    differing: dict[str, dict[str, Any]] = {}
+    for files, values_of in (
+        (ranks.optimizers, lambda value: _optimizer_values(value["optimizer_state_dict"])),
+        (ranks.models, _values_by_key),
+    ):
+        others = [file for file in files[1:] if file.value is not files[0].value]
+        first = files[0].summary(values_of(files[0].value)) if others else {}
+        for file in others:
+            own = file.summary(values_of(file.value))
+            if own != first:
+                differing[os.path.basename(file.path)] = {
+                    key: own.get(key) for key in {**first, **own} if own.get(key) != first.get(key)
+                }
+    return differing
+
+
+OF_SIZES = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions")
+OF_PARTITIONS = ("group_paddings", "partition_count", "zero_stage")
+
+
+def _layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
+    """What each file states of the run's sizes and of its partitions; the reader computes them."""
+    layout: dict[str, dict[str, Any]] = {}
+    for file in ranks.models:
+        stated = {key: file.value[key] for key in OF_SIZES if key in file.value}
+        layout[os.path.basename(file.path)] = {key: to_json(item) for key, item in stated.items()}
+    for file, state in zip(ranks.optimizers, ranks.states, strict=True):
+        own = layout.setdefault(os.path.basename(file.path), {})
+        own |= {key: comparable(state[key]) for key in OF_PARTITIONS if key in state}
+        if SLICES in state:
+            own[SLICES] = f"{_crc_of_slices(state[SLICES]):08x}"
+    return layout
+
+
+def _crc_of_slices(groups: Sequence[Mapping[str, Any]]) -> int:
+    """CRC-32 of the places of all parameters in a rank's partitions, of which there are many."""
+    places = [
+        (str(name), tuple(address.state.values()) if isinstance(address, Foreign) else address)
+        for group in groups
+        for name, address in group.items()
+    ]
+    return crc32(repr(places).encode())
+
+
+def _values_by_key(model: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model file holds beside weights, each of the user's values by itself."""
+    values = _model_values(model)
+    own = values.pop("client_state")
+    return {**values, **{f"client_state.{key}": value for key, value in own.items()}}
 
 
 def _own_client_state(ranks: EngineStates) -> list[str]:

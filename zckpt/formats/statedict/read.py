@@ -146,6 +146,7 @@ class _Manifest:
             replicas=tuple(self.replicas),
             files=tuple(saved.files),
             siblings=tuple(saved.siblings),
+            of_ranks=saved.of_ranks,
             left_out=tuple(saved.left_out),
             warnings=tuple(self.warnings),
             inferred=tuple(saved.inferred),
@@ -316,7 +317,7 @@ class _Manifest:
         """Everything else, so that the state dicts can be written again."""
         rest = without(self.saved.tree, {self.path, self.optimizer_path})
         extra = {
-            key: self._kept(value, f"module_extra.{key}")
+            key: self._kept(value, inside("module_extra", key))
             for key, value in value_at(self.saved.tree, self.path).items()
             if not isinstance(value, Leaf) and (self.path or is_extra(key))
         }

@@ -89,6 +89,7 @@ class SavedTree:
     files: list[str] = field(default_factory=list)
     siblings: list[Sibling] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    of_ranks: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     orders: list[list[int]] | None = None
     stated: dict[str, Any] | None = None

@@ -1,0 +1,65 @@
+"""Are the files beside two checkpoints equal: a trainer's state, its schedulers, a configuration?
+
+They are compared byte by byte. A file that one side lacks is named: a run of another program, or of
+other ranks, has other files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ..core import sources
+from ..core.fileio import CRC_BLOCK
+from ..core.manifest import Manifest, Sibling
+from ..errors import listed
+
+Report = dict[str, Any]
+MAX_JSON = 16 << 20  # bytes
+PATHS = {"trainer_state.json": "best_model_checkpoint"}
+"""A key that holds a path of the run, by the name of the JSON file: a converted run has another."""
+
+
+def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
+    """A line for each file that differs; sentences about files that only one side has."""
+    ours, theirs = ({item.name: item for item in side.siblings} for side in (a, b))
+    lines: list[Report] = [
+        {"key": name, "a": f"{item.size} bytes", "b": f"{theirs[name].size} bytes"}
+        for name, item in ours.items()
+        if name in theirs and not _equal(item, theirs[name])
+    ]
+    sentences = [
+        f"{listed(names, 8)}: only beside {side.root}"
+        for side, own, others in ((a, ours, theirs), (b, theirs, ours))
+        if (names := [name for name in own if name not in others])
+    ]
+    return lines, sentences
+
+
+def _equal(a: Sibling, b: Sibling) -> bool:
+    if a.path == b.path:
+        return True
+    key = PATHS.get(a.name)
+    if key is not None and max(a.size, b.size) <= MAX_JSON:
+        return bool(_document(a, key) == _document(b, key))
+    if a.size != b.size:
+        return False
+    return all(one == other for one, other in zip(_blocks(a), _blocks(b), strict=True))
+
+
+def _document(item: Sibling, without: str) -> Any:
+    data = b"".join(_blocks(item))
+    try:
+        document = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return data
+    if isinstance(document, dict):
+        document.pop(without, None)
+    return document
+
+
+def _blocks(item: Sibling) -> Iterator[bytes]:
+    with sources.opened(item.path) as file:
+        while block := file.read(CRC_BLOCK):
+            yield block
