@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..core.facts import FlatBufferEngine, StateDictEngine, with_facts
+from ..core.facts import FlatBufferEngine, GraphEngine, StateDictEngine, with_facts
 from ..core.inert import Foreign, inside, to_json
 from ..core.manifest import Manifest
 from ..core.weights import is_optimizers
@@ -23,6 +23,12 @@ OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
 """Parts of the state that belong to the user's program, whatever the engine."""
 OF_SIZES = ("tensor_parallel", "pipeline", "universal")
 """Parts of the state that say how tensors were cut over ranks."""
+NAMES_OF_SIZES = frozenset(
+    ("world_size", "data_parallel_size", "horizontal_parallel_size", "model_parallel_size")
+    + ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    + ("padded_vocab_size", "make_vocab_size_divisible_by", "zero_stage")
+)
+"""What programs call the sizes of a run among their arguments and options."""
 OF_STEP = ("optimizer.step", "optimizer.group_step")
 """Where the optimizer keeps its step, if it is stated: not every engine has to."""
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
@@ -47,8 +53,10 @@ class _Comparison:
         self.same_format = a.format == b.format
         self.same_sizes = self.same_engine and _sizes(a) == _sizes(b)
         self.same_stage = a.source.get("zero_stage") == b.source.get("zero_stage")
+        self.same_files = twins(a, b)
         self.lines: list[Report] = []
         self.facts: list[Report] = []
+        self.of_sizes: list[str] = []
         self.without_place: dict[str, list[str]] = {"a": [], "b": []}
 
     def run(self) -> None:
@@ -58,7 +66,7 @@ class _Comparison:
             if key == "optimizer":
                 one, other = _comparable_scales(one or {}, other or {})
             self._compare(key, to_json(one), to_json(other))
-        if twins(*self.sides.values()):
+        if self.same_files:
             self._compare("names", *map(_names, self.sides.values()))
             self._compare_ranks()
             self._compare_layouts()
@@ -95,7 +103,11 @@ class _Comparison:
         elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
             for place, (one, other) in enumerate(zip(a, b, strict=True)):
                 self._compare(inside(path, place), one, other)
-        elif not alike(a, b):
+        elif alike(a, b):
+            return
+        elif path.rpartition(".")[2] in NAMES_OF_SIZES and not self.same_files:
+            self.of_sizes.append(path)
+        else:
             self.lines.append({"key": path, "a": a, "b": b})
 
     def _compare_item(
@@ -154,9 +166,11 @@ class _Comparison:
         if self.facts:
             names = [line["key"].removeprefix("facts.") for line in self.facts]
             yield f"{listed(names, 4)}: the two differ in how they were saved"
+        if self.of_sizes:
+            yield f"{listed(self.of_sizes, 4)}: the two are of other sizes"
         a, b = self.sides.values()
         for manifest, its_twin in ((a, b), (b, a)):
-            if manifest.of_ranks and not twins(a, b):
+            if manifest.of_ranks and not self.same_files:
                 keys = dict.fromkeys(key for own in manifest.of_ranks.values() for key in own)
                 yield (
                     f"{listed(list(keys), 4)} of further ranks: only {manifest.root} has them, "
@@ -200,8 +214,12 @@ def _as_of_first(manifest: Manifest, path: str) -> Any:
     return to_json(value.get(key) if key and isinstance(value, Mapping) else value)
 
 
-def _engine_name(manifest: Manifest) -> str | None:
-    return None if manifest.engine is None else manifest.engine.name
+def _engine_name(manifest: Manifest) -> tuple[str | None, ...]:
+    """The engine; with the kind of its files, where each kind has parts of its own."""
+    engine = manifest.engine
+    if isinstance(engine, GraphEngine):
+        return engine.name, engine.dialect
+    return (None if engine is None else engine.name,)
 
 
 def _sizes(manifest: Manifest) -> list[Any]:

@@ -199,7 +199,11 @@ class TestWritten:
     def test_back_to_deepspeed(self, tmp_path: Path) -> None:
         zckpt.convert(EXAMPLE, tmp_path / "t", to="gathered")
         zckpt.convert(tmp_path / "t", tmp_path / "d", to="deepspeed", stage=2, dp=3, dtype="bf16")
-        assert zckpt.verify(tmp_path / "d", EXAMPLE)["equal"]
+        report = zckpt.verify(tmp_path / "d", EXAMPLE)
+        # what torch's programs have no place for; the report of the first conversion names it
+        lost = {"counters.global_samples", "module_metadata", "optimizer.clip_grad"}
+        assert {line["key"] for line in report["states"]} == lost
+        assert report["differences"] == report["problems"] == report["groups"] == []
 
     def test_weights_of_16_bits_without_masters_stay(self, tmp_path: Path) -> None:
         model, optimizer = build(named=True)
