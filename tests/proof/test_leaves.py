@@ -5,6 +5,7 @@ By default a sample of them; all with `-m exhaustive`.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -69,10 +70,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
     shutil.rmtree(root)
 
 
-def outcome(leaf: leaves.Leaf, path: Path, root: Path) -> str:
+def outcome(leaf: leaves.Leaf, path: Path, root: Path, against: Path | None = None) -> str:
     changed = leaves.plant(leaf, path, root / "changed")
     try:
-        return "equal" if zckpt.verify(changed, against=path)["equal"] else "differs"
+        return "equal" if zckpt.verify(changed, against or path)["equal"] else "differs"
     except ZckptError:
         return "refused"
     finally:
@@ -165,3 +166,28 @@ def test_targets_equal_their_source(kind: str, sound: dict[str, Path]) -> None:
     assert report["equal"], report["states"]
     sentences = " ".join(report["not_compared"])
     assert ("counters" in sentences) == kind.startswith("deepspeed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_proof_has_what_is_compared(
+    kind: str, sound: dict[str, Path], tmp_path: Path
+) -> None:
+    path, proof = sound[kind], tmp_path / "proof.json"
+    proof.write_text(json.dumps(zckpt.verify(path)))
+    assert zckpt.verify(path, against=proof)["equal"]
+    beside = {item.name for item in zckpt.read(path).siblings}  # a proof has no such files
+    every = [leaf for leaf in leaves.leaves(path) if Path(leaf.file).name not in beside]
+    for leaf in random.Random(kind).sample(every, 8):
+        if outcome(leaf, path, tmp_path) != "equal":
+            assert outcome(leaf, path, tmp_path, proof) != "equal", leaf
+
+
+def test_a_proof_of_before_is_read(sound: dict[str, Path], tmp_path: Path) -> None:
+    """zckpt 0.1 kept parameters, buffers and groups."""
+    path, proof = sound["deepspeed, stage 2"], tmp_path / "proof.json"
+    report = zckpt.verify(path)
+    kept = {key: report["held"][key] for key in ("parameters", "buffers", "groups")}
+    proof.write_text(json.dumps({**report, "held": kept}))
+    compared = zckpt.verify(path, against=proof)
+    assert compared["equal"]
+    assert any(line.startswith("counters, ") for line in compared["not_compared"])

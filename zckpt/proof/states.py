@@ -24,13 +24,24 @@ OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
 OF_SIZES = ("tensor_parallel", "pipeline", "universal")
 """Parts of the state that say how tensors were cut over ranks."""
 NAMES_OF_SIZES = frozenset(
-    ("world_size", "data_parallel_size", "horizontal_parallel_size", "model_parallel_size")
-    + ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-    + ("padded_vocab_size", "make_vocab_size_divisible_by", "zero_stage")
+    [
+        "world_size",
+        "zero_stage",
+        "data_parallel_size",
+        "horizontal_parallel_size",
+        "model_parallel_size",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "padded_vocab_size",
+        "make_vocab_size_divisible_by",
+    ]
 )
 """What programs call the sizes of a run among their arguments and options."""
 OF_STEP = ("optimizer.step", "optimizer.group_step")
 """Where the optimizer keeps its step, if it is stated: not every engine has to."""
+OF_SOME_VERSIONS = ("trainer_options", "train_step_info")
+"""Parts of the state that not every version of their engine writes, and that a target gets anew."""
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 GUESSES = ("guessed", "ordered")
 """Facts about names that files do not state."""
@@ -139,6 +150,8 @@ class _Comparison:
             return isinstance(engine, FlatBufferEngine)
         if part in OF_SIZES:
             return self.same_sizes
+        if part in OF_SOME_VERSIONS:
+            return False
         return self.same_engine and (part != "optimizer" or self.same_stage)
 
     def _opened(self, value: Any) -> Any:
@@ -203,8 +216,16 @@ def _facts(manifest: Manifest) -> Report:
     """How a checkpoint was saved: a program may save the same run in another way."""
     facts = with_facts({}, manifest.engine, None).get("engine") or {}
     facts = {key: value for key, value in facts.items() if key not in GUESSES}
-    plain = {k: v for k, v in manifest.source.items() if isinstance(v, (str, int, type(None)))}
-    return {"engine": to_json(facts), "optimizer": manifest.optimizer, "source": plain}
+    return {
+        "engine": to_json(facts),
+        "optimizer": manifest.optimizer,
+        "source": plain_facts(manifest.source),
+    }
+
+
+def plain_facts(source: Mapping[str, Any]) -> Report:
+    """A manifest's `source` without what is not JSON."""
+    return {key: item for key, item in source.items() if isinstance(item, (str, int, type(None)))}
 
 
 def _as_of_first(manifest: Manifest, path: str) -> Any:

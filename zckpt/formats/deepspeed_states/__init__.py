@@ -13,6 +13,7 @@ parameter); it is not a format itself.
     experts.py             names, layers and places of experts
     flats.py               the record of one flat buffer
     tensors.py             parameters, buffers, aliases and replicas of a manifest
+    of_files.py            what files of single ranks hold beside tensors
     manifest.py            the manifest of it all
     engine.py              which engine a target is written for
     hyper.py               what its optimizer needs and a source may lack

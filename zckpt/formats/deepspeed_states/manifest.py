@@ -6,9 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 
 from ...core.annotations import Any
-from ...core.checksum import crc32
 from ...core.facts import FlatBufferEngine, StepPlace
-from ...core.inert import Foreign, to_json
+from ...core.inert import Foreign
 from ...core.manifest import Manifest, Parameter, Sighting
 from ...core.values import replace
 from ...errors import listed
@@ -17,43 +16,9 @@ from ...training import steps
 from ...training.optimizers import infer_optimizer
 from .directories import siblings, trainer_around
 from .flats import FlatBuffer
-from .states import COUNTERS, EngineStates, comparable, nested
-from .tensors import ManifestTensors, is_extra
-
-# keys of the model states that the engine itself writes; all others are the user's client_state
-ENGINE_KEYS = frozenset(
-    (
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "shared_params",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "num_experts",
-        "sparse_tensor_module_names",
-        "csr_tensor_module_names",
-        "ds_autoep_layers",
-    )
-)
-
-
-# beside them the reader puts `members` and `other`: see deepspeed/stage_0/whole_states.py
-SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-"""The numbers of a loss scale in stage 0, which has no object of a loss scaler (0.19.8)."""
-
-SLICES = "param_slice_mappings"
+from .of_files import layout, model_values, of_ranks, optimizer_values, own_client_state
+from .states import COUNTERS, EngineStates, nested
+from .tensors import ManifestTensors
 
 INFERRED = "zckpt_inferred"
 """Beside the optimizer's state: parameters whose names no file of zckpt's source stated."""
@@ -103,8 +68,8 @@ def manifest_of(
         step_place=_step_place(ranks, buffers),
         state=_state(ranks, tensors),
         replicas=tuple(tensors.replicas),
-        of_ranks=_of_ranks(ranks),
-        layout=_layout(ranks),
+        of_ranks=of_ranks(ranks),
+        layout=layout(ranks),
         entries=tensors.entries,
         parameters=tensors.parameters,
         buffers=tensors.buffer_names,
@@ -114,7 +79,7 @@ def manifest_of(
         siblings=tuple(beside.files),
         left_out=tuple(
             [line for buffer in buffers for line in buffer.left_out]
-            + _own_client_state(ranks)
+            + own_client_state(ranks)
             + beside.left_out
             + [f"{name}: a second name of a weight that was left out of the save" for name in alone]
         ),
@@ -243,17 +208,17 @@ def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
     """Everything that is not a parameter's tensor, so that an engine's files can be rewritten."""
     optimizer = {
         key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
-        for key, value in _optimizer_values(ranks.first).items()
+        for key, value in optimizer_values(ranks.first).items()
     }
     of_model = {
         key: tensors.kept(value, key, ranks.models[0])
-        for key, value in _model_values(ranks.model).items()
+        for key, value in model_values(ranks.model).items()
     }
     for files in _alike(ranks.optimizers[1:]):
         state = files[0].value["optimizer_state_dict"]
-        tensors.add_state_replicas(_optimizer_values(state), files)
+        tensors.add_state_replicas(optimizer_values(state), files)
     for files in _alike(ranks.models[1:]):
-        tensors.add_state_replicas(_model_values(files[0].value), files)
+        tensors.add_state_replicas(model_values(files[0].value), files)
     return {
         "counters": {key: ranks.model.get(key) for key in COUNTERS},
         "module": list(tensors.module),
@@ -268,98 +233,6 @@ def _alike(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
     for file in files:
         by_value.setdefault(id(file.value), []).append(file)
     return list(by_value.values())
-
-
-def _optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer file holds beside tensors and hyper-parameters."""
-    scaling = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "overflow")
-    keys = (*scaling, *SCALING, "members", "other")
-    return {f"optimizer.{key}": state[key] for key in keys if key in state}
-
-
-def _model_values(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model file holds beside weights and counters."""
-    module = model["module"]
-    return {
-        "lr_scheduler": model.get("lr_scheduler"),
-        "module_metadata": getattr(module, "_metadata", None),
-        "module_extra": {name: value for name, value in module.items() if is_extra(name, value)},
-        "data_sampler": model.get("data_sampler"),
-        "random_ltd": model.get("random_ltd"),
-        "client_state": _client_state(model),
-    }
-
-
-def _client_state(model: Mapping[str, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in model.items() if key not in ENGINE_KEYS}
-
-
-def _of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
-    """What the files of other ranks state otherwise than the first of their kind."""
-    differing: dict[str, dict[str, Any]] = {}
-    for files, values_of in (
-        (ranks.optimizers, lambda value: _optimizer_values(value["optimizer_state_dict"])),
-        (ranks.models, _values_by_key),
-    ):
-        others = [file for file in files[1:] if file.value is not files[0].value]
-        first = files[0].summary(values_of(files[0].value)) if others else {}
-        for file in others:
-            own = file.summary(values_of(file.value))
-            if own != first:
-                differing[os.path.basename(file.path)] = {
-                    key: own.get(key) for key in {**first, **own} if own.get(key) != first.get(key)
-                }
-    return differing
-
-
-OF_SIZES = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions")
-OF_PARTITIONS = ("group_paddings", "partition_count", "zero_stage")
-
-
-def _layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
-    """What each file states of the run's sizes and of its partitions; the reader computes them."""
-    layout: dict[str, dict[str, Any]] = {}
-    for file in ranks.models:
-        stated = {key: file.value[key] for key in OF_SIZES if key in file.value}
-        layout[os.path.basename(file.path)] = {key: to_json(item) for key, item in stated.items()}
-    for file, state in zip(ranks.optimizers, ranks.states, strict=True):
-        own = layout.setdefault(os.path.basename(file.path), {})
-        own |= {key: comparable(state[key]) for key in OF_PARTITIONS if key in state}
-        if SLICES in state:
-            own[SLICES] = f"{_crc_of_slices(state[SLICES]):08x}"
-    return layout
-
-
-def _crc_of_slices(groups: Sequence[Mapping[str, Any]]) -> int:
-    """CRC-32 of the places of all parameters in a rank's partitions, of which there are many."""
-    places = [
-        (str(name), tuple(address.state.values()) if isinstance(address, Foreign) else address)
-        for group in groups
-        for name, address in group.items()
-    ]
-    return crc32(repr(places).encode())
-
-
-def _values_by_key(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model file holds beside weights, each of the user's values by itself."""
-    values = _model_values(model)
-    own = values.pop("client_state")
-    return {**values, **{f"client_state.{key}": value for key, value in own.items()}}
-
-
-def _own_client_state(ranks: EngineStates) -> list[str]:
-    """Client state in which stage-3 ranks differ from rank 0, whose own is kept."""
-    first = _client_state(ranks.model)
-    own: set[str] = set()
-    for file in ranks.models[1:]:
-        if file.value is not ranks.model:
-            other = _client_state(file.value)
-            own |= {
-                str(key)
-                for key in first.keys() | other.keys()
-                if comparable(first.get(key)) != comparable(other.get(key))
-            }
-    return [f"client_state {key!r} of ranks other than 0" for key in sorted(own)]
 
 
 # -- warnings

@@ -30,7 +30,7 @@ from .directories import POINTERS
 from .engine import TargetEngine
 from .experts import ExpertLayers, ExpertRanks
 from .hyper import FLAT, adam_class, complete_groups, optimizer_name, wrapper
-from .manifest import ENGINE_KEYS
+from .of_files import ENGINE_KEYS
 from .states import COUNTERS
 
 VERSION = "0.19.8"  # of the layout that is written
