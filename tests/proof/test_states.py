@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zckpt.core.facts import Engine, FlatBufferEngine, GraphEngine, StateDictEngine, StepPlace
 from zckpt.core.inert import Foreign, Global
-from zckpt.core.manifest import Manifest
+from zckpt.core.manifest import Manifest, Sibling
+from zckpt.core.values import replace
 from zckpt.proof import states
+from zckpt.proof.beside import siblings
 
 FLAT = FlatBufferEngine("flats", None, None, None, False, None, {})
 PLAIN = StateDictEngine("plain", None, (), None, None, None, None, False, False)
@@ -80,7 +83,9 @@ def test_what_an_engine_has_no_place_for_is_named() -> None:
 
 def test_weights_alone_have_no_state() -> None:
     weights = Manifest("", "x", {}, {}, {}, engine=PLAIN)
-    assert not_compared(manifest({"client_state": {"seed": 1}}), weights) == ["client_state"]
+    assert not_compared(manifest({"client_state": {"seed": 1}}), weights) == [
+        "schedulers, counters and the like"
+    ]
 
 
 def test_nothing_is_no_state() -> None:
@@ -121,3 +126,27 @@ def test_places_of_steps_are_part_of_the_state() -> None:
     a, b = (manifest({}, step_place=StepPlace("state", kind)) for kind in ("int", "F32"))
     assert states.states(a, a) == ([], [])
     assert differences(a, b) == {"optimizer.step.type": ("int", "F32")}
+
+
+def beside(tmp_path: Path, name: str, **files: str) -> Manifest:
+    folder = tmp_path / name
+    folder.mkdir()
+    siblings = []
+    for file, text in files.items():
+        path = folder / file.replace("_json", ".json").replace("_pt", ".pt")
+        path.write_text(text)
+        siblings.append(Sibling(path.name, str(path), len(text)))
+    return replace(manifest({}), root=name, siblings=tuple(siblings))
+
+
+def test_files_beside_a_checkpoint(tmp_path: Path) -> None:
+    state = '{"best_model_checkpoint": "%s", "step": %d}'
+    a = beside(tmp_path, "a", config_json="one", trainer_state_json=state % ("a", 1))
+    b = beside(tmp_path, "b", config_json="two", trainer_state_json=state % ("b", 1))
+    c = beside(tmp_path, "c", trainer_state_json=state % ("a", 2), scheduler_pt="x", rng_pt="y")
+    assert siblings(a, b) == ([{"key": "config.json", "a": "3 bytes", "b": "3 bytes"}], [])
+    lines, sentences = siblings(a, c)
+    assert [line["key"] for line in lines] == ["trainer_state.json", "scheduler.pt"]
+    assert lines[1] == {"key": "scheduler.pt", "only": "b"}
+    assert sentences == ["config.json: only beside a", "rng.pt: only beside c"]
+    assert siblings(a, manifest({}))[0] == []

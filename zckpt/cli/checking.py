@@ -63,8 +63,10 @@ def verify(**words: Any) -> int:
     that no file was saved as that of another rank. A file of the same rank of another run may
     contradict nothing: only --against finds it.
 
-    With --against, shared tensors are compared bit for bit, steps and hyper-parameters by value. If
-    the original is gone, give the FILE of an earlier --save-proof.
+    With --against, shared tensors are compared bit for bit, and everything else by value: steps,
+    hyper-parameters, schedulers, counters, random states, what a program saved. What has no place
+    in the other files is named as not compared. If the original is gone, give the FILE of an
+    earlier --save-proof.
 
     Exit code 3: verify found something.
     """
@@ -94,8 +96,8 @@ def verify(**words: Any) -> int:
 def diff(**words: Any) -> int:
     """Show where two checkpoints differ, in the order of the model.
 
-    A and B may have different formats. diff compares tensors, steps, hyper-parameters and
-    schedulers, and names the first and the worst difference.
+    A and B may have different formats. diff compares tensors, and everything else as verify does,
+    and names the first and the worst difference.
 
     Exit code 3: something differs.
     """

@@ -1,7 +1,7 @@
 """Are the files beside two checkpoints equal: a trainer's state, its schedulers, a configuration?
 
 They are compared byte by byte. A file that one side lacks is named: a run of another program, or of
-other ranks, has other files.
+other ranks, has other files. But a file from which the same program resumes was lost.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from ..errors import listed
 
 Report = dict[str, Any]
 MAX_JSON = 16 << 20  # bytes
+OF_RUN = frozenset(
+    ("trainer_state.json", "scheduler.pt", "scheduler.bin", "scaler.pt", "sampler.bin")
+)
+"""Files of trainers' programs that a run goes on with, whatever its size."""
 PATHS = {"trainer_state.json": "best_model_checkpoint"}
 """A key that holds a path of the run, by the name of the JSON file: a converted run has another."""
 
@@ -29,11 +33,13 @@ def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
         for name, item in ours.items()
         if name in theirs and not _equal(item, theirs[name])
     ]
-    sentences = [
-        f"{listed(names, 8)}: only beside {side.root}"
-        for side, own, others in ((a, ours, theirs), (b, theirs, ours))
-        if (names := [name for name in own if name not in others])
-    ]
+    sentences = []
+    for side, root, own, others in (("a", a.root, ours, theirs), ("b", b.root, theirs, ours)):
+        alone = [name for name in own if name not in others]
+        lost = OF_RUN.intersection(alone) if not OF_RUN.isdisjoint(others) else set()
+        lines += [{"key": name, "only": side} for name in sorted(lost)]
+        if rest := [name for name in alone if name not in lost]:
+            sentences.append(f"{listed(rest, 4)}: only beside {root}")
     return lines, sentences
 
 

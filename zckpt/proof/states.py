@@ -190,11 +190,14 @@ class _Comparison:
                     f"and {its_twin.root} has other ranks"
                 )
         for side, other in (("b", "a"), ("a", "b")):
-            if paths := self.without_place[side]:
+            paths, root = self.without_place[side], self.sides[side].root
+            if paths and _is_weights(self.sides[side]):
+                yield f"schedulers, counters and the like: {root} has weights alone"
+            elif paths:
                 them = "it" if len(paths) == 1 else "them"
                 yield (
                     f"{listed(paths, 4)}: only {self.sides[other].root} has {them}, and the files "
-                    f"of {self.sides[side].root} have no place for {them}"
+                    f"of {root} have no place for {them}"
                 )
 
 
