@@ -115,7 +115,7 @@ def write(
     files = convert.files_of(layout)
     size = sum(files.values())
     report = _report(command, source, target, format, layout, files, options)
-    report["warnings"] += steps.unused_policy(manifest.step, reading.step_policy)
+    report["warnings"] += steps.unused_policy(manifest, reading.step_policy)
     run = identity(layout.source or manifest, to, reading, options, files)
     if running.continues and targets.is_complete(target, run):
         return report | {"already_complete": True, "seconds": _since(started)}

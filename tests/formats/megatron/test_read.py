@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -100,15 +101,18 @@ def test_the_latest_is_not_there(run: Path) -> None:
     assert package.read(run, tag=ITERATION).root.endswith(ITERATION)
 
 
-def _copied(folder: Path, target: Path, **changes: torch.Tensor) -> Manifest:
-    """The same items written by torch itself, as 0.19 keeps the common state: as an item."""
+def copied(folder: Path, target: Path, without: str = "", **changes: torch.Tensor) -> Manifest:
+    """The same items written by torch itself, as 0.19 keeps the common state: as an item.
+
+    `without` is a pattern of tensors' keys, and of keys in the common state, that are lost.
+    """
     from zckpt.files.dcpfile import read_table
 
     table = read_table(str(folder))
     tensors = {
         key: torch.empty(item.shape, dtype=getattr(torch, item.torch_dtype))
         for key, item in table.items.items()
-        if item is not None
+        if item is not None and not re.fullmatch(without, key)
     }
     dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     tensors |= changes
@@ -116,6 +120,7 @@ def _copied(folder: Path, target: Path, **changes: torch.Tensor) -> Manifest:
         key: [None] for key, item in table.items.items() if item is None and "_extra_state" in key
     }
     common = torch.load(folder / "common.pt", weights_only=False)
+    common = {key: value for key, value in common.items() if not re.fullmatch(without, key)}
     state = {**tensors, **values, "common_state/shard_0_1": [common]}
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(state, checkpoint_id=target, planner=planner, no_dist=True)
@@ -126,7 +131,7 @@ def _copied(folder: Path, target: Path, **changes: torch.Tensor) -> Manifest:
 @pytest.mark.filterwarnings("ignore")
 def test_common_state_as_an_item(run: Path, tmp_path: Path, zckpt: Callable[..., Any]) -> None:
     """One box per stacked tensor holds several layers."""
-    manifest = _copied(run / ITERATION, tmp_path / "new")
+    manifest = copied(run / ITERATION, tmp_path / "new")
     assert manifest.step == 3
     assert zckpt("verify", run, "--against", tmp_path / "new", "--tensors", "*").code == 0
 
@@ -135,7 +140,7 @@ def test_common_state_as_an_item(run: Path, tmp_path: Path, zckpt: Callable[...,
 def test_wrong_masters_are_named(run: Path, tmp_path: Path, zckpt: Callable[..., Any]) -> None:
     key = "optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"
     wrong = torch.zeros(2, 8, 6)
-    _copied(run / ITERATION, tmp_path / "new", **{key: wrong})
+    copied(run / ITERATION, tmp_path / "new", **{key: wrong})
     ended = zckpt("convert", tmp_path / "new", tmp_path / "out", "--json")
     assert ended.document["error"] == "InconsistentCheckpoint"
     assert "2 of 20 parameters" in ended.document["message"]

@@ -33,6 +33,7 @@ from ..common import FSDP, WEIGHTS_ONLY, arguments
 from ..contents import Content, manifest_of, require_groups, size_of
 from ..keys import OF_OUTPUT, KeysOfGpt
 from ..names import NORMS
+from ..weightless import without_weights
 from .items import FsdpItems, joined, plain_name
 
 OF_RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # stage, tensor rank
@@ -62,6 +63,9 @@ class _FsdpReader:
 
     def manifest(self, step_policy: str | None) -> Manifest:
         items = self.items
+        if not items.weights:
+            others = (str(path[0]) for path in items.others)
+            raise without_weights(self.folder, items.states, others)
         for name, keys in joined(self.folder, items.weights).items():
             self.shapes[name] = items.enter(name, "param", keys).shape
         self._require_halves()
@@ -79,8 +83,8 @@ class _FsdpReader:
             groups, group_of = self._groups()
             common["optimizer"] = {"optimizer": {"param_groups": groups, **self._step()}}
         known, objects = self._modules()
-        if not self.shapes or items.file is None:
-            raise CorruptCheckpoint(f"{self.folder} has no weights, or nothing beside them")
+        if items.file is None:
+            raise CorruptCheckpoint(f"{self.folder} has nothing beside its weights")
         content = Content(
             folder=self.folder,
             file=items.file,
