@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from ..core import sources
 from ..core.annotations import TYPE_CHECKING
+from ..core.filenames import oldest_first
 from ..errors import (
     AmbiguousCheckpoint,
     NotACheckpoint,
@@ -226,7 +227,7 @@ def _inside(path: str) -> list[str]:
     checkpoints = [
         name for name in folders if any(item.detect(os.path.join(path, name)) for item in FORMATS)
     ]
-    return sorted(checkpoints, key=lambda name: (len(name), name))
+    return oldest_first(checkpoints)
 
 
 def _looks(path: str) -> str:

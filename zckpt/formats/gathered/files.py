@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from ...core import sources
 from ...core.annotations import TYPE_CHECKING, Any
+from ...core.filenames import oldest_first
 from ...core.regex import Regex
 from ...core.values import field, mutable
 from ...errors import (
@@ -129,11 +130,11 @@ def _safetensors(names: Sequence[str]) -> list[str]:
 
 def _single_files(folder: str, names: Sequence[str]) -> list[str]:
     """Files that have everything, by the usual endings."""
-    return [
+    return oldest_first(
         name
         for name in names
         if name.endswith(ENDINGS) and _has_state_dicts(os.path.join(folder, name))
-    ]
+    )
 
 
 def _is_others(name: str) -> bool:
