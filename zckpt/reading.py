@@ -44,6 +44,10 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
         manifest = families.translated(manifest, reading.family)
     lost, stateless = lacking(manifest)
     lines = [*manifest.warnings, *lost, *stateless, *_unused(manifest, reading, format)]
+    if manifest.siblings and manifest.groups is not None:  # a model that is to be loaded needs none
+        from .training.trainers import lacking_state
+
+        lines += lacking_state(manifest.siblings)
     return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings
 
 

@@ -24,7 +24,7 @@ from ..core.manifest import Manifest
 from ..core.resources import Begin, Copying, Progress
 from ..core.sources import unchanged
 from ..core.streaming import chunk_size
-from ..errors import NotEnoughSpace, ProcessLost
+from ..errors import NotEnoughSpace, ProcessLost, sized
 from .copy import CopyOutcome, copy
 from .journal import Journal
 from .sharing import Sharing, Work
@@ -108,7 +108,7 @@ def naming_full_disk(target: str, size: int) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise NotEnoughSpace(
                 f"the filesystem of {target} is full: {error.filename}: {error.strerror}",
-                hint=f"free some space ({size / 1e9:.3f} GB are needed), or choose a target on "
+                hint=f"free some space ({sized(size)} are needed), or choose a target on "
                 "another filesystem; nothing was left behind",
             ) from error
         raise

@@ -291,3 +291,16 @@ def test_groups_by_the_options_of_megatron() -> None:
     for group in before:  # 0.15 and older
         del group["default_config"], group["max_lr"]
     assert list((members(before, shapes, args) or {}).values()) == [2, 0, 0]
+
+
+@pytest.mark.parametrize("to", ["dcp", "gathered", "onnxruntime"])
+def test_what_only_its_files_hold_has_their_names(run: Path, to: str, tmp_path: Path) -> None:
+    """Not the name of a format: a user knows the keys of the common state."""
+    options = {"dp": 1} if to == "onnxruntime" else {}
+    report = package.convert(run, tmp_path / "out", to=to, **options)
+    (line,) = (line for line in report["left_out"] if "opt_param_scheduler" in line)
+    assert "args, checkpoint_version, iteration" in line
+    assert "_extra_state, rng_state" in line
+    assert "optimizer" not in line.replace("opt_param", "")
+    assert "megatron:" not in line.replace("of megatron alone:", "")
+    assert not line.endswith("megatron")

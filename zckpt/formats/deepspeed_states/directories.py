@@ -105,10 +105,11 @@ class TagKind:
         else:
             return TagDirectory(directory, tag, path)
         tags = self.tags(path) if sources.is_folder(path) else []
-        present = listed(tags) if tags else "no tag folder"
         raise NotACheckpoint(
             f"{statement} {tag[:99]!r}, {why}",
-            hint=f"choose a tag with --tag; {path} has {present}",
+            hint=f"choose a tag with --tag: {path} has {listed(tags)}"
+            if tags
+            else f"{path} has no tag's folder at all: copy the whole directory again",
         )
 
 
