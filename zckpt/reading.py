@@ -78,4 +78,8 @@ def _check_names(manifest: Manifest) -> None:
 def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:
     """The checkpoint at `path` under the names of `first`, to be compared with it."""
     other = read(path, Reading(param_names=reading.param_names, tp_rules=reading.tp_rules))
+    if first.siblings or other.siblings:
+        from .training.saving import spelled_as
+
+        other = spelled_as(other, first)
     return called_as(other, names_of(first))

@@ -287,7 +287,7 @@ def test_values_of_ranks_are_named(dp: int | None, tmp_path: Path) -> None:
 
 
 def test_torchtitans_keys(tmp_path: Path) -> None:
-    """Names of weights without a root key, and a flat optimizer: what its CheckpointManager asks."""
+    """Names of weights without a root key, and a flat optimizer, as its CheckpointManager asks."""
     torch.manual_seed(1)
 
     def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
