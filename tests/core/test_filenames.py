@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from zckpt.core.filenames import Names, oldest_first
+from zckpt.core.filenames import Names, counted, oldest_first
 
 FORMS = (
     "mp_rank_#_model_states.pt",
@@ -58,3 +58,24 @@ def test_other_digits_are_no_numbers() -> None:
 )
 def test_the_newest_is_the_last(names: list[str]) -> None:
     assert oldest_first(reversed(names)) == oldest_first(sorted(names)) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("model_0.pt", ("model", 0)),
+        ("ema_model_17.pt", ("ema_model", 17)),
+        ("model_1_2.pt", ("model_1", 2)),
+        ("model_00.pt", None),
+        ("model_07.pt", None),
+        ("model_.pt", None),
+        ("model_x1.pt", None),
+        ("model1.pt", None),
+        ("_1.pt", None),
+        ("model_1", None),
+        ("model_1.pth", None),
+        ("model_²1.pt", None),
+    ],
+)
+def test_what_is_counted(name: str, place: tuple[str, int] | None) -> None:
+    assert counted(name, ".pt") == place

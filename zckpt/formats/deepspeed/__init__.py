@@ -37,8 +37,10 @@ FORMAT = Format(
     about="DeepSpeed ZeRO stage 0, 1, 2, 3, 0.5.10 to 0.19.8",
     family="deepspeed",
     numbers=True,
+    compares="beginnings",
     has_tensor_ranks=True,
     gathers=True,
     groups="without_empty_groups",
+    of_ranks=("_states.pt",),
     objects=OBJECTS,
 )

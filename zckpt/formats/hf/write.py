@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...core import sources
-from ...core.equality import have_equal_bytes
 from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
+from ...core.equality import have_equal_bytes
+from ...core.folder import Folder
 from ...core.layout import Layout, Shell
 from ...core.manifest import Entry, Manifest, Parameter, Sibling
 from ...core.siblings import SiblingList, refusals
@@ -58,7 +59,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     )
 
 
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Does nothing: safetensors files state no checksums."""
 
 

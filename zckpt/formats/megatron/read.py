@@ -62,9 +62,11 @@ from .contents import (
 )
 from .files import MARKER, is_fsdp, is_legacy, locate
 from .fsdp.directories import read_fsdp
+from .groups import FileStep
 from .legacy.directories import read_legacy
 from .masters import check as check
 from .masters import rebuilt as rebuilt
+from .masters import way_out as way_out
 from .names import axes_of, named, places, without_prefix
 from .programs import arguments_of, beside
 from .weightless import MASTERS, OF_OPTIMIZER, masters_of, require_masters, trained_keys
@@ -127,6 +129,7 @@ class _Reader:
                 hint="load it in Megatron-Core, and save it without this option",
             )
         self.replicas: list[Entry] = []
+        self.steps: list[FileStep] = []
 
     def manifest(self, step_policy: str | None) -> Manifest:
         sharding = None
@@ -161,6 +164,7 @@ class _Reader:
             left_out=[*self._strangers(siblings.files), *siblings.left_out],
             siblings=siblings.files,
             args=self.args,
+            steps=self.steps,
         )
         return manifest_of(content, step_policy)
 
@@ -246,6 +250,7 @@ class _Reader:
         """
         items = FlatItems(self.table, self.files)
         self.records += items.records
+        self.steps = items.steps
         self.common = with_groups(self.common, items.groups, items.scalers(self.entries))
         experts = {
             name: number
