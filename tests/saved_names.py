@@ -17,6 +17,9 @@ from typing import Any
 
 from zckpt.training.saving.rules import claimed
 
+MADE_BY = (
+    "python -m tests.saved_names, from the names and rules of transformers (Apache-2.0), reversed"
+)
 AUTO = {
     "AutoModel": "MODEL_MAPPING_NAMES",
     "AutoBackbone": "MODEL_FOR_BACKBONE_MAPPING_NAMES",
@@ -279,6 +282,7 @@ def table() -> dict[str, Any]:
             alike.setdefault(json.dumps(about), {"classes": [], **about})["classes"].append(name)
     listed = {name for name, about in models.items() if about}
     return {
+        "made_by": MADE_BY,
         "transformers": transformers.__version__,
         "rules": shared(known),
         "models": list(alike.values()),
@@ -411,7 +415,8 @@ def auto_classes(models: set[str], known: dict[str, Any]) -> dict[str, dict[str,
 
 def text(document: dict[str, Any]) -> str:
     """The table as JSON, with a line for each rule and each model."""
-    lines = [f' "transformers": {json.dumps(document["transformers"])}']
+    first = ("made_by", "transformers")
+    lines = [f" {json.dumps(key)}: {json.dumps(document[key])}" for key in first]
     rules = []
     for key, value in document["rules"].items():
         items = value

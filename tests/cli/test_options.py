@@ -48,8 +48,8 @@ def test_options_stand_in_one_order(command: str, flags: list[str]) -> None:
 def test_help_says_which_values_go_with_which_target() -> None:
     texts = {item.name: getattr(item, "help", "") for item in cli.commands["convert"].params}
     assert texts["dialect"] == (
-        "The kind of files: onnxruntime has hdf5 (default) or l2, dcp has accelerate or torchtitan, "
-        "gathered has safetensors or accelerate."
+        "The kind of files: onnxruntime has hdf5 (default) or l2, dcp has accelerate or "
+        "torchtitan, gathered has safetensors or accelerate."
     )
     assert texts["dcp_layout"] == (
         "For dcp: the form of the keys.  [default: the source's, or nested]"
