@@ -345,6 +345,20 @@ def test_what_is_mapped_is_described(tmp_path: Path) -> None:
     expected = torch.vmap(model)(x)
     with probe.record(model, tmp_path / "run", step=0):
         assert torch.equal(torch.vmap(model)(x), expected)
+    described = [
+        (
+            record.key,
+            record.dtype,
+            record.shape,
+            record.numbers["elements"],
+            record.numbers.get("crc32"),
+        )
+        for record in runs.read(tmp_path / "run").ranks[0]
+    ]
+    assert described == [  # of one row: what vmap hands a module has no bytes
+        ("(model)#0/in[0]", "F32", (2,), 2, None),
+        ("(model)#0/out", "F32", (3,), 3, None),
+    ]
 
 
 def test_parameters_that_an_engine_gathers_later(tmp_path: Path) -> None:
