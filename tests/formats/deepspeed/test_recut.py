@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +16,7 @@ from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.values import replace
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed import write
-from zckpt.formats.deepspeed.model_ranks.recut import new_stages
+from zckpt.formats.deepspeed.model_ranks.recut import Stage, new_stages
 from zckpt.formats.deepspeed.model_ranks.stage_bounds import balanced, ranges, uniform
 from zckpt.formats.options import options_of
 
@@ -326,9 +326,16 @@ EMBED = "tied_modules.embed.weight"
     [
         # with experts no layer has a file: the first free layer and the last one of those that
         # have the tied layer, and the last one of each between them
-        (([EMBED, "1"], ["3"], [EMBED, "5"]), (1, 3, 5), (), (0, 2, 4, 7), "101", 1),
+        (([EMBED, "1"], ["3"], [EMBED, "5"]), (1, 3, 5), (), (0, 2, 4, 7, 9), "1001", 1),
         ((["1"], [EMBED, "3"], ["5"], [EMBED, "7"]), (1, 3, 5, 7), (), (0, 2, 4, 6, 9), "0101", 1),
-        (([EMBED, "1"], [EMBED, "3"], [EMBED, "5"]), (1, 3, 5), (), (0, 2, 4, 5, 7), "1011", 1),
+        (
+            ([EMBED, "1"], [EMBED, "3", "5"], [EMBED, "7"]),
+            (1, 3, 5, 7),
+            (),
+            (0, 2, 4, 6, 8, 9),
+            "10011",
+            1,
+        ),
         # a file shows one use; a stage of the source without a file for its copy shows the other
         (([EMBED, "1"], ["3"], [EMBED, "5"]), (0, 1, 3, 5), (0,), (0, 2, 4, 7), "101", 0),
         # two files show both
@@ -347,13 +354,28 @@ def test_which_stages_have_a_tied_layer(
     inferred: int,
 ) -> None:
     """`layers` have files, those of `files` are of the tied layer; `having` are the new stages."""
-    named = [[n if n == EMBED else f"{n}.weight" for n in stage] for stage in stages]
-    parameters = {name: Parameter((2,), group=0) for stage in named for name in stage}
-    model = Manifest("run", "deepspeed", {}, {}, parameters)
-    options = options_of({"pp_bounds": bounds})
-    new, lines = new_stages(model, named, (), layers, {"embed": {*files}}, options)
+    new, lines = cut(stages, layers, files, pp_bounds=bounds)
     assert "".join(str(int(EMBED in stage.parameters)) for stage in new) == having
     assert len(lines) == inferred
+
+
+def cut(
+    stages: Sequence[Sequence[str]], layers: Sequence[int], files: Sequence[int], **options: Any
+) -> tuple[list[Stage], list[str]]:
+    """The new stages of a pipeline with a tied layer, and what had to be inferred."""
+    named = [[name if name == EMBED else f"{name}.weight" for name in stage] for stage in stages]
+    parameters = {name: Parameter((2,), group=0) for stage in named for name in stage}
+    model = Manifest("run", "deepspeed", {}, {}, parameters)
+    return new_stages(model, named, (), layers, {"embed": {*files}}, options_of(options))
+
+
+def test_a_tied_layer_without_a_place() -> None:
+    """All layers of its stages have names: only one stage, which has everything, needs none."""
+    stages = [EMBED, "0", "1"], ["2"], [EMBED, "3"]
+    with pytest.raises(WrongOption, match="leave no layer without names"):
+        cut(stages, range(4), (), pp_bounds=(0, 2, 4))
+    (whole,), inferred = cut(stages, range(4), (), pp=1)
+    assert (whole.parameters[0], inferred) == (EMBED, [])
 
 
 def test_layers_in_words() -> None:
