@@ -403,6 +403,16 @@ class TestConvert:
         last = zckpt("convert", EXAMPLE, target, *words).out.splitlines()[-1]
         assert last == f"next: {expected.replace('TARGET', str(target))}"
 
+    def test_what_to_type_next_under_the_names_of_another_program(
+        self, tmp_path: Path, zckpt: Zckpt
+    ) -> None:
+        """The engine of the source does not load it: `reshard` would fail."""
+        words = ("convert", ROOT / "examples/trainer/checkpoint-4", tmp_path / "u")
+        last = zckpt(*words, "--family", "llama").out.splitlines()[-1]
+        assert last == f"next: zckpt convert {tmp_path / 'u'} NEW --to FORMAT"
+        for name in ("dcp", "gathered"):
+            assert zckpt("convert", tmp_path / "u", tmp_path / name, "--to", name).code == 0
+
     @pytest.mark.parametrize(
         ("words", "resumes"),
         [
