@@ -715,6 +715,15 @@ def test_the_header_says_what_was_recorded(tmp_path: Path) -> None:
     assert closed == {"closed": 0, "only_outside": []}
 
 
+def test_the_build_of_torch_is_a_part_of_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    with probe.record(nn.Identity(), tmp_path / "run", step=9):
+        pass
+    assert lines(tmp_path / "run")[0]["versions"]["torch"] == "2.13.0+cu130"
+
+
 def test_inspecting_without_a_recorder_does_nothing() -> None:
     tensor = torch.ones(2)
     assert probe.inspect("name", tensor) is tensor
